@@ -1,0 +1,78 @@
+# `make help` lists what there is. Every target sets up what it needs: a virtual environment in .venv, filled once from
+# constraints.txt and again only when that file or pyproject.toml changes.
+
+PYTHON ?= python3
+# An index that has torch wheels without CUDA, for example https://download.pytorch.org/whl/cpu; empty: pip's own setting.
+TORCH_INDEX ?=
+# Processes of the test run. Each uses one thread.
+WORKERS ?= 2
+# Further arguments: make test ARGS="tests/contract -k momentum"
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# -qq: a repeated install, or a package mirror, fills the screen with warnings otherwise; errors still show.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-all check lint format type layering docs bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) ARGS='...' TORCH_INDEX=https://download.pytorch.org/whl/cpu (torch without CUDA)"
+
+install: $(STAMP) ## Set up .venv with everything the other targets need (quiet, again in a moment)
+	@:
+
+# torch goes first and alone, so that a CPU index never has to serve anything else; then the pinned list exactly as it
+# stands, without a resolver that could replace torch or bring torchvision; then this package, editable, built with the
+# pinned setuptools rather than in an isolated environment that reads no constraints.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "secondorder needs Python 3.10 or newer; choose one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up $(VENV) (some minutes the first time) ..."
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) \
+		|| { echo "$(PYTHON) has no working venv module; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+ifneq ($(TORCH_INDEX),)
+	@$(PIP) --no-deps --index-url $(TORCH_INDEX) -c constraints.txt torch
+endif
+	@$(PIP) -c constraints.txt torch
+	@$(PIP) --no-deps --only-binary :all: -r constraints.txt
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP) ## Train on handwritten digits with SGD, AdamW and every method; table and plot (under 2 minutes)
+	@$(BIN)/python -m benchmarks demo $(ARGS)
+
+test: $(STAMP) ## Run the test suite in parallel, without the slow tests
+	@$(PYTEST) $(ARGS)
+
+test-all: $(STAMP) ## Run the test suite with the slow tests
+	@$(PYTEST) -m "" $(ARGS)
+
+check: lint type layering docs ## Everything but the tests: lint, types, layering, documentation
+
+lint: $(STAMP) ## Check style and format (ruff)
+	@$(BIN)/ruff check -q .
+	@$(BIN)/ruff format -q --diff .
+
+format: $(STAMP) ## Bring the tree into the form that `make lint` wants
+	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
+
+type: $(STAMP) ## Check types (mypy --strict)
+	@$(BIN)/mypy --no-error-summary
+
+layering: $(STAMP) ## Check which part of the package imports which
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_layering.py
+
+docs: $(STAMP) ## Build the site into site/; a broken link or an undocumented public name fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict  # the variable silences an advertisement for a successor
+
+bench: $(STAMP) ## Time a step of each method against SGD and AdamW
+	@$(BIN)/python -m benchmarks step-time $(ARGS)
+
+clean: ## Remove what the other targets wrote; .venv stays (rm -rf .venv starts afresh)
+	rm -rf build site demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,28 @@
+"""The command line: ``python -m benchmarks COMMAND``."""
+
+import sys
+
+import tyro
+
+from benchmarks.commands.demo import Demo
+from benchmarks.commands.train import Train
+from benchmarks.workloads import DataMissingError
+
+Command = Demo | Train
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        args: Words after the program's name; unset: those of this process.
+
+    Returns:
+        Exit status: 0, 1 when a check did not pass, 2 when data is missing or a value is bad.
+    """
+    command = tyro.cli(Command, prog="python -m benchmarks", description=__doc__, args=args)
+    try:
+        return command.run()
+    except DataMissingError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2

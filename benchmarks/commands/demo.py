@@ -1,0 +1,117 @@
+"""``demo``: every optimizer on one workload from the same start, then a table and a plot."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.commands.options import Common
+from benchmarks.plot import plot_losses
+from benchmarks.recipes import METHODS
+from benchmarks.runner import WINDOW, Trainer, optimizer_bytes, race
+from benchmarks.workloads import Workload, WorkloadName, make_workload
+
+TARGETS: dict[WorkloadName, float] = {"digits": 0.05, "autoencoder": 120.0, "resnet20": 1.4, "chargpt": 2.5}
+"""Training loss whose steps and seconds the table gives."""
+
+
+@dataclass
+class Demo(Common):
+    """Train with every optimizer from the same seed, each with its own recipe; print a table, draw a plot."""
+
+    workload: WorkloadName = "digits"
+    """What to train; digits needs no data files."""
+    steps: int | None = None
+    """Optimizer steps; unset: the workload's own number."""
+    target: float | None = None
+    """Training loss to reach; unset: the workload's own."""
+    out_dir: Path = Path("demo-output")
+    """Folder for the table, the results and the plot."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0.
+        """
+        torch.set_num_threads(self.threads)
+        workload = make_workload(self.workload, self.data_dir)
+        steps = workload.steps["full"] if self.steps is None else self.steps
+        target = TARGETS[self.workload] if self.target is None else self.target
+        trainers = [
+            Trainer(method.label, workload, partial(method.build, workload=self.workload), self.seed)
+            for method in METHODS.values()
+        ]
+        with report.progress_bar() as progress:
+            task = progress.add_task(f"{self.workload}: {len(trainers)} optimizers", total=steps * len(trainers))
+            race(trainers, steps, lambda _: progress.advance(task))
+        results = [_summary(trainer, workload, target, trainers[0]) for trainer in trainers]
+        report.save(self.out_dir, "demo", [_table(self.workload, steps, workload, target, results)], {
+            "workload": self.workload, "seed": self.seed, "target": target, "results": results,
+        })  # fmt: skip
+        plot = self.out_dir / "demo.png"
+        plot_losses([trainer.history for trainer in trainers], f"{self.workload}, seed {self.seed}", target, plot)
+        report.print_path("plot", plot)
+        return 0
+
+
+def _summary(trainer: Trainer, workload: Workload, target: float, reference: Trainer) -> dict[str, Any]:
+    """Return the figures of one run.
+
+    Args:
+        trainer: The run, done.
+        workload: What it trained.
+        target: The loss to reach.
+        reference: The run that step times are compared with.
+
+    Returns:
+        Figures by name, and the run's records.
+    """
+    history, steps = trainer.history, trainer.history.steps_to(target)
+    return {
+        "label": history.label,
+        "steps_to_target": steps,
+        "seconds_to_target": None if steps is None else history.seconds[steps - 1],
+        "final_loss": math.nan if trainer.diverged else history.loss_at(len(history.losses)),
+        "metric": workload.evaluate(trainer.model),
+        "seconds_per_step": _mean(history.step_seconds),
+        "step_time_ratio": _mean(history.step_seconds) / _mean(reference.history.step_seconds),
+        "optimizer_bytes": optimizer_bytes(trainer.optimizer),
+        "losses": history.losses,
+        "step_seconds": history.step_seconds,
+    }
+
+
+def _table(name: str, steps: int, workload: Workload, target: float, results: list[dict[str, Any]]) -> Table:
+    columns = (
+        "optimizer", f"steps to loss {target:g}", "seconds to it", "final loss", workload.metric,
+        "step time / SGD's", "optimizer bytes",
+    )  # fmt: skip
+    rows = [
+        (
+            result["label"],
+            "not reached" if result["steps_to_target"] is None else str(result["steps_to_target"]),
+            "-" if result["seconds_to_target"] is None else f"{result['seconds_to_target']:.2f}",
+            f"{result['final_loss']:.4g}",
+            f"{result['metric']:.4g}",
+            f"{result['step_time_ratio']:.2f}",
+            f"{result['optimizer_bytes']:,}",
+        )
+        for result in results
+    ]
+    caption = f"Training loss: mean of {WINDOW} steps. Step time: mean, all kinds of steps. {_threads()}."
+    return report.make_table(f"{name}: {steps} steps from the same weights and batches", columns, rows, caption)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"

@@ -1,0 +1,16 @@
+"""Options that several commands share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass
+class Common:
+    """What every command takes."""
+
+    seed: int = 0
+    """Seed of the initial weights and of the batches."""
+    threads: int = 2
+    """Threads that torch computes with."""
+    data_dir: Path = Path("data")
+    """Folder with one folder per data set: mnist, cifar10, shakespeare."""

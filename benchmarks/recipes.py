@@ -1,0 +1,106 @@
+"""The optimizers that the benchmarks compare, and the recipe of each on each workload.
+
+A method joins every command by adding one entry to :data:`METHODS`. A recipe is a set of constructor keywords that was
+tuned for its workload at equal steps and constant learning rate; ``python -m benchmarks train --set ...`` is how.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from benchmarks.workloads import WorkloadName
+
+Setting = float | int | bool | str | None
+Settings = Mapping[str, Setting]
+MethodName = Literal["sgd", "adamw", "kfac"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One optimizer: how it is built, and its keywords on each workload."""
+
+    label: str
+    """Its name in tables and plots."""
+    construct: Callable[..., Optimizer]
+    """Takes the model and the keywords of a recipe."""
+    recipes: Mapping[WorkloadName, Settings]
+
+    def settings(self, workload: WorkloadName | None, changes: Settings | None = None) -> Settings:
+        """Return the keywords of a recipe.
+
+        Args:
+            workload: Whose recipe; None starts from the constructor's defaults.
+            changes: Keywords that replace the recipe's.
+
+        Returns:
+            The keywords.
+        """
+        recipe = self.recipes[workload] if workload else {}
+        return {**recipe, **(changes or {})}
+
+    def build(
+        self, model: nn.Module, workload: WorkloadName | None = None, changes: Settings | None = None
+    ) -> Optimizer:
+        """Return a new optimizer of ``model`` with the recipe of a workload.
+
+        Args:
+            model: The model to train.
+            workload: Whose recipe; None starts from the constructor's defaults.
+            changes: Keywords that replace the recipe's.
+
+        Returns:
+            The optimizer.
+        """
+        return self.construct(model, **self.settings(workload, changes))
+
+
+def _sgd(model: nn.Module, **settings: Any) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), **settings)
+
+
+def _adamw(model: nn.Module, **settings: Any) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), **settings)
+
+
+def _kfac(model: nn.Module, **settings: Any) -> Optimizer:
+    from secondorder import KFAC
+
+    return KFAC(model, **settings)
+
+
+METHODS: dict[MethodName, Method] = {
+    "sgd": Method(
+        "SGD",
+        _sgd,
+        {
+            "digits": {"lr": 0.1, "momentum": 0.9},
+            "autoencoder": {"lr": 3e-3, "momentum": 0.9},
+            "resnet20": {"lr": 0.1, "momentum": 0.9},
+            "chargpt": {"lr": 0.1, "momentum": 0.9},
+        },
+    ),
+    "adamw": Method(
+        "AdamW",
+        _adamw,
+        {
+            "digits": {"lr": 3e-3},
+            "autoencoder": {"lr": 1e-3},
+            "resnet20": {"lr": 3e-3},
+            "chargpt": {"lr": 3e-3},
+        },
+    ),
+    "kfac": Method(
+        "KFAC",
+        _kfac,
+        {
+            "digits": {"lr": 0.1, "damping": 0.03, "kl_clip": 0.1},
+            "autoencoder": {"lr": 0.1, "damping": 0.3, "kl_clip": 1.0, "inv_update_steps": 20},
+            "resnet20": {"lr": 0.1, "damping": 0.03, "kl_clip": 0.1},
+            "chargpt": {"lr": 0.3, "damping": 0.1, "kl_clip": 0.01, "fallback": "adamw", "loss_terms": 128},
+        },
+    ),
+}

@@ -1,0 +1,111 @@
+"""Output of the commands: tables on the terminal, the same text in a file, and JSON beside it."""
+
+import json
+import math
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+_WIDTH = 120  # of saved tables, and of printed ones where no terminal says how wide it is
+
+
+def console() -> Console:
+    """Return a console for the terminal, or for a pipe."""
+    return Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+
+def progress_bar() -> Progress:
+    """Return a progress bar that says what runs, how far it is and how long it will take; silent in a pipe."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+
+
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
+    """Return a table whose first column is text and whose other columns are numbers.
+
+    Args:
+        title: Above the table.
+        columns: Heads.
+        rows: Cells, as text.
+        caption: Below the table: what the figures mean.
+
+    Returns:
+        The table.
+    """
+    table = Table(title=title, caption=caption or None, title_justify="left", caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def save(out_dir: Path, name: str, tables: Sequence[Table], data: Mapping[str, Any]) -> None:
+    """Print tables, and write them and the data to ``<out_dir>/<name>.txt`` and ``.json``.
+
+    Args:
+        out_dir: Made if it is not there.
+        name: Stem of both files.
+        tables: What to show.
+        data: What to keep, JSON-able; the environment is added.
+    """
+    out_dir.mkdir(parents=True, exist_ok=True)
+    text = StringIO()
+    for target in (console(), Console(file=text, width=_WIDTH)):
+        for table in tables:
+            target.print(table)
+    (out_dir / f"{name}.txt").write_text(text.getvalue(), encoding="utf-8")
+    payload = _finite({"environment": environment(), **data})
+    (out_dir / f"{name}.json").write_text(json.dumps(payload, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print_path("results", out_dir / f"{name}.json")
+
+
+def print_path(what: str, path: Path) -> None:
+    """Print a path unwrapped on one line.
+
+    Args:
+        what: Word before it.
+        path: The path.
+    """
+    print(f"{what}: {path.resolve()}")
+
+
+def environment() -> dict[str, str | int]:
+    """Return what the figures depend on beside the code."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON cannot hold by None, in nested containers.
+
+    Args:
+        value: A number, text, mapping or sequence.
+
+    Returns:
+        The same with None for NaN and infinities.
+    """
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,161 @@
+"""Training runs: one model, one optimizer, one stream of batches, and a record of every step.
+
+The clock covers what a loop does per step: ``zero_grad``, forward, backward, ``step``. Drawing the batch, reading the
+loss and evaluating stand outside.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from benchmarks.workloads import Batch, Workload
+
+WINDOW = 10
+"""Steps that a reported loss is the mean of: single batches are noisy."""
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+MakeScheduler = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass
+class History:
+    """What a run did, one entry per step."""
+
+    label: str
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Training seconds up to and including each step."""
+        total, sums = 0.0, []
+        for value in self.step_seconds:
+            total += value
+            sums.append(total)
+        return sums
+
+    @property
+    def smoothed(self) -> list[float]:
+        """Mean loss of the last :data:`WINDOW` steps, at each step."""
+        return [self.loss_at(step) for step in range(1, len(self.losses) + 1)]
+
+    def loss_at(self, step: int, window: int = WINDOW) -> float:
+        """Return the mean loss of the ``window`` steps that end with ``step``, NaN where the run did not get there.
+
+        Args:
+            step: Number of steps taken, from 1.
+            window: Steps in the mean.
+
+        Returns:
+            The mean.
+        """
+        if not 1 <= step <= len(self.losses):
+            return math.nan
+        tail = self.losses[max(0, step - window) : step]
+        return sum(tail) / len(tail)
+
+    def steps_to(self, target: float) -> int | None:
+        """Return the first step at which the smoothed loss of a full window is at most ``target``.
+
+        Args:
+            target: The loss to reach.
+
+        Returns:
+            Number of steps taken, or None when the run never got there.
+        """
+        return next((s for s in range(WINDOW, len(self.losses) + 1) if self.loss_at(s) <= target), None)
+
+
+class Trainer:
+    """Takes optimizer steps one at a time, so that several runs can take turns on one machine."""
+
+    def __init__(
+        self,
+        label: str,
+        workload: Workload,
+        make_optimizer: MakeOptimizer,
+        seed: int = 0,
+        make_scheduler: MakeScheduler | None = None,
+    ) -> None:
+        """Build the model and its optimizer.
+
+        Args:
+            label: Name of the run.
+            workload: What to train.
+            make_optimizer: Returns the optimizer of a model.
+            seed: Seed of the weights and of the batches.
+            make_scheduler: Returns the learning-rate schedule, stepped once per step.
+        """
+        self.workload = workload
+        self.model = workload.build_model(seed)
+        self.optimizer = make_optimizer(self.model)
+        self.history = History(label)
+        self._scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+        self._batches = workload.batches(seed)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss was not finite."""
+        return bool(self.history.losses) and not math.isfinite(self.history.losses[-1])
+
+    def step(self) -> float:
+        """Take one step on the next batch and record it.
+
+        Returns:
+            Seconds that the step took.
+        """
+        batch = next(self._batches)
+        start = time.perf_counter()
+        loss = self._train_on(batch)
+        seconds = time.perf_counter() - start
+        self.history.losses.append(float(loss.detach()))
+        self.history.step_seconds.append(seconds)
+        return seconds
+
+    def _train_on(self, batch: Batch) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.workload.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
+        self.optimizer.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return loss
+
+
+def race(trainers: Sequence[Trainer], steps: int, on_step: Callable[[Trainer], None] = lambda _: None) -> None:
+    """Train all runs in turns of one step, so that a busy moment of the machine hits all of them alike.
+
+    A run whose loss is no longer finite stays out of the later turns.
+
+    Args:
+        trainers: The runs.
+        steps: Steps for each.
+        on_step: Called after every step.
+    """
+    for _ in range(steps):
+        for trainer in trainers:
+            if not trainer.diverged:
+                trainer.step()
+            on_step(trainer)
+
+
+def optimizer_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes that an optimizer holds beside parameters and gradients.
+
+    Args:
+        optimizer: Any optimizer; one that has ``memory_usage()`` is asked, for its buffers outside ``state``.
+
+    Returns:
+        Number of bytes.
+    """
+    report = getattr(optimizer, "memory_usage", None)
+    if report is not None:
+        return int(report()["total"])
+    values = (value for state in optimizer.state.values() for value in state.values())
+    storages = {value.untyped_storage() for value in values if isinstance(value, Tensor)}
+    return sum(storage.nbytes() for storage in storages)

@@ -1,0 +1,132 @@
+"""Arithmetic of step times: classes of steps, their amortised sums, and the floor that FLOPs set.
+
+A K-FAC step is plain, or it updates the factors, or it also refreshes the inverses. All three are timed in one short run
+and weighed as longer intervals would weigh them.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+StepClass = Literal["plain", "factor", "refresh"]
+Times = dict[StepClass, list[float]]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Steps between updates of the factors, and between refreshes of the inverses: a multiple of the former."""
+
+    factor: int
+    refresh: int
+
+    @property
+    def name(self) -> str:
+        """As in tables: ``10/100``."""
+        return f"{self.factor}/{self.refresh}"
+
+    def step_class(self, step: int) -> StepClass:
+        """Return the class of a step.
+
+        Args:
+            step: Number of the step, from 0.
+
+        Returns:
+            The class.
+        """
+        if step % self.refresh == 0:
+            return "refresh"
+        return "factor" if step % self.factor == 0 else "plain"
+
+    def weights(self) -> dict[StepClass, float]:
+        """Return the share of each class of steps in the long run: 10/100 gives .90, .09, .01.
+
+        Returns:
+            Shares that sum to 1.
+        """
+        refresh = 1 / self.refresh
+        factor = 1 / self.factor - refresh
+        return {"plain": 1 - factor - refresh, "factor": factor, "refresh": refresh}
+
+    def amortise(self, values: dict[StepClass, float]) -> float:
+        """Return the mean step of the long run.
+
+        Args:
+            values: Time or any other figure of each class of steps. Classes that never occur may be left out.
+
+        Returns:
+            The weighted sum.
+        """
+        return sum(weight * values[kind] for kind, weight in self.weights().items() if weight > 0)
+
+
+MEASURED = Intervals(2, 10)
+"""Intervals of the timed run: short, so that every class comes up often."""
+REPORTED = (Intervals(10, 100), Intervals(1, 10))
+
+
+@dataclass
+class Row:
+    """Step times of one optimizer and of the reference steps taken in between."""
+
+    label: str
+    times: Times = field(default_factory=dict)
+
+    def summary(self, statistic: Callable[[Sequence[float]], float] = statistics.median) -> dict[StepClass, float]:
+        """Return one figure per class of steps.
+
+        Args:
+            statistic: Such as the median or ``min``.
+
+        Returns:
+            Seconds by class.
+        """
+        return {kind: statistic(values) for kind, values in self.times.items()}
+
+    def ratio(self, intervals: Intervals, reference: "Row", minima: bool = False) -> float:
+        """Return the amortised step time over that of plain reference steps.
+
+        Args:
+            intervals: What to amortise over.
+            reference: Row of the reference, all of whose steps are plain.
+            minima: Compare minima instead of medians: the reading that a busy machine disturbs least.
+
+        Returns:
+            The ratio.
+        """
+        statistic: Callable[[Sequence[float]], float] = min if minima else statistics.median
+        own, other = self.summary(statistic), reference.summary(statistic)["plain"]
+        has_classes = len(own) > 1
+        return (intervals.amortise(own) if has_classes else own["plain"]) / other
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of a training step and of what K-FAC adds to it."""
+
+    training: int
+    precondition: int
+    factor: int
+    refresh: int
+
+    def floor(self, intervals: Intervals) -> float:
+        """Return the least ratio to a plain training step, were every FLOP equally fast.
+
+        Args:
+            intervals: What to amortise over.
+
+        Returns:
+            The ratio.
+        """
+        return 1 + self.extra(intervals) / self.training
+
+    def extra(self, intervals: Intervals) -> float:
+        """Return the FLOPs that K-FAC adds to a step on average.
+
+        Args:
+            intervals: What to amortise over.
+
+        Returns:
+            Number of FLOPs.
+        """
+        return self.precondition + self.factor / intervals.factor + self.refresh / intervals.refresh

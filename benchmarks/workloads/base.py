@@ -1,0 +1,152 @@
+"""What a workload is, and what all of them share: the protocol, data lookup, seeding, shuffling."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets of one optimizer step."""
+
+Size = Literal["smoke", "full"]
+"""``smoke``: a small model and a few steps, seconds on one core. ``full``: the published size."""
+
+
+class DataMissingError(FileNotFoundError):
+    """A data file is not where ``--data-dir`` says; the text names it and tells where to get it."""
+
+    def __init__(self, folder: Path, missing: Sequence[str], origin: str, hint: str = "") -> None:
+        """Compose the message.
+
+        Args:
+            folder: Where the files were looked for.
+            missing: The names of those that are not there.
+            origin: Where the public can get them.
+            hint: A further sentence on how to mend it.
+        """
+        super().__init__(f"missing data: {folder} lacks {', '.join(missing)}. Get it from {origin}. {hint}".strip())
+
+
+class Workload(Protocol):
+    """A model, a loss and a seeded stream of batches. Reading the data waits for the first batch."""
+
+    name: ClassVar[str]
+    metric: ClassVar[str]
+    """What :meth:`evaluate` returns, for table heads."""
+    steps: ClassVar[dict[Size, int]]
+    """Optimizer steps that a run of each size takes."""
+
+    @property
+    def batch_size(self) -> int:
+        """Examples per optimizer step."""
+
+    def build_model(self, seed: int) -> nn.Module:
+        """Return a new model whose weights depend on ``seed`` only."""
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yield batches for ever; equal seeds give equal batches."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the training loss of one batch, a 0-dim tensor."""
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Return :attr:`metric` on held-out data; the model's mode is left as it was."""
+
+
+def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, hint: str = "") -> Path:
+    """Return the first folder that holds every one of ``files``.
+
+    Args:
+        candidates: Folders in order of preference.
+        files: Names that must all be there.
+        origin: Where the public can get the files, for the error.
+        hint: A further sentence for the error.
+
+    Returns:
+        The folder.
+
+    Raises:
+        DataMissingError: When no candidate is complete; it lists what the most complete one lacks.
+    """
+    lacking = {folder: [name for name in files if not (folder / name).is_file()] for folder in candidates}
+    best = min(lacking, key=lambda folder: len(lacking[folder]))
+    if lacking[best]:
+        raise DataMissingError(best, lacking[best], origin, hint)
+    return best
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run the body with torch's CPU generator at ``seed``, and put its state back afterwards.
+
+    Args:
+        seed: The seed.
+
+    Yields:
+        Nothing.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Run the body in evaluation mode without gradients, then put the mode back.
+
+    Args:
+        model: The model to switch.
+
+    Yields:
+        Nothing.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def shuffled_indices(count: int, batch_size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield index batches for ever: a fresh permutation per epoch, the short rest of an epoch dropped.
+
+    Args:
+        count: Number of examples.
+        batch_size: Indices per batch.
+        generator: Source of the permutations.
+
+    Yields:
+        Index tensors ``[batch]``.
+
+    Raises:
+        ValueError: When there are fewer examples than one batch needs.
+    """
+    if count < batch_size:
+        raise ValueError(f"batch_size must be at most the number of examples, got {batch_size} for {count} examples")
+    while True:
+        order = torch.randperm(count, generator=generator)
+        for start in range(0, count - batch_size + 1, batch_size):
+            yield order[start : start + batch_size]
+
+
+def accuracy(model: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int = 500) -> float:
+    """Return the share of examples that the model classifies rightly.
+
+    Args:
+        model: Maps inputs to logits ``[batch, classes]``.
+        inputs: Examples ``[count, ...]``.
+        targets: Class numbers ``[count]``.
+        batch_size: Examples per forward pass.
+
+    Returns:
+        A number in [0, 1].
+    """
+    parts = [slice(start, start + batch_size) for start in range(0, len(targets), batch_size)]
+    with evaluating(model):
+        hits = sum(int((model(inputs[part]).argmax(1) == targets[part]).sum()) for part in parts)
+    return hits / len(targets)

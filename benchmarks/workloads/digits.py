@@ -1,0 +1,121 @@
+"""Handwritten digits, 8x8 pixels, that come with scikit-learn: a small convolutional net in milliseconds a step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.workloads.base import Batch, Size, accuracy, seeded, shuffled_indices
+
+TEST_EXAMPLES = 360  # of 1797: one fifth
+_SPLIT_SEED = 0  # the split is part of the workload, not of a run
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Cross-entropy on scikit-learn's digits: 1437 training and 360 test images."""
+
+    data_dir: Path | None = None
+    """Not used: the data is part of scikit-learn."""
+    batch_size: int = 64
+    channels: tuple[int, int] = (16, 32)
+
+    name: ClassVar[str] = "digits"
+    metric: ClassVar[str] = "test accuracy"
+    steps: ClassVar[dict[Size, int]] = {"smoke": 30, "full": 300}
+
+    @classmethod
+    def smoke(cls, data_dir: Path | None = None) -> "Digits":
+        """Return the small version of this workload.
+
+        Args:
+            data_dir: Not used.
+
+        Returns:
+            A workload whose step takes about a millisecond.
+        """
+        return cls(data_dir, channels=(4, 8))
+
+    def build_model(self, seed: int) -> nn.Module:
+        """Return two convolutions and two linear layers with weights from ``seed``.
+
+        Args:
+            seed: Seed of the initial weights.
+
+        Returns:
+            A model from ``[batch, 1, 8, 8]`` to logits ``[batch, 10]``.
+        """
+        first, second = self.channels
+        with seeded(seed):
+            return nn.Sequential(
+                nn.Conv2d(1, first, 3, padding=1),
+                nn.ReLU(),
+                nn.Conv2d(first, second, 3, stride=2, padding=1),
+                nn.ReLU(),
+                nn.Flatten(),
+                nn.Linear(second * 4 * 4, 64),
+                nn.ReLU(),
+                nn.Linear(64, 10),
+            )
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yield shuffled training batches for ever.
+
+        Args:
+            seed: Seed of the shuffling.
+
+        Yields:
+            Images ``[batch, 1, 8, 8]`` and labels ``[batch]``.
+        """
+        images, labels = self._train
+        generator = torch.Generator().manual_seed(seed)
+        for index in shuffled_indices(len(images), self.batch_size, generator):
+            yield images[index], labels[index]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy of one batch.
+
+        Args:
+            model: The classifier.
+            batch: Images and labels.
+
+        Returns:
+            A 0-dim tensor.
+        """
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
+
+    def evaluate(self, model: nn.Module) -> float:
+        """Return the accuracy on the test images.
+
+        Args:
+            model: The classifier.
+
+        Returns:
+            A number in [0, 1].
+        """
+        return accuracy(model, *self._test)
+
+    @cached_property
+    def _examples(self) -> Batch:
+        """Images scaled to [0, 1] and labels, in one fixed random order."""
+        digits = load_digits()
+        order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(_SPLIT_SEED))
+        images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)
+        return images[order], torch.from_numpy(digits.target).long()[order]
+
+    @property
+    def _train(self) -> Batch:
+        images, labels = self._examples
+        return images[TEST_EXAMPLES:], labels[TEST_EXAMPLES:]
+
+    @property
+    def _test(self) -> Batch:
+        images, labels = self._examples
+        return images[:TEST_EXAMPLES], labels[:TEST_EXAMPLES]

@@ -1,0 +1,108 @@
+"""Readers of the standard on-disk formats: IDX (MNIST) and the Python pickles of CIFAR-10.
+
+Both formats are a few lines each, so no data-set library is needed; neither reader downloads anything.
+"""
+
+import gzip
+import pickle
+import struct
+import zlib
+from importlib import import_module
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+UInt8Array = npt.NDArray[np.uint8]
+
+_IDX_UINT8 = 0x08  # third byte of the magic number: element type
+
+# The only names a CIFAR-10 batch refers to: NumPy arrays, and the way Python 3 writes bytes in protocol 2.
+_PICKLE_NAMES = {
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+}
+
+
+def read_idx(path: Path) -> UInt8Array:
+    """Read one gzipped IDX file of unsigned bytes.
+
+    Args:
+        path: A file such as ``train-images-idx3-ubyte.gz``.
+
+    Returns:
+        The array, in the shape that the file's header gives.
+
+    Raises:
+        ValueError: When the file is no such IDX file, or its length is not what the header says.
+    """
+    try:
+        raw = gzip.decompress(path.read_bytes())
+    except (EOFError, zlib.error, gzip.BadGzipFile) as err:
+        raise ValueError(f"{path} is truncated or not gzip: {err}") from err
+    if len(raw) < 4 or raw[:2] != b"\0\0" or raw[2] != _IDX_UINT8:
+        raise ValueError(f"{path} is not an IDX file of unsigned bytes: magic number {raw[:4].hex()}")
+    header = 4 + 4 * raw[3]
+    if len(raw) < header:
+        raise ValueError(f"{path} is truncated: its header needs {header} bytes, got {len(raw)}")
+    shape = struct.unpack(f">{raw[3]}I", raw[4:header])
+    data = np.frombuffer(raw, np.uint8, offset=header)
+    if data.size != np.prod(shape, dtype=np.int64):
+        raise ValueError(f"{path} is truncated or damaged: header says {shape}, got {data.size} bytes")
+    return data.reshape(shape)
+
+
+class _ArrayUnpickler(pickle.Unpickler):
+    """Loads NumPy arrays and plain containers, and refuses every other name: a data file must not run code."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) not in _PICKLE_NAMES:
+            raise pickle.UnpicklingError(f"refused to load {module_name}.{global_name}")
+        current = module_name.replace("numpy.core", "numpy._core")  # the name before NumPy 2
+        return getattr(import_module(current), global_name)
+
+
+def _load_pickle(file: BinaryIO) -> dict[str, Any]:
+    """Load a dictionary with the restricted unpickler, its keys as text whichever Python wrote them.
+
+    Args:
+        file: An open file.
+
+    Returns:
+        The dictionary.
+
+    Raises:
+        pickle.UnpicklingError: When the file holds anything but a dictionary of arrays and plain containers.
+    """
+    loaded = _ArrayUnpickler(file, encoding="bytes").load()
+    if not isinstance(loaded, dict):
+        raise pickle.UnpicklingError(f"expected a dictionary, got {type(loaded).__name__}")
+    return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in loaded.items()}
+
+
+def read_cifar_batch(path: Path) -> tuple[UInt8Array, npt.NDArray[np.int64]]:
+    """Read one batch file of the standard ``cifar-10-batches-py`` folder.
+
+    Args:
+        path: A file such as ``data_batch_1``.
+
+    Returns:
+        Images ``[count, 3, 32, 32]`` and labels ``[count]``.
+
+    Raises:
+        ValueError: When the file is truncated, refers to code, or lacks what a CIFAR-10 batch has.
+    """
+    try:
+        with path.open("rb") as file:
+            batch = _load_pickle(file)
+        images = np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32)
+        labels = np.asarray(batch["labels"], np.int64)
+    except (EOFError, KeyError, ValueError, pickle.UnpicklingError) as err:
+        raise ValueError(f"{path} is truncated or not a CIFAR-10 batch: {err}") from err
+    if len(images) != len(labels):
+        raise ValueError(f"{path} is damaged: {len(images)} images but {len(labels)} labels")
+    return images, labels

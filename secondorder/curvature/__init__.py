@@ -1,0 +1,1 @@
+"""Curvature: blocks, layer adapters, capture and statistics."""

@@ -1,0 +1,124 @@
+"""Statistics of Kronecker factors and their running estimates: pure tensor mathematics.
+
+Scale: per-datum exact. With N examples of S positions each, per-example gradients g (the mean of the loss undone) and
+inputs a (1 appended last for a bias)::
+
+    expand   A = 1/(N S) Σ_n Σ_s a aᵀ                 B = 1/N Σ_n Σ_s g gᵀ
+    reduce   A = 1/N Σ_n ā āᵀ,  ā = mean_s a          B = 1/N Σ_n ĝ ĝᵀ,  ĝ = Σ_s g
+
+so that ``B ⊗ A`` is the block of the Fisher of the mean per-example loss over row-major ``vec([W | b])``, whatever the
+batch size, the number of micro-batches or the image size (Eschenhagen et al. 2023, arXiv 2311.00636, section 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: π of the factored damping is kept inside this range, so that a vanishing factor cannot take all of the damping.
+_PI_RANGE = (1e-6, 1e6)
+
+
+def gradient_scale(examples: int, reduction: str, loss_terms: float) -> float:
+    """Factor from ``Σ g° g°ᵀ`` of captured gradients to B.
+
+    Args:
+        examples: N, examples of all micro-batches of the step.
+        reduction: ``"mean"`` if the objective divides by the number of examples (then ``g = N g°``), ``"sum"`` if not.
+        loss_terms: T, scalar loss terms per example that the mean runs over; without meaning for a sum.
+
+    Returns:
+        ``N·T`` for a mean, ``1/N`` for a sum.
+    """
+    return examples * loss_terms if reduction == "mean" else 1.0 / examples
+
+
+def ratio_ema_(
+    running: list[Tensor], weight: Tensor, batch: list[Tensor], batch_weight: float, decay: float, ok: Tensor
+) -> None:
+    """Fold one batch into running means, debiased from the first one on.
+
+    ``W ← βW + w``, ``X ← X + (w/W)(X_batch − X)``, ``W₀ = 0``: the first value is the first batch, and for β = 1 the
+    estimate is the pooled mean. Where ``ok`` is False nothing changes, whatever the batch holds.
+
+    Args:
+        running: Estimates, changed in place.
+        weight: W, a 0-dim float64 tensor, changed in place.
+        batch: Batch values, of the shapes of ``running``.
+        batch_weight: w, usually the number of examples.
+        decay: β, the weight of the old value, in [0, 1].
+        ok: 0-dim bool tensor.
+    """
+    grown = weight * decay + batch_weight
+    share = torch.where(ok, batch_weight / grown, torch.zeros_like(grown))
+    weight.copy_(torch.where(ok, grown, weight))
+    for estimate, value in zip(running, batch, strict=True):
+        estimate.lerp_(torch.where(ok, value, estimate), share.to(estimate.dtype))
+
+
+def all_finite(tensors: list[Tensor]) -> Tensor:
+    """0-dim bool tensor: whether every entry of every tensor is finite (by their sums: one pass, no temporary)."""
+    sums = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
+    return torch.isfinite(torch.stack([s.to(sums[0].device) for s in sums])).all()
+
+
+def mean_eigenvalue(a: Tensor, g: Tensor) -> Tensor:
+    """Mean eigenvalue of ``G ⊗ A``, ``tr A · tr G / (n_a n_g)``, from factors ``[..., n, n]``; shape ``[...]``."""
+    return a.diagonal(dim1=-2, dim2=-1).mean(-1) * g.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def effective_damping(damping: float | Tensor, mode: str, mean_value: Tensor) -> Tensor:
+    """λ of a block: ``damping`` itself, or in ``"relative"`` mode its multiple of the block's mean eigenvalue.
+
+    A block whose factors are all zero keeps the absolute value: there is nothing to be relative to.
+    """
+    base = torch.as_tensor(damping, dtype=mean_value.dtype, device=mean_value.device)
+    if mode == "absolute":
+        return base.expand_as(mean_value)
+    return torch.where(mean_value > 0, base * mean_value, base)
+
+
+def pi_damping(mean_a: Tensor, mean_g: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Split λ over the factors: ``π√λ`` for A and ``√λ/π`` for G (Martens & Grosse 2015, section 6.3).
+
+    Args:
+        mean_a: Mean eigenvalue of A, ``tr A / n_a``, shape ``[...]``.
+        mean_g: Mean eigenvalue of G, ``tr G / n_g``, shape ``[...]``.
+        damping: λ, shape ``[...]``.
+
+    Returns:
+        The two dampings. π is 1 where a trace is 0 or not finite.
+    """
+    ratio = mean_a / mean_g
+    usable = torch.isfinite(ratio) & (ratio > 0)
+    pi = torch.where(usable, ratio, torch.ones_like(ratio)).sqrt().clamp(*_PI_RANGE)
+    root = damping.sqrt()
+    return pi * root, root / pi
+
+
+def add_to_diagonal(x: Tensor, value: Tensor) -> Tensor:
+    """``x + value·I`` as a new tensor; ``x [..., n, n]``, ``value [...]``."""
+    damped = x.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(value[..., None])
+    return damped
+
+
+def solve_eigen(
+    grad: Tensor, basis_a: Tensor, values_a: Tensor, basis_g: Tensor, values_g: Tensor, damping: Tensor
+) -> Tensor:
+    """Solve ``(G ⊗ A + λI) vec(V) = vec(grad)`` in the Kronecker eigenbasis.
+
+    Args:
+        grad: Gradient matrix ``[..., n_g, n_a]``.
+        basis_a: Eigenvectors of A ``[..., n_a, n_a]``, in columns.
+        values_a: Eigenvalues of A ``[..., n_a]``.
+        basis_g: Eigenvectors of G ``[..., n_g, n_g]``.
+        values_g: Eigenvalues of G ``[..., n_g]``.
+        damping: λ ``[...]``.
+
+    Returns:
+        V, of the shape of ``grad``.
+    """
+    rotated = basis_g.mT @ grad @ basis_a
+    rotated /= values_g[..., :, None] * values_a[..., None, :] + damping[..., None, None]
+    return basis_g @ rotated @ basis_a.mT

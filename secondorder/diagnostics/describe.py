@@ -1,0 +1,54 @@
+"""The table that ``describe()`` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter of the table.
+
+    Attributes:
+        name: Parameter name.
+        shape: Its shape.
+        treatment: The block that covers it, or the fallback and why.
+        factors: Sizes of A and G, or nothing.
+        owner: Rank that owns the curvature, or nothing.
+        nbytes: Bytes of optimizer state kept for it on this rank.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    treatment: str
+    factors: str
+    owner: str
+    nbytes: int
+
+
+def human_bytes(n: int) -> str:
+    """Bytes in the largest unit that keeps at least one digit before the point."""
+    size = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{n} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def render(title: str, rows: Sequence[Row], footer: Sequence[str]) -> str:
+    """Align the columns under a title; a row starts with its parameter's name."""
+    head = ("parameter", "shape", "factors A, G", "owner", "state", "treatment")
+    cells = [
+        (r.name, "×".join(map(str, r.shape)) or "scalar", r.factors, r.owner, human_bytes(r.nbytes), r.treatment)
+        for r in rows
+    ]
+    widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head) - 1)]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        return "  ".join((*padded, row[-1])).rstrip()
+
+    rule = "  ".join("-" * width for width in (*widths, len(head[-1])))
+    return "\n".join((title, line(head), rule, *map(line, cells), *footer))

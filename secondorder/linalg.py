@@ -1,0 +1,185 @@
+"""Dense linear algebra of curvature factors: pure functions, tensors in and tensors out.
+
+Matrices may carry leading batch dimensions ``[..., n, n]``. Nothing here reads a module, a parameter group or a rank.
+
+The failure ladder of the two factorisations (``eigh`` and Cholesky inverse), climbed per matrix and only by those that
+failed: working precision → jitter → float64 → float64 on the CPU → give up (``ok`` is False, the caller keeps what it had).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+#: Rung 2 adds this multiple of the mean diagonal: above float32 rounding, far below any useful damping.
+_JITTER = 1e-6
+#: Largest accepted error of ``Q Qᵀ v = v`` for a probe vector of unit entries, by precision.
+_ORTHOGONALITY = {torch.float32: 1e-3, torch.float64: 1e-8}
+#: Columns of one strip of a blocked Gram product; below twice this width one plain product is faster.
+_STRIP = 256
+
+Factorisation = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Turn TF32 and autocast off: factors and bases need every bit of float32."""
+    with torch.autocast(device.type, enabled=False):
+        if device.type != "cuda" or not torch.backends.cuda.matmul.allow_tf32:
+            yield
+            return
+        torch.backends.cuda.matmul.allow_tf32 = False
+        try:
+            yield
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def add_gram_(out: Tensor, rows: Tensor) -> None:
+    """Add ``rowsᵀ rows`` to ``out``, on and above its diagonal (:func:`mirror_upper_` completes it).
+
+    A wide product is done in strips that stop at the diagonal, which saves up to half of the work.
+
+    Args:
+        out: Accumulator ``[d, d]`` or ``[groups, d, d]``, changed in place; below the diagonal it is undefined.
+        rows: ``[rows, d]`` or ``[groups, rows, d]``, of the dtype of ``out``.
+    """
+    if rows.dim() == 3:
+        out.baddbmm_(rows.mT, rows)
+        return
+    d = rows.shape[1]
+    strip = d if d < 2 * _STRIP else _STRIP
+    for start in range(0, d, strip):
+        stop = min(start + strip, d)
+        out[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
+
+
+def mirror_upper_(x: Tensor) -> Tensor:
+    """Copy the upper triangle of ``[..., n, n]`` onto the lower one, in place."""
+    n = x.shape[-1]
+    if n > 1:
+        # Strip by strip, so that the temporary stays small beside the matrix.
+        for start in range(0, n, _STRIP):
+            stop = min(start + _STRIP, n)
+            diagonal = x[..., start:stop, start:stop]
+            diagonal.copy_(diagonal.triu() + diagonal.triu(1).mT)
+            x[..., stop:, start:stop] = x[..., start:stop, stop:].mT
+    return x
+
+
+def add_outer_rows_(out: Tensor, rows: Tensor, homogeneous: bool) -> None:
+    """Add ``Σ a aᵀ`` to ``out``, ``a`` being a row, with a 1 appended last if ``homogeneous``.
+
+    The appended column needs only the sum of the rows, so no row is copied to make room for it.
+
+    Args:
+        out: ``[n, n]`` or ``[groups, n, n]``, changed in place on and above the diagonal.
+        rows: ``[rows, d]`` or ``[groups, rows, d]``, ``n = d + homogeneous``.
+        homogeneous: Whether a constant 1 follows the features.
+    """
+    d = rows.shape[-1]
+    if not homogeneous:
+        add_gram_(out, rows)
+        return
+    if d:
+        add_gram_(out[..., :d, :d], rows)
+        out[..., :d, d] += rows.sum(-2)
+    out[..., d, d] += rows.shape[-2]
+
+
+def eigh_psd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigendecomposition of symmetric positive semi-definite matrices, with the failure ladder.
+
+    Args:
+        x: Matrices ``[k, n, n]``, float32 or float64.
+        host_checks: Whether the host may look at the outcome and climb the ladder (it may on a CPU, where that costs
+            nothing, and after a failure).
+
+    Returns:
+        Eigenvalues ``[k, n]`` clamped at 0, eigenvectors ``[k, n, n]`` in columns, and ``ok [k]``.
+    """
+    (values, vectors), ok = _with_ladder(x, _eigh, host_checks)
+    return values, vectors, ok
+
+
+def inverse_pd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor]:
+    """Inverses of symmetric positive definite matrices by Cholesky, with the failure ladder.
+
+    Args:
+        x: Damped matrices ``[k, n, n]``, float32 or float64.
+        host_checks: As in :func:`eigh_psd`.
+
+    Returns:
+        Inverses ``[k, n, n]`` and ``ok [k]``.
+    """
+    (inverse,), ok = _with_ladder(x, _cholesky_inverse, host_checks)
+    return inverse, ok
+
+
+def all_true_on_cpu(flags: Tensor) -> bool:
+    """Whether every flag of a CPU tensor is set, read without a dispatched operator."""
+    return bool(flags.numpy().all())
+
+
+def _eigh(x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    values, vectors = torch.linalg.eigh(x)
+    # One matrix-vector product each way finds a basis that is not orthogonal at n² instead of n³ cost.
+    probe = torch.ones_like(x[..., :1])
+    error = (vectors @ (vectors.mT @ probe) - probe).abs().amax((-2, -1))
+    ok = (error < _ORTHOGONALITY[x.dtype] * max(1.0, x.shape[-1] / 1000)) & torch.isfinite(values).all(-1)
+    return (values.clamp_(min=0), vectors), ok
+
+
+def _cholesky_inverse(x: Tensor) -> tuple[tuple[Tensor], Tensor]:
+    lower, info = torch.linalg.cholesky_ex(x)
+    inverse = torch.cholesky_inverse(lower)
+    return (inverse,), (info == 0) & torch.isfinite(inverse.sum((-2, -1)))
+
+
+def _with_ladder(x: Tensor, factorise: Factorisation, host_checks: bool) -> tuple[tuple[Tensor, ...], Tensor]:
+    # Normalised to unit mean diagonal? Not needed: LAPACK scales; symmetry is what both routines assume.
+    x = (x + x.mT) / 2
+    try:
+        results, ok = factorise(x)
+    except torch.linalg.LinAlgError:
+        return _one_by_one(x, factorise)
+    if host_checks and x.device.type == "cpu" and not all_true_on_cpu(ok):
+        return _one_by_one(x, factorise)
+    return results, ok
+
+
+def _one_by_one(x: Tensor, factorise: Factorisation) -> tuple[tuple[Tensor, ...], Tensor]:
+    climbed = [_climb(matrix, factorise) for matrix in x.unbind(0)]
+    results = tuple(torch.stack(parts) for parts in zip(*(found for found, _ in climbed), strict=True))
+    return results, torch.tensor([good for _, good in climbed], device=x.device)
+
+
+def _climb(x: Tensor, factorise: Factorisation) -> tuple[tuple[Tensor, ...], bool]:
+    """Try each rung on one matrix ``[n, n]``; the last resort returns zeros and False."""
+    last: tuple[Tensor, ...] | None = None
+    for rung in _rungs(x):
+        try:
+            results, ok = factorise(rung)
+        except torch.linalg.LinAlgError:
+            continue
+        last = tuple(part[0].to(x.device, x.dtype) for part in results)
+        if all_true_on_cpu(ok.cpu()):
+            return last, True
+    return (last or _nothing(x, factorise)), False
+
+
+def _rungs(x: Tensor) -> Iterator[Tensor]:
+    yield x[None]
+    jitter = _JITTER * x.diagonal().mean()
+    jittered = x + jitter * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    yield jittered[None]
+    yield jittered[None].double()
+    if x.device.type != "cpu":
+        yield jittered[None].double().cpu()
+
+
+def _nothing(x: Tensor, factorise: Factorisation) -> tuple[Tensor, ...]:
+    return (x.new_zeros(x.shape[-1]), torch.zeros_like(x)) if factorise is _eigh else (torch.zeros_like(x),)

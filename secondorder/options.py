@@ -1,0 +1,133 @@
+"""Validation of group options: every value is checked once, when a group is added, with the value in the text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Check = Callable[[str, Any], None]
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a plain real number (``bool`` is not one here)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def number(low: float, high: float = math.inf, *, low_open: bool = False, optional: bool = False) -> Check:
+    """A check for a real number in ``[low, high]`` (or ``(low, high]``), finite; None too if ``optional``."""
+
+    def check(name: str, value: Any) -> None:
+        if value is None and optional:
+            return
+        if not is_number(value):
+            raise TypeError(f"{name} must be a number, got {value!r}")
+        if not (math.isfinite(value) and value <= high and (value > low if low_open else value >= low)):
+            bound = f"> {low}" if low_open else f">= {low}"
+            above = "" if high == math.inf else f" and <= {high}"
+            raise ValueError(f"{name} must be finite, {bound}{above}, got {value}")
+
+    return check
+
+
+def whole(low: int) -> Check:
+    """A check for an integer of at least ``low``."""
+
+    def check(name: str, value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an integer, got {value!r}")
+        if value < low:
+            raise ValueError(f"{name} must be >= {low}, got {value}")
+
+    return check
+
+
+def choice(*allowed: str | None) -> Check:
+    """A check for one of some strings (or None)."""
+
+    def check(name: str, value: Any) -> None:
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+
+    return check
+
+
+def flag(name: str, value: Any) -> None:
+    """A check for a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def optional_flag(name: str, value: Any) -> None:
+    """A check for a bool or None."""
+    if value is not None:
+        flag(name, value)
+
+
+def learning_rate(name: str, value: Any) -> None:
+    """A check for a non-negative number or a tensor of one element."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"a tensor {name} must have one element, got shape {tuple(value.shape)}")
+        return
+    number(0.0)(name, value)
+
+
+def betas(name: str, value: Any) -> None:
+    """A check for two numbers in [0, 1)."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(is_number(b) for b in value):
+        raise TypeError(f"{name} must be a pair of numbers, got {value!r}")
+    for i, beta in enumerate(value):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"{name}[{i}] must be in [0, 1), got {beta}")
+
+
+#: Options that every method has.
+COMMON: dict[str, Check] = {
+    "lr": learning_rate,
+    "momentum": number(0.0),
+    "nesterov": flag,
+    "weight_decay": number(0.0),
+    "decoupled_weight_decay": flag,
+    "maximize": flag,
+    "foreach": optional_flag,
+    "fallback": choice("sgd", "adamw"),
+    "fallback_lr": number(0.0, optional=True),
+    "fallback_betas": betas,
+    "fallback_eps": number(0.0),
+    "inner": choice("sgd", "adamw"),
+    "graft": choice(None, "sgd", "adam"),
+    "clip_norm": number(0.0, low_open=True, optional=True),
+    "clip_value": number(0.0, low_open=True, optional=True),
+    "checkpoint_curvature": choice("all", "factors", "none"),
+}
+
+
+def validate(group: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
+    """Check every known option of a group.
+
+    Raises:
+        TypeError: For a value of a wrong kind.
+        ValueError: For a value out of range, or for options that exclude each other.
+    """
+    for name, check in checks.items():
+        if name in group:
+            check(name, group[name])
+    if group["nesterov"] and group["momentum"] <= 0:
+        raise ValueError(f"nesterov needs momentum > 0, got {group['momentum']}")
+    if group["graft"] is not None and group["inner"] == "adamw":
+        raise ValueError(
+            f"graft={group['graft']!r} and inner='adamw' both set the step size: drop one of them "
+            "(graft='adam' takes Adam's size, inner='adamw' feeds AdamW with the preconditioned gradient)"
+        )
+
+
+def resolve_fallback(fallback: str | None, graft: str | None) -> str:
+    """The fallback rule: as given, else the grafted one, else SGD."""
+    if fallback is None:
+        return "adamw" if graft == "adam" else "sgd"
+    return fallback

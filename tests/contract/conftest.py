@@ -1,0 +1,29 @@
+"""Parametrization over the methods, their variants and the tasks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.methods import METHODS, Method
+from tests.contract.tasks import MLP, TASKS, Task
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "option(*keywords): a contract test of methods that have these keywords")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    needed = [keyword for mark in metafunc.definition.iter_markers("option") for keyword in mark.args]
+    methods: list[Method] = [method for method in METHODS if all(map(method.accepts, needed))]
+    if "variant" in metafunc.fixturenames:
+        pairs = [(method, variant) for method in methods for variant in method.variants]
+        metafunc.parametrize(("method", "variant"), pairs, ids=[f"{m.name}-{v.name}" for m, v in pairs])
+    elif "method" in metafunc.fixturenames:
+        metafunc.parametrize("method", methods, ids=[method.name for method in methods])
+    if "task" in metafunc.fixturenames:
+        metafunc.parametrize("task", TASKS, ids=[task.name for task in TASKS])
+
+
+@pytest.fixture
+def mlp() -> Task:
+    return MLP

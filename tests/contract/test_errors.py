@@ -1,0 +1,217 @@
+"""Bad input is refused at construction: the value in the text, before any warning, and nothing is left behind."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.methods import METHODS, Method
+from tests.contract.tasks import Task, assert_identical, snapshot, train
+
+BAD_VALUES: list[tuple[str, Any]] = [
+    ("lr", -0.1),
+    ("lr", math.nan),
+    ("momentum", -0.5),
+    ("weight_decay", -0.01),
+    ("damping", -0.001),
+    ("damping", 0.0),
+    ("damping", math.nan),
+    ("damping_mode", "loud"),
+    ("damping_split", "half"),
+    ("inverse_method", "lu"),
+    ("factor_decay", -0.1),
+    ("factor_decay", 1.5),
+    ("factor_update_steps", 0),
+    ("factor_update_steps", -3),
+    ("inv_update_steps", -4),
+    ("approx", "reduced"),
+    ("loss_reduction", "none"),
+    ("loss_terms", 0),
+    ("kl_clip", -0.001),
+    ("kl_clip", 0.0),
+    ("fallback", "adam"),
+    ("fallback_lr", -0.25),
+    ("fallback_betas", (1.0, 0.999)),
+    ("fallback_betas", (0.9, -0.5)),
+    ("fallback_betas", (0.75,)),
+    ("fallback_eps", -1e-8),
+    ("inner", "lion"),
+    ("graft", "adamw"),
+    ("clip_norm", -1.0),
+    ("clip_norm", 0.0),
+    ("clip_value", -2.0),
+    ("clip_value", 0.0),
+    ("checkpoint_curvature", "some"),
+    ("max_failures", 0),
+    ("skip_layers", ("nowhere",)),
+]
+
+WRONG_KINDS: list[tuple[str, Any]] = [
+    ("lr", "fast"),
+    ("lr", None),
+    ("momentum", "0.9"),
+    ("weight_decay", "0.1"),
+    ("damping", "small"),
+    ("factor_decay", "0.95"),
+    ("factor_update_steps", 1.5),
+    ("factor_update_steps", "10"),
+    ("inv_update_steps", 2.5),
+    ("loss_terms", "2"),
+    ("kl_clip", "0.001"),
+    ("fallback_lr", "0.1"),
+    ("fallback_betas", 0.9),
+    ("fallback_eps", "tiny"),
+    ("clip_norm", "1"),
+    ("clip_value", "1"),
+    ("max_failures", 1.5),
+    ("module", "model"),
+    ("comm", "ring"),
+    ("grad_scaler", 1024.0),
+    ("skip_layers", 3),
+]
+
+
+def ids(cases: list[tuple[str, Any]]) -> list[str]:
+    return [f"{keyword}={value}" for keyword, value in cases]
+
+
+def needs(method: Method, keyword: str) -> None:
+    if not method.accepts(keyword):
+        pytest.skip(f"{method.name} has no {keyword}")
+
+
+@pytest.mark.parametrize(("keyword", "value"), BAD_VALUES, ids=ids(BAD_VALUES))
+def test_bad_value_is_named(method: Method, mlp: Task, keyword: str, value: Any) -> None:
+    needs(method, keyword)
+    shown = value[0] if keyword == "skip_layers" else value
+    with pytest.raises(ValueError, match=re.escape(str(shown))) as refusal:
+        method.build(mlp.model(), **{keyword: value})
+    assert keyword in str(refusal.value)
+
+
+@pytest.mark.parametrize(("keyword", "value"), WRONG_KINDS, ids=ids(WRONG_KINDS))
+def test_wrong_kind_is_a_type_error(method: Method, mlp: Task, keyword: str, value: Any) -> None:
+    needs(method, keyword)
+    model = mlp.model()
+    with pytest.raises(TypeError, match=keyword):
+        if keyword == "module":
+            method.cls(model.parameters(), module=value)
+        else:
+            method.build(model, **{keyword: value})
+
+
+@pytest.mark.parametrize(("keyword", "value"), BAD_VALUES, ids=ids(BAD_VALUES))
+def test_bad_value_in_a_group_is_refused_too(method: Method, mlp: Task, keyword: str, value: Any) -> None:
+    needs(method, keyword)
+    model = mlp.model()
+    optimizer = method.build(model, model.first.parameters())
+    if keyword not in optimizer.param_groups[0]:
+        pytest.skip(f"{keyword} is not a group option")
+    group = {"params": list(model.second.parameters()), keyword: value}
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=re.escape(str(value))):
+        optimizer.add_param_group(dict(group))
+    assert len(optimizer.param_groups) == 1
+    assert set(optimizer.state) == set(model.first.parameters())
+    assert_identical(snapshot(optimizer), before)
+    with pytest.raises(ValueError, match=re.escape(str(value))):
+        method.build(mlp.model(), [{**group, "params": [nn.Parameter(torch.ones(2, 2))]}])
+    train(model, optimizer, mlp, 1)
+
+
+def test_nesterov_needs_momentum(method: Method, mlp: Task) -> None:
+    with pytest.raises(ValueError, match="(?i)nesterov"):
+        method.build(mlp.model(), nesterov=True, momentum=0.0)
+
+
+@pytest.mark.option("inverse_method", "damping_split")
+def test_cholesky_with_exact_damping_names_the_mend(method: Method, mlp: Task) -> None:
+    with pytest.raises((ValueError, RuntimeError), match="eigen|pi") as refusal:
+        method.build(mlp.model(), inverse_method="cholesky", damping_split="exact")
+    assert "cholesky" in str(refusal.value)
+
+
+def test_unknown_keyword_is_a_type_error(method: Method, mlp: Task) -> None:
+    with pytest.raises(TypeError, match="dampening"):
+        method.build(mlp.model(), dampening=0.1)
+
+
+def test_single_tensor_as_params_is_a_type_error(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    with pytest.raises(TypeError, match="params argument given to the optimizer should be an iterable"):
+        method.build(model, model.first.weight)
+
+
+def test_no_parameters_is_a_value_error(method: Method, mlp: Task) -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        method.build(mlp.model(), [])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        method.build(nn.Sequential(nn.ReLU()))
+
+
+def test_non_leaf_tensor_is_refused(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    with pytest.raises(ValueError, match="non-leaf"):
+        method.build(model, [model.first.weight * 2])
+
+
+def test_something_else_among_the_parameters_is_a_type_error(method: Method, mlp: Task) -> None:
+    with pytest.raises(TypeError, match="optimizer can only optimize Tensors"):
+        method.build(mlp.model(), ["first.weight"])
+
+
+@pytest.mark.option("factor_update_steps", "inv_update_steps")
+def test_uneven_intervals_warn(method: Method, mlp: Task) -> None:
+    with pytest.warns(UserWarning, match="inv_update_steps"):
+        method.build(mlp.model(), factor_update_steps=10, inv_update_steps=15)
+
+
+@pytest.mark.option("factor_update_steps", "inv_update_steps")
+@pytest.mark.parametrize(
+    "bad", [{"damping": -1.0}, {"clip_norm": -1.0}, {"skip_layers": ("nowhere",)}, {"lr": "fast"}], ids=str
+)
+def test_nothing_warns_before_everything_is_validated(method: Method, mlp: Task, bad: dict[str, Any]) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises((ValueError, TypeError)):
+            method.build(mlp.model(), factor_update_steps=10, inv_update_steps=15, **bad)
+    assert [str(warning.message) for warning in caught] == []
+
+
+@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"skip_layers": ("nowhere",)}, {"max_failures": 0}], ids=str)
+def test_refused_construction_leaves_no_hook(method: Method, mlp: Task, bad: dict[str, Any]) -> None:
+    needs(method, next(iter(bad)))
+    model = mlp.model()
+    with pytest.raises(ValueError):
+        method.build(model, **bad)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._backward_hooks
+
+
+def test_defaults_construct_silently_and_train(mlp: Task) -> None:
+    for method in METHODS:
+        model = mlp.model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer = method.cls(model)
+            train(model, optimizer, mlp, 3)
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_repr_is_printable_at_any_time(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, lr=0.125)
+    for steps in (0, 1):
+        train(model, optimizer, mlp, steps)
+        text = repr(optimizer)
+        assert text.startswith(method.cls.__name__)
+        assert "lr: 0.125" in text
+        assert "weight_decay: 0" in text

@@ -1,0 +1,220 @@
+"""Parameter groups: every hyper-parameter per group, late groups, and the errors of `torch.optim`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.methods import Method
+from tests.contract.tasks import (
+    Task,
+    assert_identical,
+    backward,
+    block_vector,
+    covered_layers,
+    covered_names,
+    displacements,
+    train,
+    values,
+)
+
+
+def split(model: nn.Module, **second: object) -> list[dict[str, object]]:
+    """The first layer in one group; all the rest, with options of its own, in another."""
+    first = [p for name, p in model.named_parameters() if name.startswith("first.")]
+    rest = [p for name, p in model.named_parameters() if not name.startswith("first.")]
+    return [{"params": first}, {"params": rest, **second}]
+
+
+def test_module_parameters_and_named_parameters_train_alike(method: Method, task: Task) -> None:
+    results = []
+    for params in (None, nn.Module.parameters, nn.Module.named_parameters):
+        model = task.model()
+        train(model, method.build(model, params and params(model)), task, 5)
+        results.append(values(model))
+    assert_identical(results[1], results[0])
+    assert_identical(results[2], results[0])
+
+
+def test_split_into_equal_groups_changes_nothing(method: Method, mlp: Task) -> None:
+    whole, parted = mlp.model(), mlp.model()
+    train(whole, method.build(whole), mlp, 5)
+    train(parted, method.build(parted, split(parted)), mlp, 5)
+    for name, value in values(whole).items():
+        torch.testing.assert_close(parted.get_parameter(name).detach(), value, rtol=1e-12, atol=1e-14)
+
+
+def test_options_of_a_group_override_the_defaults(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, split(model, lr=0.2, momentum=0.5, weight_decay=0.1))
+    first, second = optimizer.param_groups
+    assert (second["lr"], second["momentum"], second["weight_decay"]) == (0.2, 0.5, 0.1)
+    assert (first["lr"], first["momentum"], first["weight_decay"]) == (method.keywords["lr"], 0.9, 0.0)
+    assert first.keys() == second.keys()
+
+
+def test_lr_of_a_group_scales_its_step(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    plain = method.build(model, split(model), **method.bare())
+    scaled = method.build(twin, split(twin, lr=0.25), **method.bare())
+    for one, quarter in zip(displacements(model, plain, mlp, 3), displacements(twin, scaled, mlp, 3), strict=True):
+        for name in one:
+            factor = 1.0 if name.startswith("first.") else 0.25
+            torch.testing.assert_close(quarter[name], factor * one[name], rtol=1e-9, atol=1e-13)
+
+
+def test_momentum_of_a_group_carries_its_last_direction(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    plain = method.build(model, split(model), **method.bare())
+    heavy = method.build(twin, split(twin, momentum=0.5), **method.bare())
+    one, two = displacements(model, plain, mlp, 2)
+    _, moved = displacements(twin, heavy, mlp, 2)
+    for name in one:
+        carried = 0.0 if name.startswith("first.") else 0.5
+        torch.testing.assert_close(moved[name], two[name] + carried * one[name], rtol=1e-9, atol=1e-13)
+
+
+def test_weight_decay_of_a_group_pulls_its_parameters_only(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    plain = method.build(model, split(model), **method.bare())
+    decayed = method.build(twin, split(twin, weight_decay=0.1), **method.bare())
+    (without,), (pulled,) = displacements(model, plain, mlp, 1), displacements(twin, decayed, mlp, 1)
+    for name, start in values(model).items():
+        pull = 0.0 if name.startswith("first.") else 0.1
+        torch.testing.assert_close(pulled[name], without[name] - pull * start, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.option("damping")
+def test_damping_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
+    """A huge λ turns the direction into ∇/λ; set in one group, between two steps."""
+    model, twin = mlp.model(), mlp.model()
+    plain = method.build(model, split(model), **method.bare())
+    damped = method.build(twin, split(twin), **method.bare())
+    huge = 1e9
+
+    def raise_damping() -> None:
+        damped.param_groups[1]["damping"] = huge
+
+    _, reference = displacements(model, plain, mlp, 2)
+    _, moved = displacements(twin, damped, mlp, 2, between=raise_damping)
+    backward(twin, damped, mlp, 1)
+    for name in covered_names(model):
+        if name.startswith("first."):
+            assert_identical(moved[name], reference[name])
+        else:
+            gradient = twin.get_parameter(name).grad
+            torch.testing.assert_close(moved[name], -gradient / huge, rtol=1e-6, atol=1e-16)
+
+
+def test_weight_and_bias_in_different_groups_stay_one_block(method: Method, mlp: Task) -> None:
+    """The direction is the block's; each of the two takes the learning rate of its own group."""
+    model, twin = mlp.model(), mlp.model()
+    whole = method.build(model, **method.bare())
+    weights = [p for name, p in twin.named_parameters() if not name.endswith("bias")]
+    biases = [p for name, p in twin.named_parameters() if name.endswith("bias")]
+    parted = method.build(twin, [{"params": weights}, {"params": biases, "lr": 0.5}], **method.bare())
+    for together, apart in zip(displacements(model, whole, mlp, 3), displacements(twin, parted, mlp, 3), strict=True):
+        for name in together:
+            factor = 0.5 if name.endswith("bias") else 1.0
+            torch.testing.assert_close(apart[name], factor * together[name], rtol=1e-9, atol=1e-13)
+
+
+def test_parameters_outside_all_groups_are_left_alone(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, model.first.parameters())
+    before = values(model)
+    train(model, optimizer, mlp, 3)
+    moved = {name for name, value in values(model).items() if not torch.equal(value, before[name])}
+    assert moved == {"first.weight", "first.bias"}
+    assert optimizer.state.keys() == set(model.first.parameters())
+
+
+def test_group_added_late_trains_like_one_given_at_once(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    at_once = method.build(model, split(model, lr=0.01))
+    late = method.build(twin, split(twin)[:1])
+    late.add_param_group(split(twin, lr=0.01)[1])
+    assert [len(group["params"]) for group in late.param_groups] == [2, 3]
+    assert late.param_groups[1].keys() == late.param_groups[0].keys()
+    train(model, at_once, mlp, 5)
+    train(twin, late, mlp, 5)
+    for name, value in values(model).items():
+        torch.testing.assert_close(twin.get_parameter(name).detach(), value, rtol=1e-12, atol=1e-14)
+
+
+def test_group_added_between_steps_gets_blocks_and_trains(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, split(model)[:1])
+    train(model, optimizer, mlp, 3)
+    optimizer.add_param_group(split(model)[1])
+    before = values(model)
+    train(model, optimizer, mlp, 3, start=3)
+    assert all(not torch.equal(value, before[name]) for name, value in values(model).items())
+    late, early = model.second.weight, model.first.weight
+    assert optimizer.state[late].keys() | {"global_step"} == optimizer.state[early].keys()
+    assert float(optimizer.state[late]["step"]) == 3.0
+
+
+@pytest.mark.option("module", "fallback")
+def test_added_parameter_that_the_module_does_not_hold_follows_the_fallback(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, model.parameters(), momentum=0.0, fallback="sgd")
+    stranger = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+    optimizer.add_param_group({"params": [stranger], "lr": 0.5})
+    backward(model, optimizer, mlp, 0)
+    stranger.grad = torch.full_like(stranger, 0.25)
+    optimizer.step()
+    assert_identical(stranger.detach(), torch.full_like(stranger, 1 - 0.5 * 0.25))
+    assert optimizer.state[stranger].keys() == {"step"}
+
+
+def test_one_parameter_in_two_groups_is_refused(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    groups = [{"params": list(model.parameters())}, {"params": [model.first.weight]}]
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        method.build(model, groups)
+
+
+def test_late_group_with_a_known_parameter_is_refused_and_nothing_changes(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, split(model)[:1])
+    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+        optimizer.add_param_group({"params": list(model.parameters())})
+    assert len(optimizer.param_groups) == 1
+    assert optimizer.state.keys() == set(model.first.parameters())
+    train(model, optimizer, mlp, 2)
+
+
+def test_one_parameter_twice_in_a_group_warns(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
+        method.build(model, [model.first.weight, model.first.weight])
+
+
+def test_frozen_parameters_in_a_group_stay(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    model.first.requires_grad_(False)
+    optimizer = method.build(model)
+    before = values(model)
+    train(model, optimizer, mlp, 3)
+    for name, value in values(model).items():
+        assert torch.equal(value, before[name]) == name.startswith("first."), name
+
+
+def test_groups_hold_plain_values_only(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    for group in method.build(model).param_groups:
+        for key, value in group.items():
+            if key in {"params", "param_names"}:
+                continue
+            flat = value if isinstance(value, tuple) else (value,)
+            assert all(isinstance(item, (bool, int, float, str, type(None))) for item in flat), key
+
+
+def test_layers_of_different_groups_keep_their_own_direction(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, split(model, lr=0.0), **method.bare())
+    (moved,) = displacements(model, optimizer, mlp, 1)
+    for layer, names in covered_layers(model).items():
+        assert bool(block_vector(moved, names).norm() > 0) == (layer == "first")

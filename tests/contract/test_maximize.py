@@ -1,0 +1,60 @@
+"""`maximize=True` on the negative loss is minimizing the loss, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.methods import Method, Variant
+from tests.contract.tasks import Task, assert_identical, displacements, train, values
+
+RULES: dict[str, dict[str, Any]] = {
+    "plain": {"momentum": 0.0},
+    "momentum": {},
+    "nesterov": {"nesterov": True},
+    "coupled-decay": {"weight_decay": 0.1},
+    "decoupled-decay": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "adamw-fallback": {"fallback": "adamw", "weight_decay": 0.1},
+    "inner-adamw": {"inner": "adamw", "lr": 1e-3},
+    "graft-sgd": {"graft": "sgd"},
+    "graft-adam": {"graft": "adam", "lr": 1e-3},
+    "clipped": {"clip_norm": 0.5, "clip_value": 0.1},
+}
+
+
+def ascend(method: Method, task: Task, **keywords: Any) -> dict[str, Any]:
+    model = task.model()
+    optimizer = method.build(model, maximize=True, **keywords)
+    for step in range(5):
+        optimizer.zero_grad()
+        (-task.loss(model, step)).backward()
+        optimizer.step()
+    return values(model)
+
+
+def descend(method: Method, task: Task, **keywords: Any) -> dict[str, Any]:
+    model = task.model()
+    train(model, method.build(model, **keywords), task, 5)
+    return values(model)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_maximizing_the_negative_is_minimizing(method: Method, mlp: Task, rule: str) -> None:
+    assert_identical(ascend(method, mlp, **RULES[rule]), descend(method, mlp, **RULES[rule]))
+
+
+def test_for_every_variant_and_task(method: Method, variant: Variant, task: Task) -> None:
+    assert_identical(ascend(method, task, **variant.keywords), descend(method, task, **variant.keywords))
+
+
+def test_maximize_is_read_from_each_group(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    groups = [{"params": list(model.first.parameters())}, {"params": list(model.second.parameters())}]
+    mixed, plain = method.build(model, groups, **method.bare()), method.build(twin, **method.bare())
+    mixed.param_groups[1]["maximize"] = True
+    (moved,), (descent,) = displacements(model, mixed, mlp, 1), displacements(twin, plain, mlp, 1)
+    for name in ("first.weight", "first.bias", "second.weight", "second.bias"):
+        sign = -1.0 if name.startswith("second.") else 1.0
+        torch.testing.assert_close(moved[name], sign * descent[name], rtol=1e-9, atol=1e-13)

@@ -1,0 +1,138 @@
+"""Every scheduler of `torch.optim.lr_scheduler` drives a method as it drives `torch.optim.SGD`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.swa_utils import SWALR
+
+from tests.contract.methods import Method
+from tests.contract.tasks import Task, assert_changed, assert_identical, backward, displacements, train, values
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 2),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.25, 1.0, 3),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.5, 1.0, 2), lr_scheduler.CosineAnnealingLR(o, 4)], [2]
+    ),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 2), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.05, step_size_up=2),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.05, total_steps=8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 5, 2.0),
+    "SWALR": lambda o: SWALR(o, 0.01, anneal_epochs=3),
+}
+
+
+def tick(scheduler: Any) -> None:
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(1.0)
+    else:
+        scheduler.step()
+
+
+def test_every_scheduler_of_torch_is_listed() -> None:
+    assert SCHEDULERS.keys() - {"SWALR"} == set(lr_scheduler.__all__) - {"LRScheduler"}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_scheduler_sets_what_it_sets_for_sgd(method: Method, mlp: Task, name: str) -> None:
+    model, twin = mlp.model(), mlp.model()
+    optimizer = method.build(model)
+    sgd = torch.optim.SGD(twin.parameters(), method.keywords["lr"], momentum=0.9)
+    before = values(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as "lr_scheduler.step() before optimizer.step()"
+        ours, theirs = SCHEDULERS[name](optimizer), SCHEDULERS[name](sgd)
+        for step in range(6):
+            train(model, optimizer, mlp, 1, start=step)
+            sgd.step()
+            tick(ours)
+            tick(theirs)
+            for key in ("lr", "momentum"):
+                assert optimizer.param_groups[0][key] == sgd.param_groups[0][key]
+    assert_changed(model, before)
+
+
+def test_step_uses_the_scheduled_lr(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    plain = method.build(model, **method.bare())
+    scheduled = method.build(twin, **method.bare())
+    scheduler = lr_scheduler.StepLR(scheduled, 1, 0.5)
+    pairs = zip(
+        displacements(model, plain, mlp, 4), displacements(twin, scheduled, mlp, 4, scheduler.step), strict=True
+    )
+    for step, (full, halved) in enumerate(pairs):
+        for name in full:
+            torch.testing.assert_close(halved[name], full[name] * 0.5**step, rtol=1e-9, atol=1e-13)
+
+
+def test_step_uses_the_scheduled_momentum(method: Method, mlp: Task) -> None:
+    """`OneCycleLR` and `CyclicLR` cycle the momentum in the group."""
+    model, twin = mlp.model(), mlp.model()
+    plain = method.build(model, **method.bare())
+    cycled = method.build(twin, **method.bare(momentum=0.9))
+
+    def cycle() -> None:
+        cycled.param_groups[0]["momentum"] = 0.25
+
+    one, two = displacements(model, plain, mlp, 2)
+    _, moved = displacements(twin, cycled, mlp, 2, cycle)
+    for name in one:
+        torch.testing.assert_close(moved[name], two[name] + 0.25 * one[name], rtol=1e-9, atol=1e-13)
+
+
+def test_step_wrapped_on_the_instance_is_the_one_that_runs(method: Method, mlp: Task) -> None:
+    """Schedulers, trainers and Accelerate replace `step` on the instance."""
+    model = mlp.model()
+    optimizer = method.build(model)
+    lr_scheduler.ExponentialLR(optimizer, 0.9)
+    lr_scheduler.ExponentialLR(optimizer, 0.9)
+    wrapped, calls = optimizer.step, []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return wrapped(*args, **kwargs)
+
+    optimizer.step = counting
+    before = values(model)
+    train(model, optimizer, mlp, 2)
+    assert len(calls) == 2
+    assert_changed(model, before)
+
+
+def test_scheduler_resumes_from_its_state(method: Method, mlp: Task) -> None:
+    def fresh() -> tuple[Any, Any, Any]:
+        model = mlp.model()
+        optimizer = method.build(model)
+        return model, optimizer, lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=10)
+
+    model, optimizer, scheduler = fresh()
+    for step in range(3):
+        train(model, optimizer, mlp, 1, start=step)
+        scheduler.step()
+    resumed, second, later = fresh()
+    resumed.load_state_dict(model.state_dict())
+    second.load_state_dict(optimizer.state_dict())
+    later.load_state_dict(scheduler.state_dict())
+    for step in range(3, 7):
+        for net, opt, schedule in ((model, optimizer, scheduler), (resumed, second, later)):
+            backward(net, opt, mlp, step)
+            opt.step()
+            schedule.step()
+    assert_identical(values(resumed), values(model))
+    assert second.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]

@@ -1,0 +1,68 @@
+"""Sparse gradients: what torch's rules do with them, the fallback does; covered layers never see one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.contract.methods import Method
+from tests.contract.tasks import Shadow, values
+
+pytestmark = pytest.mark.option("module", "fallback")
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(indices))
+
+
+def backward(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    model.zero_grad()
+    indices = torch.randint(9, (6,), generator=generator)
+    F.cross_entropy(model(indices), torch.randint(2, (6,), generator=generator)).backward()
+    assert model.embed.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize("foreach", [False, None])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_fallback_takes_them_as_torchs_does(method: Method, momentum: float, foreach: bool | None) -> None:
+    model = Lookup().double()
+    optimizer = method.build(model, momentum=momentum, foreach=foreach)
+    shadow = Shadow([model.embed.weight], lambda p: torch.optim.SGD(p, method.keywords["lr"], momentum=momentum))
+    before = values(model)
+    for step in range(4):
+        backward(model, step)
+        shadow.step()
+        optimizer.step()
+    torch.testing.assert_close(model.embed.weight.detach(), shadow.values()[0], rtol=1e-12, atol=1e-14)
+    assert not torch.equal(model.head.weight, before["head.weight"])
+
+
+def test_adamw_fallback_refuses_them_by_name(method: Method) -> None:
+    """As `torch.optim.AdamW`; nothing has moved by then."""
+    model = Lookup().double()
+    optimizer = method.build(model, fallback="adamw")
+    before = values(model)
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_sparse_gradient_drops_the_step(method: Method, bad: float) -> None:
+    model = Lookup().double()
+    optimizer = method.build(model, momentum=0.0)
+    before = values(model)
+    backward(model, 0)
+    model.embed.weight.grad = model.embed.weight.grad * bad
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in values(model).items())

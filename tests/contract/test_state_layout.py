@@ -1,0 +1,191 @@
+"""What `state_dict()` holds: per parameter, fixed string keys, tensors and ints, allocated at construction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.contract.methods import Method, Variant
+from tests.contract.tasks import Task, assert_identical, covered_layers, covered_names, snapshot, train
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def owners(model: nn.Module) -> set[str]:
+    """Names of the parameters that hold the state of a block: the weights of covered layers."""
+    return {names[0] for names in covered_layers(model).values()}
+
+
+def shapes(optimizer: Any) -> list[dict[str, object]]:
+    return [
+        {key: value.shape if isinstance(value, Tensor) else type(value) for key, value in state.items()}
+        for state in optimizer.state.values()
+    ]
+
+
+def test_state_dict_has_two_entries_and_every_parameter_has_state(method: Method, task: Task) -> None:
+    model = task.model()
+    optimizer = method.build(model)
+    train(model, optimizer, task, 3)
+    saved = optimizer.state_dict()
+    assert saved.keys() == {"state", "param_groups"}
+    assert sorted(saved["state"]) == list(range(len(list(model.parameters()))))
+    assert set(optimizer.state) == set(model.parameters())
+
+
+def test_state_holds_tensors_and_ints_under_string_keys(method: Method, variant: Variant, task: Task) -> None:
+    model = task.model()
+    optimizer = method.build(model, **variant.keywords)
+    train(model, optimizer, task, 5)
+    for state in optimizer.state_dict()["state"].values():
+        assert all(isinstance(key, str) for key in state)
+        assert all(isinstance(value, Tensor) or type(value) is int for value in state.values())
+
+
+def test_keys_per_parameter(method: Method, variant: Variant, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, **variant.keywords)
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        expected = {"step", "momentum_buffer"}
+        if index == 0:
+            expected.add("global_step")
+        if name in owners(model):
+            expected |= variant.owner_state
+        assert optimizer.state[parameter].keys() == expected, name
+
+
+def test_no_momentum_buffer_without_momentum(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, momentum=0.0)
+    train(model, optimizer, mlp, 2)
+    assert all("momentum_buffer" not in state for state in optimizer.state.values())
+
+
+@pytest.mark.option("fallback")
+def test_adamw_fallback_keeps_two_moments(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, fallback="adamw")
+    assert optimizer.state[model.scale.gain].keys() == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_state_is_allocated_at_construction(method: Method, variant: Variant, task: Task) -> None:
+    model = task.model()
+    optimizer = method.build(model, **variant.keywords)
+    at_construction = shapes(optimizer)
+    train(model, optimizer, task, 5)
+    assert shapes(optimizer) == at_construction
+
+
+@pytest.mark.option("factor_decay")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
+def test_curvature_is_at_least_single_precision(method: Method, variant: Variant, mlp: Task, dtype: torch.dtype) -> None:
+    model = mlp.model(dtype)
+    optimizer = method.build(model, **variant.keywords)
+    train(model, optimizer, mlp, 3)
+    wanted = torch.float64 if dtype is torch.float64 else torch.float32
+    for name in owners(model):
+        state = optimizer.state[model.get_parameter(name)]
+        for key in variant.owner_state - {"factor_weight", "factor_updates", "refreshes"}:
+            assert state[key].dtype == wanted, key
+            assert state[key].isfinite().all(), key
+
+
+@pytest.mark.option("factor_decay")
+def test_factor_shapes(method: Method, variant: Variant) -> None:
+    """Homogeneous inputs: one more row and column where there is a trainable bias; a batch of factors per group."""
+    model = nn.Sequential(
+        nn.Conv2d(4, 6, 3, groups=2), nn.Conv2d(6, 4, 2, bias=False), nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2)
+    )
+    model[4].bias.requires_grad_(False)
+    optimizer = method.build(model, **variant.keywords)
+    expected = {0: (2, 19, 3), 1: (24, 4), 3: (5, 3), 4: (3, 2)}
+    for layer, (*batch, n_a, n_g) in expected.items():
+        state = optimizer.state[model[layer].weight]
+        assert state["factor_a"].shape == (*batch, n_a, n_a)
+        assert state["factor_g"].shape == (*batch, n_g, n_g)
+
+
+@pytest.mark.option("factor_decay")
+def test_frozen_weight_leaves_the_block_to_the_bias(method: Method, variant: Variant, mlp: Task) -> None:
+    model = mlp.model()
+    model.first.weight.requires_grad_(False)
+    optimizer = method.build(model, **variant.keywords)
+    state = optimizer.state[model.first.bias]
+    assert state.keys() >= variant.owner_state
+    assert state["factor_a"].shape == (1, 1)
+    assert not optimizer.state[model.first.weight].keys() & variant.owner_state
+    train(model, optimizer, mlp, 3)
+    assert_identical(state["factor_a"], torch.ones(1, 1, dtype=torch.float64))
+
+
+def test_step_counts_updates_of_each_parameter(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model)
+    train(model, optimizer, mlp, 2)
+    optimizer.zero_grad()
+    mlp.loss(model, 2).backward()
+    model.scale.gain.grad = None
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        count = optimizer.state[parameter]["step"]
+        assert_identical(count, torch.tensor(2.0 if name == "scale.gain" else 3.0))
+    assert optimizer.state[model.first.weight]["global_step"] == 3
+
+
+@pytest.mark.option("factor_decay")
+def test_counters_of_a_block(method: Method, variant: Variant, mlp: Task) -> None:
+    """Factors every 2 and refreshes every 4 steps: 4 and 2 in the first 7 steps."""
+    model = mlp.model()
+    optimizer = method.build(model, **{**variant.keywords, "stagger": False})
+    train(model, optimizer, mlp, 7)
+    for name in owners(model):
+        state = optimizer.state[model.get_parameter(name)]
+        assert (state["factor_updates"], state["refreshes"]) == (4, 2)
+        assert state["factor_weight"].shape == ()
+        assert state["factor_weight"].dtype == torch.float64
+        weight = 6.0 * sum(0.95**age for age in range(4))
+        torch.testing.assert_close(state["factor_weight"].item(), weight, rtol=1e-12, atol=0)
+
+
+def test_state_dict_is_deterministic(method: Method, variant: Variant, task: Task) -> None:
+    model, twin = task.model(), task.model()
+    first, second = method.build(model, **variant.keywords), method.build(twin, **variant.keywords)
+    train(model, first, task, 5)
+    train(twin, second, task, 5)
+    assert_identical(first.state_dict(), second.state_dict())
+    assert list(first.state_dict()["state"]) == list(second.state_dict()["state"])
+    assert_identical(first.state_dict(), first.state_dict())
+
+
+def test_asking_for_the_state_changes_nothing(method: Method, variant: Variant, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    asked, silent = method.build(model, **variant.keywords), method.build(twin, **variant.keywords)
+    for step in range(5):
+        train(model, asked, mlp, 1, start=step)
+        asked.state_dict()
+        train(twin, silent, mlp, 1, start=step)
+    assert_identical(asked.state_dict(), silent.state_dict())
+
+
+def test_popping_from_the_returned_dict_does_not_reach_the_optimizer(method: Method, mlp: Task) -> None:
+    """As `torch.distributed.checkpoint` does."""
+    model = mlp.model()
+    optimizer = method.build(model)
+    train(model, optimizer, mlp, 2)
+    before = snapshot(optimizer)
+    returned = optimizer.state_dict()
+    returned["state"].clear()
+    for group in returned["param_groups"]:
+        group.pop("params")
+    assert_identical(snapshot(optimizer), before)
+
+
+def test_covered_and_uncovered_parameters_of_every_task(task: Task) -> None:
+    """The tasks are what the other tests take them for."""
+    model = task.model()
+    names = {name for name, _ in model.named_parameters()}
+    assert covered_names(model) < names
+    assert "scale.gain" in names - covered_names(model)

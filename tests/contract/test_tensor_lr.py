@@ -1,0 +1,80 @@
+"""A 0-dim tensor as `lr` does what the float does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.methods import Method
+from tests.contract.tasks import Task, assert_identical, snapshot, train, values
+from tests.contract.test_maximize import RULES
+
+LR = 0.125  # exact in every dtype
+
+
+@pytest.mark.parametrize("foreach", [False, None])
+@pytest.mark.parametrize("rule", RULES)
+def test_tensor_equals_float(method: Method, mlp: Task, rule: str, foreach: bool | None) -> None:
+    results = []
+    for lr in (LR, torch.tensor(LR, dtype=torch.float64)):
+        model = mlp.model()
+        train(model, method.build(model, **{**RULES[rule], "lr": lr, "foreach": foreach}), mlp, 5)
+        results.append(values(model))
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-12, atol=1e-14)
+
+
+def test_scheduler_moves_the_tensor_in_place(method: Method, mlp: Task) -> None:
+    results = []
+    for lr in (LR, torch.tensor(LR, dtype=torch.float64)):
+        model = mlp.model()
+        optimizer = method.build(model, lr=lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for step in range(4):
+            train(model, optimizer, mlp, 1, start=step)
+            scheduler.step()
+        results.append(values(model))
+        assert float(optimizer.param_groups[0]["lr"]) == LR / 16
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-12, atol=1e-14)
+
+
+def test_the_step_does_not_change_the_tensor(method: Method, mlp: Task) -> None:
+    lr = torch.tensor(LR)
+    model = mlp.model()
+    optimizer = method.build(model, lr=lr)
+    train(model, optimizer, mlp, 3)
+    assert optimizer.param_groups[0]["lr"] is lr
+    assert_identical(lr, torch.tensor(LR))
+
+
+def test_groups_do_not_share_a_tensor_by_accident(method: Method, mlp: Task) -> None:
+    """A tensor in one group, the float default in another."""
+    model = mlp.model()
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.first.parameters()), "lr": torch.tensor(LR)},
+        {"params": list(model.second.parameters())},
+    ]
+    optimizer = method.build(model, groups)
+    optimizer.param_groups[0]["lr"].fill_(0.0)
+    before = values(model)
+    train(model, optimizer, mlp, 2)
+    moved = {name for name, value in values(model).items() if not torch.equal(value, before[name])}
+    assert moved == {"second.weight", "second.bias"}
+
+
+def test_tensor_lr_survives_a_checkpoint(method: Method, mlp: Task) -> None:
+    model, other = mlp.model(), mlp.model()
+    optimizer = method.build(model, lr=torch.tensor(LR))
+    train(model, optimizer, mlp, 2)
+    second = method.build(other, lr=torch.tensor(1.0))
+    second.load_state_dict(snapshot(optimizer))
+    assert_identical(second.param_groups[0]["lr"], torch.tensor(LR))
+
+
+def test_lr_of_several_elements_is_refused(method: Method, mlp: Task) -> None:
+    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
+        method.build(mlp.model(), lr=torch.tensor([0.1, 0.2]))

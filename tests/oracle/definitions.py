@@ -1,0 +1,299 @@
+"""K-FAC's quantities computed from their definitions: slowly, in plain loops, without a line of the package.
+
+One example at a time is put through the model, and autograd is asked for the gradient of *that example's* loss at the
+layer's output. Patches of convolutions are gathered by index arithmetic, one kernel offset at a time. Nothing here is
+vectorised over examples, so nothing here can share a scaling mistake with code that is.
+
+    symbol          shape               meaning
+    a               [n_a]               one homogeneous input row of the layer (the 1 last, iff its bias is trained)
+    g               [n_g]               gradient of the per-example loss at the matching output row
+    A, B            [Γ, n_a, n_a], ...  the two Kronecker factors, one pair per group Γ of a convolution
+    N, S            int                 examples, rows per example (positions and calls)
+    vec             [n_g · n_a]         row-major over [W | b]
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of one layer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """What one layer saw of every example: ``a[n]`` is ``[Γ, S_n, n_a]``, ``g[n]`` is ``[Γ, S_n, n_g]``."""
+
+    a: list[Tensor]
+    g: list[Tensor]
+
+    def gradient(self, n: int) -> Tensor:
+        """Σ_s g aᵀ of example n: the gradient of its loss, ``[Γ, n_g, n_a]``."""
+        return self.g[n].mT @ self.a[n]
+
+    def mean_gradient(self) -> Tensor:
+        return sum(self.gradient(n) for n in range(len(self.a))) / len(self.a)
+
+
+def source_index(i: int, size: int, mode: str) -> int | None:
+    """Where element ``i`` of the padded axis comes from; ``None`` is a zero."""
+    if 0 <= i < size:
+        return i
+    if mode == "zeros":
+        return None
+    if mode == "circular":
+        return i % size
+    if mode == "replicate":
+        return 0 if i < 0 else size - 1
+    if mode == "reflect":
+        return -i if i < 0 else 2 * (size - 1) - i
+    raise AssertionError(mode)
+
+
+def paddings(layer: nn.Module) -> list[tuple[int, int]]:
+    """(before, after) of every spatial axis."""
+    if layer.padding == "valid":
+        return [(0, 0)] * len(layer.kernel_size)
+    if layer.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+        return [(t // 2, t - t // 2) for t in totals]
+    return [(p, p) for p in layer.padding]
+
+
+def conv_rows(layer: nn.Module, x: Tensor) -> Tensor:
+    """Patches of one example ``x`` of shape ``[C, *spatial]`` as ``[Γ, S, C/Γ · k]``, a row ordered (c, k...)."""
+    sizes = x.shape[1:]
+    pads = paddings(layer)
+    counts = [
+        (size + before + after - d * (k - 1) - 1) // stride + 1
+        for size, (before, after), d, k, stride in zip(
+            sizes, pads, layer.dilation, layer.kernel_size, layer.stride, strict=True
+        )
+    ]
+    rows = []
+    for position in itertools.product(*map(range, counts)):
+        columns = []
+        for offset in itertools.product(*map(range, layer.kernel_size)):
+            index = [
+                source_index(l * stride + j * d - before, size, layer.padding_mode)
+                for l, j, d, stride, (before, _), size in zip(  # noqa: E741
+                    position, offset, layer.dilation, layer.stride, pads, sizes, strict=True
+                )
+            ]
+            outside = any(i is None for i in index)
+            columns.append(x.new_zeros(x.shape[0]) if outside else x[(slice(None), *index)])
+        rows.append(torch.stack(columns, dim=-1))  # [C, k]
+    patches = torch.stack(rows)  # [S, C, k]
+    grouped = patches.reshape(len(rows), layer.groups, -1)  # channels of a group are neighbours
+    return grouped.transpose(0, 1)
+
+
+def input_rows(layer: nn.Module, x: Tensor, example: bool = True) -> Tensor:
+    """Rows of one example's layer input ``x`` (with its batch axis of 1 when ``example``), without the homogeneous 1."""
+    if isinstance(layer, nn.Linear):
+        return x.reshape(1, -1, x.shape[-1])
+    return conv_rows(layer, x[0] if example else x)
+
+
+def output_rows(layer: nn.Module, g: Tensor, example: bool = True) -> Tensor:
+    """Rows ``[Γ, S, n_g]`` of the gradient at one example's layer output."""
+    if isinstance(layer, nn.Linear):
+        return g.reshape(1, -1, g.shape[-1])
+    g = g[0] if example else g
+    return g.reshape(layer.groups, g.shape[0] // layer.groups, -1).mT
+
+
+def homogeneous(layer: nn.Module, rows: Tensor) -> Tensor:
+    """Append the 1 iff the bias is trained; a frozen weight leaves nothing but the 1."""
+    ones = rows.new_ones(*rows.shape[:-1], 1)
+    trained_bias = layer.bias is not None and layer.bias.requires_grad
+    if not layer.weight.requires_grad:
+        return ones
+    return torch.cat([rows, ones], dim=-1) if trained_bias else rows
+
+
+def example_rows(
+    model: nn.Module, names: list[str], x: Tensor, y: Tensor, loss: Loss, batched: bool = True
+) -> dict[str, Rows]:
+    """Put one example after the other through a copy of ``model`` and collect rows and gradients of the named layers.
+
+    ``loss(output, target)`` of a batch of one is that example's loss ℓ_n, whatever the reduction is. With
+    ``batched=False`` all of ``x`` is one example without a batch axis.
+    """
+    model = copy.deepcopy(model)
+    layers = {name: model.get_submodule(name) for name in names}
+    calls: list[tuple[str, Tensor, Tensor]] = []
+    for name, layer in layers.items():
+        layer.register_forward_hook(
+            lambda module, args, output, name=name: calls.append((name, args[0].detach().clone(), output))
+        )
+    collected = {name: Rows([], []) for name in names}
+    examples = [(x[n : n + 1], y[n : n + 1]) for n in range(len(x))] if batched else [(x, y)]
+    for x_n, y_n in examples:
+        calls.clear()
+        value = loss(model(x_n), y_n)
+        outputs = [output for _, _, output in calls]
+        gradients = torch.autograd.grad(value, outputs, allow_unused=True, materialize_grads=True)
+        for name, rows in collected.items():
+            layer = layers[name]
+            mine = [(a, g) for (called, a, _), g in zip(calls, gradients, strict=True) if called == name]
+            rows.a.append(torch.cat([homogeneous(layer, input_rows(layer, a, batched)) for a, _ in mine], dim=1))
+            rows.g.append(torch.cat([output_rows(layer, g, batched) for _, g in mine], dim=1))
+    return collected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Factors and dense blocks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def factors(rows: Rows, approx: str = "expand", loss_terms: int = 1) -> tuple[Tensor, Tensor]:
+    """(A, B) of per-example rows; ``loss_terms`` multiplies B (mean-reduced losses only)."""
+    n = len(rows.a)
+    if approx == "expand":
+        total = sum(a.shape[1] for a in rows.a)
+        A = sum(a.mT @ a for a in rows.a) / total
+        B = sum(g.mT @ g for g in rows.g) / n
+    else:
+        means = [a.mean(1) for a in rows.a]
+        sums = [g.sum(1) for g in rows.g]
+        A = sum(a[:, :, None] * a[:, None, :] for a in means) / n
+        B = sum(g[:, :, None] * g[:, None, :] for g in sums) / n
+    return A, loss_terms * B
+
+
+def expected_factors(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    loss: Loss,
+    names: list[str] | None = None,
+    approx: str = "expand",
+    loss_terms: int = 1,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(A, B) of every Linear and Conv layer; the group axis is dropped where there is one group."""
+    names = covered_names(model) if names is None else names
+    found = {}
+    for name, rows in example_rows(model, names, x, y, loss).items():
+        A, B = factors(rows, approx, loss_terms)
+        single = len(A) == 1
+        found[name] = (A[0], B[0]) if single else (A, B)
+    return found
+
+
+def covered_names(model: nn.Module) -> list[str]:
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def grouped(matrix: Tensor) -> Tensor:
+    """``[n, n]`` as ``[1, n, n]``; a stack of groups stays as it is."""
+    return matrix if matrix.ndim == 3 else matrix[None]
+
+
+def kron(B: Tensor, A: Tensor) -> Tensor:
+    """Dense ``[n, n]`` curvature over row-major vec([W | b]): Γ Kronecker products along the diagonal."""
+    return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(B), grouped(A), strict=True)))
+
+
+def empirical_block(rows: Rows) -> Tensor:
+    """The exact block (1/N) Σ_n vec(∇ℓ_n) vec(∇ℓ_n)ᵀ, without any Kronecker approximation."""
+    vectors = [rows.gradient(n).reshape(-1) for n in range(len(rows.a))]
+    return sum(torch.outer(v, v) for v in vectors) / len(vectors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradients of a layer as [n_g, n_a], and what the method should make of them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def joined(weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """``[W | b]``: the weight flattened behind its first axis, the bias as last column."""
+    parts = [] if weight is None else [weight.flatten(1)]
+    if bias is not None:
+        parts.append(bias[:, None])
+    return torch.cat(parts, dim=1)
+
+
+def layer_gradient(layer: nn.Module) -> Tensor:
+    """∇ over [W | b] of the trained parameters, as backward left it."""
+    return joined(*(None if p is None or not p.requires_grad else p.grad for p in (layer.weight, layer.bias)))
+
+
+def layer_values(layer: nn.Module) -> Tensor:
+    """The trained parameters [W | b] themselves."""
+    chosen = (None if p is None or not p.requires_grad else p.detach().clone() for p in (layer.weight, layer.bias))
+    return joined(*chosen)
+
+
+def solve_exact(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """(B ⊗ A + λI)⁻¹ vec(∇) by a dense solve."""
+    F = kron(B, A)
+    identity = torch.eye(len(F), dtype=F.dtype)
+    return torch.linalg.solve(F + damping * identity, gradient.reshape(-1)).view_as(gradient)
+
+
+def pi_factors(B: Tensor, A: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """The damped pair of one group: B + (√λ/π)I and A + π√λ I."""
+    mean_a, mean_b = (float(X.trace()) / len(X) for X in (A, B))
+    usable = mean_a > 0 and mean_b > 0 and math.isfinite(mean_a) and math.isfinite(mean_b)
+    pi = min(max(math.sqrt(mean_a / mean_b), 1e-6), 1e6) if usable else 1.0
+    root = math.sqrt(damping)
+    eye_a, eye_b = (torch.eye(len(X), dtype=X.dtype) for X in (A, B))
+    return B + root / pi * eye_b, A + pi * root * eye_a
+
+
+def solve_pi(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """The inverse of the product of the two damped factors, by a dense solve."""
+    pairs = [pi_factors(b, a, damping) for b, a in zip(grouped(B), grouped(A), strict=True)]
+    F = torch.block_diag(*(torch.kron(b, a) for b, a in pairs))
+    return torch.linalg.solve(F, gradient.reshape(-1)).view_as(gradient)
+
+
+def ratio_average(batches: list[tuple[int, Tensor]], decay: float) -> Tensor:
+    """The running estimate after ``batches`` of (examples, batch value): W ← βW + w, X ← X + (w/W)(X_batch − X)."""
+    total, value = 0.0, None
+    for examples, batch in batches:
+        total = decay * total + examples
+        value = batch if value is None else value + examples / total * (batch - value)
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A torch loss, and how the library has to be told about it to agree with curvlinops."""
+
+    module: nn.Module
+    loss_reduction: str
+    loss_terms: int
+    classes: bool
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.module(output, target)
+
+    def targets(self, *shape: int, generator: torch.Generator) -> Tensor:
+        """Targets for outputs of ``shape``, classes on the last axis for MSE, on axis 1 for cross entropy."""
+        if not self.classes:
+            return torch.randn(*shape, dtype=torch.float64, generator=generator)
+        return torch.randint(shape[1], (shape[0], *shape[2:]), generator=generator)
+
+
+def objective(kind: str, reduction: str, outputs: int) -> Objective:
+    """``kind`` of "ce" or "mse" for ``outputs`` output features."""
+    if kind == "ce":
+        return Objective(nn.CrossEntropyLoss(reduction=reduction), reduction, 1, True)
+    return Objective(nn.MSELoss(reduction=reduction), reduction, outputs if reduction == "mean" else 1, False)

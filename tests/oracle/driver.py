@@ -1,0 +1,118 @@
+"""Small ways to drive ``KFAC`` and to read what it holds, shared by the oracle and the capture tests."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from secondorder import KFAC
+from tests.oracle.definitions import covered_names, layer_gradient, layer_values
+
+# Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always.
+PLAIN = {
+    "lr": 1.0,
+    "momentum": 0.0,
+    "damping": 1e-2,
+    "kl_clip": None,
+    "factor_update_steps": 1,
+    "inv_update_steps": 1,
+}
+
+
+def plain_kfac(params, **keywords) -> KFAC:
+    return KFAC(params, **{**PLAIN, **keywords})
+
+
+def owner(layer: nn.Module) -> nn.Parameter:
+    """The parameter whose state holds the layer's curvature."""
+    return layer.weight if layer.weight.requires_grad else layer.bias
+
+
+def layer_state(opt: KFAC, model: nn.Module, name: str) -> dict:
+    return opt.state[owner(model.get_submodule(name))]
+
+
+def held_factors(opt: KFAC, model: nn.Module, name: str) -> tuple[Tensor, Tensor]:
+    """Copies of (A, B) as the optimizer holds them now."""
+    state = layer_state(opt, model, name)
+    return state["factor_a"].detach().clone(), state["factor_g"].detach().clone()
+
+
+def all_factors(opt: KFAC, model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    return {name: held_factors(opt, model, name) for name in covered_names(model)}
+
+
+def backward(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, scale: float = 1.0) -> Tensor:
+    value = loss(model(x), y)
+    (value * scale).backward()
+    return value.detach()
+
+
+def train_step(opt: KFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
+    opt.zero_grad()
+    backward(model, x, y, loss)
+    opt.step()
+
+
+def one_step(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, **keywords) -> KFAC:
+    """Attach, train one step, return the optimizer."""
+    opt = plain_kfac(model, **keywords)
+    train_step(opt, model, x, y, loss)
+    return opt
+
+
+def directions(opt: KFAC, model: nn.Module, names: list[str] | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+    """Take a step with the gradients that are there; (∇, V) of every layer, V read off the parameters (lr = 1)."""
+    names = covered_names(model) if names is None else names
+    before = {name: layer_values(model.get_submodule(name)) for name in names}
+    gradients = {name: layer_gradient(model.get_submodule(name)).clone() for name in names}
+    opt.step()
+    after = {name: layer_values(model.get_submodule(name)) for name in names}
+    return {name: (gradients[name], before[name] - after[name]) for name in names}
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-9, what: str = "") -> None:
+    """Relative to the largest entry of ``expected``: entries that cancel to zero are not judged by their own size."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    expected = expected.to(actual.dtype)
+    scale = float(expected.abs().max()) or 1.0
+    error = float((actual - expected).abs().max()) / scale
+    assert error <= tolerance, f"{what}: relative error {error:.3g} > {tolerance:g}"
+
+
+def assert_factors(
+    held: dict[str, tuple[Tensor, Tensor]], expected: dict[str, tuple[Tensor, Tensor]], tolerance: float = 1e-9
+) -> None:
+    assert held.keys() >= expected.keys()
+    for name, (A, B) in expected.items():
+        assert_close(held[name][0], A, tolerance, f"A of {name!r}")
+        assert_close(held[name][1], B, tolerance, f"B of {name!r}")
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """An independent copy; to be made before an optimizer hooks the model."""
+    return copy.deepcopy(model)
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[torch.Generator]:
+    """Seed the global generator (layer initialisation) and hand out one of its own for data."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield torch.Generator().manual_seed(seed + 1)
+
+
+def hook_counts(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Number of hooks of every kind on every module."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return {name: tuple(len(getattr(m, kind)) for kind in kinds) for name, m in model.named_modules()}
+
+
+def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def labels(n: int, classes: int, seed: int = 0) -> Tensor:
+    return torch.randint(classes, (n,), generator=torch.Generator().manual_seed(seed))

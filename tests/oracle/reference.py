@@ -1,0 +1,74 @@
+"""curvlinops' answers, in this library's order of parameters and scale."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.oracle.definitions import Objective, covered_names
+
+
+def operator(model: nn.Module, x: Tensor, y: Tensor, loss: Objective, approx: str, fisher: str):
+    curvlinops = pytest.importorskip("curvlinops")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return curvlinops.KFACLinearOperator(
+            model,
+            loss.module,
+            list(model.parameters()),
+            [(x, y)],
+            fisher_type=fisher,
+            kfac_approx=approx,
+            separate_weight_and_bias=False,
+            check_deterministic=False,
+        )
+
+
+def curvlinops_blocks(
+    model: nn.Module, x: Tensor, y: Tensor, loss: Objective, approx: str, fisher: str = "empirical"
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """(A, B) of every layer, per datum: their ``sum`` operator carries the number of examples in B."""
+    op = operator(model, x, y, loss, approx, fisher)
+    op.compute_kronecker_factors()
+    per_datum = len(x) if loss.module.reduction == "sum" else 1
+    A, B = op._input_covariances, op._gradient_covariances
+    return {name: (A[name], B[name] / per_datum) for name in covered_names(model)}
+
+
+def block_order(model: nn.Module, name: str) -> Tensor:
+    """Indices of the flat parameter vector that make up row-major vec([W | b]) of one layer."""
+    starts, start = {}, 0
+    for key, p in model.named_parameters():
+        starts[key] = start
+        start += p.numel()
+    layer = model.get_submodule(name)
+    prefix = f"{name}." if name else ""
+    n_out = layer.weight.shape[0]
+    index = torch.arange(layer.weight.numel()).reshape(n_out, -1) + starts[prefix + "weight"]
+    if layer.bias is not None:
+        index = torch.cat([index, torch.arange(n_out)[:, None] + starts[prefix + "bias"]], dim=1)
+    return index.reshape(-1)
+
+
+def curvlinops_dense(
+    model: nn.Module, x: Tensor, y: Tensor, loss: Objective, approx: str, fisher: str = "empirical"
+) -> dict[str, Tensor]:
+    """The dense K-FAC block of every layer over vec([W | b])."""
+    op = operator(model, x, y, loss, approx, fisher)
+    size = sum(p.numel() for p in model.parameters())
+    per_datum = len(x) if loss.module.reduction == "sum" else 1
+    dense = op @ torch.eye(size, dtype=x.dtype) / per_datum
+    orders = {name: block_order(model, name) for name in covered_names(model)}
+    return {name: dense[order][:, order] for name, order in orders.items()}
+
+
+def curvlinops_exact(kind: str, model: nn.Module, x: Tensor, y: Tensor, loss: Objective) -> dict[str, Tensor]:
+    """Blocks of the exact "ggn" or empirical Fisher ("ef") matrix over vec([W | b])."""
+    curvlinops = pytest.importorskip("curvlinops")
+    Operator = {"ggn": curvlinops.GGNLinearOperator, "ef": curvlinops.EFLinearOperator}[kind]
+    op = Operator(model, loss.module, list(model.parameters()), [(x, y)], check_deterministic=False)
+    size = sum(p.numel() for p in model.parameters())
+    dense = op @ torch.eye(size, dtype=x.dtype)
+    orders = {name: block_order(model, name) for name in covered_names(model)}
+    return {name: dense[order][:, order] for name, order in orders.items()}

@@ -1,0 +1,157 @@
+"""The oracle itself, checked against autograd, torch's own unfold and curvlinops before it judges anything."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.oracle.definitions import (
+    conv_rows,
+    empirical_block,
+    example_rows,
+    expected_factors,
+    factors,
+    grouped,
+    kron,
+    layer_gradient,
+    objective,
+    pi_factors,
+    ratio_average,
+    solve_exact,
+    solve_pi,
+    source_index,
+)
+from tests.oracle.driver import assert_close, backward, noise, seeded
+from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.oracle.reference import curvlinops_blocks, curvlinops_dense
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "zeros"])
+def test_source_index_reproduces_torch_padding(mode):
+    x = torch.arange(1.0, 6.0)
+    padded = F.pad(x[None], (3, 2), mode="constant" if mode == "zeros" else mode)[0]
+    sources = [source_index(i - 3, 5, mode) for i in range(10)]
+    assert padded.tolist() == [0.0 if s is None else x[s].item() for s in sources]
+
+
+def test_patches_are_those_of_unfold():
+    layer = nn.Conv2d(3, 4, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)).double()
+    x = noise(1, 3, 6, 5)
+    unfolded = F.unfold(x, (3, 2), dilation=(1, 2), padding=(1, 2), stride=(2, 1))[0].T
+    assert torch.equal(conv_rows(layer, x[0])[0], unfolded)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_rows_reproduce_the_gradient_of_every_convolution(dims, mode):
+    """Σ g aᵀ = ∂ℓ/∂W, the identity that every adapter has to satisfy."""
+    Conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    size = ((7,), (5, 4), (4, 3, 3))[dims - 1]
+    kernel = ((3,), (3, 2), (2, 1, 2))[dims - 1]
+    for padding, groups, dilation in itertools.product((1, "same", "valid"), (1, 2), (1, 2)):
+        with seeded():
+            layer = Conv(2, 4, kernel, padding=padding, groups=groups, dilation=dilation, padding_mode=mode).double()
+        x = noise(2, 2, *size)
+        y = noise(*layer(x).shape, seed=1)
+        backward(layer, x, y, F.mse_loss)
+        rows = example_rows(layer, [""], x, y, F.mse_loss)[""]
+        assert_close(rows.mean_gradient().flatten(0, 1), layer_gradient(layer), 1e-12, f"{padding} {groups} {dilation}")
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 2, 3), (3, 2, 2, 3)])
+def test_rows_reproduce_the_gradient_of_linear(shape):
+    layer = seeded_build(lambda: nn.Linear(3, 2))
+    x, y = noise(*shape), noise(*shape[:-1], 2, seed=1)
+    backward(layer, x, y, F.mse_loss)
+    rows = example_rows(layer, [""], x, y, F.mse_loss)[""]
+    assert_close(rows.mean_gradient()[0], layer_gradient(layer), 1e-12)
+
+
+CASES = [
+    ("mlp", lambda: mlp(), vectors),
+    ("mlp without bias", lambda: mlp(bias=False), vectors),
+    ("convnet", lambda: convnet(), images),
+    ("strided", lambda: convnet(stride=2, padding=1), images),
+    ("dilated", lambda: convnet(dilation=2, padding=2), images),
+]
+
+
+@pytest.mark.parametrize(("build", "data"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["ce", "mse"])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_own_factors_are_those_of_curvlinops(build, data, kind, reduction, approx):
+    model, (x, y) = build(), data()
+    loss = objective(kind, reduction, outputs=3)
+    y = y if loss.classes else noise(len(x), 3, seed=3)
+    own = expected_factors(model, x, y, loss, approx=approx, loss_terms=loss.loss_terms)
+    theirs = curvlinops_blocks(model, x, y, loss, approx)
+    for name, (A, B) in own.items():
+        assert_close(A, theirs[name][0], 1e-11, f"A of {name}")
+        assert_close(B, theirs[name][1], 1e-11, f"B of {name}")
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_own_token_factors_are_those_of_curvlinops(approx):
+    model = seeded_build(Tokens)
+    x, y = noise(4, 5, 3), torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(0))
+    loss = nn.CrossEntropyLoss()
+    own = expected_factors(model, x, y, loss, approx=approx, loss_terms=5)
+    theirs = curvlinops_blocks(model, x, y, objective("ce", "mean", 3), approx)
+    for name in own:
+        assert_close(own[name][0], theirs[name][0], 1e-11)
+        assert_close(own[name][1], theirs[name][1], 1e-11)
+
+
+def test_own_dense_block_is_the_permuted_one_of_curvlinops():
+    model, (x, y) = convnet(), images()
+    loss = objective("ce", "mean", 3)
+    own = {name: kron(B, A) for name, (A, B) in expected_factors(model, x, y, loss).items()}
+    theirs = curvlinops_dense(model, x, y, loss, "expand")
+    for name in own:
+        assert_close(own[name], theirs[name], 1e-11, name)
+
+
+def test_empirical_block_is_the_mean_outer_product_of_example_gradients():
+    model, (x, y) = mlp(), vectors()
+    rows = example_rows(model, ["0"], x, y, F.cross_entropy)["0"]
+    layer, vectors_of_examples = model[0], []
+    for n in range(len(x)):
+        model.zero_grad()
+        backward(model, x[n : n + 1], y[n : n + 1], F.cross_entropy)
+        vectors_of_examples.append(layer_gradient(layer).reshape(-1))
+    stacked = torch.stack(vectors_of_examples)
+    assert_close(empirical_block(rows), stacked.T @ stacked / len(x), 1e-12)
+
+
+def test_solves_undo_their_matrices():
+    root_a, root_b, gradient = noise(3, 3), noise(2, 2, seed=1), noise(2, 3, seed=2)
+    A, B = root_a @ root_a.T, root_b @ root_b.T
+    V = solve_exact(B, A, gradient, 0.1)
+    assert_close(B @ V @ A + 0.1 * V, gradient, 1e-12)
+    B_damped, A_damped = pi_factors(B, A, 0.1)
+    assert_close(B_damped @ solve_pi(B, A, gradient, 0.1) @ A_damped, gradient, 1e-12)
+
+
+def test_factors_of_a_group_do_not_mix_channels():
+    layer = seeded_build(lambda: nn.Conv1d(4, 2, 2, groups=2))
+    x, y = noise(3, 4, 5), noise(3, 2, 4, seed=1)
+    A, B = factors(example_rows(layer, [""], x, y, F.mse_loss)[""])
+    halves = [seeded_build(lambda: nn.Conv1d(2, 1, 2)) for _ in range(2)]
+    for g, half in enumerate(halves):
+        half.weight.data.copy_(layer.weight.data[g : g + 1])
+        half.bias.data.copy_(layer.bias.data[g : g + 1])
+        # the mean over both output channels is half of the mean over one
+        own = factors(example_rows(half, [""], x[:, 2 * g : 2 * g + 2], y[:, g : g + 1], F.mse_loss)[""])
+        assert_close(A[g], own[0][0], 1e-12)
+        assert_close(B[g], own[1][0] / 4, 1e-12)
+    assert grouped(A).shape == (2, 5, 5)
+
+
+def test_ratio_average_weighs_by_examples():
+    batches = [(4, torch.tensor(1.0)), (2, torch.tensor(4.0)), (6, torch.tensor(-1.0))]
+    # weights of the three batches after decay .5: 4·.25, 2·.5, 6
+    assert ratio_average(batches, 0.5).item() == pytest.approx((1 * 1 + 1 * 4 + 6 * -1) / 8)
+    assert ratio_average(batches, 1.0).item() == pytest.approx((4 * 1 + 2 * 4 + 6 * -1) / 12)

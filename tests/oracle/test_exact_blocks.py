@@ -1,0 +1,132 @@
+"""Where theory says that K-FAC is no approximation, it must be none.
+
+The empirical Fisher takes its gradients from the residuals r = f − y, so a linear network has *exactly* Kronecker
+blocks whenever residuals are independent of the inputs. Here they are so by design: every input is paired with every
+residual of a fixed set. With residuals √(J/2)·e_j the blocks are moreover those of the Gauss-Newton matrix of the summed
+squared error, whose output Hessian is 2I.
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.oracle.definitions import Objective, empirical_block, example_rows
+from tests.oracle.driver import assert_close, noise, plain_kfac, train_step, twin
+from tests.oracle.models import mlp, seeded_build, vectors
+from tests.oracle.reference import curvlinops_exact
+
+
+def summed_square(output: Tensor, target: Tensor) -> Tensor:
+    """(1/N) Σ_n ‖f_n − y_n‖², summed over everything but the examples."""
+    return ((output - target) ** 2).sum() / len(output)
+
+
+def crossed(model: nn.Module, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Pair every input with the residuals √(J/2)·e_j, j = 1..J, J entries of one output."""
+    with torch.no_grad():
+        outputs = model(inputs)
+    J = outputs[0].numel()
+    residuals = math.sqrt(J / 2) * torch.eye(J, dtype=inputs.dtype).reshape(J, *outputs.shape[1:])
+    x = inputs.repeat_interleave(J, 0)
+    y = outputs.repeat_interleave(J, 0) - residuals.repeat(len(inputs), *[1] * (outputs.ndim - 1))
+    return x, y
+
+
+def block(opt, name: str) -> Tensor:
+    return opt.dense_curvature(name)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_deep_linear_network_with_squared_loss(bias):
+    model = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity)
+    x, y = crossed(model, noise(5, 4))
+    plain = twin(model)
+    names = ["0", "2", "4"]
+    exact = {name: empirical_block(rows) for name, rows in example_rows(plain, names, x, y, summed_square).items()}
+    loss = Objective(nn.MSELoss(reduction="sum"), "sum", 1, False)
+    ggn = curvlinops_exact("ggn", plain, x, y, loss)
+    opt = plain_kfac(model)
+    train_step(opt, model, x, y, summed_square)
+    for name in names:
+        assert_close(block(opt, name), exact[name], 1e-9, f"empirical Fisher of {name}")
+        assert_close(block(opt, name), ggn[name] / len(x), 1e-9, f"Gauss-Newton of {name}")
+
+
+class LinearTokens(nn.Module):
+    """A linear network over positions, read out per position or as their mean."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.inner, self.outer, self.read = nn.Linear(3, 4), nn.Linear(4, 2), read
+
+    def forward(self, x):
+        z = self.outer(self.inner(x))
+        return z.mean(1) if self.read == "mean" else z
+
+
+@pytest.mark.parametrize(("approx", "read"), [("expand", "positions"), ("reduce", "mean")])
+def test_weight_sharing_cases_that_are_exact(approx, read):
+    """Expand with a loss term per position; reduce with positions averaged before the loss."""
+    model = seeded_build(lambda: LinearTokens(read))
+    x, y = crossed(model, noise(3, 5, 3))
+    names = ["inner", "outer"]
+    exact = {n: empirical_block(rows) for n, rows in example_rows(twin(model), names, x, y, summed_square).items()}
+    opt = plain_kfac(model, approx=approx)
+    train_step(opt, model, x, y, summed_square)
+    for name in names:
+        assert_close(block(opt, name), exact[name], 1e-9, name)
+
+
+class LinearConv(nn.Module):
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.conv, self.read = nn.Conv2d(2, 3, 2, stride=1), read
+
+    def forward(self, x):
+        z = self.conv(x)
+        return z.mean((2, 3)) if self.read == "mean" else z
+
+
+@pytest.mark.parametrize(("approx", "read"), [("expand", "positions"), ("reduce", "mean")])
+def test_the_same_two_cases_for_a_convolution(approx, read):
+    model = seeded_build(lambda: LinearConv(read))
+    x, y = crossed(model, noise(2, 2, 3, 3))
+    exact = empirical_block(example_rows(twin(model), ["conv"], x, y, summed_square)["conv"])
+    opt = plain_kfac(model, approx=approx)
+    train_step(opt, model, x, y, summed_square)
+    assert_close(block(opt, "conv"), exact, 1e-9)
+
+
+class Repeated(nn.Module):
+    """One linear layer called three times per forward, with a loss term per call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return torch.stack([self.layer(x[:, s]) for s in range(3)], 1)
+
+
+def test_several_calls_with_a_loss_term_each():
+    model = seeded_build(Repeated)
+    x, y = crossed(model, noise(4, 3, 3))
+    exact = empirical_block(example_rows(twin(model), ["layer"], x, y, summed_square)["layer"])
+    opt = plain_kfac(model)
+    train_step(opt, model, x, y, summed_square)
+    assert_close(block(opt, "layer"), exact, 1e-9)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_a_single_example_with_one_position_is_exact_in_any_network(bias, approx):
+    model, (x, y) = mlp((4, 5, 6, 3), bias=bias), vectors(1)
+    names = ["0", "2", "4"]
+    exact = {n: empirical_block(rows) for n, rows in example_rows(twin(model), names, x, y, F.cross_entropy).items()}
+    opt = plain_kfac(model, approx=approx)
+    train_step(opt, model, x, y, F.cross_entropy)
+    for name in names:
+        assert_close(block(opt, name), exact[name], 1e-9, name)

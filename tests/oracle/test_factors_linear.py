@@ -1,0 +1,263 @@
+"""Factors and dense curvature of Linear layers against per-example autograd and against curvlinops."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.oracle.definitions import Objective, example_rows, expected_factors, factors, kron, objective
+from tests.oracle.driver import (
+    all_factors,
+    assert_close,
+    assert_factors,
+    held_factors,
+    layer_state,
+    noise,
+    one_step,
+    plain_kfac,
+    train_step,
+    twin,
+)
+from tests.oracle.models import Tokens, mlp, seeded_build, vectors
+from tests.oracle.reference import curvlinops_blocks, curvlinops_dense
+
+
+def checked(model, x, y, loss, tolerance=1e-9, **keywords):
+    """One step of KFAC on ``model``; its factors and dense blocks are those of the definitions."""
+    plain = twin(model)
+    approx, terms = keywords.get("approx", "expand"), keywords.get("loss_terms", 1)
+    expected = expected_factors(plain, x, y, loss, approx=approx, loss_terms=terms)
+    opt = one_step(model, x, y, loss, **keywords)
+    assert_factors(all_factors(opt, model), expected, tolerance)
+    for name, (A, B) in expected.items():
+        assert_close(opt.dense_curvature(name), kron(B, A), tolerance, f"dense block of {name!r}")
+    return opt
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", ["ce", "mse"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_mlp_equals_definitions_and_curvlinops(kind, reduction, approx, bias):
+    model, (x, y) = mlp((4, 5, 6, 3), bias=bias), vectors()
+    loss = objective(kind, reduction, outputs=3)
+    y = y if loss.classes else noise(6, 3, seed=3)
+    theirs = curvlinops_blocks(twin(model), x, y, loss, approx)
+    dense = curvlinops_dense(twin(model), x, y, loss, approx)
+    opt = checked(model, x, y, loss, approx=approx, loss_reduction=reduction, loss_terms=loss.loss_terms)
+    assert_factors(all_factors(opt, model), theirs)
+    for name, block in dense.items():
+        assert_close(opt.dense_curvature(name), block, what=name)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("read", ["positions", "mean"])
+@pytest.mark.parametrize("leading", [(5,), (2, 3)], ids=["3-D", "4-D"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_any_leading_dimensions(leading, read, approx, bias):
+    model = seeded_build(lambda: Tokens(read=read, bias=bias))
+    x = noise(4, *leading, 3)
+    shape = (4,) if read == "mean" else (4, *leading)
+    y = torch.randint(3, shape, generator=torch.Generator().manual_seed(0))
+    terms = 1 if read == "mean" else int(torch.tensor(leading).prod())
+    checked(model, x, y, F.cross_entropy, approx=approx, loss_terms=terms)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_token_mean_cross_entropy_equals_curvlinops(approx):
+    model = seeded_build(Tokens)
+    x, y = noise(4, 5, 3), torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(0))
+    theirs = curvlinops_blocks(twin(model), x, y, objective("ce", "mean", 3), approx)
+    opt = one_step(model, x, y, F.cross_entropy, approx=approx, loss_terms=5)
+    assert_factors(all_factors(opt, model), theirs)
+
+
+def test_loss_terms_are_ignored_for_a_sum():
+    """T undoes a mean over terms; a sum has none to undo."""
+    (x, y), target = vectors(), noise(6, 3, seed=3)
+    loss = objective("mse", "sum", 3)
+    one, three = mlp(), mlp()
+    opt_one = one_step(one, x, target, loss, loss_reduction="sum", loss_terms=1)
+    opt_three = one_step(three, x, target, loss, loss_reduction="sum", loss_terms=3)
+    assert_factors(all_factors(opt_three, three), all_factors(opt_one, one), 1e-14)
+
+
+def test_bce_with_logits_equals_curvlinops():
+    model, (x, _) = mlp(), vectors()
+    y = torch.randint(2, (6, 3), generator=torch.Generator().manual_seed(2)).double()
+    loss = Objective(nn.BCEWithLogitsLoss(), "mean", 3, False)
+    theirs = curvlinops_blocks(twin(model), x, y, loss, "expand")
+    opt = checked(model, x, y, loss, loss_terms=3)
+    assert_factors(all_factors(opt, model), theirs)
+
+
+class Flattening(nn.Module):
+    """Puts tokens into the batch axis on the way in, as many language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        n, t, _ = x.shape
+        z = self.outer(torch.tanh(self.inner(x.reshape(n * t, -1))))
+        return z.reshape(n, t, -1).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_tokens_flattened_into_the_batch_axis_are_positions(approx):
+    model, x = seeded_build(Flattening), noise(4, 5, 3)
+    y = torch.randint(3, (4, 5), generator=torch.Generator().manual_seed(0))
+    checked(model, x, y, F.cross_entropy, approx=approx, loss_terms=5)
+
+
+class SequenceFirst(nn.Module):
+    """Works in [S, N, d] inside although examples come first outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.outer(torch.tanh(self.inner(x.transpose(0, 1)))).mean(0)
+
+
+def test_sequence_first_layout_expands_alike():
+    model, x = seeded_build(SequenceFirst), noise(4, 5, 3)
+    checked(model, x, torch.tensor([0, 1, 2, 0]), F.cross_entropy)
+
+
+class SharedTable(nn.Module):
+    """A linear layer applied to a constant [T, d] table that all examples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(5, 3))
+        self.positions, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.outer(torch.tanh(x + self.positions(self.table))).mean(1)
+
+
+def test_an_input_shared_by_the_batch_counts_its_rows_once():
+    """``expand divides A by the rows there are``; B keeps N · Σ g°g°ᵀ over the shared rows."""
+    model, x, y = seeded_build(SharedTable), noise(4, 5, 3), torch.tensor([0, 1, 2, 0])
+    plain = twin(model)
+    seen = []
+    plain.positions.register_forward_hook(lambda m, args, out: (out.retain_grad(), seen.append((args[0], out))))
+    F.cross_entropy(plain(x), y).backward()
+    table, out = seen[0]
+    rows = torch.cat([table, torch.ones(5, 1, dtype=table.dtype)], 1)
+    opt = one_step(model, x, y, F.cross_entropy)
+    A, B = held_factors(opt, model, "positions")
+    assert_close(A, rows.T @ rows / 5)
+    assert_close(B, 4 * out.grad.T @ out.grad)
+
+
+def test_a_vector_without_batch_axis_is_one_example():
+    model, x, y = mlp((4, 3)), noise(4), noise(3, seed=1)
+    plain = twin(model)
+    A, B = factors(example_rows(plain, ["0"], x, y, F.mse_loss, batched=False)["0"])
+    opt = one_step(model, x, y, F.mse_loss)
+    assert_factors(all_factors(opt, model), {"0": (A[0], B[0])})
+
+
+def test_a_bare_layer_is_a_model():
+    layer, x, y = seeded_build(lambda: nn.Linear(4, 3)), noise(6, 4), noise(6, 3, seed=1)
+    A, B = expected_factors(twin(layer), x, y, F.mse_loss, names=[""])[""]
+    opt = one_step(layer, x, y, F.mse_loss)
+    assert_close(opt.state[layer.weight]["factor_a"], A)
+    assert_close(opt.state[layer.weight]["factor_g"], B)
+
+
+class MeanOfTokens(nn.Module):
+    """Takes its batch by keyword only, or by position."""
+
+    def __init__(self, inner: nn.Module, keyword: bool) -> None:
+        super().__init__()
+        self.inner, self.keyword = inner, keyword
+
+    def forward(self, *args, tokens=None):
+        assert self.keyword == (not args)
+        return self.inner(tokens if self.keyword else args[0]).mean(1)
+
+
+def test_a_keyword_batch_is_counted_like_a_positional_one():
+    layer, x, y = seeded_build(lambda: nn.Linear(3, 3)), noise(4, 5, 3), noise(4, 3, seed=1)
+    model = MeanOfTokens(layer, keyword=True)
+    expected = expected_factors(MeanOfTokens(twin(layer), keyword=False), x, y, F.mse_loss)
+    opt = plain_kfac(model)
+    F.mse_loss(model(tokens=x), y).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_a_submodule_called_without_its_root_counts_its_own_rows():
+    model, (x, y) = mlp(), vectors()
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = plain_kfac(model)
+    hidden = x
+    for layer in model:
+        hidden = layer(hidden)
+    F.cross_entropy(hidden, y).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_frozen_bias_has_no_homogeneous_row():
+    model, (x, y) = mlp(), vectors()
+    model[0].bias.requires_grad_(False)
+    opt = checked(model, x, y, F.cross_entropy)
+    assert held_factors(opt, model, "0")[0].shape == (4, 4)
+    assert held_factors(opt, model, "2")[0].shape == (6, 6)
+
+
+def test_frozen_weight_leaves_the_bias_a_factor_of_one():
+    model, (x, y) = mlp(), vectors()
+    model[0].weight.requires_grad_(False)
+    frozen = model[0].weight.detach().clone()
+    opt = checked(model, x, y, F.cross_entropy)
+    state = opt.state[model[0].bias]
+    assert state["factor_a"].tolist() == [[1.0]]
+    assert torch.equal(model[0].weight, frozen)
+
+
+def test_a_wholly_frozen_layer_has_no_block():
+    model, (x, y) = mlp((4, 5, 6, 3)), vectors()
+    model[2].requires_grad_(False)
+    before = [p.detach().clone() for p in model[2].parameters()]
+    expected = expected_factors(twin(model), x, y, F.cross_entropy, names=["0", "4"])
+    opt = plain_kfac(model)
+    train_step(opt, model, x, y, F.cross_entropy)
+    held = {name: held_factors(opt, model, name) for name in ("0", "4")}
+    assert_factors(held, expected)
+    assert "2" not in opt.blocks
+    assert all(torch.equal(p, q) for p, q in zip(model[2].parameters(), before, strict=True))
+
+
+def test_shapes_and_types_of_the_held_factors():
+    model, (x, y) = mlp((4, 5, 3)).float(), vectors()
+    opt = one_step(model, x.float(), y, F.cross_entropy)
+    state = layer_state(opt, model, "0")
+    assert state["factor_a"].shape == (5, 5)
+    assert state["factor_g"].shape == (5, 5)
+    assert state["factor_a"].dtype == state["factor_g"].dtype == torch.float32
+    double = mlp()
+    opt = one_step(double, x, y, F.cross_entropy)
+    assert layer_state(opt, double, "0")["factor_a"].dtype == torch.float64
+
+
+def test_dense_curvature_is_undamped_and_square_over_weight_and_bias():
+    model, (x, y) = mlp(), vectors()
+    opt = one_step(model, x, y, F.cross_entropy, damping=0.5)
+    held = held_factors(opt, model, "2")
+    dense = opt.dense_curvature("2")
+    assert dense.shape == (3 * 6, 3 * 6)
+    assert_close(dense, kron(held[1], held[0]), 1e-12)
+
+
+def test_dense_curvature_of_an_unknown_name_is_refused():
+    model = mlp()
+    opt = plain_kfac(model)
+    with pytest.raises((ValueError, KeyError), match="nonsense"):
+        opt.dense_curvature("nonsense")

@@ -1,0 +1,413 @@
+"""The preconditioned gradient against explicit dense solves, read off the parameters after one step with lr = 1."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.oracle.definitions import (
+    expected_factors,
+    grouped,
+    layer_gradient,
+    solve_exact,
+    solve_pi,
+)
+from tests.oracle.driver import (
+    all_factors,
+    assert_close,
+    backward,
+    directions,
+    held_factors,
+    layer_state,
+    noise,
+    plain_kfac,
+    train_step,
+    twin,
+)
+from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+
+METHODS = {
+    "eigen exact": ({"inverse_method": "eigen", "damping_split": "exact"}, solve_exact),
+    "eigen unset": ({"inverse_method": "eigen"}, solve_exact),
+    "eigen pi": ({"inverse_method": "eigen", "damping_split": "pi"}, solve_pi),
+    "cholesky pi": ({"inverse_method": "cholesky", "damping_split": "pi"}, solve_pi),
+    "cholesky unset": ({"inverse_method": "cholesky"}, solve_pi),
+}
+
+
+def grouped_conv():
+    return seeded_build(lambda: nn.Conv2d(4, 4, 2, groups=2)), noise(3, 4, 4, 3), noise(3, 4, 3, 2, seed=1), F.mse_loss
+
+
+def frozen_bias():
+    model = mlp()
+    model[0].bias.requires_grad_(False)
+    return model, *vectors(), F.cross_entropy
+
+
+def frozen_weight():
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    return model, *vectors(), F.cross_entropy
+
+
+PROBLEMS = {
+    "mlp": lambda: (mlp(), *vectors(), F.cross_entropy),
+    "mlp without bias": lambda: (mlp(bias=False), *vectors(), F.cross_entropy),
+    "convnet": lambda: (convnet(stride=2, padding=1), *images(), F.cross_entropy),
+    "grouped conv": grouped_conv,
+    "frozen bias": frozen_bias,
+    "frozen weight": frozen_weight,
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("damping", [1e-1, 1e-4])
+def test_direction_is_the_dense_solve_with_this_batch_s_factors(problem, method, damping):
+    """The first step updates the factors and refreshes before it preconditions: no identity, no stale inverse."""
+    model, x, y, loss = PROBLEMS[problem]()
+    keywords, solve = METHODS[method]
+    expected = expected_factors(twin(model), x, y, loss)
+    opt = plain_kfac(model, damping=damping, **keywords)
+    backward(model, x, y, loss)
+    for name, (gradient, V) in directions(opt, model).items():
+        A, B = expected[name]
+        assert_close(V, solve(B, A, gradient, damping), 1e-8, name)
+        assert float((V - gradient).abs().max()) > 1e-3, "statistics were never used"
+        assert float((V * gradient).sum()) > 0, "not a descent direction"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_large_damping_leaves_the_gradient_over_lambda(method):
+    model, (x, y) = mlp(), vectors()
+    damping = 1e9
+    opt = plain_kfac(model, lr=damping, damping=damping, **METHODS[method][0])
+    backward(model, x, y, F.cross_entropy)
+    for gradient, V in directions(opt, model).values():
+        # pi keeps terms of order √λ, so it converges as their square root
+        assert_close(V, gradient, 1e-8 if METHODS[method][1] is solve_exact else 1e-3)
+
+
+def test_damping_changed_between_refreshes_acts_at_once_for_eigen():
+    model, (x, y) = mlp(), vectors()
+    opt = plain_kfac(model, damping=1e-2, inverse_method="eigen", factor_update_steps=50, inv_update_steps=50)
+    train_step(opt, model, x, y, F.cross_entropy)
+    held = all_factors(opt, model)
+    for damping in (1.0, 1e-3):
+        opt.param_groups[0]["damping"] = damping
+        opt.zero_grad()
+        backward(model, x, y, F.cross_entropy)
+        for name, (gradient, V) in directions(opt, model).items():
+            assert_close(V, solve_exact(held[name][1], held[name][0], gradient, damping), 1e-8, f"{name} λ={damping}")
+
+
+def test_cholesky_takes_a_changed_damping_at_the_next_refresh_at_the_latest():
+    model, (x, y) = mlp(), vectors()
+    opt = plain_kfac(model, damping=1e-2, inverse_method="cholesky", factor_update_steps=1, inv_update_steps=2)
+    train_step(opt, model, x, y, F.cross_entropy)
+    opt.param_groups[0]["damping"] = 0.5
+    train_step(opt, model, x, y, F.cross_entropy)
+    opt.zero_grad()
+    backward(model, x, y, F.cross_entropy)
+    moved = directions(opt, model)  # t = 2: due
+    held = all_factors(opt, model)
+    for name, (gradient, V) in moved.items():
+        assert_close(V, solve_pi(held[name][1], held[name][0], gradient, 0.5), 1e-8, name)
+
+
+def test_damping_of_each_group_is_its_own():
+    model, (x, y) = mlp(), vectors()
+    groups = [
+        {"params": list(model[0].parameters()), "damping": 0.3},
+        {"params": list(model[2].parameters()), "damping": 1e-3},
+    ]
+    opt = plain_kfac(groups, module=model)
+    backward(model, x, y, F.cross_entropy)
+    moved = directions(opt, model)
+    held = all_factors(opt, model)
+    for name, damping in (("0", 0.3), ("2", 1e-3)):
+        gradient, V = moved[name]
+        assert_close(V, solve_exact(held[name][1], held[name][0], gradient, damping), 1e-8, name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("problem", ["mlp", "convnet", "frozen bias"])
+def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue(method, problem):
+    model, x, y, loss = PROBLEMS[problem]()
+    keywords, solve = METHODS[method]
+    opt = plain_kfac(model, damping=0.1, damping_mode="relative", **keywords)
+    backward(model, x, y, loss)
+    moved = directions(opt, model)
+    for name, (gradient, V) in moved.items():
+        A, B = held_factors(opt, model, name)
+        mean = float(A.trace() * B.trace()) / (len(A) * len(B))
+        assert_close(V, solve(B, A, gradient, 0.1 * mean), 1e-8, name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_relative_damping_does_not_know_the_unit_of_the_loss(method):
+    """Loss → c·loss scales F by c² and ∇ by c: a relative λ makes V scale by exactly 1/c."""
+    found = []
+    for c in (1.0, 64.0):
+        model, (x, y) = mlp(), vectors()
+        opt = plain_kfac(model, damping=0.1, damping_mode="relative", **METHODS[method][0])
+        backward(model, x, y, F.cross_entropy, scale=c)
+        found.append({name: c * V for name, (_, V) in directions(opt, model).items()})
+    for name, V in found[0].items():
+        assert_close(found[1][name], V, 1e-8, name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rescaling_of_activations_against_gradients_changes_nothing(method):
+    """A → c²A, B → B/c² (weights scaled down behind inputs scaled up) leaves B ⊗ A, π's product and W's path alone."""
+    x, y = noise(6, 4), noise(6, 3, seed=1)
+    found = []
+    for c in (1.0, 8.0):
+        layer = seeded_build(lambda: nn.Linear(4, 3, bias=False))
+
+        class Scaled(nn.Module):
+            def __init__(self, layer, c) -> None:
+                super().__init__()
+                self.layer, self.c = layer, c
+
+            def forward(self, x):
+                return self.layer(x * self.c) / self.c
+
+        model = Scaled(layer, c)
+        opt = plain_kfac(model, damping=0.1, **METHODS[method][0])
+        backward(model, x, y, F.mse_loss)
+        found.append(directions(opt, model)["layer"][1])
+    assert_close(found[1], found[0], 1e-9)
+
+
+def test_invertible_affine_inputs_are_undone_without_damping():
+    """x → Mx + c with W → WM⁻¹, b → b − WM⁻¹c is the same function; as λ → 0 its K-FAC step is the same too."""
+    x, y = noise(40, 3), noise(40, 2, seed=1)
+    M, c = noise(3, 3, seed=2) + 2 * torch.eye(3, dtype=torch.float64), noise(3, seed=3)
+    plain = seeded_build(lambda: nn.Linear(3, 2))
+    moved = twin(plain)
+    with torch.no_grad():
+        moved.weight.copy_(plain.weight @ torch.linalg.inv(M))
+        moved.bias.copy_(plain.bias - moved.weight @ c)
+    x_moved = x @ M.T + c
+    torch.testing.assert_close(moved(x_moved), plain(x))
+    for layer, inputs in ((plain, x), (moved, x_moved)):
+        opt = plain_kfac(layer, damping=1e-13, lr=0.1)
+        train_step(opt, layer, inputs, y, F.mse_loss)
+    assert_close(moved(x_moved).detach(), plain(x).detach(), 1e-8)
+
+
+def test_cholesky_with_exact_damping_is_refused_with_the_mend():
+    with pytest.raises(ValueError, match="exact") as error:
+        plain_kfac(mlp(), inverse_method="cholesky", damping_split="exact")
+    assert "eigen" in str(error.value) or "pi" in str(error.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_zero_factors_give_the_gradient_over_lambda(method):
+    """A first batch of zeros with a zero loss; the second batch is preconditioned with what is known: nothing."""
+    model, (x, y) = mlp((4, 3), bias=False), vectors()
+    opt = plain_kfac(model, damping=0.25, factor_update_steps=50, inv_update_steps=50, **METHODS[method][0])
+    backward(model, torch.zeros_like(x), y, lambda out, target: (out * 0.0).sum())
+    opt.step()
+    held = held_factors(opt, model, "0")
+    assert held[0].count_nonzero() == held[1].count_nonzero() == 0
+    opt.zero_grad()
+    backward(model, x, y, F.cross_entropy)
+    gradient, V = directions(opt, model)["0"]
+    assert_close(V, gradient / 0.25, 1e-9)
+
+
+@pytest.mark.parametrize("method", ["eigen exact", "cholesky pi"])
+def test_rank_one_factors_are_no_obstacle(method):
+    """One example: A and B have rank one, far from invertible."""
+    model, (x, y) = mlp((4, 5, 3)), vectors(1)
+    keywords, solve = METHODS[method]
+    opt = plain_kfac(model, damping=1e-3, **keywords)
+    backward(model, x, y, F.cross_entropy)
+    moved = directions(opt, model)
+    for name, (gradient, V) in moved.items():
+        A, B = held_factors(opt, model, name)
+        assert_close(V, solve(B, A, gradient, 1e-3), 1e-7, name)
+
+
+@pytest.mark.parametrize("dead", ["inputs", "gradients"])
+def test_one_zero_factor_of_the_two(dead):
+    """A dead input (or a dead output) makes F = 0 for that batch: later gradients are divided by λ."""
+    model, (x, y) = mlp((4, 3), bias=False), vectors()
+    opt = plain_kfac(model, damping=0.5, factor_update_steps=50, inv_update_steps=50, inverse_method="eigen")
+    if dead == "inputs":
+        backward(model, torch.zeros_like(x), y, F.cross_entropy)
+    else:
+        backward(model, x, y, lambda out, target: (out * 0.0).sum())
+    opt.step()
+    opt.zero_grad()
+    backward(model, x, y, F.cross_entropy)
+    gradient, V = directions(opt, model)["0"]
+    assert_close(V, gradient / 0.5, 1e-9)
+
+
+def test_layers_of_one_shape_in_groups_of_their_own_do_not_mix():
+    """Refreshes are batched over equal shapes: equal shapes in two groups and two dtypes keep their own results."""
+    x, y = noise(6, 4), noise(6, 4, seed=1)
+    model = nn.Sequential(*(seeded_build(lambda: nn.Linear(4, 4), seed) for seed in range(4)))
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+            self.layers[1].float()
+            self.layers[3].float()
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x.to(layer.weight.dtype)))
+            return x.double()
+
+    mixed = Mixed()
+    groups = [
+        {"params": [*model[0].parameters(), *model[1].parameters()], "damping": 0.3},
+        {"params": [*model[2].parameters(), *model[3].parameters()], "damping": 0.02},
+    ]
+    expected = expected_factors(twin(mixed), x, y, F.mse_loss)
+    opt = plain_kfac(groups, module=mixed)
+    backward(mixed, x, y, F.mse_loss)
+    moved = directions(opt, mixed)
+    for i, damping in enumerate((0.3, 0.3, 0.02, 0.02)):
+        tolerance = 1e-8 if i in (0, 2) else 1e-4
+        gradient, V = moved[f"layers.{i}"]
+        A, B = expected[f"layers.{i}"]
+        assert V.dtype == (torch.float64 if i in (0, 2) else torch.float32)
+        assert_close(V.double(), solve_exact(B.double(), A.double(), gradient.double(), damping), tolerance)
+
+
+def expected_clip(found, lrs, clip):
+    total = sum(lrs[name] ** 2 * float((V * gradient).sum()) for name, (gradient, V) in found.items())
+    return min(1.0, math.sqrt(clip / abs(total)))
+
+
+def unclipped(model, x, y, **keywords):
+    """(∇, V) of a copy of ``model`` with lr = 1 and no clip."""
+    copy = twin(model)
+    opt = plain_kfac(copy, **keywords)
+    backward(copy, x, y, F.cross_entropy)
+    return directions(opt, copy)
+
+
+@pytest.mark.parametrize("clip", [1e-4, 1e3], ids=["clips", "leaves alone"])
+def test_kl_clip_bounds_the_predicted_change(clip):
+    model, (x, y) = mlp(), vectors()
+    free = unclipped(model, x, y)
+    factor = expected_clip(free, {"0": 0.5, "2": 0.5}, clip)
+    assert (factor < 1) == (clip < 1)
+    opt = plain_kfac(model, lr=0.5, kl_clip=clip)
+    backward(model, x, y, F.cross_entropy)
+    for name, (_, step) in directions(opt, model).items():
+        assert_close(step, 0.5 * factor * free[name][1], 1e-9, name)
+
+
+def test_kl_clip_uses_the_current_lr_of_each_group():
+    model, (x, y) = mlp(), vectors()
+    free = unclipped(model, x, y)
+    groups = [
+        {"params": list(model[0].parameters()), "lr": 0.8},
+        {"params": list(model[2].parameters()), "lr": 0.1},
+    ]
+    opt = plain_kfac(groups, module=model, kl_clip=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, [lambda t: 1.0, lambda t: 4.0])  # read before the first step
+    assert opt.param_groups[1]["lr"] == pytest.approx(0.4)
+    lrs = {"0": 0.8, "2": 0.4}
+    factor = expected_clip(free, lrs, 1e-3)
+    backward(model, x, y, F.cross_entropy)
+    for name, (_, step) in directions(opt, model).items():
+        assert_close(step, lrs[name] * factor * free[name][1], 1e-9, name)
+    scheduler.step()
+
+
+def test_kl_clip_leaves_uncovered_parameters_alone():
+    class WithScale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.layer(x) * self.scale
+
+    model, (x, y) = seeded_build(WithScale), vectors()
+    opt = plain_kfac(model, lr=0.5, kl_clip=1e-8)
+    backward(model, x, y, F.cross_entropy)
+    before, gradient = model.scale.detach().clone(), model.scale.grad.clone()
+    opt.step()
+    assert_close(before - model.scale.detach(), 0.5 * gradient, 1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_zero_gradients_stay_zero_and_finite(method):
+    model, (x, y) = mlp(), vectors()
+    opt = plain_kfac(model, kl_clip=1e-3, **METHODS[method][0])
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model, x, y, F.cross_entropy, scale=0.0)
+    opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_weight_decay_is_added_behind_the_preconditioner():
+    model, (x, y) = mlp(), vectors()
+    free = unclipped(model, x, y)
+    for decoupled in (False, True):
+        copy = twin(model)
+        before = {name: torch.cat([m.weight, m.bias[:, None]], 1).detach() for name, m in copy.named_children() if name != "1"}
+        opt = plain_kfac(copy, lr=0.5, weight_decay=0.1, decoupled_weight_decay=decoupled)
+        backward(copy, x, y, F.cross_entropy)
+        for name, (_, step) in directions(opt, copy).items():
+            assert_close(step, 0.5 * (free[name][1] + 0.1 * before[name]), 1e-9, f"{name} {decoupled=}")
+
+
+def test_momentum_accumulates_preconditioned_gradients():
+    model, (x, y) = mlp(), vectors()
+    opt = plain_kfac(model, lr=0.1, momentum=0.9)
+    buffer: dict[str, torch.Tensor] = {}
+    for _ in range(3):
+        opt.zero_grad()
+        free = unclipped_with(opt, model, x, y)
+        backward(model, x, y, F.cross_entropy)
+        for name, (_, step) in directions(opt, model).items():
+            buffer[name] = free[name] if name not in buffer else 0.9 * buffer[name] + free[name]
+            assert_close(step, 0.1 * buffer[name], 1e-8, name)
+
+
+def unclipped_with(opt, model, x, y):
+    """V that the coming step must find: the ratio EMA of its estimate with this batch, solved densely."""
+    batch = expected_factors(twin_without_hooks(model), x, y, F.cross_entropy)
+    found = {}
+    plain = twin_without_hooks(model)
+    backward(plain, x, y, F.cross_entropy)
+    for name, (A, B) in batch.items():
+        state = layer_state(opt, model, name)
+        old = float(state["factor_weight"])
+        share = len(x) / (0.95 * old + len(x))
+        A, B = (X + share * (new - X) if old else new for X, new in ((state["factor_a"], A), (state["factor_g"], B)))
+        found[name] = solve_exact(B, A, layer_gradient(plain.get_submodule(name)), 1e-2)
+    return found
+
+
+def twin_without_hooks(model):
+    fresh = mlp()
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+def test_grouped_factors_have_a_pi_of_their_own():
+    """Groups of very different size must not share one π."""
+    layer, x, y, loss = grouped_conv()
+    x = x.clone()
+    x[:, :2] *= 100.0
+    expected = expected_factors(twin(layer), x, y, loss, names=[""])[""]
+    assert grouped(expected[0]).shape[0] == 2
+    opt = plain_kfac(layer, damping=0.1, inverse_method="cholesky")
+    backward(layer, x, y, loss)
+    gradient, V = directions(opt, layer)[""]
+    assert_close(V, solve_pi(expected[1], expected[0], gradient, 0.1), 1e-8)

@@ -1,0 +1,138 @@
+"""Who may import whom inside the package, read from the syntax trees.
+
+    methods ──► optimizer ──► {comm, curvature, update}
+    methods ──► {curvature, linalg}             (the helpers of optimizer.py: see MAY_IMPORT)
+
+Only ``comm/`` may know ``torch.distributed``. The modules of ``PURE`` take and return tensors or numbers: no network,
+no parameter group. A file that belongs to no part named in ``MAY_IMPORT`` fails the test until it is given a row there.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "secondorder"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# part → parts it may import (itself always)
+MAY_IMPORT = {
+    "methods": {"optimizer", "curvature", "linalg", "options"},
+    "optimizer": {"comm", "curvature", "update", "checkpoint", "diagnostics", "options"},
+    "curvature": {"linalg"},
+    "diagnostics": {"curvature"},
+    "checkpoint": set(),
+    "comm": set(),
+    "linalg": set(),
+    "options": set(),
+    "update": set(),
+}
+PURE = {"update.py": set(), "linalg.py": set(), "curvature/statistics.py": {"linalg"}, "comm/placement.py": set()}
+PURE_FORBIDDEN = {"Module", "Parameter", "Optimizer", "param_groups"}
+
+
+def part(path: Path) -> str:
+    """Name of the part that a file belongs to: its folder below the package, or its own name."""
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def for_types_only(module: ast.Module) -> set[ast.AST]:
+    """Nodes under ``if TYPE_CHECKING:``, which never run."""
+    blocks = [n for n in ast.walk(module) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    return {inner for block in blocks for statement in block.body for inner in ast.walk(statement)}
+
+
+def imports(module: ast.Module, *, with_types: bool = True) -> Iterator[str]:
+    """Dotted names that a file imports; ``from a import b`` counts as ``a.b``."""
+    skipped = set() if with_types else for_types_only(module)
+    for node in ast.walk(module):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def inside(names: Iterator[str]) -> set[str]:
+    """Parts of the package among imported names."""
+    return {name.split(".")[1] for name in names if name.startswith("secondorder.")}
+
+
+def identifiers(module: ast.Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(module):
+        if isinstance(node, ast.Name):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node), node.lineno
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def test_the_package_is_there() -> None:
+    assert FILES, "no Python files found: every other test here would pass by finding nothing"
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.parent != PACKAGE or f.stem != "__init__"], ids=ids)
+def test_dependencies_point_one_way(path: Path) -> None:
+    own = part(path)
+    assert own in MAY_IMPORT, f"{ids(path)} belongs to no known part: give {own!r} a row in MAY_IMPORT"
+    wrong = inside(imports(tree(path), with_types=False)) - MAY_IMPORT[own] - {own}
+    assert not wrong, f"{ids(path)} imports {sorted(wrong)}; {own} may import only {sorted(MAY_IMPORT[own])}"
+
+
+def test_no_part_imports_another_in_a_circle() -> None:
+    needs = {name: set(others) for name, others in MAY_IMPORT.items()}
+    while needs:
+        free = {name for name, others in needs.items() if not others & needs.keys()}
+        assert free, f"circle among {sorted(needs)}"
+        needs = {name: others for name, others in needs.items() if name not in free}
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if part(f) != "comm"], ids=ids)
+def test_only_comm_knows_torch_distributed(path: Path) -> None:
+    module = tree(path)
+    named = [n for n in imports(module) if n.startswith("torch.distributed")]
+    used = [f"{n} (line {line})" for n, line in identifiers(module) if n.startswith("torch.distributed")]
+    assert not named + used, f"{ids(path)}: {named + used}; ask the communication strategy instead"
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_modules_know_only_tensors(name: str) -> None:
+    path = PACKAGE / name
+    if not path.exists():
+        assert name == "comm/placement.py", f"{name} is gone: mend PURE"  # comes with the strategies that need it
+        return
+    module = tree(path)
+    outside = {n.split(".")[0] for n in imports(module)} - {"torch", "secondorder"} - sys.stdlib_module_names
+    assert not outside, f"{name} imports {sorted(outside)}; it may import torch and the standard library only"
+    assert inside(imports(module)) <= PURE[name], f"{name} may import only {sorted(PURE[name])} of the package"
+    parts = [(n.rsplit(".", 1)[-1], line) for n, line in identifiers(module)]
+    parts += [(n.rsplit(".", 1)[-1], 0) for n in imports(module)]
+    found = [f"{n} (line {line})" for n, line in parts if n in PURE_FORBIDDEN]
+    assert not found, f"{name} mentions {found}; it takes and returns tensors or numbers"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_the_library_does_not_print(path: Path) -> None:
+    calls = [n for n in ast.walk(tree(path)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    lines = [call.lineno for call in calls if call.func.id == "print"]
+    assert not lines, f"{ids(path)} prints in lines {lines}: use logging, warnings or a returned text"
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_no_path_leads_out_of_the_repository(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert "../" not in text
+    assert str(ROOT) not in text
