@@ -1,14 +1,17 @@
 """The command line: ``python -m benchmarks COMMAND``."""
 
 import sys
+import warnings
 
 import tyro
 
 from benchmarks.commands.demo import Demo
+from benchmarks.commands.step_time import StepTime
+from benchmarks.commands.swap import Swap
 from benchmarks.commands.train import Train
 from benchmarks.workloads import DataMissingError
 
-Command = Demo | Train
+Command = Demo | StepTime | Swap | Train
 
 
 def main(args: list[str] | None = None) -> int:
@@ -20,9 +23,11 @@ def main(args: list[str] | None = None) -> int:
     Returns:
         Exit status: 0, 1 when a check did not pass, 2 when data is missing or a value is bad.
     """
+    # Norms and embeddings of the workloads are meant to follow the fallback rule.
+    warnings.filterwarnings("ignore", message=".*follow the fallback rule")
     command = tyro.cli(Command, prog="python -m benchmarks", description=__doc__, args=args)
     try:
         return command.run()
-    except DataMissingError as err:
+    except (DataMissingError, ValueError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2

@@ -52,7 +52,7 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> list[LayerS
     shapes: list[LayerShape] = []
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
     hooks = [
-        module.register_forward_hook(lambda layer, _, out, name=name: shapes.append(_shape(name, layer, out)))  # type: ignore[misc]
+        module.register_forward_hook(lambda layer, _, out, name=name: shapes.append(_shape(name, layer, out)))
         for name, module in layers.items()
     ]
     try:

@@ -1,8 +1,11 @@
 """What the machine can do, measured beside the benchmark: matrix products, copying, and the memory of one step."""
 
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -71,13 +74,32 @@ def peak_bytes(work: Callable[[], object]) -> int:
     Returns:
         Bytes at the highest point.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()
     kineto = record.profiler
-    assert kineto is not None and kineto.kineto_results is not None
+    assert kineto is not None
+    assert kineto.kineto_results is not None
     memory = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
     level = top = 0
     for event in sorted(memory, key=lambda event: event.start_ns()):
         level += event.nbytes()
         top = max(top, level)
     return top
+
+
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Drop what native code writes to the error stream: the profiler reports there that it starts and stops.
+
+    Yields:
+        Nothing.
+    """
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)

@@ -87,7 +87,7 @@ METHODS: dict[MethodName, Method] = {
         "AdamW",
         _adamw,
         {
-            "digits": {"lr": 3e-3},
+            "digits": {"lr": 1e-2},
             "autoencoder": {"lr": 1e-3},
             "resnet20": {"lr": 3e-3},
             "chargpt": {"lr": 3e-3},
@@ -97,7 +97,13 @@ METHODS: dict[MethodName, Method] = {
         "KFAC",
         _kfac,
         {
-            "digits": {"lr": 0.1, "damping": 0.03, "kl_clip": 0.1},
+            "digits": {
+                "lr": 0.1,
+                "damping": 0.3,
+                "kl_clip": 0.1,
+                "factor_update_steps": 2,
+                "inv_update_steps": 10,
+            },
             "autoencoder": {"lr": 0.1, "damping": 0.3, "kl_clip": 1.0, "inv_update_steps": 20},
             "resnet20": {"lr": 0.1, "damping": 0.03, "kl_clip": 0.1},
             "chargpt": {"lr": 0.3, "damping": 0.1, "kl_clip": 0.01, "fallback": "adamw", "loss_terms": 128},

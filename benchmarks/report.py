@@ -24,14 +24,16 @@ def console() -> Console:
 
 def progress_bar() -> Progress:
     """Return a progress bar that says what runs, how far it is and how long it will take; silent in a pipe."""
+    terminal = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=terminal,
         transient=True,
+        disable=not terminal.is_terminal,
     )
 
 

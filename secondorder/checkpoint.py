@@ -2,16 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from secondorder import options
+from secondorder.curvature.block import Block
+from secondorder.lifecycle import Group, Lifecycle, shape_of
+from secondorder.linalg import full_precision
 
 #: State of the first-order rules, shaped like the parameter.
 RULE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 Spec = dict[str, "tuple[int, ...] | None"]
+
+
+class Checkpointing(Lifecycle):
+    """``state_dict`` and ``load_state_dict``: by parameter, in full precision, all or nothing."""
+
+    @abstractmethod
+    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Recompute what preconditioning needs from the estimates; returns ``ok [len(blocks)]``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter and group options, as ``torch.optim``; curvature as ``checkpoint_curvature`` says."""
+        for p, group in self._group.items():
+            if p.requires_grad:
+                self._init_rule(p, group)
+        packed = super().state_dict()
+        kept = self.param_groups[0]["checkpoint_curvature"]
+        if kept != "all":
+            dropped = {k for k, kind in self.kinds.items() if kept == "none" or kind == "second_order"}
+            packed["state"] = {
+                i: {k: v for k, v in s.items() if k not in dropped} if isinstance(s, dict) else s
+                for i, s in packed["state"].items()
+            }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; everything is checked before anything is changed, and every tensor is copied.
+
+        Raises:
+            ValueError: If the dict does not fit, with the list of what differs.
+        """
+        state_dict = dict(state_dict)
+        for pre in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        groups = [{**self._group_defaults(live), **given} for live, given in self._paired(state_dict)]
+        loaded = self._checked_state(state_dict["state"], groups)
+        for live, given in zip(self.param_groups, groups, strict=True):
+            kept = {"params": live["params"]}
+            if "param_names" in live:
+                kept["param_names"] = live["param_names"]
+            live.clear()
+            live.update({k: _copied(v) for k, v in given.items() if k != "param_names"}, **kept)
+        for p, found in loaded.items():
+            self.state[p] = found
+        self._t = int(self.state[self._first].get("global_step", 0))
+        self._finish_load()
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
+
+    def _paired(self, state_dict: dict[str, Any]) -> Iterator[tuple[Group, Group]]:
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+            raise ValueError("not an optimizer state_dict: it needs 'state' and 'param_groups'")
+        self._refuse(compare_groups(state_dict["param_groups"], self.param_groups))
+        return zip(self.param_groups, state_dict["param_groups"], strict=True)
+
+    def _group_defaults(self, live: Group) -> Group:
+        return {**self.defaults, "fallback_base_lr": live["fallback_base_lr"]}
+
+    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
+        """The loaded state by parameter, copied; nothing of the optimizer is touched."""
+        for group in groups:
+            options.validate(group, {**options.COMMON, **self.checks})
+        lines: list[str] = []
+        loaded: dict[nn.Parameter, dict[str, Any]] = {}
+        for live, given in zip(self.param_groups, groups, strict=True):
+            for p, i in zip(live["params"], given["params"], strict=True):
+                spec = self._expected_state(p, given)
+                theirs = dict(found.get(i, {}))
+                required = {k: v for k, v in spec.items() if not self._may_lack(k, given)}
+                shapes = {k: shape_of(v) for k, v in required.items()}
+                shapes.update({k: shape_of(v) for k, v in spec.items() if k in theirs})
+                lines += compare_states(theirs, shapes, tuple(p.shape), f"parameter '{self._names[p]}'")
+                if not lines:
+                    loaded[p] = {k: adopt_value(k, v, spec.get(k), p) for k, v in theirs.items()}
+        self._refuse(lines)
+        return loaded
+
+    def _expected_state(self, p: nn.Parameter, group: Group) -> dict[str, Tensor | int]:
+        expected: dict[str, Tensor | int] = {"step": torch.zeros(())}
+        if p is self._first:
+            expected["global_step"] = 0
+        block = self._block_of.get(p)
+        if block is not None and block.owner is p:
+            expected.update(self.curvature_spec(block, group))
+        if p.requires_grad:
+            expected.update(dict.fromkeys(self._rule_keys(p, group), p))
+        return expected
+
+    def _may_lack(self, key: str, group: Group) -> bool:
+        kind, kept = self.kinds.get(key), group["checkpoint_curvature"]
+        return kind is not None and (kept == "none" or (kept == "factors" and kind == "second_order"))
+
+    def _refuse(self, lines: list[str]) -> None:
+        if lines:
+            shown = "\n  ".join(lines[:20])
+            more = f"\n  … and {len(lines) - 20} more" if len(lines) > 20 else ""
+            raise ValueError(f"this state_dict does not fit the optimizer; nothing was loaded:\n  {shown}{more}")
+
+    def _finish_load(self) -> None:
+        """Complete what a checkpoint may leave out, and follow the loaded options."""
+        complete = {b: set(self.state[b.owner]) for b in self._blocks}
+        changed = self._rebuild()
+        renewed = [
+            b
+            for b, found in complete.items()
+            if self.state[b.owner]["factor_updates"] > 0
+            and any(self.kinds.get(key) == "second_order" and key not in found for key in self.state[b.owner])
+        ]
+        if renewed:
+            with torch.no_grad(), full_precision(renewed[0].owner.device):
+                self.refresh(renewed, True)
+        if self._capture is not None:
+            if changed:
+                self._hook()
+            self._capture.discard()
+            self._arm()
 
 
 def compare_states(found: Mapping[str, Any], expected: Spec, shape: tuple[int, ...], label: str) -> list[str]:
@@ -36,9 +159,11 @@ def compare_states(found: Mapping[str, Any], expected: Spec, shape: tuple[int, .
         else:
             lines.append(f"{label}: {key} is unknown to this optimizer")
             continue
-        if wanted is None:
-            if isinstance(value, Tensor) and value.numel() != 1:
-                lines.append(f"{label}: {key} has shape {tuple(value.shape)}, expected a number")
+        if wanted is None or key == "step":
+            single = value.numel() == 1 if isinstance(value, Tensor) else options.is_number(value)
+            if not single:
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                lines.append(f"{label}: {key} is {what}, expected a number")
         elif not isinstance(value, Tensor) or tuple(value.shape) != tuple(wanted):
             what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             lines.append(f"{label}: {key} is {what}, expected {tuple(wanted)}")
@@ -70,5 +195,9 @@ def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
         return int(value)
     if isinstance(value, Tensor):
         like = live if isinstance(live, Tensor) else parameter
-        return value.detach().to(device=like.device, dtype=like.dtype, copy=True)
+        return value.detach().to(device=parameter.device, dtype=like.dtype, copy=True)
     return value
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

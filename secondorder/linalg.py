@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 #: Rung 2 adds this multiple of the mean diagonal: above float32 rounding, far below any useful damping.
 _JITTER = 1e-6
@@ -144,7 +145,7 @@ def _with_ladder(x: Tensor, factorise: Factorisation, host_checks: bool) -> tupl
     x = (x + x.mT) / 2
     try:
         results, ok = factorise(x)
-    except torch.linalg.LinAlgError:
+    except LinAlgError:
         return _one_by_one(x, factorise)
     if host_checks and x.device.type == "cpu" and not all_true_on_cpu(ok):
         return _one_by_one(x, factorise)
@@ -163,7 +164,7 @@ def _climb(x: Tensor, factorise: Factorisation) -> tuple[tuple[Tensor, ...], boo
     for rung in _rungs(x):
         try:
             results, ok = factorise(rung)
-        except torch.linalg.LinAlgError:
+        except LinAlgError:
             continue
         last = tuple(part[0].to(x.device, x.dtype) for part in results)
         if all_true_on_cpu(ok.cpu()):

@@ -72,7 +72,7 @@ def learning_rate(name: str, value: Any) -> None:
     """A check for a non-negative number or a tensor of one element."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise ValueError(f"a tensor {name} must have one element, got shape {tuple(value.shape)}")
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
         return
     number(0.0)(name, value)
 

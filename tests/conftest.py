@@ -1,10 +1,8 @@
-"""Settings of every test: one thread per process, one seed, double precision where a test asks for it."""
+"""Settings of every test: one thread per process, one seed, a GPU only where there is one."""
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; processes × threads would crawl otherwise
-
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,12 +29,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seed() -> None:
     """Start every test from the same random state, whatever ran before it in the same process."""
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def float64() -> Iterator[None]:
-    """Make float64 the default dtype for one test: the precision in which oracles are compared."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)

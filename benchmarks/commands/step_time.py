@@ -5,69 +5,34 @@ momentum, the reference. Ratios are taken between medians, and between minima as
 the machine hardly touches.
 """
 
-import gc
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from rich.table import Table
+from torch import nn
+from torch.optim import Optimizer
 
 from benchmarks import flops, report
 from benchmarks.commands.options import Common
-from benchmarks.flops import InverseMethod, LayerShape
-from benchmarks.machine import Rate, copy_gbytes, gemm_gflops, peak_bytes
+from benchmarks.contender import Contender, measure
+from benchmarks.flops import InverseMethod
+from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
 from benchmarks.recipes import METHODS, MethodName, Settings
 from benchmarks.runner import Trainer, optimizer_bytes
-from benchmarks.timing import MEASURED, REPORTED, Row, StepClass, Work
+from benchmarks.timing import MEASURED, REPORTED, StepClass, Work
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 
-REFERENCE_EVERY = 3
-
-
-@dataclass
-class Contender:
-    """One optimizer under the clock."""
-
-    trainer: Trainer
-    inverse: InverseMethod | None = None
-    """How it inverts; None for a first-order method."""
-    row: Row = field(init=False)
-    taken: int = 0
-
-    def __post_init__(self) -> None:
-        self.row = Row(self.trainer.history.label)
-
-    @property
-    def next_class(self) -> StepClass:
-        """Class of the next step."""
-        return MEASURED.step_class(self.taken) if self.inverse else "plain"
-
-    def step(self, record: bool = True) -> None:
-        """Take one step.
-
-        Args:
-            record: Keep its time.
-        """
-        kind, seconds = self.next_class, self.trainer.step()
-        self.taken += 1
-        if record:
-            self.row.times.setdefault(kind, []).append(seconds)
-
-    def peaks(self) -> dict[StepClass, int]:
-        """Take one refresh interval of further steps.
-
-        Returns:
-            Bytes above the level at rest, at the peak of a step of each class.
-        """
-        peaks: dict[StepClass, int] = {}
-        for _ in range(MEASURED.refresh if self.inverse else 1):
-            kind = self.next_class
-            if kind in peaks:
-                self.step(record=False)
-            else:
-                self.trainer.optimizer.zero_grad()  # gradients of the last step are part of no level at rest
-                peaks[kind] = peak_bytes(lambda: self.step(record=False))
-        return peaks
+CLASSES: tuple[StepClass, ...] = get_args(StepClass)
+TIME_COLUMNS = (
+    "optimizer",
+    *(f"{kind} ms" for kind in CLASSES),
+    "intervals",
+    "ratio",
+    "floor",
+    "beyond SGD ms / least",
+)
 
 
 @dataclass
@@ -105,12 +70,18 @@ class StepTime(Common):
         with report.progress_bar() as progress:
             task = progress.add_task(f"{self.workload}, batch {workload.batch_size}", total=self.steps)
             measure(reference, contenders, self.steps, lambda: progress.advance(task))
-        shapes, training = workload_flops(workload, self.seed)
-        results = [figures(c, reference, shapes, training, rates["gemm_gflops"]) for c in (reference, *contenders)]
-        if self.memory:
-            for result, contender in zip(results, (reference, *contenders), strict=True):
-                result["peak_bytes"] = contender.peaks()
-        self._report(workload, results, rates, shapes, training)
+        work, factors = workload_flops(workload, self.seed)
+        runs = [reference, *contenders]
+        results = [_figures(run, reference, work, rates["gemm_gflops"], self.memory) for run in runs]
+        data = {
+            "workload": self.workload,
+            "batch_size": workload.batch_size,
+            "training_gflop": work["cholesky"].training / 1e9,
+            "factor_bytes": factors,
+            **{name: asdict(rate) for name, rate in rates.items()},
+            "results": results,
+        }
+        report.save(self.out_dir, f"step-time-{self.workload}", _tables(data), data)
         return 0
 
     def _contenders(self, workload: Workload) -> tuple[Contender, list[Contender]]:
@@ -124,11 +95,139 @@ class StepTime(Common):
         """
 
         def contender(label: str, name: MethodName, inverse: InverseMethod | None, changes: Settings) -> Contender:
-            make = lambda model: METHODS[name].build(model, self.workload, changes)  # noqa: E731 - binds what it needs
+            def make(model: nn.Module) -> Optimizer:
+                return METHODS[name].build(model, self.workload, changes)
+
             return Contender(Trainer(label, workload, make, self.seed), inverse)
 
         intervals = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
-        both: tuple[InverseMethod, ...] = ("cholesky", "eigen")
-        methods = both if self.inverse_method == "both" else (self.inverse_method,)
+        methods: tuple[InverseMethod, ...] = get_args(InverseMethod)
+        if self.inverse_method != "both":
+            methods = (self.inverse_method,)
         kfacs = [contender(f"KFAC {m}", "kfac", m, {**intervals, "inverse_method": m}) for m in methods]
         return contender("SGD", "sgd", None, {}), [contender("AdamW", "adamw", None, {}), *kfacs]
+
+
+def workload_flops(workload: Workload, seed: int) -> tuple[dict[InverseMethod, Work], int]:
+    """Count the FLOPs of one training step and of what K-FAC adds.
+
+    Args:
+        workload: What is trained.
+        seed: Seed of the model and the batch.
+
+    Returns:
+        The FLOPs for each way to invert, and the bytes of all factors.
+    """
+    model, batch = workload.build_model(seed), next(workload.batches(seed))
+    shapes = flops.layer_shapes(model, lambda: workload.loss(model, batch))
+    training = flops.counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
+    methods: tuple[InverseMethod, ...] = get_args(InverseMethod)
+    work = {
+        method: Work(
+            training,
+            flops.precondition_flops(shapes, method),
+            flops.factor_flops(shapes),
+            flops.refresh_flops(shapes, method),
+        )
+        for method in methods
+    }
+    return work, flops.factor_bytes(shapes)
+
+
+def _figures(
+    run: Contender, reference: Contender, work: dict[InverseMethod, Work], gemm: Rate, memory: bool
+) -> dict[str, Any]:
+    """Return the figures of one optimizer.
+
+    Args:
+        run: The optimizer, timed.
+        reference: The reference, timed.
+        work: FLOPs for each way to invert.
+        gemm: Measured rate of matrix products.
+        memory: Measure the peak of a step, too.
+
+    Returns:
+        Figures by name; times in seconds.
+    """
+    sgd = reference.row.summary()["plain"]
+    figures: dict[str, Any] = {
+        "label": run.row.label,
+        "times": run.row.times,
+        "median": run.row.summary(),
+        "minimum": run.row.summary(min),
+        "optimizer_bytes": optimizer_bytes(run.trainer.optimizer),
+        "peak_bytes": run.peaks() if memory else {},
+        "amortised": {},
+    }
+    for intervals in REPORTED if run.inverse else (MEASURED,):
+        entry = {
+            "ratio": run.row.ratio(intervals, reference.row),
+            "ratio_of_minima": run.row.ratio(intervals, reference.row, minima=True),
+        }
+        if run.inverse:
+            extra = work[run.inverse].extra(intervals)
+            entry["floor"] = work[run.inverse].floor(intervals)
+            entry["extra_seconds"] = (entry["ratio"] - 1) * sgd
+            entry["floor_seconds"] = extra / (gemm.median * 1e9)
+        figures["amortised"][intervals.name if run.inverse else "every step"] = entry
+    return figures
+
+
+def _tables(data: dict[str, Any]) -> list[Table]:
+    """Return the tables of times and of memory.
+
+    Args:
+        data: Figures of the run.
+
+    Returns:
+        The tables.
+    """
+    results = data["results"]
+    threads = torch.get_num_threads()
+    caption = (
+        "Ratios to SGD's interleaved steps: of medians (of minima). Floor: FLOPs over those of SGD's step, "
+        f"{data['training_gflop']:.1f} GFLOP. Beyond SGD: ms a step, and what its FLOPs take at the measured rate of "
+        "matrix products, "
+        f"{data['gemm_gflops']['median']:.0f} GFLOP/s (best {data['gemm_gflops']['best']:.0f}). "
+        f"Copying: {data['copy_gbytes']['median']:.1f} GB/s. Threads: {threads}."
+    )
+    title = f"{data['workload']}, batch {data['batch_size']}: step times"
+    times = report.make_table(title, TIME_COLUMNS, [row for r in results for row in _time_rows(r)], caption)
+    memory = report.make_table(
+        "Memory in MB",
+        ("optimizer", "state", *(f"peak of a {kind} step" for kind in CLASSES)),
+        [
+            (r["label"], _mb(r["optimizer_bytes"]), *(_mb(r["peak_bytes"].get(kind)) for kind in CLASSES))
+            for r in results
+        ],
+        f"State beside parameters and gradients; the factors alone are {_mb(data['factor_bytes'])}. Peak: what torch "
+        "allocates in a step above the level between steps, gradients included, scratch memory of oneDNN and MKL not.",
+    )
+    return [times, memory]
+
+
+def _time_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return one row of the table of times for each pair of intervals.
+
+    Args:
+        result: Figures of one optimizer.
+
+    Returns:
+        The rows; the steps' own times stand in the first.
+    """
+    rows = []
+    for index, (name, entry) in enumerate(result["amortised"].items()):
+        own = (result["label"], *(_ms(result["median"].get(kind)) for kind in CLASSES)) if not index else ("",) * 4
+        ratio = f"{entry['ratio']:.2f} ({entry['ratio_of_minima']:.2f})"
+        floor = f"{entry['floor']:.2f}" if "floor" in entry else "-"
+        beyond = f"{_ms(entry['extra_seconds'])} / {_ms(entry['floor_seconds'])}" if "floor" in entry else "-"
+        rows.append((*own, name, ratio, floor, beyond))
+    return rows
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
+
+
+def _mb(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:.2f}"

@@ -1,4 +1,4 @@
-"""Handwritten digits, 8x8 pixels, that come with scikit-learn: a small convolutional net in milliseconds a step."""
+"""Handwritten digits, 8x8 pixels, that come with scikit-learn: a small convolutional net, milliseconds a step."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ class Digits:
 
     data_dir: Path | None = None
     """Not used: the data is part of scikit-learn."""
-    batch_size: int = 64
+    batch_size: int = 256
     channels: tuple[int, int] = (16, 32)
 
     name: ClassVar[str] = "digits"
     metric: ClassVar[str] = "test accuracy"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 30, "full": 300}
+    steps: ClassVar[dict[Size, int]] = {"smoke": 30, "full": 200}
 
     @classmethod
     def smoke(cls, data_dir: Path | None = None) -> "Digits":
@@ -40,7 +40,7 @@ class Digits:
         Returns:
             A workload whose step takes about a millisecond.
         """
-        return cls(data_dir, channels=(4, 8))
+        return cls(data_dir, batch_size=64, channels=(4, 8))
 
     def build_model(self, seed: int) -> nn.Module:
         """Return two convolutions and two linear layers with weights from ``seed``.

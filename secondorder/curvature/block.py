@@ -38,6 +38,12 @@ class Block:
     index: int = field(default=0)
 
     @property
+    def signature(self) -> tuple[object, ...]:
+        """What makes two blocks the same one."""
+        shapes = self.adapter.factor_shapes()
+        return self.name, *map(id, self.modules), id(self.weight), id(self.bias), type(self.adapter), shapes
+
+    @property
     def owner(self) -> nn.Parameter:
         """The parameter whose state holds the curvature."""
         owner = self.weight if self.weight is not None else self.bias
@@ -86,12 +92,14 @@ def clean_name(name: str) -> str:
 def unwrap(module: nn.Module) -> nn.Module:
     """The user's own module inside ``torch.compile`` and data-parallel wrappers."""
     while True:
-        if hasattr(module, "_orig_mod"):
-            module = module._orig_mod
+        inner = None
+        if type(module).__name__ == "OptimizedModule":
+            inner = getattr(module, "_orig_mod", None)
         elif type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
-            module = module.module
-        else:
+            inner = getattr(module, "module", None)
+        if not isinstance(inner, nn.Module):
             return module
+        module = inner
 
 
 def plan_blocks(root: nn.Module, trained: Iterable[nn.Parameter], skip: Sequence[SkipRule]) -> Plan:

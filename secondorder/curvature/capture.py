@@ -112,6 +112,7 @@ class Capture:
         self.sites = list(sites)
         self.refused: dict[int, str] = {}
         self.grad_scaler: Any = None
+        self.before_forward: Callable[[], Callable[[], None] | None] = lambda: None
         self.switch = Switch(next(_KEYS))
         _CAPTURES[self.switch.key] = self
         self._passes: dict[int, Pass] = {}
@@ -303,7 +304,11 @@ class RootEnter:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a pass when something is due."""
         switch = self.switch
-        if not switch.armed or not module.training or not torch.is_grad_enabled():
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if not torch.compiler.is_compiling():
+            _notify(switch)
+        if not switch.armed:
             return
         x = _first_tensor((args, kwargs))
         if x is None:
@@ -323,7 +328,7 @@ class RootEnter:
 class RootLeave(RootEnter):
     """Forward hook of the root module."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # type: ignore[override]
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Close the pass; tell recomputations in backward which pass they belong to."""
         switch = self.switch
         if not switch.armed or switch.token is None or not module.training or not torch.is_grad_enabled():
@@ -398,6 +403,12 @@ def _tap(capture: Capture, index: int, x: Tensor, output: Tensor) -> None:
     if current is not None and not _in_backward():
         current.see(index, adapter, x)
     output.register_hook(EagerTap(capture, index, x if adapter.has_weight else None, current))
+
+
+def _notify(switch: Switch) -> None:
+    capture = _CAPTURES.get(switch.key)
+    if capture is not None and (callback := capture.before_forward()) is not None:
+        callback()
 
 
 def _mark_output(switch: Switch, output: Any) -> None:

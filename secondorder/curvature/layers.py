@@ -143,7 +143,9 @@ def _split_examples(x: Tensor, examples: int) -> Tensor:
         x = x.transpose(0, 1)
     rows = math.prod(x.shape[:-1])
     if x.dim() > 1 and (examples == 0 or x.shape[0] % examples):
-        raise ValueError(f"its input of shape {tuple(x.shape)} does not split into the {examples} examples of the batch")
+        raise ValueError(
+            f"its input of shape {tuple(x.shape)} does not split into the {examples} examples of the batch"
+        )
     return x.reshape(examples, rows // examples, d)
 
 
@@ -225,7 +227,7 @@ class ConvAdapter(Adapter):
             x = F.pad(x, flat, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
         for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
-        return x.unflatten(1, (self.groups, -1))
+        return x.reshape(x.shape[0], self.groups, x.shape[1] // self.groups, *x.shape[2:])
 
 
 def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axis: int) -> tuple[int, int]:

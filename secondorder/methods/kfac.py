@@ -33,7 +33,8 @@ from secondorder.curvature import statistics
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.kronecker import KroneckerSums
-from secondorder.optimizer import Group, SecondOrderOptimizer
+from secondorder.lifecycle import Group
+from secondorder.optimizer import SecondOrderOptimizer
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512
@@ -58,6 +59,7 @@ class KFAC(SecondOrderOptimizer):
         factor_update_steps: F, steps between updates of the factors.
         inv_update_steps: K, steps between refreshes; 0 turns preconditioning off.
         stagger: Spread the refreshes of the blocks over the interval.
+        refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it.
         approx: ``"expand"`` treats shared positions as independent, ``"reduce"`` averages inputs and sums gradients.
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
         loss_terms: Scalar loss terms per example that a mean runs over (tokens).
@@ -138,6 +140,7 @@ class KFAC(SecondOrderOptimizer):
         factor_update_steps: int = 10,
         inv_update_steps: int = 100,
         stagger: bool = False,
+        refresh_warmup: bool = False,
         approx: str = "expand",
         loss_reduction: str = "mean",
         loss_terms: float = 1,
@@ -170,6 +173,7 @@ class KFAC(SecondOrderOptimizer):
             comm=comm,
             skip_layers=skip_layers,
             stagger=stagger,
+            refresh_warmup=refresh_warmup,
             grad_scaler=grad_scaler,
             max_failures=max_failures,
         )
@@ -179,13 +183,13 @@ class KFAC(SecondOrderOptimizer):
     def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> dict[str, Tensor | int]:
         """Factors, what is derived from them, and counters."""
         shape_a, shape_g = block.adapter.factor_shapes()
-        device, dtype = block.owner.device, self._precision(block.owner)
+        dtype = self._precision(block.owner)
 
-        def zeros(shape: Sequence[int]) -> Tensor:
-            return torch.zeros(tuple(shape), dtype=dtype, device=device)
+        def zeros(shape: Sequence[int], dtype: torch.dtype = dtype) -> Tensor:
+            return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
         spec: dict[str, Tensor | int] = {"factor_a": zeros(shape_a), "factor_g": zeros(shape_g)}
-        spec["factor_weight"] = torch.zeros((), dtype=torch.float64, device=device)
+        spec["factor_weight"] = zeros((), torch.float64)
         spec["factor_updates"] = spec["refreshes"] = 0
         if group["inverse_method"] == "eigen":
             spec |= {"basis_a": zeros(shape_a), "basis_g": zeros(shape_g)}
@@ -226,7 +230,7 @@ class KFAC(SecondOrderOptimizer):
         """``(G ⊗ A + λI)⁻¹ vec(∇)``, or its factored form."""
         state, group = self.state[block.owner], self._group_of(block)
         if group["inverse_method"] == "cholesky":
-            return cast(Tensor, state["inverse_g"] @ gradient @ state["inverse_a"])
+            return cast("Tensor", state["inverse_g"] @ gradient @ state["inverse_a"])
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         damping = statistics.effective_damping(
             group["damping"], group["damping_mode"], values_a.mean(-1) * values_g.mean(-1)
@@ -241,7 +245,7 @@ class KFAC(SecondOrderOptimizer):
         """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
         a, g = self.state[block.owner]["factor_a"], self.state[block.owner]["factor_g"]
         if block.adapter.groups == 1:
-            return torch.kron(g.contiguous(), a.contiguous())
+            return cast("Tensor", torch.kron(g.contiguous(), a.contiguous()))
         return torch.block_diag(*(torch.kron(g_i, a_i) for g_i, a_i in zip(g, a, strict=True)))
 
     # ------------------------------------------------------------------ refresh in detail

@@ -85,7 +85,6 @@ METHODS = (
         {"lr": 0.05, "momentum": 0.9, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4},
         variants=(
             Variant("eigen", {"inverse_method": "eigen"}, _EIGEN, _KFAC_EIGEN),
-            Variant("eigen-pi", {"inverse_method": "eigen", "damping_split": "pi"}, _EIGEN, _KFAC_EIGEN),
             Variant("cholesky", {"inverse_method": "cholesky"}, _CHOLESKY, _KFAC_CHOLESKY),
             Variant("stagger", {"inverse_method": "eigen", "stagger": True}, _EIGEN, _KFAC_EIGEN),
         ),

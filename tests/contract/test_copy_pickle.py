@@ -93,9 +93,7 @@ def test_new_optimizer_on_a_copied_model(method: Method, mlp: Task, copier: Copi
 
 
 @COPIERS
-def test_copied_optimizer_keeps_state_and_groups(
-    method: Method, variant: Variant, mlp: Task, copier: Copier
-) -> None:
+def test_copied_optimizer_keeps_state_and_groups(method: Method, variant: Variant, mlp: Task, copier: Copier) -> None:
     model = mlp.model()
     optimizer = method.build(model, **variant.keywords)
     train(model, optimizer, mlp, 3)
@@ -123,9 +121,18 @@ def test_copied_optimizer_asks_for_attach_before_it_steps(method: Method, mlp: T
 
 @pytest.mark.option("module")
 @COPIERS
-def test_attached_copy_goes_on_exactly(method: Method, variant: Variant, task: Task, copier: Copier) -> None:
+def test_attached_copy_goes_on_exactly(method: Method, variant: Variant, mlp: Task, copier: Copier) -> None:
+    go_on_with_a_copy(method, mlp, copier, **variant.keywords)
+
+
+@pytest.mark.option("module")
+def test_attached_copy_goes_on_exactly_on_every_task(method: Method, task: Task) -> None:
+    go_on_with_a_copy(method, task, copy.deepcopy)
+
+
+def go_on_with_a_copy(method: Method, task: Task, copier: Copier, **keywords: Any) -> None:
     model = task.model()
-    optimizer = method.build(model, **variant.keywords)
+    optimizer = method.build(model, **keywords)
     train(model, optimizer, task, 5)
     other, second = copier((model, optimizer))
     second.attach(other)

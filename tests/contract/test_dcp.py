@@ -20,7 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.contract.methods import Method, Variant
 from tests.contract.tasks import Task, assert_identical, snapshot, train, values
 
-pytestmark = pytest.mark.parametrize("flat", [False, True], ids=["plain", "flat"])
+pytestmark = [
+    pytest.mark.parametrize("flat", [False, True], ids=["plain", "flat"]),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # that is what is wanted here
+]
 
 
 def trained(method: Method, task: Task, steps: int, dtype: torch.dtype = torch.float64, **keywords: Any) -> Any:
@@ -115,9 +118,7 @@ def test_model_and_optimizer_together(method: Method, mlp: Task, flat: bool) -> 
     model, optimizer = trained(method, mlp, 3)
     other, second = trained(method, mlp, 0)
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
-    set_state_dict(
-        other, second, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options
-    )
+    set_state_dict(other, second, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
     train(model, optimizer, mlp, 4, start=3)
     train(other, second, mlp, 4, start=3)
     assert_identical(values(other), values(model))

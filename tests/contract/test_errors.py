@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import METHODS, Method
+from tests.contract.methods import Method
 from tests.contract.tasks import Task, assert_identical, snapshot, train
 
 BAD_VALUES: list[tuple[str, Any]] = [
@@ -39,7 +39,6 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("fallback_lr", -0.25),
     ("fallback_betas", (1.0, 0.999)),
     ("fallback_betas", (0.9, -0.5)),
-    ("fallback_betas", (0.75,)),
     ("fallback_eps", -1e-8),
     ("inner", "lion"),
     ("graft", "adamw"),
@@ -66,6 +65,7 @@ WRONG_KINDS: list[tuple[str, Any]] = [
     ("kl_clip", "0.001"),
     ("fallback_lr", "0.1"),
     ("fallback_betas", 0.9),
+    ("fallback_betas", (0.75,)),
     ("fallback_eps", "tiny"),
     ("clip_norm", "1"),
     ("clip_value", "1"),
@@ -81,6 +81,13 @@ def ids(cases: list[tuple[str, Any]]) -> list[str]:
     return [f"{keyword}={value}" for keyword, value in cases]
 
 
+def shown(value: Any) -> str:
+    """What of the value must stand in the text: of a pair, the number that is wrong."""
+    if isinstance(value, tuple):
+        value = next((item for item in value if isinstance(item, str) or not 0 <= item < 1), value)
+    return re.escape(str(value))
+
+
 def needs(method: Method, keyword: str) -> None:
     if not method.accepts(keyword):
         pytest.skip(f"{method.name} has no {keyword}")
@@ -89,8 +96,7 @@ def needs(method: Method, keyword: str) -> None:
 @pytest.mark.parametrize(("keyword", "value"), BAD_VALUES, ids=ids(BAD_VALUES))
 def test_bad_value_is_named(method: Method, mlp: Task, keyword: str, value: Any) -> None:
     needs(method, keyword)
-    shown = value[0] if keyword == "skip_layers" else value
-    with pytest.raises(ValueError, match=re.escape(str(shown))) as refusal:
+    with pytest.raises(ValueError, match=shown(value)) as refusal:
         method.build(mlp.model(), **{keyword: value})
     assert keyword in str(refusal.value)
 
@@ -99,11 +105,9 @@ def test_bad_value_is_named(method: Method, mlp: Task, keyword: str, value: Any)
 def test_wrong_kind_is_a_type_error(method: Method, mlp: Task, keyword: str, value: Any) -> None:
     needs(method, keyword)
     model = mlp.model()
+    params = model.parameters() if keyword == "module" else model
     with pytest.raises(TypeError, match=keyword):
-        if keyword == "module":
-            method.cls(model.parameters(), module=value)
-        else:
-            method.build(model, **{keyword: value})
+        method.cls(params, **{**method.keywords, keyword: value})
 
 
 @pytest.mark.parametrize(("keyword", "value"), BAD_VALUES, ids=ids(BAD_VALUES))
@@ -115,12 +119,12 @@ def test_bad_value_in_a_group_is_refused_too(method: Method, mlp: Task, keyword:
         pytest.skip(f"{keyword} is not a group option")
     group = {"params": list(model.second.parameters()), keyword: value}
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match=re.escape(str(value))):
+    with pytest.raises(ValueError, match=shown(value)):
         optimizer.add_param_group(dict(group))
     assert len(optimizer.param_groups) == 1
     assert set(optimizer.state) == set(model.first.parameters())
     assert_identical(snapshot(optimizer), before)
-    with pytest.raises(ValueError, match=re.escape(str(value))):
+    with pytest.raises(ValueError, match=shown(value)):
         method.build(mlp.model(), [{**group, "params": [nn.Parameter(torch.ones(2, 2))]}])
     train(model, optimizer, mlp, 1)
 
@@ -151,7 +155,7 @@ def test_single_tensor_as_params_is_a_type_error(method: Method, mlp: Task) -> N
 def test_no_parameters_is_a_value_error(method: Method, mlp: Task) -> None:
     with pytest.raises(ValueError, match="empty parameter list"):
         method.build(mlp.model(), [])
-    with pytest.raises(ValueError, match="empty parameter list"):
+    with pytest.raises(ValueError, match="no parameters|empty parameter list"):
         method.build(nn.Sequential(nn.ReLU()))
 
 
@@ -196,14 +200,17 @@ def test_refused_construction_leaves_no_hook(method: Method, mlp: Task, bad: dic
         assert not module._backward_hooks
 
 
-def test_defaults_construct_silently_and_train(mlp: Task) -> None:
-    for method in METHODS:
-        model = mlp.model()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            optimizer = method.cls(model)
-            train(model, optimizer, mlp, 3)
-        assert all(parameter.isfinite().all() for parameter in model.parameters())
+def test_defaults_construct_silently_and_train(method: Method) -> None:
+    """No keyword at all, on a model of covered layers only."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = method.cls(model)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 3, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 def test_repr_is_printable_at_any_time(method: Method, mlp: Task) -> None:

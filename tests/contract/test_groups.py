@@ -107,6 +107,18 @@ def test_damping_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> N
             torch.testing.assert_close(moved[name], -gradient / huge, rtol=1e-6, atol=1e-16)
 
 
+@pytest.mark.option("factor_update_steps")
+def test_interval_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
+    """An interval shortened between two steps holds for the very next one."""
+    model = mlp.model()
+    optimizer = method.build(model, factor_update_steps=10, inv_update_steps=20)
+    train(model, optimizer, mlp, 3)
+    assert optimizer.state[model.first.weight]["factor_updates"] == 1
+    optimizer.param_groups[0]["factor_update_steps"] = 1
+    train(model, optimizer, mlp, 1, start=3)
+    assert optimizer.state[model.first.weight]["factor_updates"] == 2
+
+
 def test_weight_and_bias_in_different_groups_stay_one_block(method: Method, mlp: Task) -> None:
     """The direction is the block's; each of the two takes the learning rate of its own group."""
     model, twin = mlp.model(), mlp.model()

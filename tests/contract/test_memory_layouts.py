@@ -61,7 +61,7 @@ def test_non_contiguous_gradients(method: Method, variant: Variant, task: Task) 
             parameter.grad = spread[..., 0]
             assert not parameter.grad.is_contiguous()
         other.step()
-    assert_identical(values(strided), values(plain))
+    assert_close(strided, values(plain))  # other strides may take other kernels: equal up to rounding
 
 
 def test_strides_of_parameters_survive_a_step_and_a_checkpoint(method: Method) -> None:

@@ -63,9 +63,7 @@ def test_unnamed_parameter_among_named_ones_is_refused(method: Method, mlp: Task
     with pytest.raises(ValueError, match="all optimizer params should be with/without names"):
         method.build(model, [("first.weight", model.first.weight), model.first.bias])
     with pytest.raises(ValueError, match="all optimizer param groups should be with/without names"):
-        method.build(
-            model, [{"params": [model.first.weight]}, {"params": [("first.bias", model.first.bias)]}]
-        )
+        method.build(model, [{"params": [model.first.weight]}, {"params": [("first.bias", model.first.bias)]}])
 
 
 def test_names_do_not_change_the_result(method: Method, mlp: Task) -> None:

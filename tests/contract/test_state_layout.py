@@ -81,7 +81,9 @@ def test_state_is_allocated_at_construction(method: Method, variant: Variant, ta
 
 @pytest.mark.option("factor_decay")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
-def test_curvature_is_at_least_single_precision(method: Method, variant: Variant, mlp: Task, dtype: torch.dtype) -> None:
+def test_curvature_is_at_least_single_precision(
+    method: Method, variant: Variant, mlp: Task, dtype: torch.dtype
+) -> None:
     model = mlp.model(dtype)
     optimizer = method.build(model, **variant.keywords)
     train(model, optimizer, mlp, 3)

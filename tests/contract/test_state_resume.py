@@ -193,7 +193,9 @@ DERIVED = ("basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g", "inverse_a", 
 FACTORS = ("factor_a", "factor_g")
 
 
-def checkpoint(method: Method, variant: Variant, task: Task, curvature: str, steps: int = MIDDLE) -> tuple[Any, Any, Any]:
+def checkpoint(
+    method: Method, variant: Variant, task: Task, curvature: str, steps: int = MIDDLE
+) -> tuple[Any, Any, Any]:
     keywords = {**variant.keywords, "checkpoint_curvature": curvature}
     model = task.model()
     optimizer = method.build(model, **keywords)

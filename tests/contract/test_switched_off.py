@@ -112,14 +112,16 @@ def test_nothing_is_captured(method: Method, mlp: Task) -> None:
 
 
 def test_turned_on_later_it_starts_like_a_new_optimizer(method: Method, mlp: Task) -> None:
-    """At any step, not only at a multiple of the intervals, and with statistics of that very step."""
-    model, fresh = mlp.model(), mlp.model()
-    optimizer = method.build(model, inv_update_steps=0, **method.bare(lr=0.05))
+    """At any step, not only at a multiple of the intervals, and from statistics of that very step."""
+    keywords = method.bare(lr=0.05, factor_update_steps=10)
+    model = mlp.model()
+    optimizer = method.build(model, **keywords, inv_update_steps=0)
     train(model, optimizer, mlp, 3)
-    optimizer.param_groups[0]["inv_update_steps"] = 4
+    optimizer.param_groups[0]["inv_update_steps"] = 20
+    fresh = mlp.model()
     fresh.load_state_dict(model.state_dict())
     train(model, optimizer, mlp, 1, start=3)
-    train(fresh, method.build(fresh, **method.bare(lr=0.05)), mlp, 1, start=3)
+    train(fresh, method.build(fresh, **keywords, inv_update_steps=20), mlp, 1, start=3)
     assert_identical(values(model), values(fresh))
     assert all(optimizer.state[model.get_parameter(n[0])]["refreshes"] == 1 for n in covered_layers(model).values())
 

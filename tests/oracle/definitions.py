@@ -98,7 +98,7 @@ def conv_rows(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def input_rows(layer: nn.Module, x: Tensor, example: bool = True) -> Tensor:
-    """Rows of one example's layer input ``x`` (with its batch axis of 1 when ``example``), without the homogeneous 1."""
+    """Rows of one example's layer input ``x`` (batch axis of 1 iff ``example``), without the homogeneous 1."""
     if isinstance(layer, nn.Linear):
         return x.reshape(1, -1, x.shape[-1])
     return conv_rows(layer, x[0] if example else x)

@@ -56,10 +56,10 @@ def images(n: int = 5, channels: int = 2, size: tuple[int, int] = (6, 5), classe
 class Tokens(nn.Module):
     """A token model: per-position logits from shared linear layers; ``read`` turns them into the loss' outputs."""
 
-    def __init__(self, d: int = 3, hidden: int = 4, classes: int = 3, read: str = "positions", bias: bool = True) -> None:
+    def __init__(self, read: str = "positions", bias: bool = True, d: int = 3, hidden: int = 4) -> None:
         super().__init__()
         self.inner = nn.Linear(d, hidden, bias=bias)
-        self.outer = nn.Linear(hidden, classes, bias=bias)
+        self.outer = nn.Linear(hidden, 3, bias=bias)
         self.read = read
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 The empirical Fisher takes its gradients from the residuals r = f − y, so a linear network has *exactly* Kronecker
 blocks whenever residuals are independent of the inputs. Here they are so by design: every input is paired with every
-residual of a fixed set. With residuals √(J/2)·e_j the blocks are moreover those of the Gauss-Newton matrix of the summed
-squared error, whose output Hessian is 2I.
+residual of a fixed set. With residuals √(J/2)·e_j the blocks are moreover those of the Gauss-Newton matrix of the
+summed squared error, whose output Hessian is 2I.
 """
 
 import math

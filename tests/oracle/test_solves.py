@@ -11,12 +11,14 @@ from tests.oracle.definitions import (
     expected_factors,
     grouped,
     layer_gradient,
+    layer_values,
     solve_exact,
     solve_pi,
 )
 from tests.oracle.driver import (
     all_factors,
     assert_close,
+    assert_factors,
     backward,
     directions,
     held_factors,
@@ -276,11 +278,12 @@ def test_layers_of_one_shape_in_groups_of_their_own_do_not_mix():
     opt = plain_kfac(groups, module=mixed)
     backward(mixed, x, y, F.mse_loss)
     moved = directions(opt, mixed)
+    assert_factors(all_factors(opt, mixed), expected, 1e-4)  # all pass through float32 layers
     for i, damping in enumerate((0.3, 0.3, 0.02, 0.02)):
-        tolerance = 1e-8 if i in (0, 2) else 1e-4
         gradient, V = moved[f"layers.{i}"]
-        A, B = expected[f"layers.{i}"]
-        assert V.dtype == (torch.float64 if i in (0, 2) else torch.float32)
+        A, B = held_factors(opt, mixed, f"layers.{i}")
+        assert A.dtype == B.dtype == V.dtype == (torch.float64 if i in (0, 2) else torch.float32)
+        tolerance = 1e-8 if i in (0, 2) else 1e-4
         assert_close(V.double(), solve_exact(B.double(), A.double(), gradient.double(), damping), tolerance)
 
 
@@ -359,7 +362,7 @@ def test_weight_decay_is_added_behind_the_preconditioner():
     free = unclipped(model, x, y)
     for decoupled in (False, True):
         copy = twin(model)
-        before = {name: torch.cat([m.weight, m.bias[:, None]], 1).detach() for name, m in copy.named_children() if name != "1"}
+        before = {name: layer_values(copy.get_submodule(name)) for name in ("0", "2")}
         opt = plain_kfac(copy, lr=0.5, weight_decay=0.1, decoupled_weight_decay=decoupled)
         backward(copy, x, y, F.cross_entropy)
         for name, (_, step) in directions(opt, copy).items():
@@ -398,6 +401,116 @@ def twin_without_hooks(model):
     fresh = mlp()
     fresh.load_state_dict(model.state_dict())
     return fresh
+
+
+def block_norm(*tensors):
+    return math.sqrt(sum(float(t.square().sum()) for t in tensors))
+
+
+def test_grafting_on_sgd_takes_the_size_of_each_block_s_gradient():
+    model, (x, y) = mlp(), vectors()
+    free = unclipped(model, x, y)
+    opt = plain_kfac(model, lr=0.5, graft="sgd", kl_clip=1e-9)  # sizes come from the graft: no clip on top
+    backward(model, x, y, F.cross_entropy)
+    for name, (gradient, step) in directions(opt, model).items():
+        V = free[name][1]
+        assert_close(step, 0.5 * V * block_norm(gradient) / block_norm(V), 1e-9, name)
+
+
+def test_grafting_on_adam_takes_the_size_of_adam_s_step():
+    """First step: m̂ = ∇ and v̂ = ∇², so the size is that of ∇ / (|∇| + ε); the direction is that of V."""
+    model, (x, y) = mlp(), vectors()
+    free = unclipped(model, x, y)
+    opt = plain_kfac(model, lr=0.01, graft="adam", momentum=0.9, kl_clip=1e-9)
+    backward(model, x, y, F.cross_entropy)
+    for name, (gradient, step) in directions(opt, model).items():
+        V, adam = free[name][1], gradient / (gradient.abs() + 1e-8)
+        assert_close(step, 0.01 * V * block_norm(adam) / block_norm(V), 1e-7, name)
+
+
+def test_grafting_on_adam_preconditions_the_first_moment():
+    """Second step with factors kept: P(m̂₂) scaled to ‖m̂₂ / (√v̂₂ + ε)‖, without heavy-ball momentum on top."""
+    model = mlp()
+    opt = plain_kfac(model, lr=0.01, graft="adam", momentum=0.9, factor_update_steps=5, inv_update_steps=5)
+    seen = []
+    for seed in (0, 1):
+        opt.zero_grad()
+        backward(model, *vectors(seed=seed), F.cross_entropy)
+        seen.append(directions(opt, model))
+    held = all_factors(opt, model)
+    for name in ("0", "2"):
+        first, second = seen[0][name][0], seen[1][name][0]
+        mean = (0.9 * 0.1 * first + 0.1 * second) / (1 - 0.9**2)
+        square = (0.999 * 0.001 * first**2 + 0.001 * second**2) / (1 - 0.999**2)
+        V = solve_exact(held[name][1], held[name][0], mean, 1e-2)
+        size = block_norm(mean / (square.sqrt() + 1e-8))
+        assert_close(seen[1][name][1], 0.01 * V * size / block_norm(V), 1e-7, name)
+
+
+def test_inner_adamw_consumes_the_preconditioned_gradient():
+    """Two steps of torch's own AdamW, fed with V where ∇ would be."""
+    model, (x, y) = mlp(), vectors()
+    free = twin(model)
+    reference = torch.optim.AdamW(free.parameters(), lr=0.01, weight_decay=0.1)
+    keywords = {"inner": "adamw", "weight_decay": 0.1, "factor_update_steps": 5, "inv_update_steps": 5}
+    opt = plain_kfac(model, lr=0.01, **keywords)
+    for seed in (0, 1):
+        x, y = vectors(seed=seed)
+        opt.zero_grad()
+        backward(model, x, y, F.cross_entropy)
+        opt.step()
+        backward(free, x, y, F.cross_entropy)
+        for name in ("0", "2"):
+            layer = free.get_submodule(name)
+            A, B = held_factors(opt, model, name)
+            V = solve_exact(B, A, layer_gradient(layer), 1e-2)
+            layer.weight.grad, layer.bias.grad = V[:, :-1].clone(), V[:, -1].clone()
+        reference.step()
+        reference.zero_grad()
+        for p, q in zip(model.parameters(), free.parameters(), strict=True):
+            assert_close(p.detach(), q.detach(), 1e-8)
+
+
+def test_clips_of_the_direction():
+    model, (x, y) = mlp(), vectors()
+    free = unclipped(model, x, y)
+    total = block_norm(*(V for _, V in free.values()))
+    by_norm, by_value = twin(model), twin(model)
+    opt = plain_kfac(by_norm, clip_norm=total / 4)
+    backward(by_norm, x, y, F.cross_entropy)
+    for name, (_, step) in directions(opt, by_norm).items():
+        assert_close(step, free[name][1] / 4, 1e-8, name)
+    bound = float(free["0"][1].abs().median())
+    opt = plain_kfac(by_value, clip_value=bound)
+    backward(by_value, x, y, F.cross_entropy)
+    for name, (_, step) in directions(opt, by_value).items():
+        assert_close(step, free[name][1].clamp(-bound, bound), 1e-8, name)
+
+
+def test_maximize_climbs_along_the_same_direction():
+    model, (x, y) = mlp(), vectors()
+    free = unclipped(model, x, y)
+    opt = plain_kfac(model, lr=0.5, maximize=True)
+    backward(model, x, y, F.cross_entropy)
+    for name, (_, step) in directions(opt, model).items():
+        assert_close(step, -0.5 * free[name][1], 1e-8, name)
+
+
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_bytes_are_those_of_the_formula(method):
+    """Factors n_a² + n_g², as much again for bases or inverses, n_a + n_g eigenvalues: nothing else is held."""
+    model, (x, y) = convnet(), images()
+    opt = plain_kfac(model, inverse_method=method)
+    train_step(opt, model, x, y, F.cross_entropy)
+    opt.zero_grad()
+    sizes = [(19, 3), (12, 4), (5, 3)]
+    squares = sum(a * a + g * g for a, g in sizes)
+    vectors_too = sum(a + g for a, g in sizes) if method == "eigen" else 0
+    used = opt.memory_usage()
+    scalars = 8 * len(sizes)  # the factor weights
+    assert squares * 8 <= used["factors"] <= squares * 8 + scalars
+    assert used["second_order"] == (squares + vectors_too) * 8
+    assert used["total"] == sum(bytes_ for kind, bytes_ in used.items() if kind != "total")
 
 
 def test_grouped_factors_have_a_pi_of_their_own():

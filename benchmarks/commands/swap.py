@@ -1,0 +1,186 @@
+"""``swap``: the promise that one changed line is enough.
+
+A script written and tuned for AdamW, and one for SGD, each with its learning rate, weight decay and cosine schedule,
+runs on every workload. Then the line that builds the optimizer is replaced by the one that the README shows for that
+case, nothing else, and the loss after as many steps must be at least as low.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import nn
+from torch.optim import Optimizer
+
+from benchmarks import report
+from benchmarks.commands.options import Common
+from benchmarks.commands.train import make_schedule
+from benchmarks.runner import History, Trainer, race
+from benchmarks.workloads import WORKLOADS, DataMissingError, Size, Workload, WorkloadName, make_workload
+from benchmarks.workloads.tiny import write_tiny_data
+
+Base = Literal["adamw", "sgd"]
+
+LINES: dict[Base, tuple[str, str]] = {
+    "adamw": (
+        "torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WD)",
+        'KFAC(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
+    ),
+    "sgd": (
+        "torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=WD)",
+        'KFAC(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
+    ),
+}
+"""The line of the script, and the one that replaces it; a test compares them with the README."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script was tuned to, for its own optimizer and a cosine schedule over the run."""
+
+    lr: float
+    weight_decay: float
+
+
+SCRIPTS: dict[WorkloadName, dict[Base, Script]] = {
+    "digits": {"adamw": Script(1e-2, 1e-2), "sgd": Script(0.1, 5e-4)},
+    "autoencoder": {"adamw": Script(1e-3, 1e-2), "sgd": Script(3e-3, 1e-5)},
+    "resnet20": {"adamw": Script(3e-3, 1e-2), "sgd": Script(0.1, 5e-4)},
+    "chargpt": {"adamw": Script(3e-3, 1e-2), "sgd": Script(0.1, 1e-4)},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A script before and after the change."""
+
+    workload: WorkloadName
+    base: Base
+    steps: int
+    before: tuple[float, ...]
+    """Loss at each quarter of the run."""
+    after: tuple[float, ...]
+    passed: bool
+
+
+@dataclass
+class Swap(Common):
+    """Check that changing the line which builds the optimizer is enough, on every workload."""
+
+    size: Size = "smoke"
+    """smoke takes seconds and makes tiny data where files are missing; full takes the published sizes."""
+    workload: WorkloadName | None = None
+    """Which workload; unset: all of them."""
+    base: Base | None = None
+    """Which script; unset: both."""
+    steps: int | None = None
+    """Optimizer steps; unset: the workload's own number for the size."""
+    tolerance: float = 0.0
+    """How far above the script's own loss still passes: 0.02 is two percent."""
+    out_dir: Path = Path("bench-output")
+    """Folder for the table and the results."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0 when every script passed, else 1.
+        """
+        torch.set_num_threads(self.threads)
+        names = list(WORKLOADS) if self.workload is None else [self.workload]
+        bases = list(LINES) if self.base is None else [self.base]
+        outcomes = []
+        with tempfile.TemporaryDirectory() as spare, report.progress_bar() as progress:
+            task = progress.add_task("scripts", total=len(names) * len(bases))
+            for name in names:
+                workload = self._workload(name, Path(spare))
+                for base in bases:
+                    progress.update(task, description=f"{name}, {base}")
+                    outcomes.append(self._compare(name, base, workload))
+                    progress.advance(task)
+        data = {"size": self.size, "seed": self.seed, "lines": LINES, "outcomes": [asdict(o) for o in outcomes]}
+        report.save(self.out_dir, f"swap-{self.size}", [_table(self.size, outcomes)], data)
+        return int(not all(outcome.passed for outcome in outcomes))
+
+    def _workload(self, name: WorkloadName, spare: Path) -> Workload:
+        """Return a workload; in the small size, made-up data stands in for missing files.
+
+        Args:
+            name: Which one.
+            spare: Folder for made-up data.
+
+        Returns:
+            The workload.
+        """
+        workload = make_workload(name, self.data_dir, self.size)
+        try:
+            next(workload.batches(self.seed))
+        except DataMissingError:
+            if self.size != "smoke":
+                raise
+            print(f"{name}: no data in {self.data_dir}, so made-up data of the same format stands in")
+            write_tiny_data(spare)
+            workload = make_workload(name, spare, self.size)
+        return workload
+
+    def _compare(self, name: WorkloadName, base: Base, workload: Workload) -> Outcome:
+        """Run a script before and after the change.
+
+        Args:
+            name: Name of the workload.
+            base: Which script.
+            workload: What it trains.
+
+        Returns:
+            The outcome.
+        """
+        steps = workload.steps[self.size] if self.steps is None else self.steps
+        script = SCRIPTS[name][base]
+        runs = [
+            Trainer(base, workload, partial(build, line, script), self.seed, partial(make_schedule, "cosine", steps))
+            for line in LINES[base]
+        ]
+        race(runs, steps)
+        before, after = (_quarters(run.history, steps) for run in runs)
+        return Outcome(name, base, steps, before, after, passed=after[-1] <= before[-1] * (1 + self.tolerance))
+
+
+def build(line: str, script: Script, model: nn.Module) -> Optimizer:
+    """Return the optimizer that a line of a script builds.
+
+    Args:
+        line: One of :data:`LINES`.
+        script: Values of ``LR`` and ``WD``.
+        model: Value of ``model``.
+
+    Returns:
+        The optimizer.
+    """
+    from secondorder import KFAC
+
+    names = {"torch": torch, "KFAC": KFAC, "model": model, "LR": script.lr, "WD": script.weight_decay}
+    optimizer: Optimizer = eval(line, names)  # the very line that users read; it comes from this file
+    return optimizer
+
+
+def _quarters(history: History, steps: int) -> tuple[float, ...]:
+    window = max(1, min(10, steps // 4))
+    return tuple(history.loss_at(max(1, steps * quarter // 4), window) for quarter in (1, 2, 3, 4))
+
+
+def _table(size: Size, outcomes: Sequence[Outcome]) -> Table:
+    rows = [_row(outcome) for outcome in outcomes]
+    caption = "Losses at a quarter, half, three quarters and the end of the run: before the change -> after it."
+    columns = ("workload", "script", "steps", "25 %", "50 %", "75 %", "end", "verdict")
+    return report.make_table(f"One changed line, {size}", columns, rows, caption)
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    pairs: Any = zip(outcome.before, outcome.after, strict=True)
+    losses = (f"{before:.4g} -> {after:.4g}" for before, after in pairs)
+    return (outcome.workload, outcome.base, str(outcome.steps), *losses, "PASS" if outcome.passed else "FAIL")

@@ -1,0 +1,85 @@
+"""Optimizers under the clock, taking turns."""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.flops import InverseMethod
+from benchmarks.machine import peak_bytes
+from benchmarks.runner import Trainer
+from benchmarks.timing import MEASURED, Row, StepClass
+
+REFERENCE_EVERY = 3
+
+
+@dataclass
+class Contender:
+    """One optimizer under the clock."""
+
+    trainer: Trainer
+    inverse: InverseMethod | None = None
+    """How it inverts; None for a first-order method."""
+    row: Row = field(init=False)
+    taken: int = 0
+
+    def __post_init__(self) -> None:
+        self.row = Row(self.trainer.history.label)
+
+    @property
+    def next_class(self) -> StepClass:
+        """Class of the next step."""
+        return MEASURED.step_class(self.taken) if self.inverse else "plain"
+
+    def step(self, record: bool = True) -> None:
+        """Take one step.
+
+        Args:
+            record: Keep its time.
+        """
+        kind, seconds = self.next_class, self.trainer.step()
+        self.taken += 1
+        if record:
+            self.row.times.setdefault(kind, []).append(seconds)
+
+    def peaks(self) -> dict[StepClass, int]:
+        """Take one refresh interval of further steps.
+
+        Returns:
+            Bytes above the level at rest, at the peak of a step of each class.
+        """
+        peaks: dict[StepClass, int] = {}
+        for _ in range(MEASURED.refresh if self.inverse else 1):
+            kind = self.next_class
+            if kind in peaks:
+                self.step(record=False)
+            else:
+                self.trainer.optimizer.zero_grad()  # gradients of the last step are part of no level at rest
+                peaks[kind] = peak_bytes(lambda: self.step(record=False))
+        return peaks
+
+
+def measure(
+    reference: Contender, contenders: Sequence[Contender], steps: int, on_round: Callable[[], None] = lambda: None
+) -> None:
+    """Let the contenders take steps in turn, and the reference after every third of them.
+
+    Args:
+        reference: The one that the others are compared with.
+        contenders: The others.
+        steps: Recorded steps of each contender, after one that is not recorded.
+        on_round: Called after every round.
+    """
+    for contender in (reference, *contenders):
+        contender.step(record=False)
+    turns = 0
+    gc.disable()  # a collection in the middle of a step would be charged to it
+    try:
+        for _ in range(steps):
+            for contender in contenders:
+                contender.step()
+                turns += 1
+                if turns % REFERENCE_EVERY == 0:
+                    reference.step()
+            on_round()
+    finally:
+        gc.enable()

@@ -1,0 +1,88 @@
+"""Tiny data sets in the standard formats, so that the small sizes run where the real files are not.
+
+The contents are made up: smooth blobs, one tint per class, nonsense words. They show that code works, and nothing about
+how well an optimizer does.
+"""
+
+import gzip
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.workloads.autoencoder import TEST_FILE as MNIST_TEST
+from benchmarks.workloads.autoencoder import TRAIN_FILE as MNIST_TRAIN
+from benchmarks.workloads.chargpt import FILE as TEXT_FILE
+from benchmarks.workloads.readers import UInt8Array
+from benchmarks.workloads.resnet20 import FOLDER as CIFAR_FOLDER
+from benchmarks.workloads.resnet20 import TEST_FILE as CIFAR_TEST
+from benchmarks.workloads.resnet20 import TRAIN_FILES as CIFAR_TRAIN
+
+_WORDS = ("the", "king", "and", "queen", "shall", "speak", "of", "war", "or", "love", "to", "thee", "my", "lord")
+
+
+def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
+    """Write a tiny MNIST, CIFAR-10 and Shakespeare under ``data_dir``, as ``--data-dir`` takes them.
+
+    Args:
+        data_dir: Folder to fill.
+        seed: Seed of the contents.
+    """
+    rng = np.random.default_rng(seed)
+    folder = _folder(data_dir / "mnist")
+    for name, count in ((MNIST_TRAIN, 256), (MNIST_TEST, 64)):
+        write_idx(folder / name, _blobs(rng, count))
+    folder = _folder(data_dir / "cifar10" / CIFAR_FOLDER)
+    tints = rng.integers(0, 256, (10, 3, 1, 1))
+    for name in (*CIFAR_TRAIN, CIFAR_TEST):
+        write_cifar_batch(folder / name, rng, tints, count=64)
+    words = rng.choice(_WORDS, 4000)
+    _folder(data_dir / "shakespeare").joinpath(TEXT_FILE).write_text(" ".join(words), encoding="utf-8")
+
+
+def write_idx(path: Path, array: UInt8Array) -> None:
+    """Write a gzipped IDX file of unsigned bytes.
+
+    Args:
+        path: The file.
+        array: The contents.
+    """
+    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 0x08, array.ndim, *array.shape)
+    path.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def write_cifar_batch(path: Path, rng: np.random.Generator, tints: np.typing.NDArray[np.int64], count: int) -> None:
+    """Write a batch file as Python 3 would, of noisy images in the colour of their class.
+
+    Args:
+        path: The file.
+        rng: Source of labels and noise.
+        tints: Colour of each class ``[10, 3, 1, 1]``.
+        count: Number of images.
+    """
+    labels = rng.integers(0, 10, count)
+    images = tints[labels] + rng.normal(0, 40, (count, 3, 32, 32))
+    data = images.clip(0, 255).astype(np.uint8).reshape(count, -1)
+    path.write_bytes(pickle.dumps({"data": data, "labels": labels.tolist()}, protocol=2))
+
+
+def _blobs(rng: np.random.Generator, count: int) -> UInt8Array:
+    """Return images of one round bright spot each.
+
+    Args:
+        rng: Source of the places.
+        count: Number of images.
+
+    Returns:
+        Unsigned bytes ``[count, 28, 28]``.
+    """
+    centres = rng.uniform(8, 20, (count, 2, 1, 1))
+    grid = np.stack(np.meshgrid(np.arange(28), np.arange(28), indexing="ij"))
+    distance = ((grid - centres) ** 2).sum(1)
+    return np.asarray(255 * np.exp(-distance / 20), np.uint8)
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path

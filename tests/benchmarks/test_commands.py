@@ -1,0 +1,180 @@
+"""The commands at the smallest size: their output, their files, their exit status."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.cli import main
+from benchmarks.commands.swap import LINES
+from benchmarks.machine import peak_bytes
+from benchmarks.recipes import METHODS
+from benchmarks.runner import optimizer_bytes
+from benchmarks.settings import parse_settings
+from benchmarks.workloads import WORKLOADS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def _run(*args, threads=1):
+    return main([*args, "--threads", str(threads)])
+
+
+def test_demo_as_a_process(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "demo",
+        "--steps",
+        "12",
+        "--threads",
+        "1",
+        "--out-dir",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    for method in METHODS.values():
+        assert method.label in done.stdout
+    plot = tmp_path / "demo.png"
+    assert f"plot: {plot}\n" in done.stdout  # unwrapped, on one line
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "demo.txt").read_text().splitlines()[0] in done.stdout
+    results = json.loads((tmp_path / "demo.json").read_text())["results"]
+    assert [len(result["losses"]) for result in results] == [12] * len(METHODS)
+    assert len({result["losses"][0] for result in results}) == 1  # the same start
+    assert results[0]["step_time_ratio"] == 1.0
+
+
+def test_help_lists_commands_and_workloads(capsys):
+    for words, expected in ((["--help"], "{demo,step-time,swap,train}"), (["train", "--help"], ",".join(WORKLOADS))):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+def test_train_takes_settings(tmp_path, capsys):
+    words = ["train", "--workload", "digits", "--optimizer", "sgd", "--size", "smoke", "--steps", "12"]
+    assert _run(*words, "--set", "lr=0.05", "nesterov=true", "--out-dir", str(tmp_path)) == 0
+    assert "lr=0.05 momentum=0.9 nesterov=True" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "train-digits-sgd.json").read_text())
+    assert saved["settings"] == {"lr": 0.05, "momentum": 0.9, "nesterov": True}
+    assert len(saved["losses"]) == 12
+
+
+def test_train_reports_divergence_by_its_status(tmp_path):
+    words = ["train", "--workload", "digits", "--optimizer", "sgd", "--size", "smoke", "--steps", "30"]
+    assert _run(*words, "--set", "lr=1e30", "--out-dir", str(tmp_path)) == 1
+    saved = json.loads((tmp_path / "train-digits-sgd.json").read_text())
+    assert saved["losses"][-1] is None
+    assert len(saved["losses"]) < 30
+
+
+def test_missing_data_is_one_line_and_status_2(tmp_path, capsys):
+    words = ["train", "--workload", "autoencoder", "--optimizer", "adamw", "--data-dir", str(tmp_path)]
+    assert _run(*words, "--out-dir", str(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: missing data:")
+    assert "train-images-idx3-ubyte.gz" in error
+
+
+def test_parse_settings():
+    parsed = parse_settings(["lr=3e-4", "steps=5", "graft=none", "inner=adamw", "foreach=False", "mode='x'"])
+    assert parsed == {"lr": 3e-4, "steps": 5, "graft": None, "inner": "adamw", "foreach": False, "mode": "x"}
+    for bad in ("lr", "=3", "a-b=1", "betas=(0.9, 0.99)"):
+        with pytest.raises(ValueError, match="a setting must"):
+            parse_settings([bad])
+
+
+@pytest.mark.parametrize("inverse", ["both", "cholesky"])
+def test_step_time(tmp_path, capsys, inverse):
+    words = ["step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10", "--inverse-method", inverse]
+    assert _run(*words, "--out-dir", str(tmp_path)) == 0
+    printed = capsys.readouterr().out
+    saved = json.loads((tmp_path / "step-time-digits.json").read_text())
+    labels = [result["label"] for result in saved["results"]]
+    assert labels == ["SGD", "AdamW", "KFAC cholesky", *(["KFAC eigen"] if inverse == "both" else [])]
+    assert "10/100" in printed
+    assert "1/10" in printed
+    for result in saved["results"]:
+        if result["label"].startswith("KFAC"):
+            counts = {kind: len(times) for kind, times in result["times"].items()}
+            assert counts == {"plain": 5, "factor": 4, "refresh": 1}
+            assert result["amortised"]["10/100"]["floor"] > 1
+            assert result["peak_bytes"]["refresh"] > result["peak_bytes"]["plain"] > 0
+    reference = saved["results"][0]
+    assert len(reference["times"]["plain"]) == 10 * (len(labels) - 1) // 3
+
+
+def test_step_time_refuses_too_few_steps(capsys):
+    assert _run("step-time", "--workload", "digits", "--steps", "5") == 2
+    assert "steps must be at least 10, got 5" in capsys.readouterr().err
+
+
+def test_swap_on_digits(tmp_path, capsys):
+    assert _run("swap", "--workload", "digits", "--out-dir", str(tmp_path)) == 0
+    assert capsys.readouterr().out.count("PASS") == 2
+    outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
+    assert [(o["base"], o["passed"]) for o in outcomes] == [("adamw", True), ("sgd", True)]
+
+
+def test_swap_makes_data_only_in_the_small_size(tmp_path, capsys):
+    words = ["swap", "--workload", "chargpt", "--base", "sgd", "--steps", "2", "--data-dir", str(tmp_path)]
+    assert _run(*words, "--tolerance", "1", "--out-dir", str(tmp_path)) == 0
+    assert "made-up data" in capsys.readouterr().out
+    assert _run(*words, "--size", "full", "--out-dir", str(tmp_path)) == 2
+    assert "missing data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("base", LINES)
+def test_swap_lines_are_those_of_the_readme(base):
+    """The README may show numbers where the script has names; everything else must be the same call."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    added = {_shape(code) for code in re.findall(r"^\+.*?=\s*(KFAC\(.*\))", readme, re.MULTILINE)}
+    removed = {_shape(code) for code in re.findall(r"^-.*?=\s*(torch\.optim\.\w+\(.*\))", readme, re.MULTILINE)}
+    before, after = LINES[base]
+    assert _shape(before) in removed
+    assert _shape(after) in added
+
+
+def _shape(code):
+    """A call without the values of its learning rate and weight decay."""
+    call = ast.parse(code, mode="eval").body
+    for keyword in call.keywords:
+        if keyword.arg in {"lr", "weight_decay"}:
+            keyword.value = ast.Name("VALUE")
+    return ast.unparse(call)
+
+
+def test_optimizer_bytes():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert optimizer_bytes(optimizer) == 4 * (3 * 2 + 2)
+
+
+def test_peak_bytes_sees_what_was_released_again():
+    x = torch.ones(1000, 1000)
+
+    def work():
+        y = x + 1
+        z = y + 1
+        del y
+        return z + 1
+
+    peak = peak_bytes(work)
+    assert 8_000_000 <= peak <= 8_100_000

@@ -1,0 +1,101 @@
+"""FLOP formulas against torch's counter, against arithmetic by hand, and against published figures."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.flops import (
+    LayerShape,
+    counted_flops,
+    factor_bytes,
+    factor_flops,
+    layer_shapes,
+    precondition_flops,
+    refresh_flops,
+)
+from benchmarks.timing import Intervals, Work
+from benchmarks.workloads import make_workload
+
+
+def _dense_work(shapes):
+    """The factors, preconditioning by inverses and by eigenbases, as plain products for torch's counter."""
+    results = []
+    for s in shapes:
+        x, g = torch.randn(s.rows, s.n_a), torch.randn(s.rows, s.n_g)
+        grad, a, b = torch.randn(s.n_g, s.n_a), torch.randn(s.n_a, s.n_a), torch.randn(s.n_g, s.n_g)
+        results.append(
+            (
+                counted_flops(lambda x=x, g=g: (x.T @ x, g.T @ g)),
+                counted_flops(lambda a=a, b=b, grad=grad: b @ grad @ a),
+                counted_flops(lambda a=a, b=b, grad=grad: b @ (b.T @ grad @ a) @ a.T),
+            )
+        )
+    return [sum(column) for column in zip(*results, strict=True)]
+
+
+def test_formulas_equal_torchs_counter():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Flatten(), nn.Linear(8 * 6 * 6, 5, bias=False))
+    shapes = layer_shapes(model, lambda: model(torch.randn(4, 3, 6, 6)))
+    assert shapes == [LayerShape("0", 28, 8, 4 * 36), LayerShape("2", 288, 5, 4)]
+    factors, inverse, eigen = _dense_work(shapes)
+    assert factor_flops(shapes) == factors
+    assert precondition_flops(shapes, "cholesky") == inverse
+    assert precondition_flops(shapes, "eigen") == eigen
+
+
+def test_shapes_of_shared_positions_and_groups():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (4, 5)), nn.Conv2d(4, 8, 1, groups=2))
+    shapes = layer_shapes(model[0], lambda: model[0](torch.randn(2, 7, 6)))
+    assert shapes == [LayerShape("", 7, 4, 14)]
+    shapes = layer_shapes(model[2], lambda: model[2](torch.randn(3, 4, 5, 5)))
+    assert shapes == [LayerShape("", 3, 4, 75, groups=2)]
+    assert factor_flops(shapes) == 2 * 2 * 75 * (9 + 16)
+    assert factor_bytes(shapes) == 4 * 2 * (9 + 16)
+    assert refresh_flops(shapes, "cholesky") == 2 * (27 + 64)
+    assert refresh_flops(shapes, "eigen") == 9 * 2 * (27 + 64)
+
+
+def _shapes(name, data_dir):
+    """Shapes at the published size, from a batch of one example: rows grow with the batch."""
+    workload = make_workload(name, data_dir, batch_size=1)
+    model, batch = workload.build_model(0), next(workload.batches(0))
+    model.eval()
+    scale = make_workload(name, data_dir).batch_size
+    shapes = layer_shapes(model, lambda: workload.loss(model, batch))
+    training = scale * counted_flops(lambda: workload.loss(model, batch).backward())
+    return [LayerShape(s.name, s.n_a, s.n_g, s.rows * scale) for s in shapes], training
+
+
+# GFLOP: training step, factors, preconditioning by inverses, sum of n³; MB of all factors
+@pytest.mark.parametrize(
+    ("name", "training", "factors", "precondition", "cubes", "megabytes"),
+    [("autoencoder", 8.7, 6.6, 9.0, 5.5, 26.0), ("resnet20", 31.1, 91.2, 0.3, 1.1, 9.4)],
+)
+def test_published_work(name, training, factors, precondition, cubes, megabytes, data_dir):
+    shapes, counted = _shapes(name, data_dir)
+    first = shapes[0]  # the published figure has the gradient for the data, too, which no training step computes
+    to_the_data = 2 * first.rows * (first.n_a - (name == "autoencoder")) * first.n_g
+    assert (counted + to_the_data) / 1e9 == pytest.approx(training, rel=0.01)
+    assert factor_flops(shapes) / 1e9 == pytest.approx(factors, rel=0.01)
+    assert precondition_flops(shapes, "cholesky") / 1e9 == pytest.approx(precondition, abs=0.05)
+    assert precondition_flops(shapes, "eigen") == 2 * precondition_flops(shapes, "cholesky")
+    assert refresh_flops(shapes, "cholesky") / 1e9 == pytest.approx(cubes, abs=0.05)
+    assert factor_bytes(shapes) / 1e6 == pytest.approx(megabytes, rel=0.01)
+
+
+def test_published_work_of_the_transformer_with_one_layer_for_query_key_and_value():
+    """19.6 GFLOP of training, 24.9 of factors and 12.2 MB were published for that layout and 65 characters."""
+    tokens = 32 * 128
+    layer = [(129, 384), (129, 128), (129, 512), (513, 128)]
+    shapes = [LayerShape("", n_a, n_g, tokens) for n_a, n_g in (*4 * layer, (129, 65))]
+    assert factor_flops(shapes) / 1e9 == pytest.approx(24.9, rel=0.01)
+    assert precondition_flops(shapes, "cholesky") / 1e9 == pytest.approx(0.9, abs=0.05)
+    assert refresh_flops(shapes, "cholesky") / 1e9 == pytest.approx(1.3, abs=0.05)
+    assert factor_bytes(shapes) / 1e6 == pytest.approx(12.2, rel=0.01)
+
+
+def test_floor_of_the_autoencoder():
+    """About 2.0 with inverses, 3.07 with eigenbases, from the published GFLOPs at intervals 10/100."""
+    assert Work(8_700, 9_000, 0, 0).floor(Intervals(10, 100)) == pytest.approx(2.03, abs=0.01)
+    assert Work(8_700, 18_000, 0, 0).floor(Intervals(10, 100)) == pytest.approx(3.07, abs=0.01)
+    assert Work(8_700, 9_000, 6_600, 5_500).floor(Intervals(10, 100)) == pytest.approx(2.12, abs=0.01)

@@ -1,0 +1,116 @@
+"""The readers of the standard formats take what is right, and refuse the rest by name."""
+
+import gzip
+import io
+import os
+import pickle
+import struct
+
+import numpy as np
+import pytest
+
+from benchmarks.workloads.readers import read_cifar_batch, read_idx
+from benchmarks.workloads.tiny import write_idx
+
+
+def test_idx_round_trip(tmp_path):
+    images = np.arange(3 * 4 * 5, dtype=np.uint8).reshape(3, 4, 5)
+    write_idx(tmp_path / "images.gz", images)
+    np.testing.assert_array_equal(read_idx(tmp_path / "images.gz"), images)
+
+
+def test_idx_bytes_written_by_hand(tmp_path):
+    """Magic number 0x00000801 and big-endian counts, as the format's description says."""
+    (tmp_path / "labels.gz").write_bytes(gzip.compress(bytes.fromhex("0000080100000003070809")))
+    assert read_idx(tmp_path / "labels.gz").tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (bytes.fromhex("00000d010000000100000000"), "magic number 00000d01"),  # floats
+        (b"PK\x03\x04 a zip file", "magic number"),
+        (b"", "magic number"),
+        (bytes.fromhex("0000080300000001"), "truncated"),  # header cut short
+        (struct.pack(">4B2I", 0, 0, 8, 2, 3, 2) + b"12345", "truncated or damaged"),  # data cut short
+        (struct.pack(">4B2I", 0, 0, 8, 2, 3, 2) + b"1234567", "truncated or damaged"),  # too much data
+    ],
+)
+def test_idx_refuses(tmp_path, raw, message):
+    path = tmp_path / "images.gz"
+    path.write_bytes(gzip.compress(raw))
+    with pytest.raises(ValueError, match=message):
+        read_idx(path)
+
+
+def test_idx_refuses_broken_gzip(tmp_path):
+    path = tmp_path / "images.gz"
+    whole = gzip.compress(np.random.default_rng(0).bytes(1000))
+    for raw in (whole[:100], b"not gzip"):
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match="truncated or not gzip"):
+            read_idx(path)
+
+
+def _cifar(count=3):
+    data = np.random.default_rng(0).integers(0, 256, (count, 3072), dtype=np.uint8)
+    return data, list(range(count))
+
+
+def _python2_pickle(data, labels):
+    """A batch as Python 2 wrote it: ``str`` keys and buffers, arrays under the module name of old NumPy."""
+
+    class Python2(pickle._Pickler):
+        dispatch = dict(pickle._Pickler.dispatch)
+
+        def save_bytes(self, obj):
+            self.write(pickle.BINSTRING + struct.pack("<i", len(obj)) + obj)
+            self.memoize(obj)
+
+        dispatch[bytes] = save_bytes
+
+    buffer = io.BytesIO()
+    Python2(buffer, 2).dump({b"data": data, b"labels": labels})
+    return buffer.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
+
+
+@pytest.mark.parametrize(
+    "write", [_python2_pickle, lambda d, lab: pickle.dumps({"data": d, "labels": lab}, protocol=2)]
+)
+def test_cifar_batch_of_either_python(tmp_path, write):
+    data, labels = _cifar()
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(write(data, labels))
+    images, read = read_cifar_batch(path)
+    np.testing.assert_array_equal(images, data.reshape(-1, 3, 32, 32))
+    assert read.tolist() == labels
+
+
+class _Attack:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"data": _cifar()[0], "labels": _Attack()}, "refused to load .*system"),
+        ({"data": _cifar()[0]}, "labels"),
+        ({"data": _cifar()[0][:, :100], "labels": [0, 1, 2]}, "not a CIFAR-10 batch"),
+        ({"data": _cifar()[0], "labels": [0, 1]}, "3 images but 2 labels"),
+        ([1, 2], "expected a dictionary, got list"),
+    ],
+)
+def test_cifar_refuses(tmp_path, content, message):
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps(content, protocol=2))
+    with pytest.raises(ValueError, match=message):
+        read_cifar_batch(path)
+
+
+def test_cifar_refuses_truncated(tmp_path):
+    data, labels = _cifar()
+    path = tmp_path / "data_batch_1"
+    path.write_bytes(pickle.dumps({"data": data, "labels": labels}, protocol=2)[:2000])
+    with pytest.raises(ValueError, match="truncated"):
+        read_cifar_batch(path)

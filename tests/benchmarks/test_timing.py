@@ -1,0 +1,60 @@
+"""Classes of steps and their amortised sums."""
+
+import math
+
+import pytest
+
+from benchmarks.runner import History
+from benchmarks.timing import MEASURED, REPORTED, Intervals, Row
+
+
+def test_classes_of_the_measured_run():
+    kinds = [MEASURED.step_class(step) for step in range(11)]
+    factor, plain = "factor", "plain"
+    assert kinds == ["refresh", plain, *4 * [factor, plain], "refresh"]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "weights"),
+    [
+        (Intervals(10, 100), {"plain": 0.90, "factor": 0.09, "refresh": 0.01}),
+        (Intervals(1, 10), {"plain": 0.0, "factor": 0.9, "refresh": 0.1}),
+        (Intervals(2, 10), {"plain": 0.5, "factor": 0.4, "refresh": 0.1}),
+    ],
+)
+def test_weights(intervals, weights):
+    assert intervals.weights() == pytest.approx(weights)
+
+
+def test_weights_are_the_shares_of_the_classes():
+    for intervals in (*REPORTED, MEASURED):
+        kinds = [intervals.step_class(step) for step in range(intervals.refresh)]
+        shares = {kind: kinds.count(kind) / len(kinds) for kind in ("plain", "factor", "refresh")}
+        assert intervals.weights() == pytest.approx(shares)
+
+
+def test_published_row_is_reproduced():
+    """A row of published medians, ms: ratios 3.62, 4.86 and 12.05 give 3.82 at 10/100 and 5.58 at 1/10."""
+    row = Row("kaisa_eigen", {"plain": [247.0], "factor": [332.0], "refresh": [831.0]})
+    reference = Row("sgd", {"plain": [68.3]})
+    assert row.ratio(Intervals(10, 100), reference) == pytest.approx(3.82, abs=0.02)
+    assert row.ratio(Intervals(1, 10), reference) == pytest.approx(5.58, abs=0.02)
+
+
+def test_ratio_takes_medians_or_minima():
+    row = Row("kfac", {"plain": [2.0, 4.0, 90.0], "factor": [4.0, 6.0, 8.0], "refresh": [10.0, 20.0, 30.0]})
+    reference = Row("sgd", {"plain": [1.0, 2.0, 3.0]})
+    assert row.ratio(Intervals(10, 100), reference) == pytest.approx((0.9 * 4 + 0.09 * 6 + 0.01 * 20) / 2)
+    assert row.ratio(Intervals(10, 100), reference, minima=True) == pytest.approx(0.9 * 2 + 0.09 * 4 + 0.01 * 10)
+    assert Row("adamw", {"plain": [3.0]}).ratio(MEASURED, reference) == pytest.approx(1.5)
+
+
+def test_history_smooths_and_finds_the_target():
+    history = History("x", losses=[float(value) for value in range(30, 0, -1)], step_seconds=[0.5] * 30)
+    assert history.loss_at(1) == 30
+    assert history.loss_at(30) == pytest.approx(5.5)
+    assert math.isnan(history.loss_at(31))
+    assert history.steps_to(10.5) == 25
+    assert history.steps_to(1.0) is None
+    assert history.seconds[-1] == 15.0
+    assert history.smoothed[9] == history.loss_at(10)

@@ -1,0 +1,284 @@
+"""Models under torch.compile: equal factors, no graph break, no endless recompilation, and a late compile is told."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from secondorder import KFAC
+from tests.oracle.definitions import expected_factors
+from tests.oracle.driver import (
+    all_factors,
+    assert_close,
+    assert_factors,
+    backward,
+    noise,
+    plain_kfac,
+    train_step,
+)
+from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+
+dynamo = pytest.importorskip("torch._dynamo")
+
+backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield
+    dynamo.reset()
+
+
+def compiled(model, backend="aot_eager"):
+    return torch.compile(model, backend=backend)
+
+
+def graph_breaks() -> dict[str, int]:
+    return dict(dynamo.utils.counters["graph_break"])
+
+
+def graphs() -> int:
+    return dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+class Net(nn.Module):
+    def __init__(self, mode: str = "plain", inplace: bool = False, repeat: int = 1, tokens: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.act = nn.ReLU(inplace=inplace)
+        self.mode, self.repeat, self.tokens = mode, repeat, tokens
+
+    def body(self, x):
+        for _ in range(self.repeat):
+            x = self.act(self.middle(x))
+        return x
+
+    def forward(self, x):
+        x = self.act(self.first(x))
+        x = self.body(x) if self.mode == "plain" else checkpoint(self.body, x, use_reentrant=self.mode == "reentrant")
+        x = self.head(x)
+        return x.mean(1) if self.tokens else x
+
+
+def net(**options) -> Net:
+    return seeded_build(lambda: Net(**options))
+
+
+@backends
+@pytest.mark.parametrize("kind", ["mlp", "convnet"])
+def test_factors_equal_the_plain_form_without_a_graph_break(backend, kind):
+    build, (x, y) = {"mlp": (mlp, vectors()), "convnet": (convnet, images())}[kind]
+    expected = expected_factors(build(), x, y, F.cross_entropy)
+    model = build()
+    opt = plain_kfac(model)
+    fast = compiled(model, backend)
+    opt.zero_grad()
+    backward(fast, x, y, F.cross_entropy)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+    assert graph_breaks() == {}
+    # torch runs the hooks of a user's own root class outside the graph, as a frame of their own
+    assert graphs() <= (1 if kind == "mlp" else 2)
+
+
+@backends
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("mode", ["plain", "non-reentrant", "reentrant"])
+def test_in_place_relu_reused_layer_and_checkpointing_inside(backend, mode, approx):
+    x, y = vectors()
+    expected = expected_factors(net(repeat=2), x, y, F.cross_entropy, approx=approx)
+    model = net(mode=mode, inplace=True, repeat=2)
+    opt = plain_kfac(model, approx=approx)
+    backward(compiled(model, backend), x, y, F.cross_entropy)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_tokens_before_an_in_place_relu(approx):
+    x, y = noise(6, 3, 4), vectors()[1]
+    expected = expected_factors(net(repeat=2, tokens=True), x, y, F.cross_entropy, approx=approx)
+    model = net(inplace=True, repeat=2, tokens=True)
+    opt = plain_kfac(model, approx=approx)
+    backward(compiled(model), x, y, F.cross_entropy)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+@backends
+def test_a_whole_interval_compiles_two_graphs_and_trains_like_eager(backend):
+    """One graph with taps, one without; switching between them costs nothing after the first interval."""
+    eager, model = mlp(), mlp()
+    keywords = {"lr": 0.1, "momentum": 0.9, "factor_update_steps": 3, "inv_update_steps": 6}
+    opt_eager, opt = plain_kfac(eager, **keywords), plain_kfac(model, **keywords)
+    fast = compiled(model, backend)
+    seen = []
+    for t in range(10):
+        train_step(opt_eager, eager, *vectors(seed=t), F.cross_entropy)
+        opt.zero_grad()
+        backward(fast, *vectors(seed=t), F.cross_entropy)
+        opt.step()
+        seen.append(graphs())
+    assert graph_breaks() == {}
+    assert seen[-1] <= 2, seen
+    for p, q in zip(model.parameters(), eager.parameters(), strict=True):
+        assert_close(p.detach(), q.detach(), 1e-8)
+    assert_factors(all_factors(opt, model), all_factors(opt_eager, eager), 1e-8)
+
+
+def test_plain_steps_run_the_graph_of_the_bare_model():
+    """Where nothing is due, the compiled graph has the very operations of a model without optimizer."""
+    graphs_seen = []
+
+    def recording(module, inputs):
+        graphs_seen.append(sorted(str(node.target) for node in module.graph.nodes if node.op.startswith("call")))
+        return module.forward
+
+    x, y = vectors()
+    backward(torch.compile(mlp(), backend=recording), x, y, F.cross_entropy)
+    dynamo.reset()  # hooks are not guarded: the second model would run the first one's graph
+    model = mlp()
+    opt = plain_kfac(model, factor_update_steps=10, inv_update_steps=10)
+    train_step(opt, model, x, y, F.cross_entropy)  # eager: nothing is due afterwards
+    backward(torch.compile(model, backend=recording), x, y, F.cross_entropy)
+    assert len(graphs_seen) == 2
+    assert graphs_seen[0] == graphs_seen[1]
+
+
+def test_explain_reports_no_break():
+    model, (x, _) = mlp(), vectors()
+    opt = plain_kfac(model)
+    assert dynamo.explain(model)(x).graph_break_count == 0
+    opt.detach()
+
+
+def test_the_compiled_module_may_be_handed_to_the_optimizer():
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    fast = compiled(model)
+    opt = KFAC(fast, lr=0.1, kl_clip=None, factor_update_steps=1, inv_update_steps=1)
+    backward(fast, x, y, F.cross_entropy)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+    assert opt.dense_curvature("0").shape == (25, 25)
+    assert opt.dense_curvature("_orig_mod.0").shape == (25, 25)
+
+
+def test_micro_batches_of_unequal_size():
+    x, y = vectors(7)
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model)
+    fast = compiled(model)
+    for a, b in zip(x.split([4, 2, 1]), y.split([4, 2, 1]), strict=True):
+        backward(fast, a, b, lambda o, t: F.cross_entropy(o, t, reduction="sum") / 7)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_forwards_without_a_backward_and_evaluation():
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model)
+    fast = compiled(model)
+    fast(vectors(9)[0])
+    with torch.no_grad():
+        fast(x)
+    fast.eval()
+    fast(x)
+    fast.train()
+    backward(fast, x, y, F.cross_entropy)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_a_compiled_part_of_an_eager_model():
+    x, y = vectors()
+    expected = expected_factors(mlp((4, 5, 6, 3)), x, y, F.cross_entropy)
+    model = mlp((4, 5, 6, 3))
+    opt = plain_kfac(model)
+    model[2].compile(backend="aot_eager")
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_a_compiled_training_step_around_the_model():
+    """The user compiles a function that holds the forward and the loss."""
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model)
+
+    @torch.compile(backend="aot_eager")
+    def objective(a, b):
+        return F.cross_entropy(model(a), b)
+
+    objective(x, y).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+    assert graph_breaks() == {}
+
+
+def test_hooks_after_compilation_are_reported_once_by_layer_name():
+    """torch.compile ignores hooks that come after its first call: the step says so and follows the fallback."""
+    model, (x, y) = nn.Sequential(), vectors()
+    model.add_module("encoder", mlp((4, 5)))
+    model.add_module("decoder", mlp((5, 3)))
+    model.double()
+    fast = compiled(model)
+    fast(x)
+    opt = plain_kfac(model, lr=0.1, fallback="sgd")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    backward(fast, x, y, F.cross_entropy)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    with pytest.warns(UserWarning, match=r"encoder\.0") as caught:
+        opt.step()
+    assert "compile" in " ".join(str(w.message) for w in caught)
+    for n, p in model.named_parameters():
+        assert_close(before[n] - p.detach(), 0.1 * gradients[n], 1e-12, n)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            opt.zero_grad()
+            backward(fast, *vectors(seed=seed), F.cross_entropy)
+            opt.step()
+
+
+def test_detach_leaves_a_compiled_model_that_works():
+    x, y = vectors()
+    model = mlp()
+    opt = plain_kfac(model)
+    fast = compiled(model)
+    backward(fast, x, y, F.cross_entropy)
+    opt.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt.detach()
+    reference = mlp()
+    reference.load_state_dict(model.state_dict())
+    model.zero_grad()
+    torch.testing.assert_close(backward(fast, x, y, F.cross_entropy), backward(reference, x, y, F.cross_entropy))
+    torch.testing.assert_close(model[0].weight.grad, reference[0].weight.grad)
+
+
+def test_autocast_inside_a_compiled_model():
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp().float()
+    opt = plain_kfac(model)
+    fast = compiled(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = F.cross_entropy(fast(x.float()), y)
+    value.backward()
+    opt.step()
+    for name, (A, B) in all_factors(opt, model).items():
+        assert A.dtype == B.dtype == torch.float32
+        assert_close(A.double(), expected[name][0], 2e-2)
+        assert_close(B.double(), expected[name][1], 4e-2)

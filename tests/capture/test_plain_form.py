@@ -1,0 +1,594 @@
+"""Whatever a model does around its layers, the factors are those of the same mathematics written plainly.
+
+The expected values come from per-example autograd on the plain form, so both the split into calls and the counting of
+examples are judged, not only equality of two runs of the same code.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from tests.oracle.definitions import expected_factors, solve_exact
+from tests.oracle.driver import (
+    all_factors,
+    assert_close,
+    assert_factors,
+    backward,
+    directions,
+    held_factors,
+    layer_state,
+    noise,
+    plain_kfac,
+    train_step,
+    twin,
+)
+from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+
+approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
+
+
+class Net(nn.Module):
+    """Linear layers with a choice of activation, checkpointing and repetition of the middle one."""
+
+    def __init__(self, inplace: bool = False, mode: str = "plain", repeat: int = 1, tokens: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.head = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        self.act = nn.ReLU(inplace=inplace)
+        self.mode, self.repeat, self.tokens = mode, repeat, tokens
+
+    def body(self, x):
+        for _ in range(self.repeat):
+            x = self.act(self.middle(x))
+        return x
+
+    def forward(self, x):
+        x = self.act(self.first(x))
+        x = self.body(x) if self.mode == "plain" else checkpoint(self.body, x, use_reentrant=self.mode == "reentrant")
+        x = self.head(x)
+        return x.mean(1) if self.tokens else x
+
+
+def net(**options) -> Net:
+    return seeded_build(lambda: Net(**options))
+
+
+def data(tokens: bool = False, n: int = 6, seed: int = 0):
+    x, y = vectors(n, seed=seed)
+    return (noise(n, 3, 4, seed=seed), y) if tokens else (x, y)
+
+
+@approximations
+@pytest.mark.parametrize("tokens", [False, True], ids=["2-D", "3-D"])
+def test_in_place_relu(approx, tokens):
+    x, y = data(tokens)
+    expected = expected_factors(net(tokens=tokens), x, y, F.cross_entropy, approx=approx)
+    model = net(tokens=tokens, inplace=True)
+    opt = plain_kfac(model, approx=approx)
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_in_place_relu_behind_a_convolution():
+    x, y = images()
+    expected = expected_factors(convnet(activation=nn.ReLU()), x, y, F.cross_entropy)
+    model = convnet(activation=nn.ReLU(inplace=True))
+    opt = plain_kfac(model)
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+
+
+class Residual(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.inplace = nn.Linear(4, 4), nn.Linear(4, 4), inplace
+
+    def forward(self, x):
+        z = self.second(torch.tanh(self.first(x)))
+        if self.inplace:
+            z += x
+            z *= 2.0
+            return z
+        return (z + x) * 2.0
+
+
+def test_in_place_arithmetic_on_a_layer_output():
+    x, y = noise(5, 4), noise(5, 4, seed=1)
+    expected = expected_factors(seeded_build(lambda: Residual(False)), x, y, F.mse_loss)
+    model = seeded_build(lambda: Residual(True))
+    opt = plain_kfac(model)
+    train_step(opt, model, x, y, F.mse_loss)
+    assert_factors(all_factors(opt, model), expected)
+
+
+class Overwriting(nn.Module):
+    """Changes its layers' outputs in place through views of them."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.plain = nn.Linear(4, 4), nn.Linear(4, 3), plain
+
+    def forward(self, x):
+        z = self.first(x)
+        if self.plain:
+            mask = torch.tensor([0.0, 2.0, 1.0, 1.0], dtype=x.dtype)
+            z = z * mask
+        else:
+            z[..., 0] = 0.0
+            z[..., 1].mul_(2.0)
+        out = self.second(torch.tanh(z))
+        return out.mean(1) if out.ndim == 3 else out
+
+
+@approximations
+@pytest.mark.parametrize("tokens", [False, True], ids=["2-D", "3-D"])
+def test_assignment_into_a_slice_of_a_layer_output(approx, tokens):
+    x, y = data(tokens)
+    expected = expected_factors(seeded_build(lambda: Overwriting(True)), x, y, F.cross_entropy, approx=approx)
+    model = seeded_build(lambda: Overwriting(False))
+    opt = plain_kfac(model, approx=approx)
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_in_place_relu_behind_an_unbatched_convolution(bias):
+    """Its output is a view, as that of a Linear on 3-D input."""
+    x, y = noise(2, 5, 4), noise(3, 4, 3, seed=1)
+    found = []
+    for inplace in (False, True):
+        model = seeded_build(lambda: nn.Sequential(nn.Conv2d(2, 3, 2, bias=bias), nn.ReLU(inplace=inplace)))  # noqa: B023
+        opt = plain_kfac(model)
+        train_step(opt, model, x, y, F.mse_loss)
+        found.append(held_factors(opt, model, "0"))
+    assert_close(found[1][0], found[0][0])
+    assert_close(found[1][1], found[0][1])
+    assert float(found[0][1].abs().max()) > 0
+
+
+@approximations
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("repeat", [1, 2])
+@pytest.mark.parametrize("inplace", [False, True], ids=["", "in place"])
+def test_activation_checkpointing(approx, mode, repeat, inplace):
+    x, y = data(tokens=True)
+    expected = expected_factors(net(tokens=True, repeat=repeat), x, y, F.cross_entropy, approx=approx)
+    model = net(tokens=True, repeat=repeat, mode=mode, inplace=inplace)
+    opt = plain_kfac(model, approx=approx)
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+    assert layer_state(opt, model, "middle")["factor_updates"] == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_sequence_checkpointed_in_segments(reentrant):
+    x, y = vectors()
+    expected = expected_factors(mlp((4, 5, 6, 5, 3)), x, y, F.cross_entropy)
+    body = mlp((4, 5, 6, 5, 3))
+
+    class Segmented(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = body
+
+        def forward(self, x):
+            return checkpoint_sequential(self.body, 3, x.requires_grad_(), use_reentrant=reentrant)
+
+    model = Segmented()
+    opt = plain_kfac(model)
+    train_step(opt, model, x.clone(), y, F.cross_entropy)
+    held = {name.removeprefix("body."): pair for name, pair in all_factors(opt, model).items()}
+    assert_factors(held, expected)
+
+
+@pytest.mark.parametrize("mode", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("joint", [False, True], ids=["a backward each", "one backward"])
+def test_checkpointing_with_two_forwards(mode, joint):
+    """Two forwards before the backward, of unequal size: recomputed layers belong to their own forward."""
+    (xa, ya), (xb, yb) = data(n=4), data(n=2, seed=1)
+    x, y = torch.cat([xa, xb]), torch.cat([ya, yb])
+    expected = expected_factors(net(), x, y, F.cross_entropy)
+    model = net(mode=mode)
+    opt = plain_kfac(model)
+    outputs = model(xa), model(xb)
+    losses = [F.cross_entropy(o, t, reduction="sum") / 6 for o, t in zip(outputs, (ya, yb), strict=True)]
+    if joint:
+        sum(losses).backward()
+    else:
+        for value in losses:
+            value.backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+@approximations
+@pytest.mark.parametrize("mode", ["plain", "reentrant", "non-reentrant"])
+def test_unequal_micro_batches(approx, mode):
+    x, y = data(tokens=True, n=7)
+    expected = expected_factors(net(tokens=True), x, y, F.cross_entropy, approx=approx)
+    model = net(tokens=True, mode=mode)
+    opt = plain_kfac(model, approx=approx)
+    for a, b in zip(x.split([4, 1, 2]), y.split([4, 1, 2]), strict=True):
+        backward(model, a, b, lambda o, t: F.cross_entropy(o, t, reduction="sum") / 7)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+@approximations
+@pytest.mark.parametrize("tokens", [False, True], ids=["2-D", "3-D"])
+@pytest.mark.parametrize("repeat", [2, 3])
+def test_module_called_several_times(approx, tokens, repeat):
+    """Calls are further positions: expand pools them, reduce averages inputs and sums gradients over them."""
+    x, y = data(tokens)
+    plain = net(tokens=tokens, repeat=repeat)
+    expected = expected_factors(twin(plain), x, y, F.cross_entropy, approx=approx)
+    opt = plain_kfac(plain, approx=approx)
+    train_step(opt, plain, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, plain), expected)
+    assert layer_state(opt, plain, "middle")["factor_updates"] == 1
+
+
+class Recurrent(nn.Module):
+    """A cell stepped over time, its calls of unequal use: the last steps feed nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell_in, self.cell_state, self.head = nn.Linear(3, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x):
+        state = x.new_zeros(len(x), 4)
+        for t in range(x.shape[1]):
+            state = torch.tanh(self.cell_in(x[:, t]) + self.cell_state(state))
+        return self.head(state)
+
+
+@approximations
+def test_recurrent_cell(approx):
+    x, y = noise(5, 4, 3), torch.tensor([0, 1, 2, 0, 1])
+    expected = expected_factors(seeded_build(Recurrent), x, y, F.cross_entropy, approx=approx)
+    model = seeded_build(Recurrent)
+    opt = plain_kfac(model, approx=approx)
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+
+
+class Tied(nn.Module):
+    """Two modules, one weight (and bias): the two are one layer called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.second.weight, self.second.bias = self.first.weight, self.first.bias
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+class TiedPlainly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.first(torch.tanh(self.first(x)))))
+
+
+@approximations
+def test_tied_weights(approx):
+    x, y = vectors()
+    expected = expected_factors(seeded_build(TiedPlainly), x, y, F.cross_entropy, ["first", "head"], approx)
+    model = seeded_build(Tied)
+    opt = plain_kfac(model, approx=approx)
+    backward(model, x, y, F.cross_entropy)
+    moved = directions(opt, model, ["first", "head"])
+    held = {name: held_factors(opt, model, name) for name in ("first", "head")}
+    assert_factors(held, expected)
+    gradient, V = moved["first"]
+    assert_close(V, solve_exact(expected["first"][1], expected["first"][0], gradient, 1e-2), 1e-8)
+
+
+def test_two_losses_from_two_forwards():
+    """As in training a discriminator: forward, forward, backward, backward. N is the examples of both forwards."""
+    (xa, ya), (xb, yb) = vectors(4), vectors(2, seed=1)
+    x, y = torch.cat([xa, xb]), torch.cat([ya, yb])
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    for order in ("one backward", "in order", "reversed", "alternating"):
+        model = mlp()
+        opt = plain_kfac(model)
+        if order == "alternating":
+            for a, b in ((xa, ya), (xb, yb)):
+                backward(model, a, b, lambda o, t: F.cross_entropy(o, t, reduction="sum") / 6)
+        else:
+            losses = [F.cross_entropy(model(a), b, reduction="sum") / 6 for a, b in ((xa, ya), (xb, yb))]
+            if order == "one backward":
+                losses = [sum(losses)]
+            for value in losses[:: -1 if order == "reversed" else 1]:
+                value.backward()
+        opt.step()
+        assert_factors(all_factors(opt, model), expected)
+
+
+@approximations
+def test_two_losses_on_one_forward_summed_before_backward(approx):
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.left, self.right = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+
+        def forward(self, x):
+            z = torch.tanh(self.trunk(x))
+            return torch.cat([self.left(z), self.right(z)], 1)
+
+    def both(output, target):
+        return F.cross_entropy(output[:, :3], target) + output[:, 3:].square().sum() / len(output)
+
+    x, y = vectors()
+    expected = expected_factors(seeded_build(Heads), x, y, both, approx=approx)
+    model = seeded_build(Heads)
+    opt = plain_kfac(model, approx=approx)
+    train_step(opt, model, x, y, both)
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_zero_grad_between_forward_and_backward_loses_nothing():
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    for which in ("optimizer", "model", "to zero", "model to zero"):
+        model = mlp()
+        opt = plain_kfac(model)
+        value = F.cross_entropy(model(x), y)
+        zero = opt.zero_grad if which in {"optimizer", "to zero"} else model.zero_grad
+        zero(set_to_none="to zero" not in which)
+        value.backward()
+        opt.step()
+        assert_factors(all_factors(opt, model), expected)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_optimizer_zero_grad_discards_what_belonged_to_the_gradients(set_to_none):
+    x, y = vectors(seed=1)
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model)
+    backward(model, *vectors(9), F.cross_entropy)
+    opt.zero_grad(set_to_none=set_to_none)
+    backward(model, x, y, F.cross_entropy)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_model_zero_grad_discards_what_belonged_to_the_gradients():
+    """Trainers call the module's own: no gradient left at the next forward means that its statistics go too."""
+    x, y = vectors(seed=1)
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model)
+    backward(model, *vectors(9), F.cross_entropy)
+    model.zero_grad()
+    backward(model, x, y, F.cross_entropy)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_step_without_zero_grad_starts_the_statistics_anew():
+    """Pending sums belong to one step, also where the user goes on accumulating into .grad."""
+    model = mlp()
+    opt = plain_kfac(model, lr=0.0, factor_decay=0.0)
+    backward(model, *vectors(), F.cross_entropy)
+    opt.step()
+    x, y = vectors(seed=1)
+    backward(model, x, y, F.cross_entropy)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected_factors(mlp(), x, y, F.cross_entropy))
+
+
+def test_everything_inside_a_closure():
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        opt.zero_grad()
+        value = F.cross_entropy(model(x), y)
+        value.backward()
+        return value
+
+    opt.step(closure)
+    assert len(calls) == 1
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_parameters_in_groups_with_module_keyword():
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    groups = [{"params": [p for n, p in model.named_parameters() if kind in n]} for kind in ("weight", "bias")]
+    opt = plain_kfac(groups, module=model)
+    backward(model, x, y, F.cross_entropy)
+    moved = directions(opt, model)
+    assert_factors(all_factors(opt, model), expected)
+    for name, (gradient, V) in moved.items():
+        assert_close(V, solve_exact(expected[name][1], expected[name][0], gradient, 1e-2), 1e-8)
+
+
+class Experts(nn.Module):
+    """Each example is routed to one of two layers, which see that many rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.positive, self.negative = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        z = torch.tanh(self.trunk(x))
+        chosen = x[:, 0] > 0
+        out = z.new_zeros(len(x), 3)
+        out[chosen] = self.positive(z[chosen])
+        out[~chosen] = self.negative(z[~chosen])
+        return out
+
+
+@pytest.mark.parametrize("split", [[8], [3, 5], [2, 2, 2, 2]], ids=str)
+def test_experts_divide_their_inputs_by_their_rows_and_gradients_by_all_examples(split):
+    """An example that does not reach a layer has no row there, and no gradient: B counts it, A cannot."""
+    x, y = vectors(8, seed=3)
+    reached = int((x[:, 0] > 0).sum())
+    assert 0 < reached < 8
+    expected = expected_factors(seeded_build(Experts), x, y, F.cross_entropy)
+    model = seeded_build(Experts)
+    opt = plain_kfac(model)
+    for a, b in zip(x.split(split), y.split(split), strict=True):
+        backward(model, a, b, lambda o, t: F.cross_entropy(o, t, reduction="sum") / 8)
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_an_expert_without_any_row_keeps_its_estimate():
+    x, y = vectors(8, seed=3)
+    model = seeded_build(Experts)
+    opt = plain_kfac(model, lr=0.1)
+    train_step(opt, model, x, y, F.cross_entropy)
+    held = held_factors(opt, model, "negative")
+    only = x[:, 0] > 0
+    train_step(opt, model, x[only], y[only], F.cross_entropy)
+    now = held_factors(opt, model, "negative")
+    assert torch.equal(now[0], held[0])
+    assert torch.isfinite(now[1]).all()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Transposing(nn.Module):
+    """Feeds its layers views with odd strides, and reads its outputs through others."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.plain = nn.Linear(3, 4), nn.Linear(5, 2), plain
+
+    def forward(self, x):
+        z = self.first(x.transpose(1, 2).contiguous() if self.plain else x.transpose(1, 2))  # [N, 5, 4]
+        z = torch.tanh(z).transpose(1, 2)
+        z = self.second(z.contiguous() if self.plain else z)  # [N, 4, 2]
+        return z.permute(2, 0, 1).sum(2).T  # gradients arrive expanded
+
+
+@approximations
+def test_memory_layouts(approx):
+    x, y = noise(6, 3, 5), noise(6, 2, seed=1)
+    expected = expected_factors(seeded_build(lambda: Transposing(True)), x, y, F.mse_loss, approx=approx)
+    for inputs in (x, x[::1], x.repeat_interleave(2, 2)[..., ::2], x.permute(2, 1, 0).contiguous().permute(2, 1, 0)):
+        model = seeded_build(lambda: Transposing(False))
+        opt = plain_kfac(model, approx=approx)
+        train_step(opt, model, inputs, y, F.mse_loss)
+        assert_factors(all_factors(opt, model), expected)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model and data", "data only"])
+def test_channels_last(whole):
+    x, y = images()
+    expected = expected_factors(convnet(padding=1), x, y, F.cross_entropy)
+    model = convnet(padding=1)
+    if whole:
+        model = model.to(memory_format=torch.channels_last)
+    strides = {n: p.stride() for n, p in model.named_parameters()}
+    opt = plain_kfac(model, momentum=0.9)
+    for _ in range(2):
+        opt.zero_grad()
+        backward(model, x.to(memory_format=torch.channels_last), y, F.cross_entropy)
+        before = {n: m.weight.detach().flatten(1).clone() for n, m in model.named_modules() if hasattr(m, "weight")}
+        opt.step()
+        if expected is not None:
+            assert_factors(all_factors(opt, model), expected)
+            gradient = torch.cat([model.first.weight.grad.flatten(1), model.first.bias.grad[:, None]], 1)
+            V = solve_exact(expected["first"][1], expected["first"][0], gradient, 1e-2)
+            assert_close(before["first"] - model.first.weight.detach().flatten(1), V[:, :-1], 1e-8)
+        expected = None
+    assert {n: p.stride() for n, p in model.named_parameters()} == strides
+
+
+def test_broadcast_gradients_are_read_in_full():
+    """The gradient of a sum is an expanded scalar, without memory of its own."""
+    model, x = seeded_build(lambda: nn.Linear(4, 3)), noise(5, 4)
+    opt = plain_kfac(model)
+    model(x).sum().backward()
+    opt.step()
+    B = opt.state[model.weight]["factor_g"]
+    assert_close(B, torch.full((3, 3), 25.0, dtype=torch.float64))
+
+
+def test_single_example_and_single_position():
+    model, (x, y) = convnet(), images(1, size=(4, 4))
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = plain_kfac(model)
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_an_empty_batch_changes_nothing():
+    """The last batch of a filtered loader may have no example at all."""
+    model = mlp()
+    opt = plain_kfac(model, lr=0.1)
+    train_step(opt, model, *vectors(), F.cross_entropy)
+    held, values = all_factors(opt, model), [p.detach().clone() for p in model.parameters()]
+    opt.zero_grad()
+    model(noise(0, 4)).sum().backward()
+    opt.step()
+    now = all_factors(opt, model)
+    for name, (A, B) in held.items():
+        assert torch.equal(now[name][0], A)
+        assert torch.equal(now[name][1], B)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), values, strict=True))
+
+
+def test_a_model_with_nested_inputs_counts_examples_by_its_first_tensor():
+    class Nested(nn.Module):
+        def __init__(self, plain: bool) -> None:
+            super().__init__()
+            self.layer, self.plain = nn.Linear(4, 3), plain
+
+        def forward(self, batch):
+            x = batch if self.plain else batch["inputs"][0]
+            return self.layer(x.reshape(-1, 2, 4)).mean(1)
+
+    x, y = noise(6, 8), noise(6, 3, seed=1)
+    expected = expected_factors(seeded_build(lambda: Nested(True)), x, y, F.mse_loss)
+    model = seeded_build(lambda: Nested(False))
+    opt = plain_kfac(model)
+    F.mse_loss(model({"inputs": [x]}), y).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_a_forward_that_raised_leaves_nothing_behind():
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            z = torch.tanh(self.first(x))
+            if len(x) > 6:
+                raise ValueError("too long")
+            return self.second(z)
+
+    x, y = vectors()
+    expected = expected_factors(seeded_build(Picky), x, y, F.cross_entropy)
+    for by_parts in (False, True):
+        model = seeded_build(Picky)
+        opt = plain_kfac(model)
+        with pytest.raises(ValueError, match="too long"):
+            model(vectors(9)[0])
+        output = model.second(torch.tanh(model.first(x))) if by_parts else model(x)
+        F.cross_entropy(output, y).backward()
+        opt.step()
+        assert_factors(all_factors(opt, model), expected)

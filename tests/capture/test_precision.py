@@ -1,0 +1,254 @@
+"""Autocast, low-precision parameters and the loss scale of float16 training."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.oracle.definitions import expected_factors, solve_exact
+from tests.oracle.driver import (
+    all_factors,
+    assert_close,
+    assert_factors,
+    backward,
+    directions,
+    held_factors,
+    plain_kfac,
+    train_step,
+)
+from tests.oracle.models import convnet, images, mlp, vectors
+
+MODELS = {"mlp": (mlp, vectors), "convnet": (convnet, images)}
+models = pytest.mark.parametrize("kind", MODELS)
+
+
+def single(x):
+    return x.float() if x.is_floating_point() else x
+
+
+def relative(actual, expected) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@models
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_float32_factors_of_the_right_size(kind, dtype):
+    build, data = MODELS[kind]
+    x, y = data()
+    expected = expected_factors(build(), x, y, F.cross_entropy)
+    model = build().float()
+    opt = plain_kfac(model)
+    with torch.autocast("cpu", dtype=dtype):
+        value = F.cross_entropy(model(x.float()), y)
+    value.backward()
+    opt.step()
+    for name, (A, B) in all_factors(opt, model).items():
+        assert A.dtype == B.dtype == torch.float32
+        assert relative(A, expected[name][0]) < 2e-2, name
+        assert relative(B, expected[name][1]) < 4e-2, name
+
+
+def test_backward_inside_autocast_is_no_different():
+    """Some loops keep backward (and the step) under autocast; statistics must still be float32 products."""
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp().float()
+    opt = plain_kfac(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = F.cross_entropy(model(x.float()), y)
+        value.backward()
+        moved = directions(opt, model)
+    for name, (gradient, V) in moved.items():
+        A, B = held_factors(opt, model, name)
+        assert A.dtype == B.dtype == torch.float32
+        assert relative(A, expected[name][0]) < 2e-2
+        assert_close(V.double(), solve_exact(B.double(), A.double(), gradient.double(), 1e-2), 1e-3, name)
+
+
+def test_statistics_of_bfloat16_activations_are_accumulated_in_float32():
+    """4096 rows of ones: a bfloat16 sum would stop at 256."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False)).to(torch.bfloat16)
+    opt = plain_kfac(model)
+    model(torch.ones(4096, 2, dtype=torch.bfloat16)).sum().backward()
+    opt.step()
+    A, B = held_factors(opt, model, "0")
+    assert A.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert_close(B, torch.full((2, 2), 4096.0**2))
+
+
+def test_bias_of_another_dtype_under_autocast():
+    model, (x, y) = mlp().float(), vectors()
+    model[0].bias = nn.Parameter(model[0].bias.detach().to(torch.bfloat16))
+    opt = plain_kfac(model, lr=0.1)
+    for _ in range(2):
+        opt.zero_grad()
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = F.cross_entropy(model(x.float()), y)
+        value.backward()
+        opt.step()
+        for n, p in model.named_parameters():
+            assert p.dtype == before[n].dtype
+            assert torch.isfinite(p).all()
+            assert not torch.equal(p, before[n]), n
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_parameters_train(dtype):
+    model = mlp((4, 8, 3)).to(dtype)
+    x, y = vectors(20)
+    opt = plain_kfac(model, lr=0.05, damping=0.1, momentum=0.9)
+    losses = []
+    for _ in range(15):
+        opt.zero_grad()
+        losses.append(backward(model, x.to(dtype), y, lambda o, t: F.cross_entropy(o.float(), t)).item())
+        opt.step()
+    assert losses[-1] < losses[0]
+    assert all(p.dtype == dtype for p in model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GradScaler
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def scaled_step(opt, scaler, model, x, y, treatment, autocast=False):
+    opt.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+        value = F.cross_entropy(model(x), y)
+    scaler.scale(value).backward()
+    if treatment != "plain":
+        scaler.unscale_(opt)
+    if treatment == "clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e4)
+    scaler.step(opt)
+    scaler.update()
+
+
+treatments = pytest.mark.parametrize("treatment", ["plain", "unscale", "clip"])
+scales = pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**16])
+
+
+@models
+@scales
+@treatments
+def test_factors_and_direction_do_not_carry_the_loss_scale(kind, scale, treatment):
+    """A float32 model: a power of two as scale leaves every bit in place, so the tolerance can be tight."""
+    build, data = MODELS[kind]
+    x, y = map(single, data())
+    plain = build().float()
+    opt_plain = plain_kfac(plain, lr=0.1)
+    train_step(opt_plain, plain, x, y, F.cross_entropy)
+    model = build().float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    opt = plain_kfac(model, lr=0.1, grad_scaler=scaler)
+    scaled_step(opt, scaler, model, x, y, treatment)
+    assert_factors(all_factors(opt, model), all_factors(opt_plain, plain), 1e-6)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_close(p.detach(), q.detach(), 1e-5)
+
+
+@scales
+@treatments
+def test_float16_autocast_with_a_scaler(scale, treatment):
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp().float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    opt = plain_kfac(model, lr=0.1, grad_scaler=scaler)
+    before = [p.detach().clone() for p in model.parameters()]
+    scaled_step(opt, scaler, model, x.float(), y, treatment, autocast=True)
+    skipped = scaler.get_scale() < scale  # 2^16 may overflow float16 here, as it does in practice
+    for name, (A, B) in all_factors(opt, model).items():
+        if not skipped:
+            assert relative(A, expected[name][0]) < 2e-2
+            assert relative(B, expected[name][1]) < 2e-2
+    assert all(torch.equal(p, q) == skipped for p, q in zip(model.parameters(), before, strict=True))
+    assert not skipped or scale > 2.0**10
+
+
+def test_the_scaler_may_be_set_late():
+    x, y = map(single, vectors())
+    plain, model = mlp().float(), mlp().float()
+    opt_plain = plain_kfac(plain)
+    train_step(opt_plain, plain, x, y, F.cross_entropy)
+    opt = plain_kfac(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    opt.grad_scaler = scaler
+    scaled_step(opt, scaler, model, x, y, "plain")
+    assert_factors(all_factors(opt, model), all_factors(opt_plain, plain), 1e-6)
+
+
+def test_a_disabled_scaler_is_no_scaler():
+    x, y = map(single, vectors())
+    expected = expected_factors(mlp(), *vectors(), F.cross_entropy)
+    model = mlp().float()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    opt = plain_kfac(model, grad_scaler=scaler)
+    scaled_step(opt, scaler, model, x, y, "unscale")
+    assert_factors(all_factors(opt, model), expected, 1e-5)
+
+
+@treatments
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_an_overflow_batch_is_dropped_whole(treatment, accumulated):
+    """The scaler skips our step; nothing of that batch may remain, neither inf nor its finite micro-batches."""
+    model = mlp().float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    opt = plain_kfac(model, lr=0.1, factor_decay=0.5, grad_scaler=scaler)
+    x, y = map(single, vectors())
+    scaled_step(opt, scaler, model, x, y, treatment)
+    held, values = all_factors(opt, model), [p.detach().clone() for p in model.parameters()]
+
+    opt.zero_grad()
+    for micro in range(accumulated):
+        a, b = map(single, vectors(seed=micro + 1))
+        value = F.cross_entropy(model(a), b) * (float("inf") if micro == accumulated // 2 else 1.0)
+        scaler.scale(value).backward()
+    if treatment != "plain":
+        scaler.unscale_(opt)
+    scaler.step(opt)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    now = all_factors(opt, model)
+    for name, (A, B) in held.items():
+        assert torch.equal(now[name][0], A)
+        assert torch.equal(now[name][1], B)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), values, strict=True))
+
+    x, y = vectors(seed=9)
+    fresh = mlp()
+    fresh.load_state_dict(model.state_dict())
+    expected = expected_factors(fresh, x, y, F.cross_entropy)
+    scaled_step(opt, scaler, model, x.float(), y, treatment)
+    now = all_factors(opt, model)
+    for name, (A, B) in expected.items():
+        share = 1 / 1.5
+        assert_close(now[name][0].double(), held[name][0] + share * (A - held[name][0]), 1e-5)
+        assert_close(now[name][1].double(), held[name][1] + share * (B - held[name][1]), 1e-5)
+
+
+def test_an_overflow_in_the_first_batch_leaves_no_estimate():
+    model = mlp().float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    opt = plain_kfac(model, lr=0.1, grad_scaler=scaler)
+    x, y = map(single, vectors())
+    scaler.scale(F.cross_entropy(model(x), y) * float("inf")).backward()
+    scaler.step(opt)
+    scaler.update()
+    expected = expected_factors(mlp(), *vectors(), F.cross_entropy)
+    scaled_step(opt, scaler, model, x, y, "plain")
+    assert_factors(all_factors(opt, model), expected, 1e-5)
+
+
+def test_micro_batches_under_a_scaler():
+    x, y = vectors(6)
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp().float()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    opt = plain_kfac(model, grad_scaler=scaler)
+    for a, b in zip(x.float().chunk(3), y.chunk(3), strict=True):
+        scaler.scale(F.cross_entropy(model(a), b) / 3).backward()
+    scaler.step(opt)
+    scaler.update()
+    assert_factors(all_factors(opt, model), expected, 1e-5)

@@ -1,0 +1,460 @@
+"""What has no Kronecker statistics is refused or passed to the fallback by name, never treated silently wrong."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.oracle.definitions import expected_factors, solve_exact
+from tests.oracle.driver import (
+    all_factors,
+    assert_close,
+    assert_factors,
+    backward,
+    directions,
+    held_factors,
+    noise,
+    plain_kfac,
+    train_step,
+)
+from tests.oracle.models import mlp, seeded_build, vectors
+
+pytestmark = pytest.mark.filterwarnings("ignore:KFAC. some parameters get no curvature:UserWarning")
+
+
+def named(inner: nn.Module) -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("encoder", inner)
+    return model
+
+
+def penalty(model, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
+def rows_of(opt, name: str) -> list[str]:
+    """Lines of describe() that start with a parameter of that name."""
+    return [line for line in opt.describe().splitlines() if line.strip().startswith(name)]
+
+
+def test_a_gradient_penalty_is_refused_by_name_with_the_mend():
+    model, (x, y) = named(mlp()), vectors()
+    opt = plain_kfac(model)
+    with pytest.raises(RuntimeError, match=r"encoder\.\d") as error:
+        penalty(model, x)
+    assert "pause_capture" in str(error.value)
+    assert "create_graph" in str(error.value)
+    opt.zero_grad()
+    train_step(opt, model, x, y, F.cross_entropy)  # and the refusal leaves nothing behind
+    expected = expected_factors(named(mlp()), x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_a_gradient_penalty_works_inside_a_pause():
+    """Its gradients count, its statistics do not."""
+    model, (x, y) = mlp(), vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    opt = plain_kfac(model)
+    value = F.cross_entropy(model(x), y)
+    with opt.pause_capture():
+        extra = penalty(model, x)
+    (value + 0.1 * extra).backward()
+    reference = mlp()
+    (F.cross_entropy(reference(x), y) + 0.1 * penalty(reference, x)).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(p.grad, q.grad, 1e-12)
+    moved = directions(opt, model)
+    assert_factors(all_factors(opt, model), expected)
+    for name, (gradient, V) in moved.items():
+        assert_close(V, solve_exact(expected[name][1], expected[name][0], gradient, 1e-2), 1e-8)
+
+
+def test_a_gradient_penalty_on_steps_that_capture_nothing_needs_no_pause():
+    model, (x, y) = mlp(), vectors()
+    opt = plain_kfac(model, lr=0.01, factor_update_steps=10, inv_update_steps=10)
+    train_step(opt, model, x, y, F.cross_entropy)
+    opt.zero_grad()
+    (F.cross_entropy(model(x), y) + penalty(model, x)).backward()
+    opt.step()
+    off = plain_kfac(mlp(), inv_update_steps=0)
+    penalty(mlp(), x).backward()
+    off.step()
+
+
+def test_backward_with_create_graph_is_refused_by_name():
+    model, (x, y) = named(mlp()), vectors()
+    opt = plain_kfac(model)
+    with pytest.raises(RuntimeError, match=r"encoder\.\d"):
+        F.cross_entropy(model(x), y).backward(create_graph=True)
+    opt.close()
+
+
+def test_a_physics_loss_is_refused_by_name():
+    """Second derivatives of the outputs with respect to the inputs."""
+    model, x = named(mlp((1, 5, 1))), noise(6, 1).requires_grad_()
+    opt = plain_kfac(model)
+    u = model(x)
+    with pytest.raises(RuntimeError, match=r"encoder\.\d"):
+        torch.autograd.grad(u.sum(), x, create_graph=True)
+    opt.close()
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one loss twice", "two losses"])
+def test_two_backwards_of_one_graph_are_refused_by_name_with_the_mend(same):
+    model, (x, y) = named(mlp()), vectors()
+    opt = plain_kfac(model)
+    output = model(x)
+    first, second = F.cross_entropy(output, y), output.square().mean()
+    first.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"encoder\.\d") as error:
+        (first if same else second).backward()
+    assert "sum the losses" in str(error.value).lower()
+    opt.zero_grad()
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected_factors(named(mlp()), x, y, F.cross_entropy))
+
+
+def test_two_heads_with_a_backward_each_are_refused_where_their_graphs_meet():
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.left, self.right = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+
+        def forward(self, x):
+            z = torch.tanh(self.trunk(x))
+            return self.left(z), self.right(z)
+
+    model, (x, y) = seeded_build(Heads), vectors()
+    opt = plain_kfac(model)
+    left, right = model(x)
+    F.cross_entropy(left, y).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="trunk"):
+        F.cross_entropy(right, y).backward()
+    opt.close()
+
+
+def test_two_backwards_are_fine_on_steps_that_capture_nothing():
+    model, (x, y) = mlp(), vectors()
+    opt = plain_kfac(model, lr=0.01, factor_update_steps=10, inv_update_steps=10)
+    train_step(opt, model, x, y, F.cross_entropy)
+    opt.zero_grad()
+    value = F.cross_entropy(model(x), y)
+    value.backward(retain_graph=True)
+    value.backward()
+    opt.step()
+
+
+def test_gradients_of_inputs_before_the_backward_of_the_same_graph():
+    """The first pass accumulates into no weight, so it is no second backward."""
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model)
+    inputs = x.clone().requires_grad_()
+    value = F.cross_entropy(model(inputs), y)
+    torch.autograd.grad(value, inputs, retain_graph=True)
+    value.backward(inputs=list(model.parameters()))
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_backward_for_some_parameters_captures_those():
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model, lr=0.1)
+    before = model[0].weight.detach().clone()
+    F.cross_entropy(model(x), y).backward(inputs=list(model[2].parameters()))
+    opt.step()
+    assert_factors({"2": held_factors(opt, model, "2")}, {"2": expected["2"]})
+    assert torch.equal(model[0].weight, before)
+
+
+def test_gradients_taken_by_autograd_grad_and_assigned():
+    """A legitimate way to fill .grad: parameters are differentiated, so it is captured."""
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model)
+    gradients = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    for p, g in zip(model.parameters(), gradients, strict=True):
+        p.grad = g
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_functional_call_with_the_module_s_own_parameters():
+    x, y = vectors()
+    expected = expected_factors(mlp(), x, y, F.cross_entropy)
+    model = mlp()
+    opt = plain_kfac(model)
+    output = torch.func.functional_call(model, dict(model.named_parameters()), (x,))
+    F.cross_entropy(output, y).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers without a block
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("fast", [False, True], ids=["weights", "no weights"])
+def test_multihead_attention_trains(batch_first, fast):
+    """Its projections are used functionally, so hooks on out_proj never fire: no crash, and every parameter moves."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            x = x if batch_first else x.transpose(0, 1)
+            z, _ = self.attention(x, x, x, need_weights=not fast)
+            return self.head((z if batch_first else z.transpose(0, 1)).mean(1))
+
+    x, y = noise(6, 5, 4), vectors()[1]
+    expected = expected_factors(seeded_build(Attention), x, y, F.cross_entropy, ["head"])
+    model = seeded_build(Attention)
+    opt = plain_kfac(model, lr=0.01, damping=0.1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.warns(UserWarning, match="out_proj") if not rows_say_fallback(opt, "attention.out_proj") else quiet():
+        train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors({"head": held_factors(opt, model, "head")}, expected)
+    for _ in range(3):
+        train_step(opt, model, x, y, F.cross_entropy)
+    for n, p in model.named_parameters():
+        assert torch.isfinite(p).all()
+        assert not torch.equal(p, before[n]), n
+    assert any("fallback" in row for row in rows_of(opt, "attention.in_proj_weight"))
+
+
+class quiet:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        return False
+
+
+def rows_say_fallback(opt, name: str) -> bool:
+    rows = rows_of(opt, name)
+    return bool(rows) and all("fallback" in row for row in rows)
+
+
+def parametrized(kind: str):
+    def build():
+        layer = nn.Linear(4, 5)
+        wrapped = {
+            "weight_norm": nn.utils.parametrizations.weight_norm,
+            "spectral_norm": nn.utils.parametrizations.spectral_norm,
+        }[kind](layer)
+        return nn.Sequential(wrapped, nn.Tanh(), nn.Linear(5, 3))
+
+    return seeded_build(build)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_parametrized_layers_take_the_fallback_and_say_why(kind):
+    model, (x, y) = parametrized(kind), vectors()
+    opt = plain_kfac(model, lr=0.1)
+    assert set(opt.blocks) == {"2"}
+    rows = rows_of(opt, "0.parametrizations.weight.original")
+    assert rows
+    assert all("fallback" in row and "parametri" in row.lower() for row in rows)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    backward(model, x, y, F.cross_entropy)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    opt.step()
+    for n, p in model.named_parameters():
+        if n.startswith("0."):
+            assert_close(before[n] - p.detach(), 0.1 * gradients[n], 1e-9, n)
+
+
+def test_other_layers_take_the_fallback_and_say_why():
+    def build():
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.LayerNorm(6), nn.PReLU(), nn.Linear(6, 3))
+
+    model, (x, y) = seeded_build(build), vectors()
+    opt = plain_kfac(model, lr=0.1)
+    assert set(opt.blocks) == {"0", "4"}
+    for name in ("1.weight", "1.bias", "2.weight", "2.bias", "3.weight"):
+        (row,) = rows_of(opt, name)
+        assert "fallback" in row
+    for name in ("0.weight", "0.bias", "4.weight", "4.bias"):
+        (row,) = rows_of(opt, name)
+        assert "fallback" not in row
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    backward(model, x, y, F.cross_entropy)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    opt.step()
+    for n, p in model.named_parameters():
+        if n[0] in "123":
+            assert_close(before[n] - p.detach(), 0.1 * gradients[n], 1e-9, n)
+
+
+def test_recurrent_layers_and_embeddings_train_by_their_fallback():
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.recurrent = nn.Embedding(7, 4), nn.LSTM(4, 5, batch_first=True)
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, tokens):
+            return self.head(self.recurrent(self.embedding(tokens))[0].mean(1))
+
+    tokens, y = torch.randint(7, (6, 4), generator=torch.Generator().manual_seed(0)), vectors()[1]
+    expected = expected_factors(seeded_build(Language), tokens, y, F.cross_entropy)
+    model = seeded_build(Language)
+    opt = plain_kfac(model, lr=0.1)
+    assert set(opt.blocks) == {"head"}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train_step(opt, model, tokens, y, F.cross_entropy)
+    assert_factors({"head": held_factors(opt, model, "head")}, expected)
+    for n, p in model.named_parameters():
+        if not n.startswith("head"):
+            assert rows_say_fallback(opt, n)
+            assert not torch.equal(p, before[n]) or not p.grad.any(), n
+
+
+def test_a_weight_used_outside_its_module_is_told_by_name():
+    """F.linear with the weight of a covered layer: a gradient without statistics."""
+
+    class Aside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.bypassed = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return F.linear(torch.tanh(self.used(x)), self.bypassed.weight, self.bypassed.bias)
+
+    model, (x, y) = seeded_build(Aside), vectors()
+    opt = plain_kfac(model, lr=0.1)
+    backward(model, x, y, F.cross_entropy)
+    before, gradient = model.bypassed.weight.detach().clone(), model.bypassed.weight.grad.clone()
+    with pytest.warns(UserWarning, match="bypassed"):
+        opt.step()
+    assert_close(before - model.bypassed.weight.detach(), 0.1 * gradient, 1e-12)
+
+
+def test_complex_layers_are_refused_or_fall_back():
+    layer = nn.Linear(3, 2, dtype=torch.complex128)
+    x = torch.complex(noise(4, 3), noise(4, 3, seed=1))
+    opt = plain_kfac(layer, lr=0.1)
+    assert not opt.blocks
+    before = layer.weight.detach().clone()
+    layer(x).abs().sum().backward()
+    gradient = layer.weight.grad.clone()
+    opt.step()
+    torch.testing.assert_close(before - layer.weight.detach(), 0.1 * gradient)
+
+
+def test_rows_that_belong_to_no_example_cannot_be_reduced():
+    """A table of 5 rows under a batch of 4: reduce must tell examples apart, so that layer falls back, with reason."""
+
+    class SharedTable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(5, 3))
+            self.positions, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.outer(torch.tanh(x + self.positions(self.table))).mean(1)
+
+    model, x, y = seeded_build(SharedTable), noise(4, 5, 3), torch.tensor([0, 1, 2, 0])
+    opt = plain_kfac(model, lr=0.1, approx="reduce")
+    backward(model, x, y, F.cross_entropy)
+    before, gradient = model.positions.weight.detach().clone(), model.positions.weight.grad.clone()
+    with pytest.warns(UserWarning, match="positions"):
+        opt.step()
+    assert_close(before - model.positions.weight.detach(), 0.1 * gradient, 1e-12)
+    assert rows_say_fallback(opt, "positions.weight")
+    assert not rows_say_fallback(opt, "outer.weight")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# skip_layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        self.decoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.lm_head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.lm_head(self.decoder(self.encoder(x)))
+
+
+ALL = {"encoder.0", "encoder.2.0", "decoder.0", "lm_head"}
+
+
+class Special(nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("skip", "left"),
+    [
+        ((), ALL),
+        ("lm_head", ALL - {"lm_head"}),
+        (["lm_head"], ALL - {"lm_head"}),
+        (("encoder",), {"decoder.0", "lm_head"}),
+        (("encoder.2",), ALL - {"encoder.2.0"}),
+        (("encoder.*",), {"decoder.0", "lm_head"}),
+        (("*.0",), {"lm_head"}),
+        (("lm_head", "decoder"), {"encoder.0", "encoder.2.0"}),
+        ((nn.Linear,), set()),
+        ((nn.Sequential,), {"lm_head"}),
+    ],
+    ids=str,
+)
+def test_skip_layers_by_name_pattern_and_type(skip, left):
+    if isinstance(skip, str):
+        skip = (skip,)
+    model, (x, y) = seeded_build(Deep), vectors()
+    opt = plain_kfac(model, lr=0.1, skip_layers=skip)
+    assert set(opt.blocks) == left
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    backward(model, x, y, F.cross_entropy)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    opt.step()
+    for n, p in model.named_parameters():
+        if n.rpartition(".")[0] not in left:
+            assert_close(before[n] - p.detach(), 0.1 * gradients[n], 1e-9, n)
+
+
+def test_skip_layers_by_instance():
+    model = seeded_build(Deep)
+    assert set(plain_kfac(model, skip_layers=(model.encoder,)).blocks) == {"decoder.0", "lm_head"}
+    assert set(plain_kfac(model, skip_layers=(model.encoder[2][0],)).blocks) == ALL - {"encoder.2.0"}
+    assert set(plain_kfac(model, skip_layers=(model.lm_head, "decoder")).blocks) == {"encoder.0", "encoder.2.0"}
+
+
+def test_skip_layers_by_subclass():
+    model = seeded_build(lambda: nn.Sequential(nn.Linear(4, 4), Special(4, 3)))
+    assert set(plain_kfac(model, skip_layers=(Special,)).blocks) == {"0"}
+
+
+@pytest.mark.parametrize("skip", ["decodr", "nothing.*", nn.Conv2d], ids=str)
+def test_a_skip_that_matches_nothing_raises(skip):
+    with pytest.raises(ValueError, match=getattr(skip, "__name__", skip).replace("*", r"\*")):
+        plain_kfac(seeded_build(Deep), skip_layers=(skip,))
+
+
+def test_a_foreign_instance_to_skip_raises():
+    with pytest.raises(ValueError, match="skip_layers"):
+        plain_kfac(seeded_build(Deep), skip_layers=(nn.Linear(4, 4),))
+
+
+def test_skipped_layers_say_so_in_describe():
+    opt = plain_kfac(seeded_build(Deep), skip_layers=("decoder",))
+    (row,) = rows_of(opt, "decoder.0.weight")
+    assert "fallback" in row
+    assert "skip" in row

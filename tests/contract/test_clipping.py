@@ -1,0 +1,97 @@
+"""`clip_norm` and `clip_value` bound the preconditioned direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.methods import Method, Variant
+from tests.contract.tasks import (
+    Task,
+    assert_identical,
+    block_vector,
+    covered_layers,
+    covered_names,
+    displacements,
+    train,
+    values,
+)
+
+pytestmark = pytest.mark.option("clip_norm", "clip_value")
+
+
+def directions(method: Method, task: Task, steps: int = 4, **keywords: Any) -> list[dict[str, torch.Tensor]]:
+    model = task.model()
+    return list(displacements(model, method.build(model, **method.bare(**keywords)), task, steps))
+
+
+def test_value_clamps_each_number(method: Method, variant: Variant, mlp: Task) -> None:
+    bound = 0.05
+    free = directions(method, mlp, **variant.keywords)
+    clipped = directions(method, mlp, clip_value=bound, **variant.keywords)
+    covered = covered_names(mlp.model())
+    assert max(float(one[name].abs().max()) for one in free for name in covered) > bound
+    for before, after in zip(free, clipped, strict=True):
+        for name in covered:
+            torch.testing.assert_close(after[name], before[name].clamp(-bound, bound), rtol=1e-9, atol=1e-13)
+
+
+def test_norm_scales_the_direction_of_a_single_block(method: Method, variant: Variant, mlp: Task) -> None:
+    """Weight and bias together."""
+    bound = 0.05
+    only = ("second",)
+    free = directions(method, mlp, skip_layers=only, **variant.keywords)
+    clipped = directions(method, mlp, skip_layers=only, clip_norm=bound, **variant.keywords)
+    names = covered_layers(mlp.model())["first"]
+    for before, after in zip(free, clipped, strict=True):
+        norm = float(block_vector(before, names).norm())
+        assert norm > bound
+        expected = block_vector(before, names) * (bound / norm)
+        torch.testing.assert_close(block_vector(after, names), expected, rtol=1e-5, atol=1e-13)
+
+
+def test_norm_scales_all_blocks_alike(method: Method, mlp: Task) -> None:
+    """As `torch.nn.utils.clip_grad_norm_`: one norm over everything that is preconditioned."""
+    bound = 0.05
+    names = sorted(covered_names(mlp.model()))
+    for before, after in zip(directions(method, mlp), directions(method, mlp, clip_norm=bound), strict=True):
+        norm = float(block_vector(before, names).norm())
+        assert norm > bound
+        expected = block_vector(before, names) * (bound / norm)
+        torch.testing.assert_close(block_vector(after, names), expected, rtol=1e-5, atol=1e-13)
+
+
+@pytest.mark.parametrize("keyword", ["clip_norm", "clip_value"])
+def test_generous_bound_is_no_bound(method: Method, mlp: Task, keyword: str) -> None:
+    results = []
+    for bound in (None, 1e9):
+        model = mlp.model()
+        train(model, method.build(model, **{keyword: bound}), mlp, 5)
+        results.append(values(model))
+    assert_identical(results[1], results[0])
+
+
+@pytest.mark.parametrize("keyword", ["clip_norm", "clip_value"])
+def test_bound_is_read_at_each_step(method: Method, mlp: Task, keyword: str) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, **method.bare(**{keyword: 1e-6}))
+
+    def lift() -> None:
+        optimizer.param_groups[0][keyword] = None
+
+    first, second = displacements(model, optimizer, mlp, 2, lift)
+    expected = directions(method, mlp, steps=2)[1]
+    for name in covered_names(model):
+        assert first[name].abs().max() <= 1e-6 * (1 + 1e-6)
+        torch.testing.assert_close(second[name], expected[name], rtol=1e-9, atol=1e-13)
+
+
+def test_gradients_are_not_what_is_clipped(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, clip_norm=1e-6, clip_value=1e-6)
+    mlp.loss(model, 0).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    assert_identical({name: p.grad for name, p in model.named_parameters()}, gradients)

@@ -1,0 +1,71 @@
+"""`inner="adamw"`: AdamW consumes the preconditioned gradient of covered blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from tests.contract.methods import Method, Variant
+from tests.contract.tasks import Task, covered_names, displacements, train, values
+
+pytestmark = pytest.mark.option("inner")
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "decay": ({"weight_decay": 0.1}, {"weight_decay": 0.1}),
+    "betas": (
+        {"fallback_betas": (0.5, 0.75), "fallback_eps": 1e-4},
+        {"betas": (0.5, 0.75), "eps": 1e-4},
+    ),
+    "momentum is not applied on top": ({"momentum": 0.9}, {}),
+    "decoupled is what it is anyway": (
+        {"weight_decay": 0.1, "decoupled_weight_decay": True},
+        {"weight_decay": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_is_adamw_fed_with_directions(method: Method, task: Task, case: str) -> None:
+    """The directions come from a twin whose step is the direction; every step starts from the same parameters."""
+    ours, theirs = CASES[case]
+    model, twin = task.model(), task.model()
+    plain = method.build(twin, **method.bare())
+    optimizer = method.build(model, **{**method.bare(lr=0.01, inner="adamw"), **ours})
+    names = sorted(covered_names(model))
+    start = values(model)
+    fed = {name: torch.nn.Parameter(start[name].clone()) for name in names}
+    reference = AdamW(fed.values(), 0.01, **{"weight_decay": 0.0, **theirs})
+    for direction, moved in zip(
+        displacements(twin, plain, task, 6), displacements(model, optimizer, task, 6), strict=True
+    ):
+        for name in names:
+            fed[name].grad = -direction[name]
+        reference.step()
+        with torch.no_grad():
+            for name in names:
+                torch.testing.assert_close(moved[name], fed[name] - start[name], rtol=1e-6, atol=1e-12)
+                fed[name].copy_(start[name])
+
+
+def test_state_of_covered_parameters(method: Method, variant: Variant, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, inner="adamw", **variant.keywords)
+    train(model, optimizer, mlp, 2)
+    keys = optimizer.state[model.first.weight].keys()
+    assert keys == variant.owner_state | {"step", "exp_avg", "exp_avg_sq", "global_step"}
+    assert optimizer.state[model.scale.gain].keys() == {"step", "momentum_buffer"}
+
+
+def test_directions_enter_not_gradients(method: Method, mlp: Task) -> None:
+    """After one step `exp_avg` is (1 - β₁) times the direction."""
+    model, twin = mlp.model(), mlp.model()
+    (direction,) = displacements(twin, method.build(twin, **method.bare()), mlp, 1)
+    optimizer = method.build(model, **method.bare(inner="adamw"))
+    train(model, optimizer, mlp, 1)
+    for name in covered_names(model):
+        average = optimizer.state[model.get_parameter(name)]["exp_avg"]
+        torch.testing.assert_close(average, -0.1 * direction[name], rtol=1e-9, atol=1e-13)

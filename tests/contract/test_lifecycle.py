@@ -1,0 +1,215 @@
+"""Hooks come and go: `detach`, `close`, `attach`, context manager, several optimizers on one module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.methods import Method
+from tests.contract.tasks import Task, assert_identical, backward, snapshot, train, values
+
+pytestmark = pytest.mark.option("module")
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def hooks(model: nn.Module) -> list[int]:
+    """The length of every hook table of every module and parameter."""
+    counts = [len(getattr(module, name)) for module in model.modules() for name in HOOKS]
+    for parameter in model.parameters():
+        counts.append(len(parameter._backward_hooks or ()))
+        counts.append(len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()))
+    return counts
+
+
+@pytest.mark.parametrize("end", ["detach", "close"])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_module_is_as_it_was(method: Method, task: Task, end: str, steps: int) -> None:
+    model = task.model()
+    keys = [set(vars(module)) for module in model.modules()]
+    types = [type(module) for module in model.modules()]
+    before = hooks(model)
+    optimizer = method.build(model)
+    train(model, optimizer, task, steps)
+    assert hooks(model) != before
+    getattr(optimizer, end)()
+    assert hooks(model) == before
+    assert [set(vars(module)) for module in model.modules()] == keys
+    assert [type(module) for module in model.modules()] == types
+
+
+@pytest.mark.parametrize("end", ["detach", "close"])
+def test_twice_is_as_good_as_once(method: Method, mlp: Task, end: str) -> None:
+    model = mlp.model()
+    before = hooks(model)
+    optimizer = method.build(model)
+    for _ in range(2):
+        getattr(optimizer, end)()
+    optimizer.close()
+    optimizer.detach()
+    assert hooks(model) == before
+
+
+def test_outputs_do_not_change_by_a_bit(method: Method, task: Task) -> None:
+    """Hooked with capture due, hooked with nothing due, and detached."""
+    model = task.model()
+    inputs = task.batch(0)[0]
+    bare = model(inputs)
+    optimizer = method.build(model)
+    due = model(inputs)
+    assert_identical(due.detach(), bare.detach())
+    optimizer.detach()
+    assert_identical(model(inputs).detach(), bare.detach())
+
+
+def test_gradients_do_not_change_by_a_bit(method: Method, task: Task) -> None:
+    model, hooked = task.model(), task.model()
+    method.build(hooked)
+    task.loss(model, 0).backward()
+    task.loss(hooked, 0).backward()
+    assert_identical([p.grad for p in hooked.parameters()], [p.grad for p in model.parameters()])
+
+
+def test_context_manager_closes(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    before = hooks(model)
+    with method.build(model) as optimizer:
+        assert isinstance(optimizer, method.cls)
+        train(model, optimizer, mlp, 2)
+    assert hooks(model) == before
+
+
+def test_context_manager_closes_on_an_error_and_lets_it_through(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    before = hooks(model)
+    with pytest.raises(KeyError, match="mine"), method.build(model):
+        raise KeyError("mine")
+    assert hooks(model) == before
+
+
+def test_second_optimizer_keeps_its_hooks_and_its_statistics(method: Method, mlp: Task) -> None:
+    """Two on one module, then one of them leaves: the other one trains as if it had been alone all the time."""
+    model, alone = mlp.model(), mlp.model()
+    before = hooks(model)
+    stays = method.build(model)
+    with_one = hooks(model)
+    leaves = method.build(model)
+    assert hooks(model) != with_one
+    only = method.build(alone)
+    for step in range(3):
+        train(alone, only, mlp, 1, start=step)
+        backward(model, stays, mlp, step)
+        stays.step()
+    assert_identical(values(model), values(alone))
+    leaves.detach()
+    assert hooks(model) == with_one
+    for step in range(3, 7):
+        train(alone, only, mlp, 1, start=step)
+        train(model, stays, mlp, 1, start=step)
+    assert_identical(values(model), values(alone))
+    assert_identical(stays.state_dict(), only.state_dict())
+    stays.close()
+    assert hooks(model) == before
+
+
+def test_two_optimizers_each_count_a_batch_once(method: Method, mlp: Task) -> None:
+    model, alone = mlp.model(), mlp.model()
+    first, second = method.build(model), method.build(model)
+    only = method.build(alone)
+    mlp.loss(model, 0).backward()
+    mlp.loss(alone, 0).backward()
+    only.step()
+    expected = snapshot(only)["state"]
+    start = values(model)
+    for optimizer in (first, second):
+        optimizer.step()
+        assert_identical(snapshot(optimizer)["state"], expected)
+        assert_identical(values(model), values(alone))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(start[name])
+
+
+def test_dropped_optimizer_leaves_a_working_module(method: Method, mlp: Task) -> None:
+    """Nobody called `close`: the module must neither keep the optimizer alive nor break."""
+    import gc
+    import weakref
+
+    model = mlp.model()
+    optimizer = method.build(model)
+    train(model, optimizer, mlp, 2)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    mlp.loss(model, 2).backward()
+    fresh = method.build(model)
+    train(model, fresh, mlp, 2, start=3)
+
+
+def test_attach_after_detach_goes_on(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    optimizer, undisturbed = method.build(model), method.build(twin)
+    train(model, optimizer, mlp, 3)
+    hooked = hooks(model)
+    optimizer.detach()
+    optimizer.attach(model)
+    assert hooks(model) == hooked
+    train(model, optimizer, mlp, 4, start=3)
+    train(twin, undisturbed, mlp, 7)
+    assert_identical(values(model), values(twin))
+
+
+def test_attach_twice_hooks_once(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    optimizer, undisturbed = method.build(model), method.build(twin)
+    hooked = hooks(model)
+    optimizer.attach(model)
+    assert hooks(model) == hooked
+    train(model, optimizer, mlp, 4)
+    train(twin, undisturbed, mlp, 4)
+    assert_identical(values(model), values(twin))
+
+
+def test_state_of_the_model_does_not_know_the_optimizer(method: Method, task: Task) -> None:
+    model, plain = task.model(), task.model()
+    method.build(model)
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert str(model) == str(plain)
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+
+
+def test_pause_capture_leaves_the_state_alone(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    optimizer, undisturbed = method.build(model), method.build(twin)
+    for step in range(5):
+        with optimizer.pause_capture():
+            mlp.loss(model, 100 + step).backward()
+        train(model, optimizer, mlp, 1, start=step)
+        train(twin, undisturbed, mlp, 1, start=step)
+    assert_identical(optimizer.state_dict(), undisturbed.state_dict())
+    assert_identical(values(model), values(twin))
+
+
+def test_blocks_are_listed_by_module_name(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer: Any = method.build(model)
+    assert set(optimizer.blocks) == {"first", "second"}
+    assert optimizer.blocks["first"].weight is model.first.weight
+    assert optimizer.blocks["first"].bias is model.first.bias
+    assert optimizer.blocks["second"].name == "second"

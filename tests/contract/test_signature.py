@@ -1,0 +1,91 @@
+"""The public face of `torch.optim`: a real `Optimizer`, every keyword in the constructor's own signature."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+
+import torch
+
+import secondorder
+from tests.contract.methods import Method
+from tests.contract.tasks import Task
+
+POSITIONAL = ("params", "lr", "momentum")
+
+
+def parameters(method: Method) -> list[inspect.Parameter]:
+    return list(inspect.signature(method.cls).parameters.values())
+
+
+def test_is_an_optimizer_of_the_public_api(method: Method, mlp: Task) -> None:
+    assert isinstance(method.build(mlp.model()), (torch.optim.Optimizer, secondorder.SecondOrderOptimizer))
+    assert issubclass(method.cls, torch.optim.Optimizer)
+    assert getattr(secondorder, method.cls.__name__) is method.cls
+    assert method.cls.__name__ in secondorder.__all__
+
+
+def test_every_keyword_has_a_type_and_a_default(method: Method) -> None:
+    given = parameters(method)
+    hints = typing.get_type_hints(method.cls.__init__)
+    assert given[0].name == "params"
+    for parameter in given:
+        assert parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        assert parameter.name in hints
+        assert parameter.name == "params" or parameter.default is not inspect.Parameter.empty
+
+
+def test_only_what_torch_has_first_may_be_positional(method: Method) -> None:
+    positional = [p.name for p in parameters(method) if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert tuple(positional) == POSITIONAL
+
+
+def test_defaults_of_torchs_own_keywords(method: Method) -> None:
+    defaults = {p.name: p.default for p in parameters(method)}
+    expected = {"nesterov": False, "weight_decay": 0.0, "decoupled_weight_decay": False, "maximize": False}
+    assert {key: defaults[key] for key in expected} == expected
+    assert defaults["foreach"] is None
+    assert (defaults["lr"], defaults["momentum"]) == ((0.1, 0.9) if method.needs_module else (1e-3, 0.0))
+
+
+def test_first_choices_are_the_defaults(method: Method) -> None:
+    """Tuning changes numbers, not meanings (design 4.1)."""
+    defaults = {p.name: p.default for p in parameters(method)}
+    expected = {
+        "graft": None,
+        "clip_norm": None,
+        "clip_value": None,
+        "fallback": None,
+        "inner": "sgd",
+        "module": None,
+        "comm": None,
+        "grad_scaler": None,
+        "loss_reduction": "mean",
+        "loss_terms": 1,
+    }
+    assert {key: defaults[key] for key in expected if key in defaults} == {
+        key: value for key, value in expected.items() if key in defaults
+    }
+
+
+def test_group_keys_that_schedulers_look_for(method: Method, mlp: Task) -> None:
+    """`OneCycleLR` and `CyclicLR` cycle `betas` instead of `momentum` where a group has both."""
+    group = method.build(mlp.model()).param_groups[0]
+    assert {"lr", "momentum"} <= group.keys()
+    assert ("betas" in group) == method.accepts("betas")
+
+
+def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> None:
+    """So that it can be scheduled."""
+    group = method.build(mlp.model()).param_groups[0]
+    changing = {
+        "lr", "momentum", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize", "damping", "factor_decay",
+        "factor_update_steps", "inv_update_steps", "kl_clip", "fallback", "fallback_lr", "fallback_betas",
+        "fallback_eps", "clip_norm", "clip_value",
+    }  # fmt: skip
+    assert {key for key in changing if method.accepts(key)} <= group.keys()
+
+
+def test_step_takes_a_closure_only(method: Method) -> None:
+    names = list(inspect.signature(method.cls.step).parameters)
+    assert names == ["self", "closure"]

@@ -1,0 +1,355 @@
+"""Torch's own machinery for its optimizers (`torch.testing._internal.common_optimizers`) run over the methods.
+
+The promises are those of torch's `test_optim.py`, which does not ship in the wheel, restated on its `OptimizerInfo`.
+Its parameters are bare, so a layer method gets `module=` a net that does not hold them and they follow the fallback;
+`CoveredInfo` runs the same tests over a layer whose parameters do have a block.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import unittest
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from tests.contract.methods import METHODS, Method
+from tests.contract.tasks import assert_identical
+
+
+@contextmanager
+def without_traces() -> Iterator[None]:
+    """Importing torch's test helpers switches the hypothesis profile and forbids to set `torch.backends` flags."""
+    profile, flag = settings.get_current_profile_name(), "__allow_nonbracketed_mutation_flag"
+    allowed = getattr(torch.backends, flag)
+    try:
+        yield
+    finally:
+        settings.load_profile(profile)
+        setattr(torch.backends, flag, allowed)
+
+
+try:
+    with without_traces():
+        from torch.testing._internal.common_device_type import instantiate_device_type_tests
+        from torch.testing._internal.common_optimizers import (
+            ErrorOptimizerInput,
+            OptimizerErrorEnum,
+            OptimizerInfo,
+            OptimizerInput,
+            TensorTracker,
+            get_error_inputs_for_all_optims,
+            optims,
+        )
+        from torch.testing._internal.common_utils import TestCase
+except ImportError as error:
+    pytest.skip(f"torch {torch.__version__} has no private OptimizerInfo here: {error}", allow_module_level=True)
+
+SCHEDULERS = (
+    [lambda opt: StepLR(opt, gamma=0.9, step_size=10)],
+    [lambda opt: LinearLR(opt, start_factor=0.4, total_iters=4)],
+    [lambda opt: StepLR(opt, gamma=0.9, step_size=10), lambda opt: LinearLR(opt, start_factor=0.4, total_iters=4)],
+    [lambda opt: CosineAnnealingLR(opt, 30), lambda opt: ReduceLROnPlateau(opt)],
+    [lambda opt: ExponentialLR(opt, 0.95)],
+    [lambda opt: OneCycleLR(opt, 0.01, total_steps=40)],
+)
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "non-default lr": {"lr": 0.01},
+    "tensor lr": {"lr": torch.tensor(0.01)},
+    "no momentum": {"momentum": 0.0},
+    "weight decay": {"weight_decay": 0.1},
+    "decoupled weight decay": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "nesterov": {"nesterov": True, "weight_decay": 0.1},
+    "maximize": {"maximize": True},
+    "adamw": {"fallback": "adamw", "inner": "adamw", "lr": 0.01, "fallback_lr": 0.01},
+    "graft": {"graft": "adam", "lr": 0.01},
+}
+
+
+def inputs_of(method: Method) -> Callable[..., list[OptimizerInput]]:
+    def inputs(device: str, dtype: torch.dtype | None = None) -> list[OptimizerInput]:
+        return [
+            OptimizerInput(params=None, kwargs={**method.keywords, **keywords}, desc=name)
+            for name, keywords in CONFIGURATIONS.items()
+        ]
+
+    return inputs
+
+
+def errors_of(method: Method) -> Callable[..., list[ErrorOptimizerInput]]:
+    """Those that torch expects of every optimizer, and two of our own."""
+
+    def errors(device: str, dtype: torch.dtype) -> list[ErrorOptimizerInput]:
+        own = [("lr", -0.5), ("weight_decay", -0.25)]
+        return get_error_inputs_for_all_optims(device, dtype) + [
+            ErrorOptimizerInput(
+                OptimizerInput(params=None, kwargs={keyword: value}, desc=keyword),
+                error_type=ValueError,
+                error_regex=str(value),
+            )
+            for keyword, value in own
+        ]
+
+    return errors
+
+
+class Info(OptimizerInfo):
+    """Bare parameters, beside the module that a layer method needs."""
+
+    suffix = "bare"
+
+    def __init__(self, method: Method) -> None:
+        super().__init__(
+            method.cls,
+            optim_inputs_func=inputs_of(method),
+            optim_error_inputs_func=errors_of(method),
+            scheduler_inputs=SCHEDULERS,
+            supported_impls=("foreach",),
+            supports_sparse=False,
+            supports_complex=True,
+        )
+        self.method = method
+
+    @property
+    def name(self) -> str:
+        return f"{self.optim_cls.__name__}_{self.suffix}"
+
+    def problem(self, device: str, dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter], Callable[[], Tensor]]:
+        """A module, the parameters to train and their loss: here, least squares in a free matrix and vector."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=dtype, device=device)
+
+        weight, bias, inputs = nn.Parameter(draw(6, 5)), nn.Parameter(draw(6)), draw(4, 5)
+
+        def loss() -> Tensor:
+            return (inputs @ weight.mT + bias).abs().square().sum(-1).mean()
+
+        return nn.Linear(2, 2, device=device), [weight, bias], loss
+
+    def build(self, module: nn.Module, params: Any, **keywords: Any) -> Any:
+        extra = {"module": module} if self.method.needs_module else {}
+        return self.optim_cls(params, **extra, **keywords)
+
+
+class CoveredInfo(Info):
+    """Least squares in the weight and bias of a layer, over more examples than either side has dimensions."""
+
+    suffix = "covered"
+
+    def __init__(self, method: Method) -> None:
+        super().__init__(method)
+        self.supports_complex = False
+
+    def problem(self, device: str, dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter], Callable[[], Tensor]]:
+        _, (weight, bias), _ = super().problem(device, dtype)
+        layer = nn.Linear(5, 6, device=device, dtype=dtype)
+        layer.weight, layer.bias = weight, bias
+        inputs = torch.randn(32, 5, generator=torch.Generator(device).manual_seed(1), dtype=dtype, device=device)
+        return layer, [weight, bias], lambda: layer(inputs).square().sum(-1).mean()
+
+
+OPTIMS = [info(method) for method in METHODS for info in (Info, CoveredInfo)]
+EVERY, WITH_COMPLEX = [torch.float64], [torch.float64, torch.complex128]
+
+
+def run(optimizer: Any, loss: Callable[[], Tensor], steps: int, maximize: bool = False) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        objective = -loss() if maximize else loss()
+        objective.backward()
+        return objective
+
+    for _ in range(steps):
+        optimizer.step(closure)
+
+
+class TestOptimizerInfo(TestCase):
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_goes_in_the_right_direction(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        for config in optim_info.optim_inputs_func(device, dtype):
+            for foreach in (False, True):
+                if foreach and isinstance(config.kwargs.get("lr"), Tensor):
+                    continue
+                module, params, loss = optim_info.problem(device, dtype)
+                optimizer = optim_info.build(module, params, **{**config.kwargs, "foreach": foreach})
+                before = float(loss().detach())
+                run(optimizer, loss, 20, maximize=bool(config.kwargs.get("maximize")))
+                assert float(loss().detach()) < before, config.desc
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_goes_in_the_right_direction_with_schedulers(
+        self, device: str, dtype: torch.dtype, optim_info: Any
+    ) -> None:
+        for schedulers in optim_info.scheduler_inputs:
+            module, params, loss = optim_info.problem(device, dtype)
+            optimizer = optim_info.build(module, params, **{**optim_info.method.keywords, "lr": 0.01})
+            chain, before = [make(optimizer) for make in schedulers], float(loss().detach())
+            for _ in range(20):
+                run(optimizer, loss, 1)
+                for scheduler in chain:
+                    scheduler.step(*([float(loss().detach())] if isinstance(scheduler, ReduceLROnPlateau) else []))
+            assert float(loss().detach()) < before
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_lr_and_weight_decay_per_group(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        for option in ({"lr": 0.01}, {"weight_decay": 0.1}, {"lr": torch.tensor(0.01)}):
+            module, (weight, bias), loss = optim_info.problem(device, dtype)
+            groups = [{"params": [weight]}, {"params": [bias], **option}]
+            optimizer = optim_info.build(module, groups, **optim_info.method.keywords)
+            before = float(loss().detach())
+            run(optimizer, loss, 20)
+            assert float(loss().detach()) < before
+
+    @optims(OPTIMS, dtypes=WITH_COMPLEX)
+    def test_foreach_matches_forloop(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        if dtype.is_complex and not optim_info.supports_complex:
+            self.skipTest("a complex layer has no block")
+        for config in optim_info.optim_inputs_func(device, dtype):
+            if isinstance(config.kwargs.get("lr"), Tensor):
+                continue
+            tracker = TensorTracker({"rtol": 1e-12, "atol": 1e-14})
+            for foreach in (False, True):
+                module, params, loss = optim_info.problem(device, dtype)
+                optimizer = optim_info.build(module, params, **{**config.kwargs, "foreach": foreach})
+                for _ in range(5):
+                    run(optimizer, loss, 1)
+                    for parameter in params:
+                        if foreach:
+                            tracker.pop_check_set(parameter, self)
+                        else:
+                            tracker.add(parameter)
+            assert tracker.all_popped()
+
+    @optims(OPTIMS, dtypes=WITH_COMPLEX)
+    def test_tensor_lr_matches_float(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        if dtype.is_complex and not optim_info.supports_complex:
+            self.skipTest("a complex layer has no block")
+        results = []
+        for lr in (0.125, torch.tensor(0.125)):
+            module, params, loss = optim_info.problem(device, dtype)
+            run(optim_info.build(module, params, **{**optim_info.method.keywords, "lr": lr}), loss, 5)
+            results.append([parameter.detach() for parameter in params])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_step_is_noop_without_gradients(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        for config in optim_info.optim_inputs_func(device, dtype):
+            module, params, _ = optim_info.problem(device, dtype)
+            before = [parameter.detach().clone() for parameter in params]
+            optim_info.build(module, params, **config.kwargs).step()
+            assert_identical([parameter.detach() for parameter in params], before)
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_step_is_noop_for_zero_gradients(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        for config in optim_info.optim_inputs_func(device, dtype):
+            module, params, _ = optim_info.problem(device, dtype)
+            before = [parameter.detach().clone() for parameter in params]
+            optimizer = optim_info.build(module, params, **{**config.kwargs, "weight_decay": 0.0})
+            for parameter in params:
+                parameter.grad = torch.zeros_like(parameter)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a covered layer has gradients that no backward pass left
+                optimizer.step()
+            assert_identical([parameter.detach() for parameter in params], before)
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_state_dict_is_deterministic_and_names_survive(
+        self, device: str, dtype: torch.dtype, optim_info: Any
+    ) -> None:
+        for named in (False, True):
+            module, params, loss = optim_info.problem(device, dtype)
+            given = [("w", params[0]), ("b", params[1])] if named else params
+            optimizer = optim_info.build(module, given, **optim_info.method.keywords)
+            run(optimizer, loss, 3)
+            saved = copy.deepcopy(optimizer.state_dict())
+            assert saved["param_groups"][0].get("param_names") == (["w", "b"] if named else None)
+            fresh_module, fresh, fresh_loss = optim_info.problem(device, dtype)
+            with torch.no_grad():
+                for mine, theirs in zip(fresh, params, strict=True):
+                    mine.copy_(theirs)
+            given = [("w", fresh[0]), ("b", fresh[1])] if named else fresh
+            second = optim_info.build(fresh_module, given, **optim_info.method.keywords)
+            second.load_state_dict(saved)
+            run(optimizer, loss, 4)
+            run(second, fresh_loss, 4)
+            assert_identical([parameter.detach() for parameter in fresh], [parameter.detach() for parameter in params])
+            assert_identical(second.state_dict(), optimizer.state_dict())
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_can_load_older_state_dict(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        for config in optim_info.optim_inputs_func(device, dtype):
+            module, params, loss = optim_info.problem(device, dtype)
+            optimizer = optim_info.build(module, params, **config.kwargs)
+            run(optimizer, loss, 3)
+            saved = copy.deepcopy(optimizer.state_dict())
+            for group in saved["param_groups"]:
+                for flag in optim_info.not_og_supported_flags:
+                    group.pop(flag, None)
+            optimizer.load_state_dict(saved)
+            run(optimizer, loss, 1)
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_save_load_equality_with_weights_only(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        for config in optim_info.optim_inputs_func(device, dtype):
+            module, params, loss = optim_info.problem(device, dtype)
+            optimizer = optim_info.build(module, params, **config.kwargs)
+            run(optimizer, loss, 3)
+            with io.BytesIO() as file:
+                torch.save(optimizer.state_dict(), file)
+                file.seek(0)
+                loaded = torch.load(file, weights_only=True)
+            assert_identical(loaded, optimizer.state_dict())
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_deepcopy_copies_all_public_attributes(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        def public(thing: Any) -> set[str]:
+            return {name for name in vars(thing) if not name.startswith("_")}
+
+        for config in optim_info.optim_inputs_func(device, dtype):
+            module, params, _ = optim_info.problem(device, dtype)
+            optimizer = optim_info.build(module, params, **config.kwargs)
+            assert public(copy.deepcopy(optimizer)) == public(optimizer)
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_repr_is_printable(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        for config in optim_info.optim_inputs_func(device, dtype):
+            module, params, _ = optim_info.problem(device, dtype)
+            optimizer = optim_info.build(module, params, **config.kwargs)
+            assert f"Parameter Group 0\n    {sorted(optimizer.defaults)[0]}" in repr(optimizer)
+
+    @optims(OPTIMS, dtypes=EVERY)
+    def test_step_hooks_run_in_order(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        module, params, loss = optim_info.problem(device, dtype)
+        optimizer = optim_info.build(module, params, **optim_info.method.keywords)
+        seen: list[str] = []
+        optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+        run(optimizer, loss, 2)
+        assert seen == ["pre", "post"] * 2
+
+    @optims(OPTIMS, dtypes=[torch.float32])
+    def test_errors(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
+        for case in optim_info.optim_error_inputs_func(device, dtype):
+            config = case.optimizer_error_input
+            assert case.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR
+            module, params, _ = optim_info.problem(device, dtype)
+            given = params if config.params is None else config.params
+            expected = pytest.warns if issubclass(case.error_type, Warning) else pytest.raises
+            with expected(case.error_type, match=case.error_regex):
+                optim_info.build(module, given, **config.kwargs)
+
+
+instantiate_device_type_tests(TestOptimizerInfo, globals(), only_for="cpu")
+assert issubclass(TestOptimizerInfoCPU, unittest.TestCase)  # noqa: F821 - made by the line above

@@ -1,0 +1,50 @@
+"""What the project's own files promise each other: the pins cover every extra, and leave out what must not be there."""
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import secondorder
+
+ROOT = Path(__file__).resolve().parent.parent
+tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PINS = [
+    Requirement(line)
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def requirements() -> list[Requirement]:
+    extras = PROJECT["optional-dependencies"].values()
+    return [Requirement(text) for texts in [PROJECT["dependencies"], *extras] for text in texts]
+
+
+def test_every_requirement_has_a_pin_that_satisfies_it() -> None:
+    pins = {canonicalize_name(pin.name): pin for pin in PINS if pin.marker is None or pin.marker.evaluate()}
+    for requirement in requirements():
+        if requirement.name == PROJECT["name"]:  # an extra that includes another
+            continue
+        pin = pins.get(canonicalize_name(requirement.name))
+        assert pin is not None, f"constraints.txt has no pin for {requirement}"
+        (exact,) = pin.specifier
+        assert exact.operator == "=="
+        assert requirement.specifier.contains(exact.version), f"{pin} does not satisfy {requirement}"
+
+
+def test_torch_is_pinned_without_a_local_label() -> None:
+    assert [str(pin) for pin in PINS if pin.name == "torch"] == ["torch==2.13.0"]
+
+
+@pytest.mark.parametrize("name", ["torchvision", "timm"])
+def test_packages_that_break_other_imports_stay_out(name: str) -> None:
+    assert name not in {canonicalize_name(r.name) for r in [*PINS, *requirements()]}
+
+
+def test_the_version_is_a_literal_that_the_build_can_read() -> None:
+    text = (ROOT / "secondorder" / "__init__.py").read_text(encoding="utf-8")
+    assert re.findall(r'^__version__ = "(.+)"$', text, re.M) == [secondorder.__version__]
