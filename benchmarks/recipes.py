@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.workloads import WorkloadName
+from secondorder import KFAC
 
 Setting = float | int | bool | str | None
 Settings = Mapping[str, Setting]
@@ -67,8 +68,6 @@ def _adamw(model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def _kfac(model: nn.Module, **settings: Any) -> Optimizer:
-    from secondorder import KFAC
-
     return KFAC(model, **settings)
 
 
@@ -80,7 +79,7 @@ METHODS: dict[MethodName, Method] = {
             "digits": {"lr": 0.1, "momentum": 0.9},
             "autoencoder": {"lr": 3e-3, "momentum": 0.9},
             "resnet20": {"lr": 0.1, "momentum": 0.9},
-            "chargpt": {"lr": 0.1, "momentum": 0.9},
+            "chargpt": {"lr": 0.3, "momentum": 0.9},
         },
     ),
     "adamw": Method(

@@ -120,7 +120,7 @@ class Trainer:
     def _train_on(self, batch: Batch) -> Tensor:
         self.optimizer.zero_grad()
         loss = self.workload.loss(self.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it without types
+        loss.backward()
         self.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()

@@ -86,7 +86,8 @@ class Checkpointing(Lifecycle):
         for live, given in zip(self.param_groups, groups, strict=True):
             for p, i in zip(live["params"], given["params"], strict=True):
                 spec = self._expected_state(p, given)
-                theirs = dict(found.get(i, {}))
+                # torch's flattened checkpoints put an empty dict where a key was left out.
+                theirs = {k: v for k, v in found.get(i, {}).items() if not (isinstance(v, dict) and not v)}
                 required = {k: v for k, v in spec.items() if not self._may_lack(k, given)}
                 shapes = {k: shape_of(v) for k, v in required.items()}
                 shapes.update({k: shape_of(v) for k, v in spec.items() if k in theirs})
@@ -105,6 +106,8 @@ class Checkpointing(Lifecycle):
             expected.update(self.curvature_spec(block, group))
         if p.requires_grad:
             expected.update(dict.fromkeys(self._rule_keys(p, group), p))
+        else:
+            expected.update({k: v for k, v in self.state[p].items() if k in self.kinds})
         return expected
 
     def _may_lack(self, key: str, group: Group) -> bool:
@@ -162,11 +165,9 @@ def compare_states(found: Mapping[str, Any], expected: Spec, shape: tuple[int, .
         if wanted is None or key == "step":
             single = value.numel() == 1 if isinstance(value, Tensor) else options.is_number(value)
             if not single:
-                what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                lines.append(f"{label}: {key} is {what}, expected a number")
+                lines.append(f"{label}: {key} is {_shown(value)}, expected a number")
         elif not isinstance(value, Tensor) or tuple(value.shape) != tuple(wanted):
-            what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            lines.append(f"{label}: {key} is {what}, expected {tuple(wanted)}")
+            lines.append(f"{label}: {key} is {_shown(value)}, expected a tensor of shape {tuple(wanted)}")
     return lines
 
 
@@ -201,3 +202,7 @@ def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _shown(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -40,14 +40,16 @@ class Lifecycle(Optimizer):
 
     def _begin_life(
         self,
-        skip: Sequence[SkipRule],
+        skip: Sequence[SkipRule] | SkipRule,
         stagger: bool,
         refresh_warmup: bool,
         max_failures: int,
         comm: CommStrategy | None,
     ) -> None:
-        if isinstance(skip, (str, type, nn.Module)) or not isinstance(skip, Iterable):
-            raise TypeError(f"skip_layers must be a sequence of rules, got {skip!r}")
+        if isinstance(skip, (str, type, nn.Module)):
+            skip = [skip]
+        if not isinstance(skip, Iterable):
+            raise TypeError(f"skip_layers must be a rule or a sequence of rules, got {skip!r}")
         if comm is not None and not isinstance(comm, CommStrategy):
             raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
         self._skip: list[SkipRule] = list(skip)
@@ -82,12 +84,12 @@ class Lifecycle(Optimizer):
         self._hook()
 
     def _hook(self) -> None:
-        if self._capture is not None:
-            self._capture.close()
         assert self._root is not None
         self.comm.bind([b.name for b in self._blocks])
-        self._capture = Capture([self._root], [self._site(b) for b in self._blocks])
-        self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
+        if self._capture is None:
+            self._capture = Capture([self._root])
+            self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
+        self._capture.set_sites(self._site(b) for b in self._blocks)
         self._closed = False
         self._arm()
 
@@ -134,6 +136,8 @@ class Lifecycle(Optimizer):
     def _init_parameter(self, p: nn.Parameter) -> None:
         state, group, block = self.state[p], self._group[p], self._block_of.get(p)
         state.setdefault("step", torch.zeros((), dtype=torch.float32))
+        if not p.requires_grad:
+            return  # a frozen layer keeps its estimate for when it is unfrozen
         wanted: dict[str, Tensor | int] = {}
         if block is not None and block.owner is p:
             wanted = self.curvature_spec(block, group)
@@ -143,8 +147,7 @@ class Lifecycle(Optimizer):
         for key, value in wanted.items():
             if key not in state:
                 state[key] = torch.zeros_like(value, device=p.device) if isinstance(value, Tensor) else value
-        if p.requires_grad:
-            self._init_rule(p, group)
+        self._init_rule(p, group)
 
     def _init_rule(self, p: nn.Parameter, group: Group) -> None:
         """Allocate what the parameter's usual rule keeps, so that state never depends on which gradients came first."""
@@ -221,6 +224,7 @@ class Lifecycle(Optimizer):
         mine, theirs = {p for g in self.param_groups for p in g["params"]}, dict(root.named_parameters())
         if not mine & set(theirs.values()):
             self._repoint({clean_name(n): p for n, p in theirs.items()})
+        self.detach()
         self._names.clear()
         self._blocks = []
         self._connect(root)
@@ -280,11 +284,22 @@ class Lifecycle(Optimizer):
             merged["fallback"] = options.resolve_fallback(None, merged["graft"])
             param_group = {**param_group, "fallback": merged["fallback"]}
         options.validate(merged, {**options.COMMON, **self.checks})
-        super().add_param_group(param_group)
+        super().add_param_group(self._named_like_the_others(param_group))
         group = self.param_groups[-1]
         group.setdefault("fallback_base_lr", _base_lr(group["lr"]))
         if self._root is not None and self._rebuild() and self._capture is not None:
             self._hook()
+
+    def _named_like_the_others(self, param_group: dict[str, Any]) -> dict[str, Any]:
+        """Name the parameters of a late group when the others have names: torch wants all or none."""
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        named = bool(self.param_groups) and "param_names" in self.param_groups[0]
+        if not named or any(isinstance(p, tuple) for p in params):
+            return {**param_group, "params": params}
+        inside = {p: clean_name(n) for n, p in self._root.named_parameters()} if self._root is not None else {}
+        i = len(self.param_groups)
+        return {**param_group, "params": [(inside.get(p, f"group{i}.{j}"), p) for j, p in enumerate(params)]}
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep: everything but the module, the hooks and the loss scaler."""
@@ -341,7 +356,8 @@ class Lifecycle(Optimizer):
         return [(g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups]
 
     def _follow_schedule(self) -> None:
-        """Let intervals that were changed since the last step act on the forward that begins."""
+        """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
+        self._sync_blocks()
         if self._schedule() != self._armed_for:
             self._arm()
 

@@ -102,6 +102,8 @@ def eigh_psd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         Eigenvalues ``[k, n]`` clamped at 0, eigenvectors ``[k, n, n]`` in columns, and ``ok [k]``.
     """
+    if x.shape[-1] == 1:
+        return x[..., 0].clamp(min=0), torch.ones_like(x), torch.isfinite(x[..., 0, 0])
     (values, vectors), ok = _with_ladder(x, _eigh, host_checks)
     return values, vectors, ok
 
@@ -116,6 +118,8 @@ def inverse_pd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor]:
     Returns:
         Inverses ``[k, n, n]`` and ``ok [k]``.
     """
+    if x.shape[-1] == 1:
+        return x.reciprocal(), torch.isfinite(x[..., 0, 0]) & (x[..., 0, 0] > 0)
     (inverse,), ok = _with_ladder(x, _cholesky_inverse, host_checks)
     return inverse, ok
 

@@ -57,7 +57,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         *,
         module: nn.Module | None,
         comm: CommStrategy | None,
-        skip_layers: Sequence[SkipRule],
+        skip_layers: Sequence[SkipRule] | SkipRule,
         stagger: bool,
         refresh_warmup: bool,
         grad_scaler: Any,

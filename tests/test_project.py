@@ -1,6 +1,7 @@
 """What the project's own files promise each other: the pins cover every extra, and leave out what must not be there."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ from packaging.utils import canonicalize_name
 
 import secondorder
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # comes with mypy and pytest on 3.10
+
 ROOT = Path(__file__).resolve().parent.parent
-tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 PINS = [
     Requirement(line)

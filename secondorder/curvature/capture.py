@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import Adapter
@@ -105,11 +106,10 @@ class Capture:
 
     Args:
         roots: Modules whose forward is "a forward of the model".
-        sites: Layers to tap.
     """
 
-    def __init__(self, roots: Iterable[nn.Module], sites: Iterable[Site]) -> None:
-        self.sites = list(sites)
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self.sites: list[Site] = []
         self.refused: dict[int, str] = {}
         self.grad_scaler: Any = None
         self.before_forward: Callable[[], Callable[[], None] | None] = lambda: None
@@ -125,19 +125,34 @@ class Capture:
         self._pending: dict[int, Statistic] = {}
         self._examples = 0
         self._own_examples: dict[int, int] = {}
+        self._taps: list[LayerHook] = []
+        self._tap_handles: list[RemovableHandle] = []
+        self._root_handles: list[RemovableHandle] = []
+        for root in roots:
+            self._root_handles += [
+                root.register_forward_pre_hook(RootEnter(self.switch), with_kwargs=True),
+                root.register_forward_hook(RootLeave(self.switch), always_call=True),
+            ]
+        # A model may outlive its optimizer: its hooks then find the switch off.
+        weakref.finalize(self, _disarm, self.switch)
+
+    # ------------------------------------------------------------------ lifecycle
+    def set_sites(self, sites: Iterable[Site]) -> None:
+        """Tap these layers and no others; what is pending for the old ones is dropped."""
+        for handle in self._tap_handles:
+            handle.remove()
+        self.discard()
+        self._passes.clear()
+        self._due.clear()
+        self.refused = {}
+        self.sites = list(sites)
         self._taps = [LayerHook(self.switch, i) for i in range(len(self.sites))]
-        self._handles = [
+        self._tap_handles = [
             module.register_forward_hook(tap, with_kwargs=True)
             for site, tap in zip(self.sites, self._taps, strict=True)
             for module in site.modules
         ]
-        for root in roots:
-            self._handles.append(root.register_forward_pre_hook(RootEnter(self.switch), with_kwargs=True))
-            self._handles.append(root.register_forward_hook(RootLeave(self.switch)))
-        # A model may outlive its optimizer: its hooks then find the switch off.
-        weakref.finalize(self, _disarm, self.switch, self._taps)
 
-    # ------------------------------------------------------------------ lifecycle
     def arm(self, due: Iterable[int]) -> None:
         """Capture the given sites from now on, and no others."""
         self._due = {i for i in due if i not in self.refused}
@@ -160,10 +175,10 @@ class Capture:
     def close(self) -> None:
         """Remove every hook and drop what is pending."""
         self.arm(())
-        for handle in self._handles:
+        self.set_sites(())
+        for handle in self._root_handles:
             handle.remove()
-        self._handles.clear()
-        self.discard()
+        self._root_handles.clear()
 
     def discard(self) -> None:
         """Forget the pending statistics (their gradients were discarded)."""
@@ -220,7 +235,7 @@ class Capture:
         Raises:
             RuntimeError: If that backward is itself being differentiated.
         """
-        if index not in self._due:
+        if index not in self._due or self._pauses:
             return False
         if torch.is_grad_enabled():
             raise RuntimeError(_HIGHER_ORDER.format(name=self.sites[index].name))
@@ -258,16 +273,21 @@ class Capture:
             if not current.counted:
                 current.counted = True
                 self._examples += current.examples
+        if call.g.numel() == 0:
+            return  # an expert without a token says nothing about its factors
         if not self._statistic(index).wants_whole_pass:
             self._add(index, [call], current.examples)
             return
         waiting = current.fired.setdefault(index, [])
-        waiting.append(call)
-        if done >= calls:
-            self._add(index, current.fired.pop(index), current.examples)
+        if calls and done >= calls:
+            self._add(index, [*waiting, call], current.examples)
+            del current.fired[index]
+        else:
+            # Copies: a compiled backward reuses the memory of its activations.
+            waiting.append(Call(None if call.x is None else call.x.clone(), call.g.clone(), call.unscale))
 
     def _flush(self) -> None:
-        """Add calls that waited for others of their pass which never came (an unused branch)."""
+        """Add calls that waited for others of their pass (a branch without backward, a recomputed layer)."""
         for current in self._passes.values():
             for index, calls in current.fired.items():
                 self._add(index, calls, current.examples or 0)
@@ -307,6 +327,9 @@ class RootEnter:
         if not module.training or not torch.is_grad_enabled():
             return
         if not torch.compiler.is_compiling():
+            if _in_transform():
+                switch.token = None
+                return
             _notify(switch)
         if not switch.armed:
             return
@@ -360,7 +383,7 @@ class LayerHook:
                 token = torch.full((), -1, dtype=torch.int64, device="cpu")
             return torch.ops.secondorder.tap(output, x.detach(), token, switch.key, self.index)
         capture = _CAPTURES.get(switch.key)
-        if capture is not None and not _is_functorch(output):
+        if capture is not None and not _in_transform():
             _tap(capture, self.index, x.detach(), output)
         return None
 
@@ -379,22 +402,25 @@ class Inert:
 
 
 class EagerTap:
-    """Tensor hook on a layer output; lets go of the input as soon as it has fired."""
+    """Hook on the gradient of a layer output; lets go of the input as soon as it has fired."""
 
-    __slots__ = ("capture", "current", "fired", "index", "x")
+    __slots__ = ("capture", "current", "fired", "index", "shape", "x")
 
-    def __init__(self, capture: Capture, index: int, x: Tensor | None, current: Pass | None) -> None:
-        self.capture, self.index, self.x, self.current = capture, index, x, current
+    def __init__(self, capture: Capture, index: int, x: Tensor | None, current: Pass | None, shape: torch.Size) -> None:
+        self.capture, self.index, self.x, self.current, self.shape = capture, index, x, current, shape
         self.fired = False
 
-    def __call__(self, g: Tensor) -> None:
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Record the gradient at the layer output."""
+        g = gradients[0]
+        if g is None:
+            return
         if not self.capture.wants(self.index):
             return
         if self.fired:
             raise RuntimeError(_SECOND_BACKWARD.format(name=self.capture.sites[self.index].name))
         x, self.x, self.fired = self.x, None, True
-        self.capture.record(self.index, x, g, self.current)
+        self.capture.record(self.index, x, g.reshape(self.shape), self.current)
 
 
 def _tap(capture: Capture, index: int, x: Tensor, output: Tensor) -> None:
@@ -402,7 +428,14 @@ def _tap(capture: Capture, index: int, x: Tensor, output: Tensor) -> None:
     adapter = capture.sites[index].adapter
     if current is not None and not _in_backward():
         current.see(index, adapter, x)
-    output.register_hook(EagerTap(capture, index, x if adapter.has_weight else None, current))
+    tap = EagerTap(capture, index, x if adapter.has_weight else None, current, output.shape)
+    # On the node that computed the values, not on the tensor: an in-place activation behind a view (a Linear on 3-D input
+    # returns one) takes the gradient past the view's own hooks.
+    source = output._base if output._is_view() else output
+    if source is not None and source.grad_fn is not None and source.numel() == output.numel():
+        source.grad_fn.register_prehook(tap)
+    else:
+        output.register_hook(lambda g: tap((g,)))
 
 
 def _notify(switch: Switch) -> None:
@@ -488,10 +521,8 @@ _SECOND_BACKWARD = (
 )
 
 
-def _disarm(switch: Switch, taps: list[LayerHook]) -> None:
+def _disarm(switch: Switch) -> None:
     switch.armed = False
-    for tap in taps:
-        tap.armed = False
 
 
 def _first_tensor(value: Any) -> Tensor | None:
@@ -525,7 +556,13 @@ def _is_executed(node: Any) -> bool:
     if node is None:
         return False
     will_execute = getattr(torch._C, "_will_engine_execute_node", None)
-    return True if will_execute is None else bool(will_execute(node))
+    if will_execute is None:
+        return True
+    try:
+        return bool(will_execute(node))
+    except RuntimeError:
+        # autograd.grad with respect to the parameter itself: asked for, though not to be accumulated.
+        return True
 
 
 def _in_backward() -> bool:
@@ -533,6 +570,7 @@ def _in_backward() -> bool:
     return task is not None and task() != -1
 
 
-def _is_functorch(tensor: Tensor) -> bool:
-    check = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
-    return check is not None and bool(check(tensor))
+def _in_transform() -> bool:
+    """Whether a ``torch.func`` transform is running: its tensors are wrappers that belong to no training step."""
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None

@@ -144,7 +144,7 @@ class KFAC(SecondOrderOptimizer):
         approx: str = "expand",
         loss_reduction: str = "mean",
         loss_terms: float = 1,
-        skip_layers: Sequence[SkipRule] = (),
+        skip_layers: Sequence[SkipRule] | SkipRule = (),
         kl_clip: float | None = 1e-3,
         nesterov: bool = False,
         weight_decay: float = 0.0,
@@ -246,7 +246,7 @@ class KFAC(SecondOrderOptimizer):
         a, g = self.state[block.owner]["factor_a"], self.state[block.owner]["factor_g"]
         if block.adapter.groups == 1:
             return cast("Tensor", torch.kron(g.contiguous(), a.contiguous()))
-        return torch.block_diag(*(torch.kron(g_i, a_i) for g_i, a_i in zip(g, a, strict=True)))
+        return torch.block_diag(*(torch.kron(g_i, a_i) for g_i, a_i in zip(g, a, strict=True)))  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ refresh in detail
     def _eigen_batches(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo as dynamo
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +21,6 @@ from tests.oracle.driver import (
     train_step,
 )
 from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
-
-dynamo = pytest.importorskip("torch._dynamo")
 
 backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 

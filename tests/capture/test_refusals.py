@@ -413,7 +413,7 @@ class Special(nn.Linear):
         ((nn.Linear,), set()),
         ((nn.Sequential,), {"lm_head"}),
     ],
-    ids=str,
+    ids=["nothing", "name", "list", "parent", "nested parent", "pattern", "suffix", "two", "type", "container type"],
 )
 def test_skip_layers_by_name_pattern_and_type(skip, left):
     if isinstance(skip, str):
@@ -442,7 +442,7 @@ def test_skip_layers_by_subclass():
     assert set(plain_kfac(model, skip_layers=(Special,)).blocks) == {"0"}
 
 
-@pytest.mark.parametrize("skip", ["decodr", "nothing.*", nn.Conv2d], ids=str)
+@pytest.mark.parametrize("skip", ["decodr", "nothing.*", nn.Conv2d], ids=["name", "pattern", "type"])
 def test_a_skip_that_matches_nothing_raises(skip):
     with pytest.raises(ValueError, match=getattr(skip, "__name__", skip).replace("*", r"\*")):
         plain_kfac(seeded_build(Deep), skip_layers=(skip,))

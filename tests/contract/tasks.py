@@ -1,4 +1,4 @@
-"""Tiny deterministic models and batches, and the few helpers that all contract tests share.
+"""Tiny deterministic models and batches, and the few functions that all contract tests share.
 
 Every model holds covered layers (Linear, Conv2d) and one `Scale`, whose bare parameter no layer method will ever cover.
 """

@@ -2,7 +2,7 @@
 
 import warnings
 
-import pytest
+import curvlinops
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +10,6 @@ from tests.oracle.definitions import Objective, covered_names
 
 
 def operator(model: nn.Module, x: Tensor, y: Tensor, loss: Objective, approx: str, fisher: str):
-    curvlinops = pytest.importorskip("curvlinops")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return curvlinops.KFACLinearOperator(
@@ -65,7 +64,6 @@ def curvlinops_dense(
 
 def curvlinops_exact(kind: str, model: nn.Module, x: Tensor, y: Tensor, loss: Objective) -> dict[str, Tensor]:
     """Blocks of the exact "ggn" or empirical Fisher ("ef") matrix over vec([W | b])."""
-    curvlinops = pytest.importorskip("curvlinops")
     Operator = {"ggn": curvlinops.GGNLinearOperator, "ef": curvlinops.EFLinearOperator}[kind]
     op = Operator(model, loss.module, list(model.parameters()), [(x, y)], check_deterministic=False)
     size = sum(p.numel() for p in model.parameters())
