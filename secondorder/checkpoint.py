@@ -189,6 +189,9 @@ def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
     """A private copy of a loaded value, on the right device and in the right dtype.
 
     Curvature keeps its own precision whatever the parameter's dtype; ``step`` is a float32 CPU tensor as in torch.
+
+    Returns:
+        The copy.
     """
     if key == "step":
         return torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().reshape(()).clone()

@@ -2,8 +2,9 @@
 
 Matrices may carry leading batch dimensions ``[..., n, n]``. Nothing here reads a module, a parameter group or a rank.
 
-The failure ladder of the two factorisations (``eigh`` and Cholesky inverse), climbed per matrix and only by those that
-failed: working precision → jitter → float64 → float64 on the CPU → give up (``ok`` is False, the caller keeps what it had).
+The failure ladder of the two factorisations (``eigh`` and Cholesky inverse), climbed per matrix and only by those
+that failed: working precision → jitter → float64 → float64 on the CPU → give up (``ok`` is False, and the caller keeps
+what it had).
 """
 
 from __future__ import annotations
@@ -145,7 +146,6 @@ def _cholesky_inverse(x: Tensor) -> tuple[tuple[Tensor], Tensor]:
 
 
 def _with_ladder(x: Tensor, factorise: Factorisation, host_checks: bool) -> tuple[tuple[Tensor, ...], Tensor]:
-    # Normalised to unit mean diagonal? Not needed: LAPACK scales; symmetry is what both routines assume.
     x = (x + x.mT) / 2
     try:
         results, ok = factorise(x)

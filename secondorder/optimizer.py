@@ -239,8 +239,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         parameters = list(directions)
         shared = self.comm.share_directions(list(directions.values()))
         directions = dict(zip(parameters, shared, strict=True))
-        self._guard(active, directions, source)
-        self._kl_clip(directions, gradients)
+        self._kl_clip(directions, self._guard(active, directions, source))
         self._graft(active, directions, gradients)
         self._clip(directions)
         return {p: d.to(p.dtype) for p, d in directions.items()}
@@ -261,26 +260,35 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
     def _grafts_adam(self, p: nn.Parameter) -> bool:
         return bool(self._group_of(self._block_of[p])["graft"] == "adam")
 
-    def _guard(self, blocks: Sequence[Block], directions: Directions, source: Directions) -> None:
-        """A block whose direction is not finite takes its gradient for this step."""
-        finite = [all_finite([directions[p] for p in b.params]) for b in blocks]
-        if all(f.device.type == "cpu" for f in finite) and all_true_on_cpu(torch.stack(finite)):
-            return
-        for block, good in zip(blocks, finite, strict=True):
-            for p in block.params:
-                directions[p] = torch.where(good, directions[p], source[p].to(directions[p].dtype))
+    def _guard(self, blocks: Sequence[Block], directions: Directions, source: Directions) -> Directions:
+        """A block whose direction is not finite takes its gradient for this step.
 
-    def _kl_clip(self, directions: Directions, gradients: Directions) -> None:
-        clipped = [p for p in directions if self._group[p].get("kl_clip") and self._group[p]["graft"] is None]
+        Returns:
+            ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
+        """
+        products = {p: update.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
+        finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
+        if finite.device.type == "cpu" and all_true_on_cpu(finite):
+            return products
+        for block in blocks:
+            good = torch.isfinite(torch.stack([products[p] for p in block.params])).all()
+            for p in block.params:
+                plain = source[p].to(directions[p].dtype)
+                directions[p] = torch.where(good, directions[p], plain)
+                products[p] = torch.where(good, products[p], update.inner_product(plain, plain))
+        return products
+
+    def _kl_clip(self, directions: Directions, products: Directions) -> None:
+        clipped = [p for p in directions if self._group[p].get("kl_clip") and not self._grafted(p)]
         if not clipped:
             return
-        products = [update.inner_product(directions[p], gradients[p].to(directions[p].dtype)) for p in clipped]
-        lrs = [self._group[p]["lr"] for p in clipped]
+        terms, lrs = [products[p] for p in clipped], [self._group[p]["lr"] for p in clipped]
         for limit in {self._group[p]["kl_clip"] for p in clipped}:
-            factor = update.kl_clip_factor(products, lrs, limit)
-            self._kl_factor = factor
-            members = [directions[p] for p in clipped if self._group[p]["kl_clip"] == limit]
-            torch._foreach_mul_(members, factor)
+            self._kl_factor = factor = update.kl_clip_factor(terms, lrs, limit)
+            torch._foreach_mul_([directions[p] for p in clipped if self._group[p]["kl_clip"] == limit], factor)
+
+    def _grafted(self, p: nn.Parameter) -> bool:
+        return self._group_of(self._block_of[p])["graft"] is not None
 
     def _graft(self, blocks: Sequence[Block], directions: Directions, gradients: Directions) -> None:
         """Give each block the step size of the rule named by ``graft``."""
@@ -385,8 +393,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
             lines = "; ".join(f"{name}: {reason}" for name, reason in missed.items())
             warnings.warn(
                 f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
-                f"fallback or an old estimate ({lines}). Usual causes: the model was in eval mode, or torch.compile ran "
-                "it before the optimizer was made (then make the optimizer first, or call torch.compiler.reset()).",
+                f"fallback or an old estimate ({lines}). Usual causes: the model was in eval mode, or torch.compile "
+                "ran it before the optimizer was made (then make the optimizer first, or call torch.compiler.reset()).",
                 stacklevel=3,
             )
 

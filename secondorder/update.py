@@ -1,6 +1,6 @@
 """The first-order side of a step: pure functions on lists of tensors, with the arithmetic of ``torch.optim``.
 
-Operation by operation as ``torch.optim.SGD`` and ``AdamW``, so that a parameter without curvature moves to the same bits.
+Operation by operation as ``torch.optim.SGD`` and ``AdamW``, so that a parameter without curvature ends in equal bits.
 ``gate`` is None, or a 0-dim bool tensor on the device: where it is False, nothing changes.
 """
 
@@ -135,6 +135,9 @@ def kl_clip_factor(products: Tensors, lrs: Sequence[Scalar], limit: float) -> Te
         products: ``⟨V, ∇⟩`` per parameter, 0-dim.
         lrs: Current learning rate η of each.
         limit: κ, about twice the KL divergence that a step may cause.
+
+    Returns:
+        ν.
     """
     total = torch.stack([p * (lr * lr) for p, lr in zip(products, lrs, strict=True)]).sum()
     return (total.abs() / limit).clamp(min=1).rsqrt()

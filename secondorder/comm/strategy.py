@@ -1,7 +1,7 @@
 """Who does which stage of a step: the interface of communication strategies and its one-process null object.
 
-``SecondOrderOptimizer.step`` calls every verb unconditionally; a strategy decides what each means on this rank and never
-changes the mathematics.
+``SecondOrderOptimizer.step`` calls every verb unconditionally; a strategy decides what each means on this rank and
+never changes the mathematics.
 """
 
 from __future__ import annotations

@@ -232,6 +232,9 @@ class Capture:
     def wants(self, index: int) -> bool:
         """Whether the backward that is running belongs to the gradient of this due site.
 
+        Returns:
+            True if its gradients are to be recorded.
+
         Raises:
             RuntimeError: If that backward is itself being differentiated.
         """
@@ -429,8 +432,8 @@ def _tap(capture: Capture, index: int, x: Tensor, output: Tensor) -> None:
     if current is not None and not _in_backward():
         current.see(index, adapter, x)
     tap = EagerTap(capture, index, x if adapter.has_weight else None, current, output.shape)
-    # On the node that computed the values, not on the tensor: an in-place activation behind a view (a Linear on 3-D input
-    # returns one) takes the gradient past the view's own hooks.
+    # On the node that computed the values, not on the tensor: an in-place activation behind a view (a Linear on 3-D
+    # input returns one) takes the gradient past the view's own hooks.
     source = output._base if output._is_view() else output
     if source is not None and source.grad_fn is not None and source.numel() == output.numel():
         source.grad_fn.register_prehook(tap)
@@ -510,13 +513,13 @@ _CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictiona
 _MAX_PASSES = 4096
 
 _HIGHER_ORDER = (
-    "layer '{name}': its backward is being differentiated itself (create_graph=True), and Kronecker statistics of such a "
-    "loss are not defined. Compute that term on a forward inside `with optimizer.pause_capture():`, leave the layer out "
-    "with skip_layers, or use a method that needs no layer statistics."
+    "layer '{name}': its backward is being differentiated itself (create_graph=True), and Kronecker statistics of such "
+    "a loss are not defined. Compute that term on a forward inside `with optimizer.pause_capture():`, leave the layer "
+    "out with skip_layers, or use a method that needs no layer statistics."
 )
 _SECOND_BACKWARD = (
-    "layer '{name}': a second backward ran through one forward (retain_graph=True), and statistics of the sum of two "
-    "losses cannot be had from their gradients one by one. Sum the losses and call backward once, or run the extra "
+    "layer '{name}': a second backward ran through one forward (retain_graph=True), and statistics of the sum of "
+    "two losses cannot be had from their gradients one by one. Sum the losses and call backward once, or run the extra "
     "forward inside `with optimizer.pause_capture():`."
 )
 
@@ -552,6 +555,9 @@ def _is_executed(node: Any) -> bool:
     """Whether the backward that is running computes the gradient of the parameter behind ``node``.
 
     Tells a backward that accumulates from ``autograd.grad`` with respect to inputs, whose gradients never reach a step.
+
+    Returns:
+        False without a node.
     """
     if node is None:
         return False

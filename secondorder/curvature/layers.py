@@ -25,7 +25,7 @@ class Adapter(ABC):
     """Shapes and rows of one layer.
 
     Attributes:
-        groups: Γ independent blocks of equal shape (grouped convolutions); with Γ > 1 every tensor leads with ``[Γ, …]``.
+        groups: Γ independent blocks of equal shape (grouped convolutions); with Γ > 1 tensors lead with ``[Γ, …]``.
         d_in: Input features per group, without the appended 1 (0 when the weight is frozen).
         d_out: Output features per group.
         has_weight: Whether the weight is trained.
@@ -134,6 +134,9 @@ class LinearAdapter(Adapter):
 
 def _split_examples(x: Tensor, examples: int) -> Tensor:
     """View ``[..., d]`` as ``[N, S, d]``, for ``[N, …, d]``, ``[S, N, d]`` and rows flattened from N examples.
+
+    Returns:
+        The view or, where the examples come second, a copy.
 
     Raises:
         ValueError: If no dimension tells the examples apart.

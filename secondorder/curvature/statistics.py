@@ -71,6 +71,9 @@ def effective_damping(damping: float | Tensor, mode: str, mean_value: Tensor) ->
     """λ of a block: ``damping`` itself, or in ``"relative"`` mode its multiple of the block's mean eigenvalue.
 
     A block whose factors are all zero keeps the absolute value: there is nothing to be relative to.
+
+    Returns:
+        λ ``[...]``, of the shape of ``mean_value``.
     """
     base = torch.as_tensor(damping, dtype=mean_value.dtype, device=mean_value.device)
     if mode == "absolute":

@@ -69,6 +69,9 @@ class Reporting(Lifecycle):
         Args:
             name: Module name as in ``named_modules()``; wrapper prefixes may be left out.
 
+        Returns:
+            The matrix, ``n`` being the number of parameters of the layer.
+
         Raises:
             ValueError: If no block has this name.
             RuntimeError: If nothing was captured for it yet.

@@ -1,7 +1,8 @@
 r"""K-FAC: Kronecker-factored approximate curvature.
 
-For a layer with weight ``[W | b]``, input ``a`` (1 appended for the bias) and gradient ``g`` at its output, the block of
-the Fisher is approximated by ``F = G ⊗ A`` with ``A = E[a aᵀ]`` and ``G = E[g gᵀ]``, and the gradient matrix ∇ becomes
+For a layer with weight ``[W | b]``, input ``a`` (1 appended for the bias) and gradient ``g`` at its output, the
+Fisher's block is approximated by ``F = G ⊗ A`` with ``A = E[a aᵀ]`` and ``G = E[g gᵀ]``, and the gradient matrix ∇
+becomes
 
 .. math::
     V = Q_G \left[ (Q_G^\top \nabla Q_A) \oslash (s_G s_A^\top + \lambda) \right] Q_A^\top
@@ -38,6 +39,8 @@ from secondorder.optimizer import SecondOrderOptimizer
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512
+#: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
+_RELATIVE, _ABSOLUTE = 10.0, 1e-3
 
 
 class KFAC(SecondOrderOptimizer):
@@ -49,8 +52,10 @@ class KFAC(SecondOrderOptimizer):
         momentum: Heavy-ball momentum on the preconditioned gradient.
         module: Module to hook when ``params`` is not one.
         comm: Communication strategy; None means one process.
-        damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``).
-        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block.
+        damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
+            times the mean eigenvalue of each block, which is safe whatever the scale of the loss.
+        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block. Unset: absolute when
+            ``damping`` is given.
         damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``, ``"pi"`` splits it over the factors. Unset:
             exact for eigen, pi for cholesky.
         inverse_method: ``"eigen"`` (λ acts at once) or ``"cholesky"`` (half the work per step, a refresh many times
@@ -124,6 +129,9 @@ class KFAC(SecondOrderOptimizer):
         "inverse_g": "second_order",
     }
 
+    #: Whether `damping_mode` was left to the constructor.
+    _mode_by_default = False
+
     def __init__(
         self,
         params: ParamsT | nn.Module,
@@ -132,8 +140,8 @@ class KFAC(SecondOrderOptimizer):
         *,
         module: nn.Module | None = None,
         comm: CommStrategy | None = None,
-        damping: float = 1e-3,
-        damping_mode: str = "absolute",
+        damping: float | None = None,
+        damping_mode: str | None = None,
         damping_split: str | None = None,
         inverse_method: str = "eigen",
         factor_decay: float = 0.95,
@@ -166,6 +174,8 @@ class KFAC(SecondOrderOptimizer):
         given = locals()
         group_options = (*options.COMMON, *self.checks)
         defaults = {name: given[name] for name in group_options}
+        self._mode_by_default = damping_mode is None
+        defaults["damping"], defaults["damping_mode"] = _resolve_damping(damping, damping_mode)
         super().__init__(
             params,
             defaults,
@@ -245,7 +255,7 @@ class KFAC(SecondOrderOptimizer):
         """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
         a, g = self.state[block.owner]["factor_a"], self.state[block.owner]["factor_g"]
         if block.adapter.groups == 1:
-            return cast("Tensor", torch.kron(g.contiguous(), a.contiguous()))
+            return torch.kron(g.contiguous(), a.contiguous())
         return torch.block_diag(*(torch.kron(g_i, a_i) for g_i, a_i in zip(g, a, strict=True)))  # type: ignore[no-any-return]
 
     # ------------------------------------------------------------------ refresh in detail
@@ -286,6 +296,9 @@ class KFAC(SecondOrderOptimizer):
         Raises:
             ValueError: If options of the group exclude each other.
         """
+        if isinstance(param_group, dict) and self._mode_by_default and "damping" in param_group:
+            # A number given as damping is λ itself unless a mode is given with it.
+            param_group = {"damping_mode": "absolute", **param_group}
         merged = {**self.defaults, **param_group} if isinstance(param_group, dict) else self.defaults
         if merged["inverse_method"] == "cholesky" and merged["damping_split"] == "exact":
             raise ValueError(
@@ -303,6 +316,12 @@ class KFAC(SecondOrderOptimizer):
                     "refreshes will use factors that are a few steps old",
                     stacklevel=3,
                 )
+
+
+def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:
+    if damping is None:
+        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, mode or "relative")
+    return damping, mode or "absolute"
 
 
 def _pack(results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:

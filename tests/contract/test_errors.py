@@ -188,7 +188,8 @@ def test_nothing_warns_before_everything_is_validated(method: Method, mlp: Task,
 
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"skip_layers": ("nowhere",)}, {"max_failures": 0}], ids=str)
 def test_refused_construction_leaves_no_hook(method: Method, mlp: Task, bad: dict[str, Any]) -> None:
-    needs(method, next(iter(bad)))
+    if not method.accepts(next(iter(bad))):
+        return
     model = mlp.model()
     with pytest.raises(ValueError):
         method.build(model, **bad)
