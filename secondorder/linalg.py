@@ -9,7 +9,7 @@ what it had).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,6 +22,8 @@ _JITTER = 1e-6
 _ORTHOGONALITY = {torch.float32: 1e-3, torch.float64: 1e-8}
 #: Columns of one strip of a blocked Gram product; below twice this width one plain product is faster.
 _STRIP = 256
+#: Elements to which rows are aligned.
+_ALIGNMENT = 16
 
 Factorisation = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
@@ -38,6 +40,33 @@ def full_precision(device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def empty_aligned(shape: Sequence[int], like: Tensor) -> Tensor:
+    """An uninitialised tensor whose rows start at multiples of 64 bytes (for float32).
+
+    The homogeneous column makes most factors odd-sized, and a matrix product over rows that start anywhere is a fifth
+    slower than over aligned ones; a padded copy costs a hundredth.
+
+    Returns:
+        The tensor, of ``shape``, on the device and in the dtype of ``like``.
+    """
+    n = shape[-1]
+    return like.new_empty((*shape[:-1], -(-n // _ALIGNMENT) * _ALIGNMENT))[..., :n]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """``x [..., n]`` itself if its rows are aligned or too short to matter, else an aligned copy."""
+    if x.shape[-1] % _ALIGNMENT == 0 or x.shape[-1] < 4 * _ALIGNMENT or x.stride(-2) % _ALIGNMENT == 0:
+        return x
+    return empty_aligned(x.shape, x).copy_(x)
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """``x @ y`` of ``[..., n, k]`` and ``[..., k, m]`` into aligned rows."""
+    if x.dim() > 2:
+        return x @ y
+    return torch.mm(x, y, out=empty_aligned((x.shape[0], y.shape[1]), x))
 
 
 def add_gram_(out: Tensor, rows: Tensor) -> None:

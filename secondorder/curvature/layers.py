@@ -13,9 +13,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from secondorder.linalg import empty_aligned
 
 #: Patches are gathered for so many bytes of examples at a time: they stay in cache and the peak memory stays flat.
 CHUNK_BYTES = 16 * 2**20
@@ -91,17 +92,21 @@ class Adapter(ABC):
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Gradients in the shapes of the parameters as one matrix ``[(Γ,) n_g, n_a]``."""
         lead = (self.groups,) if self.groups > 1 else ()
-        parts = []
-        if weight is not None:
-            parts.append(weight.reshape(*lead, self.d_out, self.d_in))
-        if bias is not None:
-            parts.append(bias.reshape(*lead, self.d_out, 1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        shape = (*lead, self.d_out, self.d_in)
+        if weight is not None and bias is None:
+            return weight.reshape(shape)
+        assert bias is not None
+        if weight is None:
+            return bias.reshape(*lead, self.d_out, 1)
+        matrix = empty_aligned((*lead, self.d_out, self.n_a), weight)
+        matrix[..., :-1] = weight.reshape(shape)
+        matrix[..., -1:] = bias.reshape(*lead, self.d_out, 1)
+        return matrix
 
     def from_matrix(self, matrix: Tensor, like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Split a matrix ``[(Γ,) n_g, n_a]`` into weight and bias parts; ``like`` gives the weight's shape."""
-        weight = matrix[..., : self.d_in].reshape(like.shape) if like is not None else None
-        bias = matrix[..., -1].reshape(-1) if self.has_bias else None
+        weight = matrix[..., : self.d_in].reshape(like.shape).contiguous() if like is not None else None
+        bias = matrix[..., -1].reshape(-1).contiguous() if self.has_bias else None
         return weight, bias
 
 

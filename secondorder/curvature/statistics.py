@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from secondorder.linalg import aligned, product
+
 #: π of the factored damping is kept inside this range, so that a vanishing factor cannot take all of the damping.
 _PI_RANGE = (1e-6, 1e6)
 
@@ -122,6 +124,12 @@ def solve_eigen(
     Returns:
         V, of the shape of ``grad``.
     """
-    rotated = basis_g.mT @ grad @ basis_a
+    basis_a, basis_g = aligned(basis_a), aligned(basis_g)
+    rotated = product(product(basis_g.mT, grad), basis_a)
     rotated /= values_g[..., :, None] * values_a[..., None, :] + damping[..., None, None]
-    return basis_g @ rotated @ basis_a.mT
+    return product(product(basis_g, rotated), basis_a.mT)
+
+
+def solve_factored(grad: Tensor, inverse_a: Tensor, inverse_g: Tensor) -> Tensor:
+    """``G⁻¹ grad A⁻¹`` from the inverses of the damped factors, shapes as in :func:`solve_eigen`."""
+    return product(product(aligned(inverse_g), grad), aligned(inverse_a))

@@ -240,7 +240,7 @@ class KFAC(SecondOrderOptimizer):
         """``(G ⊗ A + λI)⁻¹ vec(∇)``, or its factored form."""
         state, group = self.state[block.owner], self._group_of(block)
         if group["inverse_method"] == "cholesky":
-            return cast("Tensor", state["inverse_g"] @ gradient @ state["inverse_a"])
+            return statistics.solve_factored(gradient, state["inverse_a"], state["inverse_g"])
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         damping = statistics.effective_damping(
             group["damping"], group["damping_mode"], values_a.mean(-1) * values_g.mean(-1)
