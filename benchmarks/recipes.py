@@ -96,13 +96,7 @@ METHODS: dict[MethodName, Method] = {
         "KFAC",
         _kfac,
         {
-            "digits": {
-                "lr": 0.1,
-                "damping": 0.3,
-                "kl_clip": 0.1,
-                "factor_update_steps": 2,
-                "inv_update_steps": 10,
-            },
+            "digits": {"lr": 0.1, "damping": 0.3, "kl_clip": 0.1, "inv_update_steps": 20},
             "autoencoder": {"lr": 0.1, "damping": 0.3, "kl_clip": 1.0, "inv_update_steps": 20},
             "resnet20": {"lr": 0.1, "damping": 0.03, "kl_clip": 0.1},
             "chargpt": {"lr": 0.3, "damping": 0.1, "kl_clip": 0.01, "fallback": "adamw", "loss_terms": 128},

@@ -30,16 +30,14 @@ class Checkpointing(Lifecycle):
     def state_dict(self) -> dict[str, Any]:
         """State by parameter and group options, as ``torch.optim``; curvature as ``checkpoint_curvature`` says."""
         for p, group in self._group.items():
-            if p.requires_grad:
+            if p.requires_grad and self._root is not None:
                 self._init_rule(p, group)
         packed = super().state_dict()
-        kept = self.param_groups[0]["checkpoint_curvature"]
-        if kept != "all":
-            dropped = {k for k, kind in self.kinds.items() if kept == "none" or kind == "second_order"}
-            packed["state"] = {
-                i: {k: v for k, v in s.items() if k not in dropped} if isinstance(s, dict) else s
-                for i, s in packed["state"].items()
-            }
+        for group in packed["param_groups"]:
+            if group["checkpoint_curvature"] != "all":
+                for i in group["params"]:
+                    found = packed["state"].get(i, {})
+                    packed["state"][i] = {k: v for k, v in found.items() if not self._may_lack(k, group)}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -47,7 +45,10 @@ class Checkpointing(Lifecycle):
 
         Raises:
             ValueError: If the dict does not fit, with the list of what differs.
+            RuntimeError: If this is a copy that was not attached to a module yet.
         """
+        if self._root is None:
+            raise RuntimeError(self._is_a_copy())
         state_dict = dict(state_dict)
         for pre in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre(self, state_dict)
@@ -110,7 +111,7 @@ class Checkpointing(Lifecycle):
             expected.update({k: v for k, v in self.state[p].items() if k in self.kinds})
         return expected
 
-    def _may_lack(self, key: str, group: Group) -> bool:
+    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
         kind, kept = self.kinds.get(key), group["checkpoint_curvature"]
         return kind is not None and (kept == "none" or (kept == "factors" and kind == "second_order"))
 
@@ -132,7 +133,10 @@ class Checkpointing(Lifecycle):
         ]
         if renewed:
             with torch.no_grad(), full_precision(renewed[0].owner.device):
-                self.refresh(renewed, True)
+                ok = self.refresh(renewed, True)
+            for block, good in zip(renewed, ok.cpu().numpy(), strict=True):
+                if not good:
+                    self.state[block.owner]["refreshes"] = 0
         if self._capture is not None:
             if changed:
                 self._hook()

@@ -66,13 +66,14 @@ class Lifecycle(Optimizer):
         self._reasons: dict[nn.Parameter, str] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._skipped_by_user: set[nn.Parameter] = set()
-        self._signature: tuple[bool, ...] = ()
+        self._signature: list[tuple[object, ...]] = []
         self._failures: dict[str, int] = {}
-        self._unjudged: list[tuple[list[Block], Tensor]] = []
+        self._unjudged: list[tuple[list[Block], Tensor, torch.Event]] = []
+        self._failed_at: dict[str, int] = {}
         self._failed_refreshes = 0
         self._skipped_steps = 0
         self._skipped_on_device: Tensor | int = 0
-        self._skipped_statistics: dict[str, int] = {}
+        self._skipped_statistics: dict[str, int | Tensor] = {}
         self._kl_factor: Tensor | None = None
         self._warned: set[str] = set()
         self._armed_for: list[tuple[int, int]] = []
@@ -94,10 +95,14 @@ class Lifecycle(Optimizer):
         self._arm()
 
     def _site(self, block: Block) -> Site:
-        return Site(
-            block.name, block.modules, block.adapter, block.owner,
-            lambda: self.new_statistic(block, self._group_of(block)),
-        )  # fmt: skip
+        reference = weakref.ref(self)  # the hooks must not keep the optimizer alive
+
+        def new_statistic() -> Statistic:
+            optimizer = reference()
+            assert optimizer is not None
+            return optimizer.new_statistic(block, block.group)
+
+        return Site(block.name, block.modules, block.adapter, block.owner, new_statistic)
 
     def _rebuild(self) -> bool:
         """Plan the blocks anew and allocate what is missing; state that still fits is kept.
@@ -113,9 +118,11 @@ class Lifecycle(Optimizer):
         if changed:
             self._blocks = plan.blocks
             self._block_of = {p: b for b in self._blocks for p in b.params}
+        for block in self._blocks:
+            block.group = self._group[block.owner]
         self._reasons, self._skipped_by_user = plan.reasons, plan.skipped_by_user
         self._name_parameters()
-        self._signature = self._trainable()
+        self._signature = self._layout()
         for p in self._group:
             self._init_parameter(p)
         self.state[self._first].setdefault("global_step", self._t)
@@ -145,9 +152,15 @@ class Lifecycle(Optimizer):
         for key in [k for k in state if k in self.kinds and (k not in wanted or stale)]:
             del state[key]
         for key, value in wanted.items():
-            if key not in state:
-                state[key] = torch.zeros_like(value, device=p.device) if isinstance(value, Tensor) else value
+            if not isinstance(value, Tensor):
+                state.setdefault(key, value)
+            elif key not in state:
+                state[key] = torch.zeros_like(value, device=p.device)
+            else:  # the model was moved or cast
+                state[key] = state[key].to(p.device, value.dtype)
         self._init_rule(p, group)
+        for key in set(state) - set(wanted) - {"step", "global_step"}:
+            state[key] = state[key].to(p.device, p.dtype)
 
     def _init_rule(self, p: nn.Parameter, group: Group) -> None:
         """Allocate what the parameter's usual rule keeps, so that state never depends on which gradients came first."""
@@ -162,13 +175,17 @@ class Lifecycle(Optimizer):
             return "exp_avg", "exp_avg_sq"
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def _trainable(self) -> tuple[bool, ...]:
-        return tuple(p.requires_grad for g in self.param_groups for p in g["params"])
+    def _layout(self) -> list[tuple[object, ...]]:
+        """What the blocks and their state depend on and a user may change between steps."""
+        params = [p for g in self.param_groups for p in g["params"]]
+        return [(id(p), p.requires_grad, p.dtype, p.device) for p in params]
 
     def _sync_blocks(self) -> None:
-        """Follow layers that were frozen or unfrozen since the last step."""
-        if self._trainable() != self._signature and self._rebuild():
-            self._hook()
+        """Follow layers that were frozen, unfrozen, moved or cast since the last step."""
+        if self._layout() != self._signature:
+            if self._rebuild():
+                self._hook()
+            self._arm()
 
     def _warn_uncovered(self) -> None:
         """Name once, by reason, the parameters that get no curvature without the user having asked for it."""
@@ -188,10 +205,11 @@ class Lifecycle(Optimizer):
         if self._capture is None:
             if self._closed:
                 raise RuntimeError(f"this {type(self).__name__} was closed; call attach(module) to train on")
-            raise RuntimeError(
-                f"this {type(self).__name__} is a copy and has no module to capture from: call attach(module) first"
-            )
+            raise RuntimeError(self._is_a_copy())
         return self._capture
+
+    def _is_a_copy(self) -> str:
+        return f"this {type(self).__name__} is a copy and has no module to capture from: call attach(module) first"
 
     @property
     def grad_scaler(self) -> Any:
@@ -279,20 +297,23 @@ class Lifecycle(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group)}")
+        param_group = {key: options.plain(value) for key, value in param_group.items()}
         merged = {**self.defaults, **param_group}
-        if "fallback" not in param_group and "graft" in param_group:
+        if param_group.get("fallback") is None and ("graft" in param_group or "fallback" in param_group):
             merged["fallback"] = options.resolve_fallback(None, merged["graft"])
-            param_group = {**param_group, "fallback": merged["fallback"]}
+            param_group["fallback"] = merged["fallback"]
         options.validate(merged, {**options.COMMON, **self.checks})
         super().add_param_group(self._named_like_the_others(param_group))
         group = self.param_groups[-1]
-        group.setdefault("fallback_base_lr", _base_lr(group["lr"]))
+        group.setdefault("fallback_base_lr", float(group["lr"]))
         if self._root is not None and self._rebuild() and self._capture is not None:
             self._hook()
 
     def _named_like_the_others(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """Name the parameters of a late group when the others have names: torch wants all or none."""
         params = param_group["params"]
+        if isinstance(params, set):
+            return param_group  # torch refuses it, with its own words
         params = [params] if isinstance(params, Tensor) else list(params)
         named = bool(self.param_groups) and "param_names" in self.param_groups[0]
         if not named or any(isinstance(p, tuple) for p in params):
@@ -306,8 +327,7 @@ class Lifecycle(Optimizer):
         kept = dict(super().__getstate__())
         kept["_kept"] = {
             "names": dict(self._names),
-            "skip": [r for r in self._skip if not isinstance(r, nn.Module)],
-            "skipped": {p: r for p, r in self._reasons.items() if p in self._skipped_by_user},
+            "skip": [self._name_of(rule) if isinstance(rule, nn.Module) else rule for rule in self._skip],
             "stagger": self._stagger,
             "refresh_warmup": self._refresh_warmup,
             "max_failures": self._max_failures,
@@ -315,6 +335,10 @@ class Lifecycle(Optimizer):
             "t": self._t,
         }
         return kept
+
+    def _name_of(self, module: nn.Module) -> str:
+        assert self._root is not None
+        return next(clean_name(name) for name, m in self._root.named_modules() if m is unwrap(module))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; it needs :meth:`attach` before the next step."""
@@ -333,7 +357,7 @@ class Lifecycle(Optimizer):
             for key in (*options.COMMON, *self.checks):
                 if key in self.defaults:
                     group.setdefault(key, self.defaults[key])
-            group.setdefault("fallback_base_lr", _base_lr(group["lr"]))
+            group.setdefault("fallback_base_lr", float(group["lr"]))
 
     def _rule_state(self, p: nn.Parameter, key: str) -> Tensor:
         state = self.state[p]
@@ -362,15 +386,12 @@ class Lifecycle(Optimizer):
             self._arm()
 
     def _capture_is_due(self, block: Block) -> bool:
-        group = self._group_of(block)
+        group = block.group
         if group["inv_update_steps"] == 0:
             return False
         warming = self._refresh_warmup and self._t < group["inv_update_steps"]
         due: bool = warming or self._t % group["factor_update_steps"] == 0
         return due or self.state[block.owner]["factor_updates"] == 0
-
-    def _group_of(self, block: Block) -> Group:
-        return self._group[block.owner]
 
     @staticmethod
     def _precision(p: Tensor) -> torch.dtype:
@@ -387,10 +408,10 @@ def module_and_params(method: str, params: Any, module: nn.Module | None) -> tup
     if isinstance(params, nn.Module):
         if module is not None and module is not params:
             raise ValueError(f"{method}: give the module once, first or as module=")
-        named = [(clean_name(n), p) for n, p in params.named_parameters()]
-        if not named:
-            raise ValueError(f"{method}: the module {type(params).__name__} has no parameters")
-        return params, named
+        module = params
+        params = list(unwrap(module).named_parameters())
+        if not params:
+            raise ValueError(f"{method}: the module {type(module).__name__} has no parameters")
     if module is None:
         raise ValueError(
             f"{method} needs the module whose layers it covers: pass the module first, {method}(model, lr=...), "
@@ -398,11 +419,12 @@ def module_and_params(method: str, params: Any, module: nn.Module | None) -> tup
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"module= must be an nn.Module, got {type(module).__name__}")
+    if isinstance(module, nn.DataParallel):
+        raise NotImplementedError(
+            f"{method}: nn.DataParallel copies the model to several devices in one process, where nothing can be captured; "
+            "use one device, or one process per device"
+        )
     return module, params
-
-
-def _base_lr(lr: Any) -> float:
-    return float(lr)
 
 
 def _some(names: list[str]) -> str:

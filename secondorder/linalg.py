@@ -64,7 +64,7 @@ def aligned(x: Tensor) -> Tensor:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """``x @ y`` of ``[..., n, k]`` and ``[..., k, m]`` into aligned rows."""
-    if x.dim() > 2:
+    if x.dim() > 2 or y.shape[1] < 4 * _ALIGNMENT:
         return x @ y
     return torch.mm(x, y, out=empty_aligned((x.shape[0], y.shape[1]), x))
 
@@ -175,34 +175,43 @@ def _cholesky_inverse(x: Tensor) -> tuple[tuple[Tensor], Tensor]:
 
 
 def _with_ladder(x: Tensor, factorise: Factorisation, host_checks: bool) -> tuple[tuple[Tensor, ...], Tensor]:
-    x = (x + x.mT) / 2
+    x = (x + x.mT) / 2  # what both routines assume
     try:
         results, ok = factorise(x)
     except LinAlgError:
-        return _one_by_one(x, factorise)
-    if host_checks and x.device.type == "cpu" and not all_true_on_cpu(ok):
-        return _one_by_one(x, factorise)
+        results, ok = tuple(torch.zeros_like(part) for part in _nothing(x, factorise)), x.new_zeros(len(x)).bool()
+        host_checks = True  # LAPACK raised, so the host knows anyway
+    if host_checks:
+        flags = ok.cpu()
+        if not all_true_on_cpu(flags):
+            return _climb_failed(x, factorise, results, flags)
     return results, ok
 
 
-def _one_by_one(x: Tensor, factorise: Factorisation) -> tuple[tuple[Tensor, ...], Tensor]:
-    climbed = [_climb(matrix, factorise) for matrix in x.unbind(0)]
-    results = tuple(torch.stack(parts) for parts in zip(*(found for found, _ in climbed), strict=True))
-    return results, torch.tensor([good for _, good in climbed], device=x.device)
+def _climb_failed(
+    x: Tensor, factorise: Factorisation, results: tuple[Tensor, ...], flags: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Climb the ladder with the matrices whose flag is down; the others keep their result."""
+    results, flags = tuple(part.clone() for part in results), flags.clone()
+    for i, good in enumerate(flags.numpy().tolist()):
+        if not good:
+            found, reached = _climb(x[i], factorise)
+            for part, value in zip(results, found, strict=True):
+                part[i] = value
+            flags[i] = reached
+    return results, flags.to(x.device)
 
 
 def _climb(x: Tensor, factorise: Factorisation) -> tuple[tuple[Tensor, ...], bool]:
     """Try each rung on one matrix ``[n, n]``; the last resort returns zeros and False."""
-    last: tuple[Tensor, ...] | None = None
     for rung in _rungs(x):
         try:
             results, ok = factorise(rung)
         except LinAlgError:
             continue
-        last = tuple(part[0].to(x.device, x.dtype) for part in results)
         if all_true_on_cpu(ok.cpu()):
-            return last, True
-    return (last or _nothing(x, factorise)), False
+            return tuple(part[0].to(x.device, x.dtype) for part in results), True
+    return tuple(part[0] for part in _nothing(x[None], factorise)), False
 
 
 def _rungs(x: Tensor) -> Iterator[Tensor]:
@@ -216,4 +225,5 @@ def _rungs(x: Tensor) -> Iterator[Tensor]:
 
 
 def _nothing(x: Tensor, factorise: Factorisation) -> tuple[Tensor, ...]:
-    return (x.new_zeros(x.shape[-1]), torch.zeros_like(x)) if factorise is _eigh else (torch.zeros_like(x),)
+    """Zeros of the shapes that a factorisation of ``[k, n, n]`` returns."""
+    return (torch.zeros_like(x[..., 0]), torch.zeros_like(x)) if factorise is _eigh else (torch.zeros_like(x),)

@@ -163,42 +163,68 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
             if examples == 0:
                 continue
             finite = self.update_estimate(block, statistic, examples, gate)
-            if finite.device.type == "cpu" and not all_true_on_cpu(finite):
-                self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + 1
-                continue
-            self.state[block.owner]["factor_updates"] += 1
+            on_cpu = finite.device.type == "cpu"
+            dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
+            self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + dropped
+            if not (on_cpu and dropped):
+                self.state[block.owner]["factor_updates"] += 1
 
     # ------------------------------------------------------------------ stage 4: refresh
     def _refresh_due(self) -> list[int]:
         due = [b for b in self._blocks if self._refresh_is_due(b)]
         if not due:
             return []
-        for blocks, outcome in self._unjudged:
+        for blocks, outcome, arrived in self._unjudged:
+            arrived.synchronize()
             self._judge(blocks, outcome)
         self._unjudged.clear()
-        on_cpu = all(b.owner.device.type == "cpu" for b in due)
-        # The first factorisation of a block is looked at in any case; later ones on a device at the next refresh, when
-        # the answer has long arrived and nobody waits for it.
-        look_now = on_cpu or any(self.state[b.owner]["refreshes"] == 0 for b in due)
+        due, look = self._with_estimates(due)
+        if not due:
+            return []
         with full_precision(due[0].owner.device):
-            ok = self.refresh(due, look_now)
-        if look_now:
+            ok = self.refresh(due, look)
+        if look:
             self._judge(due, ok.cpu())
         else:
-            self._unjudged.append((due, ok.to("cpu", non_blocking=True)))
+            # Judged at the next refresh, when the answer has long arrived and nobody waits for it.
+            arrived = torch.Event(ok.device)
+            outcome = ok.to("cpu", non_blocking=True)
+            arrived.record()
+            self._unjudged.append((due, outcome, arrived))
         for block in due:
-            if block.name not in self._failures:
-                self.state[block.owner]["refreshes"] += 1
+            state = self.state[block.owner]
+            if block.name in self._failures:
+                self._failed_at[block.name] = state["factor_updates"]
+            else:
+                state["refreshes"] += 1
         return [b.index for b in due]
 
+    def _with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
+        """Blocks that have an estimate, and whether the host looks at how their refresh ends.
+
+        It does on the CPU, where that is free, and on a device at the first refresh of a block and after a failure.
+        """
+        if all(b.owner.device.type == "cpu" for b in due):
+            return due, True
+        new = [b for b in due if self.state[b.owner]["refreshes"] == 0]
+        if new:
+            weights = torch.stack([self.state[b.owner]["factor_weight"] for b in new]).cpu().numpy()
+            for block, weight in zip(new, weights, strict=True):
+                if weight == 0:  # its only batch was not finite
+                    self.state[block.owner]["factor_updates"] = 0
+                    due = [b for b in due if b is not block]
+        return due, bool(new) or any(b.name in self._failures for b in due)
+
     def _refresh_is_due(self, block: Block) -> bool:
-        state, interval = self.state[block.owner], self._group_of(block)["inv_update_steps"]
+        state, interval = self.state[block.owner], block.group["inv_update_steps"]
         if interval == 0 or state["factor_updates"] == 0:
             return False
+        if state["refreshes"] == 0:  # the same factors would only fail again
+            return bool(state["factor_updates"] > self._failed_at.get(block.name, 0))
         if self._refresh_warmup and self._t < interval:
-            return self._t & (self._t - 1) == 0 or bool(state["refreshes"] == 0)
+            return self._t & (self._t - 1) == 0
         phase = block.index * interval // len(self._blocks) if self._stagger else 0
-        return bool(state["refreshes"] == 0 or (self._t - phase) % interval == 0)
+        return (self._t - phase) % interval == 0
 
     def _judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
         """Count refreshes that failed in a row, and give up at ``max_failures``."""
@@ -219,7 +245,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
     def _active(self, block: Block, gradients: Directions) -> bool:
         """Whether a block preconditions in this step."""
         return (
-            self._group_of(block)["inv_update_steps"] > 0
+            block.group["inv_update_steps"] > 0
             and self.state[block.owner]["refreshes"] > 0
             and all(p in gradients for p in block.params)
         )
@@ -231,11 +257,11 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
             return {}
         source = self._adam_sources(active, gradients, gate)
         directions: Directions = {}
-        for block in active:
-            with full_precision(block.owner.device):
+        with full_precision(active[0].owner.device):
+            for block in active:
                 matrix = block.matrix([source[p].to(self._precision(p)) for p in block.params])
                 parts = block.split(self.precondition(block, matrix))
-            directions.update(zip(block.params, parts, strict=True))
+                directions.update(zip(block.params, parts, strict=True))
         parameters = list(directions)
         shared = self.comm.share_directions(list(directions.values()))
         directions = dict(zip(parameters, shared, strict=True))
@@ -258,7 +284,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         return source
 
     def _grafts_adam(self, p: nn.Parameter) -> bool:
-        return bool(self._group_of(self._block_of[p])["graft"] == "adam")
+        return bool(self._block_of[p].group["graft"] == "adam")
 
     def _guard(self, blocks: Sequence[Block], directions: Directions, source: Directions) -> Directions:
         """A block whose direction is not finite takes its gradient for this step.
@@ -282,18 +308,18 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         clipped = [p for p in directions if self._group[p].get("kl_clip") and not self._grafted(p)]
         if not clipped:
             return
-        terms, lrs = [products[p] for p in clipped], [self._group[p]["lr"] for p in clipped]
+        terms, lrs = [products[p] for p in clipped], [_rate(self._group[p]["lr"]) for p in clipped]
         for limit in {self._group[p]["kl_clip"] for p in clipped}:
             self._kl_factor = factor = update.kl_clip_factor(terms, lrs, limit)
             torch._foreach_mul_([directions[p] for p in clipped if self._group[p]["kl_clip"] == limit], factor)
 
     def _grafted(self, p: nn.Parameter) -> bool:
-        return self._group_of(self._block_of[p])["graft"] is not None
+        return self._block_of[p].group["graft"] is not None
 
     def _graft(self, blocks: Sequence[Block], directions: Directions, gradients: Directions) -> None:
         """Give each block the step size of the rule named by ``graft``."""
         for block in blocks:
-            rule = self._group_of(block)["graft"]
+            rule = block.group["graft"]
             if rule is None:
                 continue
             own = [directions[p] for p in block.params]
@@ -322,18 +348,24 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
     # ------------------------------------------------------------------ stage 7: update
     def _apply(self, gradients: Directions, directions: Directions, gate: Tensor | None) -> None:
         for group in self.param_groups:
-            for rule in ("plain", "sgd", "adamw", "fallback_adamw"):
-                members = [p for p in group["params"] if p in gradients and self._rule(p, group, directions) == rule]
+            by_rule: dict[str, list[nn.Parameter]] = {}
+            for p in group["params"]:
+                if p in gradients:
+                    by_rule.setdefault(self._rule(p, group, p in directions), []).append(p)
+            for rule, members in by_rule.items():
                 for part in _foreach_parts(members, group["foreach"]):
                     self._apply_rule(rule, part, group, [directions.get(p, gradients[p]) for p in part], gate)
 
-    def _rule(self, p: nn.Parameter, group: Group, directions: Directions) -> str:
+    def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
         """First-order rule of a parameter in this step."""
         block = self._block_of.get(p)
-        if block is not None and p in directions:
-            return "plain" if self._grafts_adam(p) else str(group["inner"])
-        if block is not None and (group["inv_update_steps"] == 0 or group["graft"] is not None):
-            return "adamw" if "adam" in (group["graft"] or group["inner"]) else "sgd"
+        if block is None:
+            return "fallback_adamw" if group["fallback"] == "adamw" else "sgd"
+        graft = block.group["graft"]
+        if preconditioned:
+            return "plain" if graft == "adam" else str(group["inner"])
+        if group["inv_update_steps"] == 0 or graft is not None or group["inner"] == "adamw":
+            return "adamw" if "adam" in (graft or group["inner"]) else "sgd"
         return "fallback_adamw" if group["fallback"] == "adamw" else "sgd"
 
     def _apply_rule(
@@ -343,7 +375,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         decay = group["weight_decay"]
         if rule in ("adamw", "fallback_adamw"):
             means, squares = self._moments(params)
-            lr = group["lr"] if rule == "adamw" else self._fallback_lr(group)
+            lr = _rate(group["lr"]) if rule == "adamw" else self._fallback_lr(group)
             update.adamw_(
                 _as_real(tensors), _as_real(directions), _as_real(means), _as_real(squares),
                 [self._steps_of(p) for p in params], lr=lr, betas=group["fallback_betas"], eps=group["fallback_eps"],
@@ -354,7 +386,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         buffers = [self._rule_state(p, "momentum_buffer") for p in params] if momentum else None
         decoupled = group["decoupled_weight_decay"]
         update.sgd_(
-            tensors, directions, buffers, lr=group["lr"], momentum=momentum, weight_decay=decay,
+            tensors, directions, buffers, lr=_rate(group["lr"]), momentum=momentum, weight_decay=decay,
             nesterov=group["nesterov"] and momentum > 0, decoupled=decoupled, gate=gate,
         )  # fmt: skip
 
@@ -363,9 +395,9 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         own = group["fallback_lr"]
         if own is None:
             if group["graft"] is not None:
-                return group["lr"]
+                return _rate(group["lr"])
             own = 1e-3
-        return own * (group["lr"] / group["fallback_base_lr"]) if group["fallback_base_lr"] else own
+        return own * (_rate(group["lr"]) / group["fallback_base_lr"]) if group["fallback_base_lr"] else own
 
     def _count_updates(self, gradients: Directions) -> None:
         torch._foreach_add_([self.state[p]["step"] for p in gradients], 1.0)
@@ -414,3 +446,8 @@ def _foreach_parts(params: list[nn.Parameter], foreach: bool | None) -> Iterator
 
 def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+
+
+def _rate(lr: Any) -> Any:
+    """A learning rate as a number or a 0-dim tensor."""
+    return lr.reshape(()) if isinstance(lr, Tensor) else lr

@@ -73,7 +73,7 @@ def learning_rate(name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
-        return
+        return  # its value is not looked at: that would wait for the device
     number(0.0)(name, value)
 
 
@@ -84,6 +84,17 @@ def betas(name: str, value: Any) -> None:
     for i, beta in enumerate(value):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"{name}[{i}] must be in [0, 1), got {beta}")
+
+
+def plain(value: Any) -> Any:
+    """Python's own number for a subclass of one (NumPy's): only those survive ``torch.load(weights_only=True)``."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    return tuple(map(plain, value)) if isinstance(value, tuple) else value
 
 
 #: Options that every method has.

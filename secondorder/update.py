@@ -42,7 +42,7 @@ def sgd_(
         gate: See the module.
     """
     if gate is not None:
-        lr = torch.where(gate, lr, 0.0) if isinstance(lr, Tensor) else gate * lr
+        lr = gate * lr
     if weight_decay != 0 and not decoupled:
         directions = _add(directions, params, weight_decay)
     if gate is not None:
@@ -165,8 +165,7 @@ def _add(tensors: Tensors, others: Tensors, alpha: float) -> Tensors:
 
 def _descend_(params: Tensors, directions: Tensors, lr: Scalar) -> None:
     if isinstance(lr, Tensor):
-        scale = -lr.to(params[0].device)
         for p, d in zip(params, directions, strict=True):
-            p.add_(d * scale.to(d.dtype))
+            p.add_(d * -lr)  # a 0-dim CPU tensor is an argument of the kernel: nothing is copied
     else:
         torch._foreach_add_(params, directions, alpha=-lr)

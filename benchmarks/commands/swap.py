@@ -50,7 +50,7 @@ class Script:
 
 SCRIPTS: dict[WorkloadName, dict[Base, Script]] = {
     "digits": {"adamw": Script(1e-2, 1e-2), "sgd": Script(0.1, 5e-4)},
-    "autoencoder": {"adamw": Script(1e-3, 1e-2), "sgd": Script(3e-3, 1e-5)},
+    "autoencoder": {"adamw": Script(1e-3, 1e-2), "sgd": Script(5e-3, 1e-5)},
     "resnet20": {"adamw": Script(3e-3, 1e-2), "sgd": Script(0.1, 5e-4)},
     "chargpt": {"adamw": Script(3e-3, 1e-2), "sgd": Script(0.3, 1e-4)},
 }
@@ -181,5 +181,5 @@ def _table(size: Size, outcomes: Sequence[Outcome]) -> Table:
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
     pairs: Any = zip(outcome.before, outcome.after, strict=True)
-    losses = (f"{before:.4g} -> {after:.4g}" for before, after in pairs)
+    losses = (f"{before:.3g} -> {after:.3g}" for before, after in pairs)
     return (outcome.workload, outcome.base, str(outcome.steps), *losses, "PASS" if outcome.passed else "FAIL")

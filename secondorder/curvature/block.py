@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,8 +13,6 @@ from secondorder.curvature.layers import Adapter, find_adapter
 
 #: What ``skip_layers`` takes: a module name or shell-style pattern, a module type, or a module of the model.
 SkipRule = str | type[nn.Module] | nn.Module
-
-_WRAPPERS = ("_orig_mod", "module")
 
 
 @dataclass(eq=False)
@@ -28,6 +27,7 @@ class Block:
         bias: Trained bias, or None.
         owner: The parameter whose state holds the curvature: the weight, or the bias when the weight is frozen.
         index: Position among the blocks of the optimizer.
+        group: The parameter group of the owner, whose options the block follows.
     """
 
     name: str
@@ -35,7 +35,8 @@ class Block:
     adapter: Adapter
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    index: int = field(default=0)
+    index: int = 0
+    group: dict[str, Any] = field(default_factory=dict)
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -54,11 +55,6 @@ class Block:
     def params(self) -> list[nn.Parameter]:
         """Weight and bias, as far as they are trained."""
         return [p for p in (self.weight, self.bias) if p is not None]
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether every parameter of the block has a dense gradient."""
-        return all(p.grad is not None and not p.grad.is_sparse for p in self.params)
 
     def matrix(self, tensors: Sequence[Tensor]) -> Tensor:
         """Tensors shaped like :attr:`params` as one matrix ``[(Γ,) n_g, n_a]``."""
@@ -82,11 +78,18 @@ class Plan:
 
 
 def clean_name(name: str) -> str:
-    """Module name without the prefixes of ``torch.compile`` and data-parallel wrappers."""
-    parts = name.split(".")
-    while parts and parts[0] in _WRAPPERS:
-        parts.pop(0)
-    return ".".join(part for part in parts if part != "_orig_mod")
+    """Name of a module or parameter without the parts that ``torch.compile`` inserts."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def find_name(name: str, names: Container[str]) -> str | None:
+    """``name`` as the unwrapped module has it: itself, or without data-parallel prefixes."""
+    name = clean_name(name)
+    while name not in names:
+        if not name.startswith("module."):
+            return None
+        name = name.removeprefix("module.")
+    return name
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -157,7 +160,7 @@ def _reason(module: nn.Module, skipped: set[nn.Module], attention: set[nn.Module
         return "its parameters are complex"
     if {n for n, p in module._parameters.items() if p is not None} - {"weight", "bias"}:
         return f"{type(module).__name__} has parameters besides weight and bias"
-    return kind.unsupported(module) or ""
+    return ""
 
 
 def _blocks(
@@ -194,7 +197,9 @@ def _skipped_modules(root: nn.Module, skip: Sequence[SkipRule]) -> set[nn.Module
     skipped: set[nn.Module] = set()
     for rule in skip:
         if isinstance(rule, str):
-            hits = [m for n, m in names.items() if n == rule or fnmatch.fnmatchcase(n, rule)]
+            exact = find_name(rule, names)
+            hits = [names[exact]] if exact is not None else []
+            hits += [m for n, m in names.items() if fnmatch.fnmatchcase(n, rule)]
         elif isinstance(rule, type) and issubclass(rule, nn.Module):
             hits = [m for m in names.values() if isinstance(m, rule)]
         elif isinstance(rule, nn.Module):

@@ -14,6 +14,7 @@ safe before an in-place activation) and an identity operator under ``torch.compi
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import weakref
@@ -98,6 +99,7 @@ class Switch:
     def __init__(self, key: int) -> None:
         self.key = key
         self.armed = False
+        self.depth = 0
         self.token: Tensor | None = None
 
 
@@ -121,6 +123,7 @@ class Capture:
         self._lock = threading.Lock()
         self._pauses = 0
         self._due: set[int] = set()
+        self._void: set[int] = set()
         self._nodes: dict[int, Any] = {}
         self._pending: dict[int, Statistic] = {}
         self._examples = 0
@@ -133,21 +136,22 @@ class Capture:
                 root.register_forward_pre_hook(RootEnter(self.switch), with_kwargs=True),
                 root.register_forward_hook(RootLeave(self.switch), always_call=True),
             ]
-        # A model may outlive its optimizer: its hooks then find the switch off.
-        weakref.finalize(self, _disarm, self.switch)
+        # A model may outlive its optimizer: its hooks then go.
+        weakref.finalize(self, _retire, self.switch, self._tap_handles, self._root_handles)
 
     # ------------------------------------------------------------------ lifecycle
     def set_sites(self, sites: Iterable[Site]) -> None:
         """Tap these layers and no others; what is pending for the old ones is dropped."""
         for handle in self._tap_handles:
             handle.remove()
+        self._tap_handles.clear()
         self.discard()
         self._passes.clear()
         self._due.clear()
-        self.refused = {}
+        self.refused.clear()
         self.sites = list(sites)
         self._taps = [LayerHook(self.switch, i) for i in range(len(self.sites))]
-        self._tap_handles = [
+        self._tap_handles += [
             module.register_forward_hook(tap, with_kwargs=True)
             for site, tap in zip(self.sites, self._taps, strict=True)
             for module in site.modules
@@ -155,10 +159,11 @@ class Capture:
 
     def arm(self, due: Iterable[int]) -> None:
         """Capture the given sites from now on, and no others."""
-        self._due = {i for i in due if i not in self.refused}
+        self._due = set(due)
         for i, tap in enumerate(self._taps):
             tap.armed = i in self._due
         self.switch.armed = bool(self._due) and not self._pauses
+        self.switch.depth, self.switch.token = 0, None
         self._nodes = {i: _gradient_node(self.sites[i].owner) for i in self._due}
 
     @contextmanager
@@ -183,6 +188,7 @@ class Capture:
     def discard(self) -> None:
         """Forget the pending statistics (their gradients were discarded)."""
         self._pending, self._examples, self._own_examples = {}, 0, {}
+        self._void.clear()
         self._passes = {i: p for i, p in self._passes.items() if not p.counted}
 
     @property
@@ -200,19 +206,26 @@ class Capture:
         self._flush()
         examples = {i: self._examples + self._own_examples.get(i, 0) for i in self._pending}
         taken = Captured(self._pending, examples)
+        for index in self._pending:
+            self.refused.pop(index, None)
         self._passes.clear()
         self._latest = None
         self.discard()
         return taken
 
     # ------------------------------------------------------------------ forward
+    def drop_orphans(self) -> None:
+        """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's)."""
+        if self._pending and all(site.owner.grad is None for site in self.sites):
+            self.discard()
+
     def open_pass(self, examples: int | None, input_dim: int) -> int:
         """Begin a forward pass; returns its id."""
-        if self._pending and all(_gradients_gone(site) for site in self.sites):
-            self.discard()
-        self._flush()
         number = next(self._pass_ids)
-        self._latest = self._passes[number] = Pass(examples, input_dim)
+        current = self._passes[number] = Pass(examples, input_dim)
+        if not _in_backward():
+            self._flush()
+            self._latest = current
         if len(self._passes) > _MAX_PASSES:
             # Forwards without a backward: the oldest can no longer matter.
             self._passes.pop(next(iter(self._passes)))
@@ -244,12 +257,21 @@ class Capture:
             raise RuntimeError(_HIGHER_ORDER.format(name=self.sites[index].name))
         return _is_executed(self._nodes.get(index))
 
+    def refuse(self, index: int, reason: str) -> None:
+        """Leave a layer out of this step's statistics: they would be wrong."""
+        self.refused[index] = reason
+        self._void.add(index)
+        self._pending.pop(index, None)
+
     def record(self, index: int, x: Tensor | None, g: Tensor, current: Pass | None) -> None:
         """Take in the gradient ``g`` at the output of a layer whose input was ``x``.
 
         Raises:
             RuntimeError: If this is the second backward through one forward.
         """
+        if g.dtype == torch.float16 and self.grad_scaler is None:
+            self.refuse(index, _NO_SCALER)
+            return
         call = Call(x if self.sites[index].adapter.has_weight else None, g.detach(), self._unscale(g.device))
         if current is None:
             self._record_alone(index, call)
@@ -302,13 +324,12 @@ class Capture:
         return self._pending[index]
 
     def _add(self, index: int, calls: list[Call], examples: int) -> None:
-        if index in self.refused:
+        if index in self._void:
             return
         try:
             self._statistic(index).add(calls, examples)
         except ValueError as error:
-            self.refused[index] = str(error)
-            self._pending.pop(index, None)
+            self.refuse(index, str(error))
 
     def _unscale(self, device: torch.device) -> Tensor | None:
         if self.grad_scaler is None or not self.grad_scaler.is_enabled():
@@ -327,15 +348,18 @@ class RootEnter:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a pass when something is due."""
         switch = self.switch
-        if not module.training or not torch.is_grad_enabled():
+        if not module.training:
             return
         if not torch.compiler.is_compiling():
             if _in_transform():
                 switch.token = None
                 return
             _notify(switch)
-        if not switch.armed:
+        if not switch.armed or not torch.is_grad_enabled():
             return
+        switch.depth += 1
+        if switch.depth > 1:
+            return  # the model called itself
         x = _first_tensor((args, kwargs))
         if x is None:
             switch.token = None
@@ -357,9 +381,12 @@ class RootLeave(RootEnter):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Close the pass; tell recomputations in backward which pass they belong to."""
         switch = self.switch
-        if not switch.armed or switch.token is None or not module.training or not torch.is_grad_enabled():
+        if not switch.armed or not module.training or not torch.is_grad_enabled():
             return
-        if not torch.compiler.is_compiling():
+        switch.depth -= 1
+        if switch.depth > 0:
+            return
+        if switch.token is not None and not torch.compiler.is_compiling() and not _in_backward():
             _mark_output(switch, output)
         switch.token = None
 
@@ -407,10 +434,11 @@ class Inert:
 class EagerTap:
     """Hook on the gradient of a layer output; lets go of the input as soon as it has fired."""
 
-    __slots__ = ("capture", "current", "fired", "index", "shape", "x")
+    __slots__ = ("capture", "current", "fired", "index", "shape", "version", "x")
 
     def __init__(self, capture: Capture, index: int, x: Tensor | None, current: Pass | None, shape: torch.Size) -> None:
         self.capture, self.index, self.x, self.current, self.shape = capture, index, x, current, shape
+        self.version = 0 if x is None else x._version
         self.fired = False
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
@@ -423,6 +451,10 @@ class EagerTap:
         if self.fired:
             raise RuntimeError(_SECOND_BACKWARD.format(name=self.capture.sites[self.index].name))
         x, self.x, self.fired = self.x, None, True
+        if x is not None and x._version != self.version:
+            # Legal where autograd saved a copy (autocast); our reference has changed under us.
+            self.capture.refuse(self.index, "its input is modified in place before the backward pass")
+            return
         self.capture.record(self.index, x, g.reshape(self.shape), self.current)
 
 
@@ -443,13 +475,16 @@ def _tap(capture: Capture, index: int, x: Tensor, output: Tensor) -> None:
 
 def _notify(switch: Switch) -> None:
     capture = _CAPTURES.get(switch.key)
-    if capture is not None and (callback := capture.before_forward()) is not None:
+    if capture is None or _in_backward():
+        return  # a recomputation begins no forward of its own
+    capture.drop_orphans()
+    if not capture.pending and (callback := capture.before_forward()) is not None:
         callback()
 
 
 def _mark_output(switch: Switch, output: Any) -> None:
-    capture, tensor = _CAPTURES.get(switch.key), _first_tensor(output)
-    if capture is None or tensor is None or not tensor.requires_grad:
+    capture, tensor = _CAPTURES.get(switch.key), _first_tensor(output, with_gradient=True)
+    if capture is None or tensor is None:
         return
     current = capture.find_pass(switch.token)
     if current is not None:
@@ -517,6 +552,10 @@ _HIGHER_ORDER = (
     "a loss are not defined. Compute that term on a forward inside `with optimizer.pause_capture():`, leave the layer "
     "out with skip_layers, or use a method that needs no layer statistics."
 )
+_NO_SCALER = (
+    "its gradients are float16 and the loss scale is not known: pass grad_scaler= to the optimizer (for float16 without "
+    "a scaler, GradScaler(enabled=False))"
+)
 _SECOND_BACKWARD = (
     "layer '{name}': a second backward ran through one forward (retain_graph=True), and statistics of the sum of "
     "two losses cannot be had from their gradients one by one. Sum the losses and call backward once, or run the extra "
@@ -524,27 +563,28 @@ _SECOND_BACKWARD = (
 )
 
 
-def _disarm(switch: Switch) -> None:
+def _retire(switch: Switch, *handles: list[RemovableHandle]) -> None:
     switch.armed = False
+    for handle in itertools.chain(*handles):
+        handle.remove()
 
 
-def _first_tensor(value: Any) -> Tensor | None:
+def _first_tensor(value: Any, with_gradient: bool = False) -> Tensor | None:
+    """The first tensor in nested containers; the first that requires a gradient, if asked for."""
     if isinstance(value, Tensor):
-        return value
+        return value if value.requires_grad or not with_gradient else None
     children: Iterable[Any] = ()
     if isinstance(value, (tuple, list)):
         children = value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         children = value.values()
+    elif dataclasses.is_dataclass(value):
+        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
     for child in children:
-        found = _first_tensor(child)
+        found = _first_tensor(child, with_gradient)
         if found is not None:
             return found
     return None
-
-
-def _gradients_gone(site: Site) -> bool:
-    return site.owner.grad is None
 
 
 def _gradient_node(parameter: nn.Parameter) -> Any:

@@ -41,11 +41,6 @@ class Adapter(ABC):
         self.has_weight = has_weight
         self.has_bias = has_bias
 
-    @staticmethod
-    def unsupported(module: nn.Module) -> str | None:
-        """Why this very module cannot be covered, or None."""
-        return None
-
     @property
     def n_a(self) -> int:
         """Size of the input factor A."""
@@ -146,15 +141,26 @@ def _split_examples(x: Tensor, examples: int) -> Tensor:
     Raises:
         ValueError: If no dimension tells the examples apart.
     """
-    d = x.shape[-1]
     if x.dim() > 2 and x.shape[0] != examples and x.shape[1] == examples:
         x = x.transpose(0, 1)
-    rows = math.prod(x.shape[:-1])
-    if x.dim() > 1 and (examples == 0 or x.shape[0] % examples):
-        raise ValueError(
-            f"its input of shape {tuple(x.shape)} does not split into the {examples} examples of the batch"
-        )
-    return x.reshape(examples, rows // examples, d)
+    if x.dim() == 1:
+        x = x[None]
+    positions = _positions(x, examples) * math.prod(x.shape[1:-1])
+    return x.reshape(examples, positions, x.shape[-1])
+
+
+def _positions(x: Tensor, examples: int) -> int:
+    """How many entries of dim 0 belong to each example.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: If dim 0 is not a flattening of the examples.
+    """
+    if examples == 0 or x.shape[0] % examples:
+        raise ValueError(f"its values of shape {tuple(x.shape)} do not split into the {examples} examples of the batch")
+    return x.shape[0] // examples
 
 
 class ConvAdapter(Adapter):
@@ -199,17 +205,15 @@ class ConvAdapter(Adapter):
 
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
         x = self._batched(x)
-        if x.shape[0] != examples:
-            x, folds = self._refold(x, examples)
-        else:
-            folds = 1
+        folds = _positions(x, examples)
         patches = self._patches(x)
         sums = patches.sum(tuple(range(3, 3 + self._axes))).reshape(examples, folds, self.groups, self.d_in).sum(1)
         return self._group_major(sums), self.row_count(x) // examples
 
     def output_sums(self, g: Tensor, examples: int) -> Tensor:
         g = self._batched(g)
-        return self._group_major(g.reshape(examples, -1, self.groups, self.d_out, math.prod(g.shape[2:])).sum((1, 4)))
+        shape = (examples, _positions(g, examples), self.groups, self.d_out, math.prod(g.shape[2:]))
+        return self._group_major(g.reshape(shape).sum((1, 4)))
 
     @property
     def _axes(self) -> int:
@@ -217,13 +221,6 @@ class ConvAdapter(Adapter):
 
     def _batched(self, x: Tensor) -> Tensor:
         return x[None] if self.is_unbatched(x) else x
-
-    def _refold(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        if examples == 0 or x.shape[0] % examples:
-            raise ValueError(
-                f"its input of shape {tuple(x.shape)} does not split into the {examples} examples of the batch"
-            )
-        return x, x.shape[0] // examples
 
     def _group_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.groups > 1 else x[:, 0]

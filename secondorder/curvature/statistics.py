@@ -36,7 +36,13 @@ def gradient_scale(examples: int, reduction: str, loss_terms: float) -> float:
 
 
 def ratio_ema_(
-    running: list[Tensor], weight: Tensor, batch: list[Tensor], batch_weight: float, decay: float, ok: Tensor
+    running: list[Tensor],
+    weight: Tensor,
+    sums: list[Tensor],
+    scales: list[float],
+    batch_weight: float,
+    decay: float,
+    ok: Tensor,
 ) -> None:
     """Fold one batch into running means, debiased from the first one on.
 
@@ -46,7 +52,8 @@ def ratio_ema_(
     Args:
         running: Estimates, changed in place.
         weight: W, a 0-dim float64 tensor, changed in place.
-        batch: Batch values, of the shapes of ``running``.
+        sums: Batch sums, of the shapes of ``running``; ``X_batch`` is a sum times its scale.
+        scales: Their scales.
         batch_weight: w, usually the number of examples.
         decay: β, the weight of the old value, in [0, 1].
         ok: 0-dim bool tensor.
@@ -54,8 +61,13 @@ def ratio_ema_(
     grown = weight * decay + batch_weight
     share = torch.where(ok, batch_weight / grown, torch.zeros_like(grown))
     weight.copy_(torch.where(ok, grown, weight))
-    for estimate, value in zip(running, batch, strict=True):
-        estimate.lerp_(torch.where(ok, value, estimate), share.to(estimate.dtype))
+    for estimate, total, scale in zip(running, sums, scales, strict=True):
+        if ok.device.type == "cpu":  # plain numbers cost nothing to read here, and save three passes
+            part = float(share.numpy())
+            if part > 0:
+                estimate.mul_(1 - part).add_(total, alpha=part * scale)
+        else:
+            estimate.lerp_(torch.where(ok, total * scale, estimate), share.to(estimate.dtype))
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:
@@ -69,7 +81,7 @@ def mean_eigenvalue(a: Tensor, g: Tensor) -> Tensor:
     return a.diagonal(dim1=-2, dim2=-1).mean(-1) * g.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def effective_damping(damping: float | Tensor, mode: str, mean_value: Tensor) -> Tensor:
+def effective_damping(damping: float, mode: str, mean_value: Tensor) -> Tensor:
     """λ of a block: ``damping`` itself, or in ``"relative"`` mode its multiple of the block's mean eigenvalue.
 
     A block whose factors are all zero keeps the absolute value: there is nothing to be relative to.
@@ -77,10 +89,9 @@ def effective_damping(damping: float | Tensor, mode: str, mean_value: Tensor) ->
     Returns:
         λ ``[...]``, of the shape of ``mean_value``.
     """
-    base = torch.as_tensor(damping, dtype=mean_value.dtype, device=mean_value.device)
     if mode == "absolute":
-        return base.expand_as(mean_value)
-    return torch.where(mean_value > 0, base * mean_value, base)
+        return torch.full_like(mean_value, damping)
+    return torch.where(mean_value > 0, mean_value * damping, damping)
 
 
 def pi_damping(mean_a: Tensor, mean_g: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +137,10 @@ def solve_eigen(
     """
     basis_a, basis_g = aligned(basis_a), aligned(basis_g)
     rotated = product(product(basis_g.mT, grad), basis_a)
-    rotated /= values_g[..., :, None] * values_a[..., None, :] + damping[..., None, None]
+    # Below rounding of the largest eigenvalue there is no curvature to divide by, only noise.
+    largest = values_a.amax(-1) * values_g.amax(-1)
+    floor = torch.maximum(damping, torch.finfo(grad.dtype).eps * largest)
+    rotated /= values_g[..., :, None] * values_a[..., None, :] + floor[..., None, None]
     return product(product(basis_g, rotated), basis_a.mT)
 
 

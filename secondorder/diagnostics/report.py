@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from secondorder.checkpoint import RULE_KEYS
-from secondorder.curvature.block import Block, clean_name
+from secondorder.curvature.block import Block, find_name
 from secondorder.diagnostics.describe import Row, human_bytes, render
 from secondorder.lifecycle import Lifecycle
 
@@ -37,7 +37,7 @@ class Reporting(Lifecycle):
         else:
             refused = self._capture.refused.get(block.index) if self._capture is not None else None
             treatment = f"block '{block.name}' ({type(block.modules[0]).__name__})"
-            if refused:
+            if refused and self.state[p].get("refreshes", 0) == 0:
                 treatment = f"{self._group[p]['fallback']} fallback: {refused}"
             lead = f"{block.adapter.groups}×" if block.adapter.groups > 1 else ""
             factors, owner = f"{lead}{block.adapter.n_a}, {block.adapter.n_g}", f"rank {self.comm.owner(block.index)}"
@@ -76,9 +76,10 @@ class Reporting(Lifecycle):
             ValueError: If no block has this name.
             RuntimeError: If nothing was captured for it yet.
         """
-        block = self.blocks.get(clean_name(name))
-        if block is None:
+        found = find_name(name, self.blocks)
+        if found is None:
             raise ValueError(f"no block is named '{name}'; there are: {', '.join(self.blocks) or 'none'}")
+        block = self.blocks[found]
         if self.state[block.owner]["factor_updates"] == 0:
             raise RuntimeError(f"nothing was captured for layer '{name}' yet: take a step first")
         return self.block_curvature(block)
@@ -88,8 +89,8 @@ class Reporting(Lifecycle):
         return {
             "step": self._t,
             "skipped_steps": self._skipped_steps + int(self._skipped_on_device),
-            "skipped_statistics": sum(self._skipped_statistics.values()),
-            "skipped_statistics_by_layer": dict(self._skipped_statistics),
+            "skipped_statistics": sum(int(n) for n in self._skipped_statistics.values()),
+            "skipped_statistics_by_layer": {name: int(n) for name, n in self._skipped_statistics.items()},
             "refresh_failures": self._failed_refreshes,
             "kl_clip_factor": None if self._kl_factor is None else float(self._kl_factor),
         }

@@ -174,7 +174,7 @@ class KFAC(SecondOrderOptimizer):
         given = locals()
         group_options = (*options.COMMON, *self.checks)
         defaults = {name: given[name] for name in group_options}
-        self._mode_by_default = damping_mode is None
+        self._mode_by_default = damping_mode is None  # before the base class adds the groups
         defaults["damping"], defaults["damping_mode"] = _resolve_damping(damping, damping_mode)
         super().__init__(
             params,
@@ -215,30 +215,28 @@ class KFAC(SecondOrderOptimizer):
 
     def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
         """Scale the sums per datum and fold them into the running factors."""
-        sums, group, state = cast(KroneckerSums, statistic), self._group_of(block), self.state[block.owner]
-        total_a, total_g = sums.finish()
-        total_a.div_(max(sums.rows, 1))
-        total_g.mul_(statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"]))
-        finite = statistics.all_finite([total_a, total_g])
+        sums, group, state = cast(KroneckerSums, statistic), block.group, self.state[block.owner]
+        totals = list(sums.finish())
+        scale_g = statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
+        scales = [1 / max(sums.rows, 1), scale_g]
+        finite = statistics.all_finite(totals)
         ok = finite if gate is None else finite & gate
-        running = [state["factor_a"], state["factor_g"]]
-        statistics.ratio_ema_(running, state["factor_weight"], [total_a, total_g], examples, group["factor_decay"], ok)
+        running, weight = [state["factor_a"], state["factor_g"]], state["factor_weight"]
+        statistics.ratio_ema_(running, weight, totals, scales, examples, group["factor_decay"], ok)
         return finite
 
     def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Factorise the factors of some blocks; one that fails keeps its last good result."""
-        ok = torch.ones(len(blocks), dtype=torch.bool, device=blocks[0].owner.device)
-        for method in ("eigen", "cholesky"):
-            chosen = [i for i, b in enumerate(blocks) if self._group_of(b)["inverse_method"] == method]
+        ok: dict[Block, Tensor] = {}
+        for method, work in (("eigen", self._eigen_batches), ("cholesky", self._cholesky_batches)):
+            chosen = [b for b in blocks if b.group["inverse_method"] == method]
             if chosen:
-                work = self._eigen_batches if method == "eigen" else self._cholesky_batches
-                good = work([blocks[i] for i in chosen], host_checks)
-                ok[torch.tensor(chosen, device=ok.device)] = good
-        return ok
+                ok.update(zip(chosen, work(chosen, host_checks).unbind(), strict=True))
+        return torch.stack([ok[b] for b in blocks])
 
     def precondition(self, block: Block, gradient: Tensor) -> Tensor:
         """``(G ⊗ A + λI)⁻¹ vec(∇)``, or its factored form."""
-        state, group = self.state[block.owner], self._group_of(block)
+        state, group = self.state[block.owner], block.group
         if group["inverse_method"] == "cholesky":
             return statistics.solve_factored(gradient, state["inverse_a"], state["inverse_g"])
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
@@ -283,7 +281,7 @@ class KFAC(SecondOrderOptimizer):
 
     def _damped_factors(self, block: Block) -> tuple[Tensor, Tensor]:
         """``A + π√λ I`` and ``G + √λ/π I``."""
-        state, group = self.state[block.owner], self._group_of(block)
+        state, group = self.state[block.owner], block.group
         a, g = state["factor_a"], state["factor_g"]
         mean_a, mean_g = (x.diagonal(dim1=-2, dim2=-1).mean(-1) for x in (a, g))
         damping = statistics.effective_damping(group["damping"], group["damping_mode"], mean_a * mean_g)
@@ -296,9 +294,15 @@ class KFAC(SecondOrderOptimizer):
         Raises:
             ValueError: If options of the group exclude each other.
         """
-        if isinstance(param_group, dict) and self._mode_by_default and "damping" in param_group:
-            # A number given as damping is λ itself unless a mode is given with it.
-            param_group = {"damping_mode": "absolute", **param_group}
+        if isinstance(param_group, dict):
+            param_group = dict(param_group)
+            if param_group.get("damping", 0) is None:
+                del param_group["damping"]
+            if param_group.get("damping_mode", "") is None:
+                del param_group["damping_mode"]
+            if self._mode_by_default and "damping" in param_group:
+                # A number given as damping is λ itself unless a mode is given with it.
+                param_group.setdefault("damping_mode", "absolute")
         merged = {**self.defaults, **param_group} if isinstance(param_group, dict) else self.defaults
         if merged["inverse_method"] == "cholesky" and merged["damping_split"] == "exact":
             raise ValueError(
@@ -306,6 +310,10 @@ class KFAC(SecondOrderOptimizer):
                 "inverse_method='cholesky'"
             )
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies keep."""
+        return {**super().__getstate__(), "_mode_by_default": self._mode_by_default}
 
     def _warn_intervals(self) -> None:
         for i, group in enumerate(self.param_groups):
@@ -320,8 +328,8 @@ class KFAC(SecondOrderOptimizer):
 
 def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:
     if damping is None:
-        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, mode or "relative")
-    return damping, mode or "absolute"
+        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
+    return damping, "absolute" if mode is None else mode
 
 
 def _pack(results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
