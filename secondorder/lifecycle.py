@@ -421,8 +421,8 @@ def module_and_params(method: str, params: Any, module: nn.Module | None) -> tup
         raise TypeError(f"module= must be an nn.Module, got {type(module).__name__}")
     if isinstance(module, nn.DataParallel):
         raise NotImplementedError(
-            f"{method}: nn.DataParallel copies the model to several devices in one process, where nothing can be captured; "
-            "use one device, or one process per device"
+            f"{method}: nn.DataParallel copies the model to several devices in one process, where nothing can be "
+            "captured; use one device, or one process per device"
         )
     return module, params
 

@@ -203,6 +203,9 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         """Blocks that have an estimate, and whether the host looks at how their refresh ends.
 
         It does on the CPU, where that is free, and on a device at the first refresh of a block and after a failure.
+
+        Returns:
+            The blocks, and whether to look.
         """
         if all(b.owner.device.type == "cpu" for b in due):
             return due, True
@@ -224,7 +227,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         if self._refresh_warmup and self._t < interval:
             return self._t & (self._t - 1) == 0
         phase = block.index * interval // len(self._blocks) if self._stagger else 0
-        return (self._t - phase) % interval == 0
+        return bool((self._t - phase) % interval == 0)
 
     def _judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
         """Count refreshes that failed in a row, and give up at ``max_failures``."""
@@ -244,11 +247,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
     # ------------------------------------------------------------------ stages 5 and 6: directions
     def _active(self, block: Block, gradients: Directions) -> bool:
         """Whether a block preconditions in this step."""
-        return (
-            block.group["inv_update_steps"] > 0
-            and self.state[block.owner]["refreshes"] > 0
-            and all(p in gradients for p in block.params)
-        )
+        ready = block.group["inv_update_steps"] > 0 and self.state[block.owner]["refreshes"] > 0
+        return bool(ready) and all(p in gradients for p in block.params)
 
     def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
         """Preconditioned, bounded directions of the parameters of active blocks."""

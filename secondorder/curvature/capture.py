@@ -14,7 +14,6 @@ safe before an in-place activation) and an identity operator under ``torch.compi
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import threading
 import weakref
@@ -28,6 +27,21 @@ from torch.utils.hooks import RemovableHandle
 
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import Adapter
+from secondorder.curvature.taps import CAPTURES, SECOND_BACKWARD, LayerHook, RootEnter, RootLeave, Switch, in_backward
+
+_KEYS = itertools.count()
+#: Forwards without a backward that are remembered.
+_MAX_PASSES = 4096
+
+_HIGHER_ORDER = (
+    "layer '{name}': its backward is being differentiated itself (create_graph=True), and Kronecker statistics of such "
+    "a loss are not defined. Compute that term on a forward inside `with optimizer.pause_capture():`, leave the layer "
+    "out with skip_layers, or use a method that needs no layer statistics."
+)
+_NO_SCALER = (
+    "its gradients are float16 and the loss scale is not known: pass grad_scaler= to the optimizer (for float16 "
+    "without a scaler, GradScaler(enabled=False))"
+)
 
 
 class Statistic(Protocol):
@@ -93,16 +107,6 @@ class Captured(NamedTuple):
     examples: dict[int, int]
 
 
-class Switch:
-    """State shared by the hooks of one optimizer; plain attributes, so that a compiler can guard on them."""
-
-    def __init__(self, key: int) -> None:
-        self.key = key
-        self.armed = False
-        self.depth = 0
-        self.token: Tensor | None = None
-
-
 class Capture:
     """Taps on the layers of a model and the statistics they fill.
 
@@ -116,7 +120,7 @@ class Capture:
         self.grad_scaler: Any = None
         self.before_forward: Callable[[], Callable[[], None] | None] = lambda: None
         self.switch = Switch(next(_KEYS))
-        _CAPTURES[self.switch.key] = self
+        CAPTURES[self.switch.key] = self
         self._passes: dict[int, Pass] = {}
         self._pass_ids = itertools.count()
         self._latest: Pass | None = None
@@ -223,7 +227,7 @@ class Capture:
         """Begin a forward pass; returns its id."""
         number = next(self._pass_ids)
         current = self._passes[number] = Pass(examples, input_dim)
-        if not _in_backward():
+        if not in_backward():
             self._flush()
             self._latest = current
         if len(self._passes) > _MAX_PASSES:
@@ -235,7 +239,7 @@ class Capture:
         """The pass that a token names; without one, None in forward and the latest pass in a recomputation."""
         if token is not None:
             return self._passes.get(int(token.numpy()))
-        return self._latest if _in_backward() else None
+        return self._latest if in_backward() else None
 
     def enter_backward(self, current: Pass) -> None:
         """The gradient has reached the output of ``current``: recomputed layers belong to it."""
@@ -289,7 +293,7 @@ class Capture:
         calls = current.calls.get(index, 0)
         done = current.done.get(index, 0) + 1
         if calls and done > calls:
-            raise RuntimeError(_SECOND_BACKWARD.format(name=self.sites[index].name))
+            raise RuntimeError(SECOND_BACKWARD.format(name=self.sites[index].name))
         current.done[index] = done
         if current.examples is None:
             self._record_alone(index, call)
@@ -339,252 +343,10 @@ class Capture:
         return scale.reciprocal()
 
 
-class RootEnter:
-    """Forward pre-hook of the root module."""
-
-    def __init__(self, switch: Switch) -> None:
-        self.switch = switch
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open a pass when something is due."""
-        switch = self.switch
-        if not module.training:
-            return
-        if not torch.compiler.is_compiling():
-            if _in_transform():
-                switch.token = None
-                return
-            _notify(switch)
-        if not switch.armed or not torch.is_grad_enabled():
-            return
-        switch.depth += 1
-        if switch.depth > 1:
-            return  # the model called itself
-        x = _first_tensor((args, kwargs))
-        if x is None:
-            switch.token = None
-        elif torch.compiler.is_compiling():
-            switch.token = torch.ops.secondorder.open_pass(x.detach(), switch.key)
-        else:
-            switch.token = _open_pass(x, switch.key)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return Inert, ()
-
-
-class RootLeave(RootEnter):
-    """Forward hook of the root module."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Close the pass; tell recomputations in backward which pass they belong to."""
-        switch = self.switch
-        if not switch.armed or not module.training or not torch.is_grad_enabled():
-            return
-        switch.depth -= 1
-        if switch.depth > 0:
-            return
-        if switch.token is not None and not torch.compiler.is_compiling() and not _in_backward():
-            _mark_output(switch, output)
-        switch.token = None
-
-
-class LayerHook:
-    """Forward hook of a layer: puts the tap on its output."""
-
-    def __init__(self, switch: Switch, index: int) -> None:
-        self.switch = switch
-        self.index = index
-        self.armed = False
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
-        """Tap the output when this layer is due and will take part in a backward."""
-        if not self.armed or not self.switch.armed or not module.training or not torch.is_grad_enabled():
-            return None
-        if not isinstance(output, Tensor) or not output.requires_grad:
-            return None
-        x = args[0] if args else kwargs["input"]
-        switch = self.switch
-        if torch.compiler.is_compiling():
-            token = switch.token
-            if token is None:
-                token = torch.full((), -1, dtype=torch.int64, device="cpu")
-            return torch.ops.secondorder.tap(output, x.detach(), token, switch.key, self.index)
-        capture = _CAPTURES.get(switch.key)
-        if capture is not None and not _in_transform():
-            _tap(capture, self.index, x.detach(), output)
-        return None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return Inert, ()
-
-
-class Inert:
-    """What a hook becomes in a copy of the model: the copy belongs to no optimizer."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-
-class EagerTap:
-    """Hook on the gradient of a layer output; lets go of the input as soon as it has fired."""
-
-    __slots__ = ("capture", "current", "fired", "index", "shape", "version", "x")
-
-    def __init__(self, capture: Capture, index: int, x: Tensor | None, current: Pass | None, shape: torch.Size) -> None:
-        self.capture, self.index, self.x, self.current, self.shape = capture, index, x, current, shape
-        self.version = 0 if x is None else x._version
-        self.fired = False
-
-    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
-        """Record the gradient at the layer output."""
-        g = gradients[0]
-        if g is None:
-            return
-        if not self.capture.wants(self.index):
-            return
-        if self.fired:
-            raise RuntimeError(_SECOND_BACKWARD.format(name=self.capture.sites[self.index].name))
-        x, self.x, self.fired = self.x, None, True
-        if x is not None and x._version != self.version:
-            # Legal where autograd saved a copy (autocast); our reference has changed under us.
-            self.capture.refuse(self.index, "its input is modified in place before the backward pass")
-            return
-        self.capture.record(self.index, x, g.reshape(self.shape), self.current)
-
-
-def _tap(capture: Capture, index: int, x: Tensor, output: Tensor) -> None:
-    current = capture.find_pass(capture.switch.token)
-    adapter = capture.sites[index].adapter
-    if current is not None and not _in_backward():
-        current.see(index, adapter, x)
-    tap = EagerTap(capture, index, x if adapter.has_weight else None, current, output.shape)
-    # On the node that computed the values, not on the tensor: an in-place activation behind a view (a Linear on 3-D
-    # input returns one) takes the gradient past the view's own hooks.
-    source = output._base if output._is_view() else output
-    if source is not None and source.grad_fn is not None and source.numel() == output.numel():
-        source.grad_fn.register_prehook(tap)
-    else:
-        output.register_hook(lambda g: tap((g,)))
-
-
-def _notify(switch: Switch) -> None:
-    capture = _CAPTURES.get(switch.key)
-    if capture is None or _in_backward():
-        return  # a recomputation begins no forward of its own
-    capture.drop_orphans()
-    if not capture.pending and (callback := capture.before_forward()) is not None:
-        callback()
-
-
-def _mark_output(switch: Switch, output: Any) -> None:
-    capture, tensor = _CAPTURES.get(switch.key), _first_tensor(output, with_gradient=True)
-    if capture is None or tensor is None:
-        return
-    current = capture.find_pass(switch.token)
-    if current is not None:
-        reference = weakref.ref(capture)
-
-        def enter(_: Tensor) -> None:
-            if (alive := reference()) is not None:
-                alive.enter_backward(current)
-
-        tensor.register_hook(enter)
-
-
-# ---------------------------------------------------------------------- operators for compiled models
-def _open_pass(x: Tensor, key: int) -> Tensor:
-    capture = _CAPTURES.get(key)
-    number = -1 if capture is None else capture.open_pass(x.shape[0] if x.dim() else None, x.dim())
-    return torch.full((), number, dtype=torch.int64)
-
-
-@torch.library.custom_op("secondorder::open_pass", mutates_args=())
-def _open_pass_op(x: Tensor, key: int) -> Tensor:
-    return _open_pass(x, key)
-
-
-@torch.library.custom_op("secondorder::tap", mutates_args=())
-def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, index: int) -> Tensor:
-    capture = _CAPTURES.get(key)
-    if capture is not None:
-        current = capture.find_pass(token)
-        if current is not None:
-            current.see(index, capture.sites[index].adapter, x)
-    return output.clone()
-
-
-@torch.library.custom_op("secondorder::tap_backward", mutates_args=())
-def _tap_backward_op(g: Tensor, x: Tensor, token: Tensor, key: int, index: int) -> Tensor:
-    capture = _CAPTURES.get(key)
-    if capture is not None and capture.wants(index):
-        capture.record(index, x, g, capture.find_pass(token))
-    return g.clone()
-
-
-def _tap_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, x, token, ctx.key, ctx.index = inputs
-    ctx.save_for_backward(x, token)
-
-
-def _tap_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    x, token = ctx.saved_tensors
-    return torch.ops.secondorder.tap_backward(g, x, token, ctx.key, ctx.index), None, None, None, None
-
-
-_open_pass_op.register_fake(lambda x, key: torch.empty((), dtype=torch.int64))
-_tap_op.register_fake(lambda output, x, token, key, index: torch.empty_like(output))
-_tap_backward_op.register_fake(lambda g, x, token, key, index: torch.empty_like(g))
-_tap_op.register_autograd(_tap_gradient, setup_context=_tap_setup)
-
-# ---------------------------------------------------------------------- helpers
-_KEYS = itertools.count()
-_CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
-_MAX_PASSES = 4096
-
-_HIGHER_ORDER = (
-    "layer '{name}': its backward is being differentiated itself (create_graph=True), and Kronecker statistics of such "
-    "a loss are not defined. Compute that term on a forward inside `with optimizer.pause_capture():`, leave the layer "
-    "out with skip_layers, or use a method that needs no layer statistics."
-)
-_NO_SCALER = (
-    "its gradients are float16 and the loss scale is not known: pass grad_scaler= to the optimizer (for float16 without "
-    "a scaler, GradScaler(enabled=False))"
-)
-_SECOND_BACKWARD = (
-    "layer '{name}': a second backward ran through one forward (retain_graph=True), and statistics of the sum of "
-    "two losses cannot be had from their gradients one by one. Sum the losses and call backward once, or run the extra "
-    "forward inside `with optimizer.pause_capture():`."
-)
-
-
 def _retire(switch: Switch, *handles: list[RemovableHandle]) -> None:
     switch.armed = False
     for handle in itertools.chain(*handles):
         handle.remove()
-
-
-def _first_tensor(value: Any, with_gradient: bool = False) -> Tensor | None:
-    """The first tensor in nested containers; the first that requires a gradient, if asked for."""
-    if isinstance(value, Tensor):
-        return value if value.requires_grad or not with_gradient else None
-    children: Iterable[Any] = ()
-    if isinstance(value, (tuple, list)):
-        children = value
-    elif isinstance(value, Mapping):
-        children = value.values()
-    elif dataclasses.is_dataclass(value):
-        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    for child in children:
-        found = _first_tensor(child, with_gradient)
-        if found is not None:
-            return found
-    return None
 
 
 def _gradient_node(parameter: nn.Parameter) -> Any:
@@ -609,14 +371,3 @@ def _is_executed(node: Any) -> bool:
     except RuntimeError:
         # autograd.grad with respect to the parameter itself: asked for, though not to be accumulated.
         return True
-
-
-def _in_backward() -> bool:
-    task = getattr(torch._C, "_current_graph_task_id", None)
-    return task is not None and task() != -1
-
-
-def _in_transform() -> bool:
-    """Whether a ``torch.func`` transform is running: its tensors are wrappers that belong to no training step."""
-    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
-    return peek is not None and peek() is not None

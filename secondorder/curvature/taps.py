@@ -1,0 +1,273 @@
+"""Hooks and taps: what sits on the user's modules, holding nothing but a key to its capture.
+
+A copy of a model must not copy its optimizer, a pickled model must not need it, and a compiler must be able to guard on
+what decides whether anything is captured. So hooks are small objects with plain attributes; the capture behind a key is
+looked up weakly, and in a copy or a pickle a hook becomes :class:`Inert`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from secondorder.curvature.capture import Capture, Pass
+
+#: Captures by the key that their hooks hold.
+CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
+
+SECOND_BACKWARD = (
+    "layer '{name}': a second backward ran through one forward (retain_graph=True), and statistics of the sum of "
+    "two losses cannot be had from their gradients one by one. Sum the losses and call backward once, or run the extra "
+    "forward inside `with optimizer.pause_capture():`."
+)
+
+
+class Switch:
+    """State shared by the hooks of one optimizer; plain attributes, so that a compiler can guard on them."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.armed = False
+        self.depth = 0
+        self.token: Tensor | None = None
+
+
+class RootEnter:
+    """Forward pre-hook of the root module."""
+
+    def __init__(self, switch: Switch) -> None:
+        self.switch = switch
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Open a pass when something is due."""
+        switch = self.switch
+        if not module.training:
+            return
+        if not torch.compiler.is_compiling():
+            if _in_transform():
+                switch.token = None
+                return
+            _notify(switch)
+        if not switch.armed or not torch.is_grad_enabled():
+            return
+        switch.depth += 1
+        if switch.depth > 1:
+            return  # the model called itself
+        x = _first_tensor((args, kwargs))
+        if x is None:
+            switch.token = None
+        elif torch.compiler.is_compiling():
+            switch.token = torch.ops.secondorder.open_pass(x.detach(), switch.key)
+        else:
+            switch.token = _open_pass(x, switch.key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return Inert, ()
+
+
+class RootLeave(RootEnter):
+    """Forward hook of the root module."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Close the pass; tell recomputations in backward which pass they belong to."""
+        switch = self.switch
+        if not switch.armed or not module.training or not torch.is_grad_enabled():
+            return
+        switch.depth -= 1
+        if switch.depth > 0:
+            return
+        if switch.token is not None and not torch.compiler.is_compiling() and not in_backward():
+            _mark_output(switch, output)
+        switch.token = None
+
+
+class LayerHook:
+    """Forward hook of a layer: puts the tap on its output."""
+
+    def __init__(self, switch: Switch, index: int) -> None:
+        self.switch = switch
+        self.index = index
+        self.armed = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
+        """Tap the output when this layer is due and will take part in a backward."""
+        if not self.armed or not self.switch.armed or not module.training or not torch.is_grad_enabled():
+            return None
+        if not isinstance(output, Tensor) or not output.requires_grad:
+            return None
+        x = args[0] if args else kwargs["input"]
+        switch = self.switch
+        if torch.compiler.is_compiling():
+            token = switch.token
+            if token is None:
+                token = torch.full((), -1, dtype=torch.int64, device="cpu")
+            return torch.ops.secondorder.tap(output, x.detach(), token, switch.key, self.index)
+        capture = CAPTURES.get(switch.key)
+        if capture is not None and not _in_transform():
+            _tap(capture, self.index, x.detach(), output)
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return Inert, ()
+
+
+class Inert:
+    """What a hook becomes in a copy of the model: the copy belongs to no optimizer."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+
+class EagerTap:
+    """Hook on the gradient of a layer output; lets go of the input as soon as it has fired."""
+
+    __slots__ = ("capture", "current", "fired", "index", "shape", "version", "x")
+
+    def __init__(self, capture: Capture, index: int, x: Tensor | None, current: Pass | None, shape: torch.Size) -> None:
+        self.capture, self.index, self.x, self.current, self.shape = capture, index, x, current, shape
+        self.version = 0 if x is None else x._version
+        self.fired = False
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Record the gradient at the layer output."""
+        g = gradients[0]
+        if g is None:
+            return
+        if not self.capture.wants(self.index):
+            return
+        if self.fired:
+            raise RuntimeError(SECOND_BACKWARD.format(name=self.capture.sites[self.index].name))
+        x, self.x, self.fired = self.x, None, True
+        if x is not None and x._version != self.version:
+            # Legal where autograd saved a copy (autocast); our reference has changed under us.
+            self.capture.refuse(self.index, "its input is modified in place before the backward pass")
+            return
+        self.capture.record(self.index, x, g.reshape(self.shape), self.current)
+
+
+def _tap(capture: Capture, index: int, x: Tensor, output: Tensor) -> None:
+    current = capture.find_pass(capture.switch.token)
+    adapter = capture.sites[index].adapter
+    if current is not None and not in_backward():
+        current.see(index, adapter, x)
+    tap = EagerTap(capture, index, x if adapter.has_weight else None, current, output.shape)
+    # On the node that computed the values, not on the tensor: an in-place activation behind a view (a Linear on 3-D
+    # input returns one) takes the gradient past the view's own hooks.
+    source = output._base if output._is_view() else output
+    if source is not None and source.grad_fn is not None and source.numel() == output.numel():
+        source.grad_fn.register_prehook(tap)
+    else:
+        output.register_hook(lambda g: tap((g,)))
+
+
+def _notify(switch: Switch) -> None:
+    capture = CAPTURES.get(switch.key)
+    if capture is None or in_backward():
+        return  # a recomputation begins no forward of its own
+    capture.drop_orphans()
+    if not capture.pending and (callback := capture.before_forward()) is not None:
+        callback()
+
+
+def _mark_output(switch: Switch, output: Any) -> None:
+    capture, tensor = CAPTURES.get(switch.key), _first_tensor(output, with_gradient=True)
+    if capture is None or tensor is None:
+        return
+    current = capture.find_pass(switch.token)
+    if current is not None:
+        reference = weakref.ref(capture)
+
+        def enter(_: Tensor) -> None:
+            if (alive := reference()) is not None:
+                alive.enter_backward(current)
+
+        tensor.register_hook(enter)
+
+
+# ------------------------------------------------------------------ operators for compiled models
+def _open_pass(x: Tensor, key: int) -> Tensor:
+    capture = CAPTURES.get(key)
+    number = -1 if capture is None else capture.open_pass(x.shape[0] if x.dim() else None, x.dim())
+    return torch.full((), number, dtype=torch.int64)
+
+
+@torch.library.custom_op("secondorder::open_pass", mutates_args=())
+def _open_pass_op(x: Tensor, key: int) -> Tensor:
+    return _open_pass(x, key)
+
+
+@torch.library.custom_op("secondorder::tap", mutates_args=())
+def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, index: int) -> Tensor:
+    capture = CAPTURES.get(key)
+    if capture is not None:
+        current = capture.find_pass(token)
+        if current is not None:
+            current.see(index, capture.sites[index].adapter, x)
+    return output.clone()
+
+
+@torch.library.custom_op("secondorder::tap_backward", mutates_args=())
+def _tap_backward_op(g: Tensor, x: Tensor, token: Tensor, key: int, index: int) -> Tensor:
+    capture = CAPTURES.get(key)
+    if capture is not None and capture.wants(index):
+        capture.record(index, x, g, capture.find_pass(token))
+    return g.clone()
+
+
+def _tap_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, x, token, ctx.key, ctx.index = inputs
+    ctx.save_for_backward(x, token)
+
+
+def _tap_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    x, token = ctx.saved_tensors
+    return torch.ops.secondorder.tap_backward(g, x, token, ctx.key, ctx.index), None, None, None, None
+
+
+_open_pass_op.register_fake(lambda x, key: torch.empty((), dtype=torch.int64))
+_tap_op.register_fake(lambda output, x, token, key, index: torch.empty_like(output))
+_tap_backward_op.register_fake(lambda g, x, token, key, index: torch.empty_like(g))
+_tap_op.register_autograd(_tap_gradient, setup_context=_tap_setup)
+
+
+# ------------------------------------------------------------------ helpers
+def _first_tensor(value: Any, with_gradient: bool = False) -> Tensor | None:
+    """The first tensor in nested containers; the first that requires a gradient, if asked for."""
+    if isinstance(value, Tensor):
+        return value if value.requires_grad or not with_gradient else None
+    children: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        children = value
+    elif isinstance(value, Mapping):
+        children = value.values()
+    elif dataclasses.is_dataclass(value):
+        children = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    for child in children:
+        found = _first_tensor(child, with_gradient)
+        if found is not None:
+            return found
+    return None
+
+
+def in_backward() -> bool:
+    """Whether an autograd backward is running: a forward now is a recomputation."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return task is not None and task() != -1
+
+
+def _in_transform() -> bool:
+    """Whether a ``torch.func`` transform is running: its tensors are wrappers that belong to no training step."""
+    peek = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
