@@ -297,7 +297,7 @@ class Lifecycle(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group)}")
-        param_group = {key: options.plain(value) for key, value in param_group.items()}
+        param_group = {k: v if k == "params" else options.plain(v) for k, v in param_group.items()}
         merged = {**self.defaults, **param_group}
         if param_group.get("fallback") is None and ("graft" in param_group or "fallback" in param_group):
             merged["fallback"] = options.resolve_fallback(None, merged["graft"])

@@ -67,6 +67,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         options.flag("stagger", stagger)
         options.flag("refresh_warmup", refresh_warmup)
         options.whole(1)("max_failures", max_failures)
+        defaults = {key: options.plain(value) for key, value in defaults.items()}
         defaults["fallback"] = options.resolve_fallback(defaults["fallback"], defaults["graft"])
         options.validate(defaults, {**options.COMMON, **self.checks})
         self._begin_life(skip_layers, stagger, refresh_warmup, max_failures, comm)
@@ -165,8 +166,9 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
             finite = self.update_estimate(block, statistic, examples, gate)
             on_cpu = finite.device.type == "cpu"
             dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
-            self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + dropped
-            if not (on_cpu and dropped):
+            if dropped is not False:
+                self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + dropped
+            if dropped is not True:
                 self.state[block.owner]["factor_updates"] += 1
 
     # ------------------------------------------------------------------ stage 4: refresh

@@ -94,7 +94,7 @@ def plain(value: Any) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value)
-    return tuple(map(plain, value)) if isinstance(value, tuple) else value
+    return tuple(map(plain, value)) if isinstance(value, (tuple, list)) else value
 
 
 #: Options that every method has.

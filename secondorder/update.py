@@ -42,7 +42,7 @@ def sgd_(
         gate: See the module.
     """
     if gate is not None:
-        lr = gate * lr
+        lr = _gated(gate, lr, 0.0)
     if weight_decay != 0 and not decoupled:
         directions = _add(directions, params, weight_decay)
     if gate is not None:
@@ -50,7 +50,7 @@ def sgd_(
     if weight_decay != 0 and decoupled:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
     if buffers is not None:
-        kept = momentum if gate is None else torch.where(gate, momentum, 1.0).to(buffers[0].dtype)
+        kept = momentum if gate is None else _gated(gate, momentum, 1.0)
         torch._foreach_mul_(buffers, kept)
         torch._foreach_add_(buffers, directions)
         directions = _add(directions, buffers, momentum) if nesterov else buffers
@@ -71,9 +71,9 @@ def adam_moments_(
         torch._foreach_mul_(exp_avg_sqs, beta2)
     else:
         gradients = [torch.where(gate, g, 0) for g in gradients]
-        torch._foreach_mul_(exp_avgs, torch.where(gate, beta1, 1.0).to(exp_avgs[0].dtype))
+        torch._foreach_mul_(exp_avgs, _gated(gate, beta1, 1.0))
         torch._foreach_add_(exp_avgs, gradients, alpha=1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, torch.where(gate, beta2, 1.0).to(exp_avg_sqs[0].dtype))
+        torch._foreach_mul_(exp_avg_sqs, _gated(gate, beta2, 1.0))
     torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, 1 - beta2)
 
 
@@ -113,7 +113,7 @@ def adamw_(
         gate: See the module.
     """
     if gate is not None:
-        lr = gate * lr
+        lr = _gated(gate, lr, 0.0)
     if weight_decay != 0:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
     adam_moments_(gradients, exp_avgs, exp_avg_sqs, betas, gate)
@@ -153,6 +153,12 @@ def inner_product(x: Tensor, y: Tensor) -> Tensor:
     if x.is_contiguous() and y.is_contiguous():
         return torch.dot(x.view(-1), y.view(-1))
     return (x * y).sum()
+
+
+def _gated(gate: Tensor, value: Scalar, otherwise: float) -> Tensor:
+    """``value`` where the gate is open, a 0-dim float64 tensor on its device (which takes the dtype of what it meets)."""
+    blocked = torch.full_like(gate, otherwise, dtype=torch.float64)
+    return torch.where(gate, blocked * 0 + value, blocked)
 
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:

@@ -181,5 +181,9 @@ def _table(size: Size, outcomes: Sequence[Outcome]) -> Table:
 
 def _row(outcome: Outcome) -> tuple[str, ...]:
     pairs: Any = zip(outcome.before, outcome.after, strict=True)
-    losses = (f"{before:.3g} -> {after:.3g}" for before, after in pairs)
+    losses = (f"{_short(before)} -> {_short(after)}" for before, after in pairs)
     return (outcome.workload, outcome.base, str(outcome.steps), *losses, "PASS" if outcome.passed else "FAIL")
+
+
+def _short(loss: float) -> str:
+    return f"{loss:.4g}" if loss >= 1 else f"{loss:.2g}"

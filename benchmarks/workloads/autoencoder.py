@@ -37,7 +37,10 @@ class Autoencoder:
 
     name: ClassVar[str] = "autoencoder"
     metric: ClassVar[str] = "test loss"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 20, "full": 300}
+    steps: ClassVar[dict[Size, int]] = {
+        "smoke": 200,
+        "full": 300,
+    }  # the small one needs them to leave its first plateau
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Autoencoder":

@@ -302,7 +302,7 @@ class Capture:
             if not current.counted:
                 current.counted = True
                 self._examples += current.examples
-        if call.g.numel() == 0:
+        if call.g.numel() == 0 or index in self._void:
             return  # an expert without a token says nothing about its factors
         if not self._statistic(index).wants_whole_pass:
             self._add(index, [call], current.examples)

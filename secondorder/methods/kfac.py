@@ -41,6 +41,8 @@ from secondorder.optimizer import SecondOrderOptimizer
 _BATCH_LIMIT = 512
 #: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
 _RELATIVE, _ABSOLUTE = 10.0, 1e-3
+#: Intervals when none is given.
+_INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
 
 class KFAC(SecondOrderOptimizer):
@@ -61,10 +63,12 @@ class KFAC(SecondOrderOptimizer):
         inverse_method: ``"eigen"`` (λ acts at once) or ``"cholesky"`` (half the work per step, a refresh many times
             cheaper; λ acts at the next refresh).
         factor_decay: β, weight of the old factors in the running mean.
-        factor_update_steps: F, steps between updates of the factors.
-        inv_update_steps: K, steps between refreshes; 0 turns preconditioning off.
+        factor_update_steps: F, steps between updates of the factors. Unset: 10.
+        inv_update_steps: K, steps between refreshes; 0 turns preconditioning off. Unset: 100.
         stagger: Spread the refreshes of the blocks over the interval.
-        refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it.
+        refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it: the
+            curvature of a fresh network changes a thousandfold in its first hundred steps. Unset: on unless an interval
+            is given, which is then kept to exactly.
         approx: ``"expand"`` treats shared positions as independent, ``"reduce"`` averages inputs and sums gradients.
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
         loss_terms: Scalar loss terms per example that a mean runs over (tokens).
@@ -145,10 +149,10 @@ class KFAC(SecondOrderOptimizer):
         damping_split: str | None = None,
         inverse_method: str = "eigen",
         factor_decay: float = 0.95,
-        factor_update_steps: int = 10,
-        inv_update_steps: int = 100,
+        factor_update_steps: int | None = None,
+        inv_update_steps: int | None = None,
         stagger: bool = False,
-        refresh_warmup: bool = False,
+        refresh_warmup: bool | None = None,
         approx: str = "expand",
         loss_reduction: str = "mean",
         loss_terms: float = 1,
@@ -174,6 +178,10 @@ class KFAC(SecondOrderOptimizer):
         given = locals()
         group_options = (*options.COMMON, *self.checks)
         defaults = {name: given[name] for name in group_options}
+        if refresh_warmup is None:
+            refresh_warmup = factor_update_steps is None and inv_update_steps is None
+        for name, steps in _INTERVALS.items():
+            defaults[name] = steps if defaults[name] is None else defaults[name]
         self._mode_by_default = damping_mode is None  # before the base class adds the groups
         defaults["damping"], defaults["damping_mode"] = _resolve_damping(damping, damping_mode)
         super().__init__(
@@ -296,10 +304,9 @@ class KFAC(SecondOrderOptimizer):
         """
         if isinstance(param_group, dict):
             param_group = dict(param_group)
-            if param_group.get("damping", 0) is None:
-                del param_group["damping"]
-            if param_group.get("damping_mode", "") is None:
-                del param_group["damping_mode"]
+            for name in ("damping", "damping_mode", *_INTERVALS):
+                if name in param_group and param_group[name] is None:
+                    del param_group[name]
             if self._mode_by_default and "damping" in param_group:
                 # A number given as damping is λ itself unless a mode is given with it.
                 param_group.setdefault("damping_mode", "absolute")

@@ -26,6 +26,11 @@ def single(x):
     return x.float() if x.is_floating_point() else x
 
 
+def unscaled():
+    """Says of float16 gradients that no loss scale is in them."""
+    return torch.amp.GradScaler("cpu", enabled=False)
+
+
 def relative(actual, expected) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
@@ -37,7 +42,7 @@ def test_autocast_gives_float32_factors_of_the_right_size(kind, dtype):
     x, y = data()
     expected = expected_factors(build(), x, y, F.cross_entropy)
     model = build().float()
-    opt = plain_kfac(model)
+    opt = plain_kfac(model, grad_scaler=unscaled())
     with torch.autocast("cpu", dtype=dtype):
         value = F.cross_entropy(model(x.float()), y)
     value.backward()
@@ -97,7 +102,7 @@ def test_bias_of_another_dtype_under_autocast():
 def test_low_precision_parameters_train(dtype):
     model = mlp((4, 8, 3)).to(dtype)
     x, y = vectors(20)
-    opt = plain_kfac(model, lr=0.05, damping=0.1, momentum=0.9)
+    opt = plain_kfac(model, lr=0.05, damping=0.1, momentum=0.9, grad_scaler=unscaled())
     losses = []
     for _ in range(15):
         opt.zero_grad()
@@ -183,7 +188,7 @@ def test_a_disabled_scaler_is_no_scaler():
     x, y = map(single, vectors())
     expected = expected_factors(mlp(), *vectors(), F.cross_entropy)
     model = mlp().float()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler = unscaled()
     opt = plain_kfac(model, grad_scaler=scaler)
     scaled_step(opt, scaler, model, x, y, "unscale")
     assert_factors(all_factors(opt, model), expected, 1e-5)
