@@ -96,10 +96,16 @@ METHODS: dict[MethodName, Method] = {
         "KFAC",
         _kfac,
         {
-            "digits": {"lr": 0.1, "damping": 0.3, "kl_clip": 0.1, "inv_update_steps": 20},
-            "autoencoder": {"lr": 0.1, "damping": 0.3, "kl_clip": 1.0, "inv_update_steps": 20},
-            "resnet20": {"lr": 0.1, "damping": 0.03, "kl_clip": 0.1},
-            "chargpt": {"lr": 0.3, "damping": 0.1, "kl_clip": 0.01, "fallback": "adamw", "loss_terms": 128},
+            "digits": {
+                "lr": 0.02,
+                "graft": "adam",
+                "inverse_method": "cholesky",
+                "factor_update_steps": 5,
+                "inv_update_steps": 10,
+            },
+            "autoencoder": {"lr": 0.3, "kl_clip": 1.0},
+            "resnet20": {"lr": 3e-3, "graft": "adam", "weight_decay": 1e-2, "decoupled_weight_decay": True},
+            "chargpt": {"lr": 3e-3, "graft": "adam", "weight_decay": 1e-2, "decoupled_weight_decay": True},
         },
     ),
 }

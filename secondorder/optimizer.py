@@ -418,6 +418,9 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         """Say once, by name, which layers have a gradient but nothing captured though it was due."""
         assert self._capture is not None
         missed = {}
+        if self._capture.was_paused:
+            self._capture.was_paused = False
+            return
         for i in self._capture.due | set(self._capture.refused):
             block = self._blocks[i]
             if i not in captured.statistics and block.name not in self._warned and block.owner in gradients:

@@ -156,7 +156,7 @@ def inner_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _gated(gate: Tensor, value: Scalar, otherwise: float) -> Tensor:
-    """``value`` where the gate is open, a 0-dim float64 tensor on its device (which takes the dtype of what it meets)."""
+    """``value`` where the gate is open: a 0-dim float64 tensor, which takes the dtype of what it meets."""
     blocked = torch.full_like(gate, otherwise, dtype=torch.float64)
     return torch.where(gate, blocked * 0 + value, blocked)
 

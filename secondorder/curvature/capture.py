@@ -126,6 +126,8 @@ class Capture:
         self._latest: Pass | None = None
         self._lock = threading.Lock()
         self._pauses = 0
+        #: Whether capture was paused since the last step: then a layer without statistics is no surprise.
+        self.was_paused = False
         self._due: set[int] = set()
         self._void: set[int] = set()
         self._nodes: dict[int, Any] = {}
@@ -174,6 +176,7 @@ class Capture:
     def paused(self) -> Iterator[None]:
         """Let forwards inside the block pass untapped."""
         self._pauses += 1
+        self.was_paused = True
         self.switch.armed = False
         try:
             yield
