@@ -368,6 +368,9 @@ class Lifecycle(Optimizer):
     def _moments(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
         return [self._rule_state(p, "exp_avg") for p in params], [self._rule_state(p, "exp_avg_sq") for p in params]
 
+    def _steps_of(self, p: nn.Parameter) -> float:
+        return float(self.state[p]["step"].numpy())
+
     def _arm(self) -> None:
         """Have captured what the coming step will use."""
         capture = self._capture

@@ -20,15 +20,14 @@ from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.statistics import all_finite
 from secondorder.diagnostics.report import Reporting
+from secondorder.direction import Directing, Directions, rate
 from secondorder.lifecycle import Group, module_and_params
 from secondorder.linalg import all_true_on_cpu, full_precision
 
 log = logging.getLogger("secondorder")
 
-Directions = dict[nn.Parameter, Tensor]
 
-
-class SecondOrderOptimizer(Checkpointing, Reporting):
+class SecondOrderOptimizer(Checkpointing, Reporting, Directing):
     """Base of all methods: a method supplies its statistic and four verbs, never its own ``step``.
 
     The verbs: :meth:`curvature_spec` (state of a block), :meth:`new_statistic`, :meth:`update_estimate`,
@@ -80,10 +79,6 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
     @abstractmethod
     def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
         """Fold a statistic into the running estimate; returns whether it was finite (0-dim bool)."""
-
-    @abstractmethod
-    def precondition(self, block: Block, gradient: Tensor) -> Tensor:
-        """Apply the inverse curvature of a block to a gradient matrix ``[(Γ,) n_g, n_a]``."""
 
     # ------------------------------------------------------------------ the step
     @overload
@@ -246,107 +241,6 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
                     "jitter and in float64. Raise damping, lower lr, or leave the layer out with skip_layers."
                 )
 
-    # ------------------------------------------------------------------ stages 5 and 6: directions
-    def _active(self, block: Block, gradients: Directions) -> bool:
-        """Whether a block preconditions in this step."""
-        ready = block.group["inv_update_steps"] > 0 and self.state[block.owner]["refreshes"] > 0
-        return bool(ready) and all(p in gradients for p in block.params)
-
-    def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
-        """Preconditioned, bounded directions of the parameters of active blocks."""
-        active = [b for b in self._blocks if self._active(b, gradients)]
-        if not active:
-            return {}
-        source = self._adam_sources(active, gradients, gate)
-        directions: Directions = {}
-        with full_precision(active[0].owner.device):
-            for block in active:
-                matrix = block.matrix([source[p].to(self._precision(p)) for p in block.params])
-                parts = block.split(self.precondition(block, matrix))
-                directions.update(zip(block.params, parts, strict=True))
-        parameters = list(directions)
-        shared = self.comm.share_directions(list(directions.values()))
-        directions = dict(zip(parameters, shared, strict=True))
-        self._kl_clip(directions, self._guard(active, directions, source))
-        self._graft(active, directions, gradients)
-        self._clip(directions)
-        return {p: d.to(p.dtype) for p, d in directions.items()}
-
-    def _adam_sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
-        """What to precondition: the gradient, or Adam's bias-corrected first moment where Adam gives the size."""
-        source = {p: gradients[p] for b in blocks for p in b.params}
-        for group in self.param_groups:
-            members = [p for p in group["params"] if p in source and self._grafts_adam(p)]
-            if not members:
-                continue
-            means, squares = self._moments(members)
-            update.adam_moments_([gradients[p] for p in members], means, squares, group["fallback_betas"], gate)
-            for p, mean in zip(members, means, strict=True):
-                source[p] = mean / (1 - group["fallback_betas"][0] ** self._steps_of(p))
-        return source
-
-    def _grafts_adam(self, p: nn.Parameter) -> bool:
-        return bool(self._block_of[p].group["graft"] == "adam")
-
-    def _guard(self, blocks: Sequence[Block], directions: Directions, source: Directions) -> Directions:
-        """A block whose direction is not finite takes its gradient for this step.
-
-        Returns:
-            ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
-        """
-        products = {p: update.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
-        finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
-        if finite.device.type == "cpu" and all_true_on_cpu(finite):
-            return products
-        for block in blocks:
-            good = torch.isfinite(torch.stack([products[p] for p in block.params])).all()
-            for p in block.params:
-                plain = source[p].to(directions[p].dtype)
-                directions[p] = torch.where(good, directions[p], plain)
-                products[p] = torch.where(good, products[p], update.inner_product(plain, plain))
-        return products
-
-    def _kl_clip(self, directions: Directions, products: Directions) -> None:
-        clipped = [p for p in directions if self._group[p].get("kl_clip") and not self._grafted(p)]
-        if not clipped:
-            return
-        terms, lrs = [products[p] for p in clipped], [_rate(self._group[p]["lr"]) for p in clipped]
-        for limit in {self._group[p]["kl_clip"] for p in clipped}:
-            self._kl_factor = factor = update.kl_clip_factor(terms, lrs, limit)
-            torch._foreach_mul_([directions[p] for p in clipped if self._group[p]["kl_clip"] == limit], factor)
-
-    def _grafted(self, p: nn.Parameter) -> bool:
-        return self._block_of[p].group["graft"] is not None
-
-    def _graft(self, blocks: Sequence[Block], directions: Directions, gradients: Directions) -> None:
-        """Give each block the step size of the rule named by ``graft``."""
-        for block in blocks:
-            rule = block.group["graft"]
-            if rule is None:
-                continue
-            own = [directions[p] for p in block.params]
-            wanted = [gradients[p] for p in block.params]
-            if rule == "adam":
-                wanted = [self._adam_step(p) for p in block.params]
-            size, length = (torch.linalg.vector_norm(update.norms(x)) for x in (wanted, own))
-            torch._foreach_mul_(own, torch.where(length > 0, size / length, torch.ones_like(length)).to(own[0].dtype))
-
-    def _adam_step(self, p: nn.Parameter) -> Tensor:
-        (beta1, beta2), eps = self._group[p]["fallback_betas"], self._group[p]["fallback_eps"]
-        state, step = self.state[p], self._steps_of(p)
-        (root,) = update.adam_denominators([state["exp_avg_sq"]], [step], beta2, eps)
-        return cast("Tensor", state["exp_avg"] / (1 - beta1**step) / root)
-
-    def _clip(self, directions: Directions) -> None:
-        limited = [p for p in directions if self._group[p]["clip_norm"] is not None]
-        if limited:
-            total = torch.linalg.vector_norm(update.norms([directions[p] for p in limited]))
-            for p in limited:
-                directions[p].mul_((self._group[p]["clip_norm"] / (total + 1e-12)).clamp(max=1).to(directions[p].dtype))
-        for p, direction in directions.items():
-            if (bound := self._group[p]["clip_value"]) is not None:
-                direction.clamp_(-bound, bound)
-
     # ------------------------------------------------------------------ stage 7: update
     def _apply(self, gradients: Directions, directions: Directions, gate: Tensor | None) -> None:
         for group in self.param_groups:
@@ -377,7 +271,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         decay = group["weight_decay"]
         if rule in ("adamw", "fallback_adamw"):
             means, squares = self._moments(params)
-            lr = _rate(group["lr"]) if rule == "adamw" else self._fallback_lr(group)
+            lr = rate(group["lr"]) if rule == "adamw" else self._fallback_lr(group)
             update.adamw_(
                 _as_real(tensors), _as_real(directions), _as_real(means), _as_real(squares),
                 [self._steps_of(p) for p in params], lr=lr, betas=group["fallback_betas"], eps=group["fallback_eps"],
@@ -388,7 +282,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         buffers = [self._rule_state(p, "momentum_buffer") for p in params] if momentum else None
         decoupled = group["decoupled_weight_decay"]
         update.sgd_(
-            tensors, directions, buffers, lr=_rate(group["lr"]), momentum=momentum, weight_decay=decay,
+            tensors, directions, buffers, lr=rate(group["lr"]), momentum=momentum, weight_decay=decay,
             nesterov=group["nesterov"] and momentum > 0, decoupled=decoupled, gate=gate,
         )  # fmt: skip
 
@@ -397,15 +291,12 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         own = group["fallback_lr"]
         if own is None:
             if group["graft"] is not None:
-                return _rate(group["lr"])
+                return rate(group["lr"])
             own = 1e-3
-        return own * (_rate(group["lr"]) / group["fallback_base_lr"]) if group["fallback_base_lr"] else own
+        return own * (rate(group["lr"]) / group["fallback_base_lr"]) if group["fallback_base_lr"] else own
 
     def _count_updates(self, gradients: Directions) -> None:
         torch._foreach_add_([self.state[p]["step"] for p in gradients], 1.0)
-
-    def _steps_of(self, p: nn.Parameter) -> float:
-        return float(self.state[p]["step"].numpy())
 
     # ------------------------------------------------------------------ stage 10: schedule
     def _advance(self) -> None:
@@ -451,8 +342,3 @@ def _foreach_parts(params: list[nn.Parameter], foreach: bool | None) -> Iterator
 
 def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-
-
-def _rate(lr: Any) -> Any:
-    """A learning rate as a number or a 0-dim tensor."""
-    return lr.reshape(()) if isinstance(lr, Tensor) else lr

@@ -24,7 +24,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     "methods": {"optimizer", "lifecycle", "curvature", "linalg", "options", "comm"},  # of comm only the name, see below
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
-    "optimizer": {"checkpoint", "diagnostics", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
+    "optimizer": {
+        "checkpoint",
+        "diagnostics",
+        "direction",
+        "lifecycle",
+        "comm",
+        "curvature",
+        "update",
+        "linalg",
+        "options",
+    },  # fmt: skip
+    "direction": {"lifecycle", "curvature", "update", "linalg"},
     "diagnostics": {"checkpoint", "lifecycle", "curvature"},
     "checkpoint": {"lifecycle", "curvature", "linalg", "options"},
     "lifecycle": {"comm", "curvature", "options"},
