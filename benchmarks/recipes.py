@@ -103,7 +103,7 @@ METHODS: dict[MethodName, Method] = {
                 "factor_update_steps": 5,
                 "inv_update_steps": 10,
             },
-            "autoencoder": {"lr": 0.3, "kl_clip": 1.0},
+            "autoencoder": {"lr": 1e-3, "graft": "adam"},
             "resnet20": {"lr": 3e-3, "graft": "adam", "weight_decay": 1e-2, "decoupled_weight_decay": True},
             "chargpt": {"lr": 3e-3, "graft": "adam", "weight_decay": 1e-2, "decoupled_weight_decay": True},
         },

@@ -38,7 +38,9 @@ class Directing(Lifecycle):
         directions: Directions = {}
         with full_precision(active[0].owner.device):
             for block in active:
-                matrix = block.matrix([source[p].to(self._precision(p)) for p in block.params])
+                self._workspace.reset()
+                tensors = [source[p].to(self._precision(p)) for p in block.params]
+                matrix = block.matrix(tensors, self._workspace)
                 parts = block.split(self.precondition(block, matrix))
                 directions.update(zip(block.params, parts, strict=True))
         parameters = list(directions)

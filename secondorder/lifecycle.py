@@ -17,6 +17,7 @@ from secondorder import options
 from secondorder.comm import CommStrategy, Local
 from secondorder.curvature.block import Block, SkipRule, clean_name, plan_blocks, unwrap
 from secondorder.curvature.capture import Capture, Site, Statistic
+from secondorder.linalg import Workspace
 
 Group = dict[str, Any]
 SelfT = TypeVar("SelfT", bound="Lifecycle")
@@ -76,6 +77,7 @@ class Lifecycle(Optimizer):
         self._skipped_statistics: dict[str, int | Tensor] = {}
         self._kl_factor: Tensor | None = None
         self._warned: set[str] = set()
+        self._workspace = Workspace()
         self._armed_for: list[tuple[int, int]] = []
 
     def _connect(self, root: nn.Module) -> None:

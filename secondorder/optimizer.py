@@ -28,7 +28,7 @@ log = logging.getLogger("secondorder")
 
 
 class SecondOrderOptimizer(Checkpointing, Reporting, Directing):
-    """Base of all methods: a method supplies its statistic and four verbs, never its own ``step``.
+    """Base of all methods: a method supplies its statistic and a few verbs, never its own ``step``.
 
     The verbs: :meth:`curvature_spec` (state of a block), :meth:`new_statistic`, :meth:`update_estimate`,
     :meth:`refresh`, :meth:`precondition`.

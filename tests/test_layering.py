@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "direction": {"lifecycle", "curvature", "update", "linalg"},
     "diagnostics": {"checkpoint", "lifecycle", "curvature"},
     "checkpoint": {"lifecycle", "curvature", "linalg", "options"},
-    "lifecycle": {"comm", "curvature", "options"},
+    "lifecycle": {"comm", "curvature", "linalg", "options"},
     "curvature": {"linalg"},
     "comm": set(),
     "linalg": set(),

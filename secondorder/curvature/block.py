@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from secondorder.curvature.layers import Adapter, find_adapter
+from secondorder.linalg import Workspace
 
 #: What ``skip_layers`` takes: a module name or shell-style pattern, a module type, or a module of the model.
 SkipRule = str | type[nn.Module] | nn.Module
@@ -56,12 +57,12 @@ class Block:
         """Weight and bias, as far as they are trained."""
         return [p for p in (self.weight, self.bias) if p is not None]
 
-    def matrix(self, tensors: Sequence[Tensor]) -> Tensor:
+    def matrix(self, tensors: Sequence[Tensor], workspace: Workspace | None = None) -> Tensor:
         """Tensors shaped like :attr:`params` as one matrix ``[(Γ,) n_g, n_a]``."""
         given = iter(tensors)
         weight = next(given) if self.weight is not None else None
         bias = next(given) if self.bias is not None else None
-        return self.adapter.to_matrix(weight, bias)
+        return self.adapter.to_matrix(weight, bias, workspace)
 
     def split(self, matrix: Tensor) -> list[Tensor]:
         """A matrix ``[(Γ,) n_g, n_a]`` as tensors shaped like :attr:`params`."""

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from secondorder.linalg import empty_aligned
+from secondorder.linalg import Workspace, empty_aligned
 
 #: Patches are gathered for so many bytes of examples at a time: they stay in cache and the peak memory stays flat.
 CHUNK_BYTES = 16 * 2**20
@@ -84,7 +84,7 @@ class Adapter(ABC):
     def output_sums(self, g: Tensor, examples: int) -> Tensor:
         """Per-example sums of g over positions ``[(Γ,) N, d_out]``."""
 
-    def to_matrix(self, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None, workspace: Workspace | None = None) -> Tensor:
         """Gradients in the shapes of the parameters as one matrix ``[(Γ,) n_g, n_a]``."""
         lead = (self.groups,) if self.groups > 1 else ()
         shape = (*lead, self.d_out, self.d_in)
@@ -93,7 +93,7 @@ class Adapter(ABC):
         assert bias is not None
         if weight is None:
             return bias.reshape(*lead, self.d_out, 1)
-        matrix = empty_aligned((*lead, self.d_out, self.n_a), weight)
+        matrix = empty_aligned((*lead, self.d_out, self.n_a), weight, workspace)
         matrix[..., :-1] = weight.reshape(shape)
         matrix[..., -1:] = bias.reshape(*lead, self.d_out, 1)
         return matrix

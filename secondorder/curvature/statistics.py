@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from secondorder.linalg import aligned, product
+from secondorder.linalg import Workspace, aligned, product
 
 #: π of the factored damping is kept inside this range, so that a vanishing factor cannot take all of the damping.
 _PI_RANGE = (1e-6, 1e6)
@@ -120,7 +120,13 @@ def add_to_diagonal(x: Tensor, value: Tensor) -> Tensor:
 
 
 def solve_eigen(
-    grad: Tensor, basis_a: Tensor, values_a: Tensor, basis_g: Tensor, values_g: Tensor, damping: Tensor
+    grad: Tensor,
+    basis_a: Tensor,
+    values_a: Tensor,
+    basis_g: Tensor,
+    values_g: Tensor,
+    damping: Tensor,
+    workspace: Workspace,
 ) -> Tensor:
     """Solve ``(G ⊗ A + λI) vec(V) = vec(grad)`` in the Kronecker eigenbasis.
 
@@ -131,19 +137,20 @@ def solve_eigen(
         basis_g: Eigenvectors of G ``[..., n_g, n_g]``.
         values_g: Eigenvalues of G ``[..., n_g]``.
         damping: λ ``[...]``.
+        workspace: Memory for temporaries.
 
     Returns:
         V, of the shape of ``grad``.
     """
-    basis_a, basis_g = aligned(basis_a), aligned(basis_g)
-    rotated = product(product(basis_g.mT, grad), basis_a)
+    basis_a, basis_g = aligned(basis_a, workspace), aligned(basis_g, workspace)
+    rotated = product(product(basis_g.mT, grad, workspace), basis_a, workspace)
     # Below rounding of the largest eigenvalue there is no curvature to divide by, only noise.
     largest = values_a.amax(-1) * values_g.amax(-1)
     floor = torch.maximum(damping, torch.finfo(grad.dtype).eps * largest)
     rotated /= values_g[..., :, None] * values_a[..., None, :] + floor[..., None, None]
-    return product(product(basis_g, rotated), basis_a.mT)
+    return product(product(basis_g, rotated, workspace), basis_a.mT)
 
 
-def solve_factored(grad: Tensor, inverse_a: Tensor, inverse_g: Tensor) -> Tensor:
+def solve_factored(grad: Tensor, inverse_a: Tensor, inverse_g: Tensor, workspace: Workspace) -> Tensor:
     """``G⁻¹ grad A⁻¹`` from the inverses of the damped factors, shapes as in :func:`solve_eigen`."""
-    return product(product(aligned(inverse_g), grad), aligned(inverse_a))
+    return product(product(aligned(inverse_g, workspace), grad, workspace), aligned(inverse_a, workspace))

@@ -46,13 +46,16 @@ class Reporting(Lifecycle):
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
-        usage = dict.fromkeys((*dict.fromkeys(self.kinds.values()), "momentum", "fallback", "pending", "buffers"), 0)
+        usage = dict.fromkeys(
+            (*dict.fromkeys(self.kinds.values()), "momentum", "fallback", "pending", "workspace", "buffers"), 0
+        )
         for p in self._group:
             for key, value in self.state[p].items():
                 if isinstance(value, Tensor):
                     usage[self._kind(p, key)] += value.nbytes
         if self._capture is not None:
             usage["pending"] = sum(int(getattr(s, "nbytes", 0)) for s in self._capture.pending.values())
+        usage["workspace"] = self._workspace.nbytes
         usage["total"] = sum(usage.values())
         return usage
 

@@ -246,7 +246,7 @@ class KFAC(SecondOrderOptimizer):
         """``(G ⊗ A + λI)⁻¹ vec(∇)``, or its factored form."""
         state, group = self.state[block.owner], block.group
         if group["inverse_method"] == "cholesky":
-            return statistics.solve_factored(gradient, state["inverse_a"], state["inverse_g"])
+            return statistics.solve_factored(gradient, state["inverse_a"], state["inverse_g"], self._workspace)
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         damping = statistics.effective_damping(
             group["damping"], group["damping_mode"], values_a.mean(-1) * values_g.mean(-1)
@@ -255,7 +255,8 @@ class KFAC(SecondOrderOptimizer):
             add_a, add_g = statistics.pi_damping(values_a.mean(-1), values_g.mean(-1), damping)
             values_a, values_g = values_a + add_a[..., None], values_g + add_g[..., None]
             damping = torch.zeros_like(damping)
-        return statistics.solve_eigen(gradient, state["basis_a"], values_a, state["basis_g"], values_g, damping)
+        bases = state["basis_a"], values_a, state["basis_g"], values_g
+        return statistics.solve_eigen(gradient, *bases, damping, self._workspace)
 
     def block_curvature(self, block: Block) -> Tensor:
         """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
