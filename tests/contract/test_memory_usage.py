@@ -58,13 +58,26 @@ def state_bytes(optimizer: Any) -> int:
 
 @pytest.mark.parametrize("rule", [{}, {"momentum": 0.0}, {"fallback": "adamw"}, {"graft": "adam"}], ids=str)
 def test_between_steps_the_total_is_the_state(method: Method, mlp: Task, rule: dict[str, Any]) -> None:
-    """Up to the scalars: counts and step counters."""
+    """Up to the scalars (counts and step counters), and beside the memory that a step's temporaries reuse."""
     model = mlp.model()
     optimizer = method.build(model, **rule)
     train(model, optimizer, mlp, 3)
     optimizer.zero_grad()
     scalars = 8 * 2 * len(list(model.parameters()))
-    assert abs(optimizer.memory_usage()["total"] - state_bytes(optimizer)) <= scalars
+    usage = optimizer.memory_usage()
+    assert abs(usage["total"] - usage.get("workspace", 0) - state_bytes(optimizer)) <= scalars
+
+
+def test_the_workspace_holds_the_temporaries_of_the_largest_block(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model)
+    train(model, optimizer, mlp, 2)
+    held = optimizer.memory_usage().get("workspace", 0)
+    # the gradient matrix, both bases or inverses and two products, in rows of whole 16 elements
+    padded = [(n_a + 16, n_g + 16) for n_a, n_g in dimensions(model)]
+    assert held <= 8 * max(a * a + g * g + 3 * g * a for a, g in padded)
+    train(model, optimizer, mlp, 2, start=2)
+    assert optimizer.memory_usage().get("workspace", 0) == held
 
 
 def test_momentum_and_fallback_bytes(method: Method, mlp: Task) -> None:
@@ -81,7 +94,10 @@ def test_momentum_and_fallback_bytes(method: Method, mlp: Task) -> None:
 def test_pending_statistics_are_counted_and_gone_after_the_step(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model)
+    train(model, optimizer, mlp, 1)
+    optimizer.zero_grad()
     at_rest = optimizer.memory_usage()["total"]
+    optimizer.param_groups[0]["factor_update_steps"] = 1
     mlp.loss(model, 0).backward()
     sizes = dimensions(model)
     during = optimizer.memory_usage()
