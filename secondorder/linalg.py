@@ -22,7 +22,7 @@ _JITTER = 1e-6
 #: Largest accepted error of ``Q Qᵀ v = v`` for a probe vector of unit entries, by precision.
 _ORTHOGONALITY = {torch.float32: 1e-3, torch.float64: 1e-8}
 #: Columns of one strip of a blocked Gram product; below twice this width one plain product is faster.
-_STRIP = 256
+_STRIP = 128
 #: Elements to which rows are aligned.
 _ALIGNMENT = 16
 

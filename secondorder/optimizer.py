@@ -323,7 +323,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Directing):
                 f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
                 f"fallback or an old estimate ({lines}). Usual causes: the model was in eval mode, or torch.compile "
                 "ran it before the optimizer was made (then make the optimizer first, or call torch.compiler.reset()).",
-                stacklevel=3,
+                stacklevel=5,  # past the two wrappers that torch puts around `step`
             )
 
 

@@ -41,6 +41,8 @@ class StepTime(Common):
 
     workload: WorkloadName = "autoencoder"
     """What to train."""
+    graft: Literal["adam", "sgd"] | None = None
+    """Rule that gives KFAC's step its size; it adds the work of that rule."""
     inverse_method: Literal["both", "cholesky", "eigen"] = "both"
     """How KFAC inverts its factors."""
     steps: int = 40
@@ -104,7 +106,8 @@ class StepTime(Common):
         methods: tuple[InverseMethod, ...] = get_args(InverseMethod)
         if self.inverse_method != "both":
             methods = (self.inverse_method,)
-        kfacs = [contender(f"KFAC {m}", "kfac", m, {**intervals, "inverse_method": m}) for m in methods]
+        own = {"graft": self.graft, **intervals}
+        kfacs = [contender(f"KFAC {m}", "kfac", m, {**own, "inverse_method": m}) for m in methods]
         return contender("SGD", "sgd", None, {}), [contender("AdamW", "adamw", None, {}), *kfacs]
 
 
