@@ -131,6 +131,14 @@ def test_swap_on_digits(tmp_path, capsys):
     assert [(o["base"], o["passed"]) for o in outcomes] == [("adamw", True), ("sgd", True)]
 
 
+@pytest.mark.parametrize("workload", ["autoencoder", "resnet20", "chargpt"])
+def test_swap_on_made_up_data_of_the_real_format(workload, tmp_path, capsys):
+    words = ("swap", "--workload", workload, "--threads", "1", "--data-dir", str(tmp_path), "--out-dir", str(tmp_path))
+    assert _run(*words) == 0
+    outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
+    assert [outcome["passed"] for outcome in outcomes] == [True, True]
+
+
 def test_swap_makes_data_only_in_the_small_size(tmp_path, capsys):
     words = ["swap", "--workload", "chargpt", "--base", "sgd", "--steps", "2", "--data-dir", str(tmp_path)]
     assert _run(*words, "--tolerance", "1", "--out-dir", str(tmp_path)) == 0
