@@ -179,8 +179,8 @@ class Lifecycle(Optimizer):
 
     def _layout(self) -> list[tuple[object, ...]]:
         """What the blocks and their state depend on and a user may change between steps."""
-        params = [p for g in self.param_groups for p in g["params"]]
-        return [(id(p), p.requires_grad, p.dtype, p.device) for p in params]
+        members = [(g, p) for g in self.param_groups for p in g["params"]]
+        return [(id(g), id(p), p.requires_grad, p.dtype, p.device) for g, p in members]
 
     def _sync_blocks(self) -> None:
         """Follow layers that were frozen, unfrozen, moved or cast since the last step."""

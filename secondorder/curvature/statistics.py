@@ -136,7 +136,7 @@ def solve_eigen(
         values_a: Eigenvalues of A ``[..., n_a]``.
         basis_g: Eigenvectors of G ``[..., n_g, n_g]``.
         values_g: Eigenvalues of G ``[..., n_g]``.
-        damping: λ ``[...]``.
+        damping: λ ``[...]``, used no smaller than the rounding error of the largest eigenvalue of ``G ⊗ A``.
         workspace: Memory for temporaries.
 
     Returns:

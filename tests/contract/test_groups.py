@@ -230,3 +230,18 @@ def test_layers_of_different_groups_keep_their_own_direction(method: Method, mlp
     (moved,) = displacements(model, optimizer, mlp, 1)
     for layer, names in covered_layers(model).items():
         assert bool(block_vector(moved, names).norm() > 0) == (layer == "first")
+
+
+def test_group_dicts_that_are_replaced_are_followed(method: Method, mlp: Task) -> None:
+    """Some trainers rebuild ``param_groups``; options of the new dicts must count."""
+    results = []
+    for replaced in (False, True):
+        model = mlp.model()
+        optimizer = method.build(model)
+        train(model, optimizer, mlp, 1)
+        if replaced:
+            optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
+        optimizer.param_groups[0]["lr"] = 0.0125
+        train(model, optimizer, mlp, 2, start=1)
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert_identical(*results)
