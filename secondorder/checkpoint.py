@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.curvature.block import Block
-from secondorder.lifecycle import Group, Lifecycle, shape_of
-from secondorder.linalg import full_precision
-
-#: State of the first-order rules, shaped like the parameter.
-RULE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle, State, shape_of
 
 Spec = dict[str, "tuple[int, ...] | None"]
 
@@ -23,14 +18,17 @@ Spec = dict[str, "tuple[int, ...] | None"]
 class Checkpointing(Lifecycle):
     """``state_dict`` and ``load_state_dict``: by parameter, in full precision, all or nothing."""
 
+    def _require_loadable(self) -> None:
+        """Refuse to load into an optimizer that cannot judge a state yet."""
+
     @abstractmethod
-    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
-        """Recompute what preconditioning needs from the estimates; returns ``ok [len(blocks)]``."""
+    def _finish_load(self) -> None:
+        """Complete what a checkpoint may leave out, and follow the loaded options."""
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter and group options, as ``torch.optim``; curvature as ``checkpoint_curvature`` says."""
         for p, group in self._group.items():
-            if p.requires_grad and self._root is not None:
+            if p.requires_grad and self._signature:  # a copy without its module does not know its rules
                 self._init_rule(p, group)
         packed = super().state_dict()
         for group in packed["param_groups"]:
@@ -45,10 +43,9 @@ class Checkpointing(Lifecycle):
 
         Raises:
             ValueError: If the dict does not fit, with the list of what differs.
-            RuntimeError: If this is a copy that was not attached to a module yet.
+            RuntimeError: If this is a copy of a layer method that was not attached to a module yet.
         """
-        if self._root is None:
-            raise RuntimeError(self._is_a_copy())
+        self._require_loadable()
         state_dict = dict(state_dict)
         for pre in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre(self, state_dict)
@@ -62,8 +59,7 @@ class Checkpointing(Lifecycle):
                 kept["param_names"] = live["param_names"]
             live.clear()
             live.update({k: _copied(v) for k, v in given.items() if k != "param_names"}, **kept)
-        for p, found in loaded.items():
-            self.state[p] = found
+        self._install(loaded)
         self._t = int(self.state[self._first].get("global_step", 0))
         self._finish_load()
         for post in self._optimizer_load_state_dict_post_hooks.values():
@@ -94,17 +90,24 @@ class Checkpointing(Lifecycle):
                 shapes.update({k: shape_of(v) for k, v in spec.items() if k in theirs})
                 lines += compare_states(theirs, shapes, tuple(p.shape), f"parameter '{self._names[p]}'")
                 if not lines:
-                    loaded[p] = {k: adopt_value(k, v, spec.get(k), p) for k, v in theirs.items()}
+                    loaded[p] = self._private(p, theirs, spec)
         self._refuse(lines)
         return loaded
 
-    def _expected_state(self, p: nn.Parameter, group: Group) -> dict[str, Tensor | int]:
-        expected: dict[str, Tensor | int] = {"step": torch.zeros(())}
+    def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], spec: State) -> dict[str, Any]:
+        """Copies of one parameter's loaded values."""
+        return {k: adopt_value(k, v, spec.get(k), p) for k, v in theirs.items()}
+
+    def _install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Make checked values the state."""
+        for p, found in loaded.items():
+            self.state[p] = found
+
+    def _expected_state(self, p: nn.Parameter, group: Group) -> State:
+        expected: State = {"step": torch.zeros(())}
         if p is self._first:
             expected["global_step"] = 0
-        block = self._block_of.get(p)
-        if block is not None and block.owner is p:
-            expected.update(self.curvature_spec(block, group))
+        expected.update(self._curvature_state(p, group))
         if p.requires_grad:
             expected.update(dict.fromkeys(self._rule_keys(p, group), p))
         else:
@@ -120,28 +123,6 @@ class Checkpointing(Lifecycle):
             shown = "\n  ".join(lines[:20])
             more = f"\n  … and {len(lines) - 20} more" if len(lines) > 20 else ""
             raise ValueError(f"this state_dict does not fit the optimizer; nothing was loaded:\n  {shown}{more}")
-
-    def _finish_load(self) -> None:
-        """Complete what a checkpoint may leave out, and follow the loaded options."""
-        complete = {b: set(self.state[b.owner]) for b in self._blocks}
-        changed = self._rebuild()
-        renewed = [
-            b
-            for b, found in complete.items()
-            if self.state[b.owner]["factor_updates"] > 0
-            and any(self.kinds.get(key) == "second_order" and key not in found for key in self.state[b.owner])
-        ]
-        if renewed:
-            with torch.no_grad(), full_precision(renewed[0].owner.device):
-                ok = self.refresh(renewed, True)
-            for block, good in zip(renewed, ok.cpu().numpy(), strict=True):
-                if not good:
-                    self.state[block.owner]["refreshes"] = 0
-        if self._capture is not None:
-            if changed:
-                self._hook()
-            self._capture.discard()
-            self._arm()
 
 
 def compare_states(found: Mapping[str, Any], expected: Spec, shape: tuple[int, ...], label: str) -> list[str]:

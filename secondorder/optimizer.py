@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -15,70 +13,68 @@ from torch.profiler import record_function
 
 from secondorder import options, update
 from secondorder.checkpoint import Checkpointing
-from secondorder.comm import CommStrategy
-from secondorder.curvature.block import Block, SkipRule
-from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.statistics import all_finite
 from secondorder.diagnostics.report import Reporting
-from secondorder.direction import Directing, Directions, rate
-from secondorder.lifecycle import Group, module_and_params
-from secondorder.linalg import all_true_on_cpu, full_precision
+from secondorder.lifecycle import Group
+from secondorder.linalg import all_true_on_cpu
 
-log = logging.getLogger("secondorder")
+Directions = dict[nn.Parameter, Tensor]
 
 
-class SecondOrderOptimizer(Checkpointing, Reporting, Directing):
-    """Base of all methods: a method supplies its statistic and a few verbs, never its own ``step``.
+class SecondOrderOptimizer(Checkpointing, Reporting):
+    """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
 
-    The verbs: :meth:`curvature_spec` (state of a block), :meth:`new_statistic`, :meth:`update_estimate`,
-    :meth:`refresh`, :meth:`precondition`.
+    Two families fill the stages in: ``LayerOptimizer`` with statistics captured per layer, ``WindowOptimizer`` with a
+    window of past gradients. A method supplies a few verbs, never its own ``step``.
 
     Args:
-        params: What ``torch.optim`` takes, or a module.
+        params: What ``torch.optim`` takes.
         defaults: Group options.
-        module: Module to hook when ``params`` is not one.
-        comm: Communication strategy; None means one process.
-        skip_layers: Layers to leave out.
-        stagger: Spread refreshes over the interval.
-        refresh_warmup: Refresh often at first.
+        module: The module, if there is one.
         grad_scaler: Loss scaler of float16 training.
-        max_failures: Failed refreshes of a block in a row before an error.
 
     Raises:
-        ValueError: Without a module, or for a bad option.
+        ValueError: For a bad option.
         NotImplementedError: In a process group of more than one rank.
     """
 
     def __init__(
-        self,
-        params: ParamsT | nn.Module,
-        defaults: dict[str, Any],
-        *,
-        module: nn.Module | None,
-        comm: CommStrategy | None,
-        skip_layers: Sequence[SkipRule] | SkipRule,
-        stagger: bool,
-        refresh_warmup: bool,
-        grad_scaler: Any,
-        max_failures: int,
+        self, params: ParamsT, defaults: dict[str, Any], *, module: nn.Module | None, grad_scaler: Any
     ) -> None:
-        root, given = module_and_params(type(self).__name__, params, module)
-        options.flag("stagger", stagger)
-        options.flag("refresh_warmup", refresh_warmup)
-        options.whole(1)("max_failures", max_failures)
         defaults = {key: options.plain(value) for key, value in defaults.items()}
         defaults["fallback"] = options.resolve_fallback(defaults["fallback"], defaults["graft"])
         options.validate(defaults, {**options.COMMON, **self.checks})
-        self._begin_life(skip_layers, stagger, refresh_warmup, max_failures, comm)
-        super().__init__(given, defaults)
+        super().__init__(params, defaults)
         self.grad_scaler = grad_scaler
-        self._connect(root)
+        self._connect(module)
         self._warn_uncovered()
 
-    # ------------------------------------------------------------------ what a method supplies
+    # ------------------------------------------------------------------ the stages that a family supplies
+    def _require_ready(self) -> None:
+        """Refuse a step that cannot be taken."""
+
+    def _discard(self) -> None:
+        """Forget what was captured since the last step."""
+
+    def _take(self) -> Any:
+        """What was captured since the last step."""
+        return None
+
     @abstractmethod
-    def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
-        """Fold a statistic into the running estimate; returns whether it was finite (0-dim bool)."""
+    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+        """Update the running estimates."""
+
+    @abstractmethod
+    def _refresh_due(self) -> list[int]:
+        """Factorise what is due; returns the indices of what was."""
+
+    @abstractmethod
+    def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
+        """Preconditioned directions of the covered parameters, bounded and sized."""
+
+    def _is_on(self, p: nn.Parameter, group: Group) -> bool:
+        """Whether the curvature of a covered parameter is in use, if not in this step."""
+        return True
 
     # ------------------------------------------------------------------ the step
     @overload
@@ -98,41 +94,35 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Directing):
             What the closure returned.
 
         Raises:
-            RuntimeError: If the optimizer lost its module (after a copy), or a refresh failed ``max_failures`` times.
+            RuntimeError: If a layer method lost its module (after a copy), or its refresh failed ``max_failures``
+                times.
         """
-        capture = self._require_capture()
+        self._require_ready()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         gradients = self._gradients()
         if not gradients:
-            capture.discard()
+            self._discard()
             return loss
         with record_function("secondorder.statistics"):
-            captured = self.comm.reduce_statistics(capture.take())
+            statistics = self.comm.reduce_statistics(self._take())
             ok, gate = self._inspect(gradients)
             if ok:
-                self._update_estimates(captured, gate)
+                self._learn(statistics, gradients, gate)
         if ok:
-            self._warn_uncaptured(captured, gradients)
             with record_function("secondorder.refresh"):
                 self.comm.share_curvature(self._refresh_due())
             self._count_updates(gradients)
             with record_function("secondorder.precondition"):
-                directions = self._directions(gradients, gate)
+                directions = self._keep(self._precondition(gradients, gate))
             with record_function("secondorder.update"):
                 self._apply(gradients, directions, gate)
         self._advance()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and with them the statistics captured since the last step."""
-        super().zero_grad(set_to_none)
-        if self._capture is not None:
-            self._capture.discard()
-
-    # ------------------------------------------------------------------ stages 0 to 3: gradients and statistics
+    # ------------------------------------------------------------------ stages 0 and 1: gradients
     def _gradients(self) -> Directions:
         """Dense gradients, negated in groups that maximize."""
         found: Directions = {}
@@ -145,7 +135,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Directing):
 
     def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
         """Drop a batch with a non-finite gradient whole: on the CPU by not stepping, else by a gate on the device."""
-        finite = all_finite([torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()])
+        finite = self._acceptable([torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()])
         if finite.device.type == "cpu":
             good = all_true_on_cpu(finite)
             self._skipped_steps += not good
@@ -153,93 +143,49 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Directing):
         self._skipped_on_device = self._skipped_on_device + (~finite).to(torch.int64)
         return True, finite
 
-    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
-        for index, statistic in captured.statistics.items():
-            block, examples = self._blocks[index], captured.examples[index]
-            if examples == 0:
-                continue
-            finite = self.update_estimate(block, statistic, examples, gate)
-            on_cpu = finite.device.type == "cpu"
-            dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
-            if dropped is not False:
-                self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + dropped
-            if dropped is not True:
-                self.state[block.owner]["factor_updates"] += 1
+    def _acceptable(self, gradients: list[Tensor]) -> Tensor:
+        """Whether a step can use the gradients, a 0-dim bool tensor."""
+        return all_finite(gradients)
 
-    # ------------------------------------------------------------------ stage 4: refresh
-    def _refresh_due(self) -> list[int]:
-        due = [b for b in self._blocks if self._refresh_is_due(b)]
-        if not due:
-            return []
-        for blocks, outcome, arrived in self._unjudged:
-            arrived.synchronize()
-            self._judge(blocks, outcome)
-        self._unjudged.clear()
-        due, look = self._with_estimates(due)
-        if not due:
-            return []
-        with full_precision(due[0].owner.device):
-            ok = self.refresh(due, look)
-        if look:
-            self._judge(due, ok.cpu())
-        else:
-            # Judged at the next refresh, when the answer has long arrived and nobody waits for it.
-            arrived = torch.Event(ok.device)
-            outcome = ok.to("cpu", non_blocking=True)
-            arrived.record()
-            self._unjudged.append((due, outcome, arrived))
-        for block in due:
-            state = self.state[block.owner]
-            if block.name in self._failures:
-                self._failed_at[block.name] = state["factor_updates"]
-            else:
-                state["refreshes"] += 1
-        return [b.index for b in due]
+    # ------------------------------------------------------------------ stage 6: size of the directions
+    def _adam_step(self, p: nn.Parameter) -> Tensor:
+        """Adam's step at rate 1 (a real view of a complex one)."""
+        (beta1, beta2), eps = self._group[p]["fallback_betas"], self._group[p]["fallback_eps"]
+        (mean, square), step = _as_real([self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]]), self._steps_of(p)
+        (root,) = update.adam_denominators([square], [step], beta2, eps)
+        return cast("Tensor", mean / (1 - beta1**step) / root)
 
-    def _with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
-        """Blocks that have an estimate, and whether the host looks at how their refresh ends.
+    def _count_moments(self, members: Iterable[nn.Parameter], gradients: Directions, gate: Tensor | None) -> None:
+        """Fold gradients into Adam's moments where Adam gives the size of the step."""
+        chosen = set(members)
+        for group in self.param_groups:
+            own = [p for p in group["params"] if p in chosen]
+            if own:
+                means, squares = map(_as_real, self._moments(own))
+                grads = _as_real([gradients[p] for p in own])
+                update.adam_moments_(grads, means, squares, group["fallback_betas"], gate)
 
-        It does on the CPU, where that is free, and on a device at the first refresh of a block and after a failure.
+    def _graft(self, rule: str | None, params: Sequence[nn.Parameter], directions: Directions, raw: Directions) -> None:
+        """Give some directions, taken together, the size of the step of the rule named by ``graft``."""
+        if rule is not None and params:
+            wanted = [self._adam_step(p) if rule == "adam" else raw[p] for p in params]
+            update.match_length_([directions[p] for p in params], wanted)
 
-        Returns:
-            The blocks, and whether to look.
-        """
-        if all(b.owner.device.type == "cpu" for b in due):
-            return due, True
-        new = [b for b in due if self.state[b.owner]["refreshes"] == 0]
-        if new:
-            weights = torch.stack([self.state[b.owner]["factor_weight"] for b in new]).cpu().numpy()
-            for block, weight in zip(new, weights, strict=True):
-                if weight == 0:  # its only batch was not finite
-                    self.state[block.owner]["factor_updates"] = 0
-                    due = [b for b in due if b is not block]
-        return due, bool(new) or any(b.name in self._failures for b in due)
+    def _clip(self, directions: Directions) -> None:
+        limited = [p for p in directions if self._group[p]["clip_norm"] is not None]
+        if limited:
+            total = torch.linalg.vector_norm(update.norms([directions[p] for p in limited]))
+            for p in limited:
+                factor = (self._group[p]["clip_norm"] / (total + 1e-12)).clamp(max=1)
+                directions[p].mul_(factor.to(directions[p].device, torch.float64))
+        for p, direction in directions.items():
+            if (bound := self._group[p]["clip_value"]) is not None:
+                (torch.view_as_real(direction) if direction.is_complex() else direction).clamp_(-bound, bound)
 
-    def _refresh_is_due(self, block: Block) -> bool:
-        state, interval = self.state[block.owner], block.group["inv_update_steps"]
-        if interval == 0 or state["factor_updates"] == 0:
-            return False
-        if state["refreshes"] == 0:  # the same factors would only fail again
-            return bool(state["factor_updates"] > self._failed_at.get(block.name, 0))
-        if self._refresh_warmup and self._t < interval:
-            return self._t & (self._t - 1) == 0
-        phase = block.index * interval // len(self._blocks) if self._stagger else 0
-        return bool((self._t - phase) % interval == 0)
-
-    def _judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
-        """Count refreshes that failed in a row, and give up at ``max_failures``."""
-        for block, good in zip(blocks, ok.numpy(), strict=True):
-            if good:
-                self._failures.pop(block.name, None)
-                continue
-            count = self._failures[block.name] = self._failures.get(block.name, 0) + 1
-            self._failed_refreshes += 1
-            log.warning("refresh of layer %r failed (%d in a row); its last good one stays", block.name, count)
-            if count >= self._max_failures:
-                raise RuntimeError(
-                    f"the factors of layer '{block.name}' could not be factorised {count} times in a row, even with "
-                    "jitter and in float64. Raise damping, lower lr, or leave the layer out with skip_layers."
-                )
+    def _keep(self, directions: Directions) -> Directions:
+        if self._kept_directions is not None:
+            self._kept_directions.update({self._names[p]: d.clone() for p, d in directions.items()})
+        return directions
 
     # ------------------------------------------------------------------ stage 7: update
     def _apply(self, gradients: Directions, directions: Directions, gate: Tensor | None) -> None:
@@ -254,13 +200,12 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Directing):
 
     def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
         """First-order rule of a parameter in this step."""
-        block = self._block_of.get(p)
-        if block is None:
+        if not self._covers(p):
             return "fallback_adamw" if group["fallback"] == "adamw" else "sgd"
-        graft = block.group["graft"]
+        graft = self._options(p)["graft"]
         if preconditioned:
             return "plain" if graft == "adam" else str(group["inner"])
-        if group["inv_update_steps"] == 0 or graft is not None or group["inner"] == "adamw":
+        if not self._is_on(p, group) or graft is not None or group["inner"] == "adamw":
             return "adamw" if "adam" in (graft or group["inner"]) else "sgd"
         return "fallback_adamw" if group["fallback"] == "adamw" else "sgd"
 
@@ -298,33 +243,15 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Directing):
     def _count_updates(self, gradients: Directions) -> None:
         torch._foreach_add_([self.state[p]["step"] for p in gradients], 1.0)
 
-    # ------------------------------------------------------------------ stage 10: schedule
     def _advance(self) -> None:
         self._t += 1
         self.state[self._first]["global_step"] = self._t
-        self._sync_blocks()
-        self._arm()
+        self._synchronize()
 
-    def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
-        """Say once, by name, which layers have a gradient but nothing captured though it was due."""
-        assert self._capture is not None
-        missed = {}
-        if self._capture.was_paused:
-            self._capture.was_paused = False
-            return
-        for i in self._capture.due | set(self._capture.refused):
-            block = self._blocks[i]
-            if i not in captured.statistics and block.name not in self._warned and block.owner in gradients:
-                missed[block.name] = self._capture.refused.get(i, "its hooks did not run")
-        if missed:
-            self._warned.update(missed)
-            lines = "; ".join(f"{name}: {reason}" for name, reason in missed.items())
-            warnings.warn(
-                f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
-                f"fallback or an old estimate ({lines}). Usual causes: the model was in eval mode, or torch.compile "
-                "ran it before the optimizer was made (then make the optimizer first, or call torch.compiler.reset()).",
-                stacklevel=5,  # past the two wrappers that torch puts around `step`
-            )
+
+def rate(lr: Any) -> Any:
+    """A learning rate as a number or a 0-dim tensor."""
+    return lr.reshape(()) if isinstance(lr, Tensor) else lr
 
 
 def _foreach_parts(params: list[nn.Parameter], foreach: bool | None) -> Iterator[list[nn.Parameter]]:

@@ -145,7 +145,16 @@ def kl_clip_factor(products: Tensors, lrs: Sequence[Scalar], limit: float) -> Te
 
 def norms(tensors: Tensors) -> Tensor:
     """Euclidean norm of each tensor, stacked ``[len(tensors)]``, in float32 or better."""
-    return torch.stack([torch.linalg.vector_norm(t, dtype=_accurate(t.dtype)) for t in tensors])
+    found = [torch.linalg.vector_norm(t, dtype=_accurate(t.dtype)) for t in _as_real(tensors)]
+    return torch.stack([n.to(found[0].device, torch.promote_types(n.dtype, found[0].dtype)) for n in found])
+
+
+def match_length_(tensors: Tensors, wanted: Tensors) -> None:
+    """Scale tensors by one number, in place, so that together they are as long as ``wanted``; zeros stay zeros."""
+    size, length = (torch.linalg.vector_norm(norms(x)) for x in (wanted, tensors))
+    factor = torch.where(length > 0, size / length, torch.ones_like(length))
+    for t in tensors:
+        t.mul_(factor.to(t.device, t.dtype))
 
 
 def inner_product(x: Tensor, y: Tensor) -> Tensor:
@@ -163,6 +172,10 @@ def _gated(gate: Tensor, value: Scalar, otherwise: float) -> Tensor:
 
 def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _as_real(tensors: Tensors) -> Tensors:
+    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
 def _add(tensors: Tensors, others: Tensors, alpha: float) -> Tensors:

@@ -22,22 +22,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # part → parts it may import (itself always)
 MAY_IMPORT = {
-    "methods": {"optimizer", "lifecycle", "curvature", "linalg", "options", "comm"},  # of comm only the name, see below
+    # of comm only the name, see below
+    "methods": {"layerwise", "windowed", "lifecycle", "curvature", "linalg", "options", "comm"},
+    # the two families: stages of the step over the blocks of a module, and over a window of gradients
+    "layerwise": {"optimizer", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
+    "capturing": {"lifecycle", "curvature"},
+    "windowed": {"optimizer", "lifecycle", "comm", "curvature", "diagnostics", "update", "linalg", "options"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
-    "optimizer": {
-        "checkpoint",
-        "diagnostics",
-        "direction",
-        "lifecycle",
-        "comm",
-        "curvature",
-        "update",
-        "linalg",
-        "options",
-    },  # fmt: skip
-    "direction": {"lifecycle", "curvature", "update", "linalg"},
-    "diagnostics": {"checkpoint", "lifecycle", "curvature"},
-    "checkpoint": {"lifecycle", "curvature", "linalg", "options"},
+    "optimizer": {"checkpoint", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options"},
+    "diagnostics": {"lifecycle", "curvature"},
+    "checkpoint": {"lifecycle", "options"},
     "lifecycle": {"comm", "curvature", "linalg", "options"},
     "curvature": {"linalg"},
     "comm": set(),

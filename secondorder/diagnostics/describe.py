@@ -13,8 +13,8 @@ class Row:
     Attributes:
         name: Parameter name.
         shape: Its shape.
-        treatment: The block that covers it, or the fallback and why.
-        factors: Sizes of A and G, or nothing.
+        treatment: What covers it, or the fallback and why.
+        sizes: Sizes of its curvature, or nothing.
         owner: Rank that owns the curvature, or nothing.
         nbytes: Bytes of optimizer state kept for it on this rank.
     """
@@ -22,7 +22,7 @@ class Row:
     name: str
     shape: tuple[int, ...]
     treatment: str
-    factors: str
+    sizes: str
     owner: str
     nbytes: int
 
@@ -37,11 +37,11 @@ def human_bytes(n: int) -> str:
     raise AssertionError
 
 
-def render(title: str, rows: Sequence[Row], footer: Sequence[str]) -> str:
+def render(title: str, sizes: str, rows: Sequence[Row], footer: Sequence[str]) -> str:
     """Align the columns under a title; a row starts with its parameter's name."""
-    head = ("parameter", "shape", "factors A, G", "owner", "state", "treatment")
+    head = ("parameter", "shape", sizes, "owner", "state", "treatment")
     cells = [
-        (r.name, "×".join(map(str, r.shape)) or "scalar", r.factors, r.owner, human_bytes(r.nbytes), r.treatment)
+        (r.name, "×".join(map(str, r.shape)) or "scalar", r.sizes, r.owner, human_bytes(r.nbytes), r.treatment)
         for r in rows
     ]
     widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head) - 1)]

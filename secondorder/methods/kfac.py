@@ -34,8 +34,8 @@ from secondorder.curvature import statistics
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.kronecker import KroneckerSums
+from secondorder.layerwise import LayerOptimizer
 from secondorder.lifecycle import Group
-from secondorder.optimizer import SecondOrderOptimizer
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512
@@ -45,7 +45,7 @@ _RELATIVE, _ABSOLUTE = 10.0, 1e-3
 _INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
 
-class KFAC(SecondOrderOptimizer):
+class KFAC(LayerOptimizer):
     """K-FAC on ``Linear`` and convolution layers; every other parameter follows the fallback rule.
 
     Args:

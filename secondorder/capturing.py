@@ -1,0 +1,216 @@
+"""Blocks of a module, their hooks and their state: what the layer methods add to the life of an optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.curvature.block import Block, SkipRule, clean_name, plan_blocks, unwrap
+from secondorder.curvature.capture import Capture, Site, Statistic
+from secondorder.lifecycle import Group, Lifecycle, State, shape_of
+
+
+class Capturing(Lifecycle):
+    """Plans blocks over the layers of a module, and has captured what the coming step will use."""
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """Curvature state of a block before any data: numbers, and ``meta`` tensors for what is allocated as zeros."""
+
+    @abstractmethod
+    def new_statistic(self, block: Block, group: Group) -> Statistic:
+        """An empty pending statistic of a block."""
+
+    # ------------------------------------------------------------------ birth
+    def _begin_capture(
+        self, skip: Sequence[SkipRule] | SkipRule, stagger: bool, refresh_warmup: bool, max_failures: int
+    ) -> None:
+        if isinstance(skip, (str, type, nn.Module)):
+            skip = [skip]
+        if not isinstance(skip, Iterable):
+            raise TypeError(f"skip_layers must be a rule or a sequence of rules, got {skip!r}")
+        self._skip: list[SkipRule] = list(skip)
+        self._stagger, self._refresh_warmup, self._max_failures = stagger, refresh_warmup, max_failures
+        self._capture: Capture | None = None
+        self._blocks: list[Block] = []
+        self._block_of: dict[nn.Parameter, Block] = {}
+        self._failures: dict[str, int] = {}
+        self._unjudged: list[tuple[list[Block], Tensor, torch.Event]] = []
+        self._failed_at: dict[str, int] = {}
+        self._failed_refreshes = 0
+        self._skipped_statistics: dict[str, int | Tensor] = {}
+        self._kl_factor: Tensor | None = None
+        self._warned: set[str] = set()
+        self._armed_for: list[tuple[int, int]] = []
+
+    def _connect(self, root: nn.Module | None) -> None:
+        """Plan the blocks of a module and hook them."""
+        assert root is not None
+        self._root = unwrap(root)
+        self._blocks = []
+        self._rebuild()
+        self._hook()
+
+    def _hook(self) -> None:
+        assert self._root is not None
+        self.comm.bind([b.name for b in self._blocks])
+        if self._capture is None:
+            self._capture = Capture([self._root])
+            self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
+        self._capture.set_sites(self._site(b) for b in self._blocks)
+        self._closed = False
+        self._arm()
+
+    def _site(self, block: Block) -> Site:
+        reference = weakref.ref(self)  # the hooks must not keep the optimizer alive
+
+        def new_statistic() -> Statistic:
+            optimizer = reference()
+            assert optimizer is not None
+            return optimizer.new_statistic(block, block.group)
+
+        return Site(block.name, block.modules, block.adapter, block.owner, new_statistic)
+
+    # ------------------------------------------------------------------ blocks
+    def _plan(self) -> bool:
+        """Find the blocks. Hooks of equal blocks stay: a compiled model would not see new ones.
+
+        Returns:
+            Whether the blocks changed.
+        """
+        assert self._root is not None
+        plan = plan_blocks(self._root, [p for p in self._group if p.requires_grad], self._skip)
+        changed = [b.signature for b in plan.blocks] != [b.signature for b in self._blocks]
+        if changed:
+            self._blocks = plan.blocks
+            self._block_of = {p: b for b in self._blocks for p in b.params}
+        for block in self._blocks:
+            block.group = self._group[block.owner]
+        inside = self._inside()
+        self._reasons, self._skipped_by_user = plan.reasons, plan.skipped_by_user
+        self._reasons |= {p: "frozen" for p in self._group if not p.requires_grad}
+        self._reasons |= {p: "not a parameter of the hooked module" for p in self._group if p not in inside}
+        return changed
+
+    def _rebuild(self) -> bool:
+        """As in the base class; a copy without its module waits for :meth:`attach`."""
+        return self._root is not None and super()._rebuild()
+
+    def _follow(self, replanned: bool) -> None:
+        if replanned and self._capture is not None:
+            self._hook()
+        self._arm()
+
+    def _covers(self, p: nn.Parameter) -> bool:
+        return p in self._block_of
+
+    def _options(self, p: nn.Parameter) -> Group:
+        return self._block_of[p].group
+
+    def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
+        block = self._block_of.get(p)
+        return self.curvature_spec(block, group) if block is not None and block.owner is p else {}
+
+    def _allocate(self, p: nn.Parameter) -> None:
+        state, wanted = self.state[p], self._curvature_state(p, self._group[p])
+        stale = any(k in state and shape_of(state[k]) != shape_of(v) for k, v in wanted.items())
+        for key in [k for k in state if k in self.kinds and (k not in wanted or stale)]:
+            del state[key]
+        for key, value in wanted.items():
+            if not isinstance(value, Tensor):
+                state.setdefault(key, value)
+            elif key not in state:
+                state[key] = torch.zeros_like(value, device=p.device)
+            else:  # the model was moved or cast
+                state[key] = state[key].to(p.device, value.dtype)
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """Blocks by module name."""
+        return {b.name: b for b in self._blocks}
+
+    # ------------------------------------------------------------------ capture
+    def _require_capture(self) -> Capture:
+        if self._capture is None:
+            if self._closed:
+                raise RuntimeError(f"this {type(self).__name__} was closed; call attach(module) to train on")
+            raise RuntimeError(self._is_a_copy())
+        return self._capture
+
+    def _require_loadable(self) -> None:
+        if self._root is None:
+            raise RuntimeError(self._is_a_copy())
+
+    def _is_a_copy(self) -> str:
+        return f"this {type(self).__name__} is a copy and has no module to capture from: call attach(module) first"
+
+    def _arm(self) -> None:
+        """Have captured what the coming step will use."""
+        capture = self._capture
+        if capture is not None:
+            self._armed_for = self._schedule()
+            capture.grad_scaler = self._scaler
+            capture.arm(b.index for b in self._blocks if self._capture_is_due(b))
+
+    def _schedule(self) -> list[tuple[int, int]]:
+        return [(g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups]
+
+    def _follow_schedule(self) -> None:
+        """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
+        self._synchronize()
+        if self._schedule() != self._armed_for:
+            self._arm()
+
+    def _capture_is_due(self, block: Block) -> bool:
+        group = block.group
+        if group["inv_update_steps"] == 0:
+            return False
+        warming = self._refresh_warmup and self._t < group["inv_update_steps"]
+        due: bool = warming or self._t % group["factor_update_steps"] == 0
+        return due or self.state[block.owner]["factor_updates"] == 0
+
+    def _follow_scaler(self) -> None:
+        if self._capture is not None:
+            self._capture.grad_scaler = self._scaler
+
+    def detach(self) -> None:
+        """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
+        if self._capture is not None:
+            self._capture.close()
+            self._capture = None
+            self._closed = True
+
+    @contextmanager
+    def pause_capture(self) -> Iterator[None]:
+        """Capture nothing of the forwards that run inside the ``with`` block."""
+        capture = self._capture
+        if capture is None:
+            yield
+            return
+        with capture.paused():
+            yield
+
+    # ------------------------------------------------------------------ copies
+    def _kept_by_copies(self) -> dict[str, Any]:
+        return {
+            **super()._kept_by_copies(),
+            "skip": [self._name_of(rule) if isinstance(rule, nn.Module) else rule for rule in self._skip],
+            "stagger": self._stagger,
+            "refresh_warmup": self._refresh_warmup,
+            "max_failures": self._max_failures,
+        }
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        super()._restore(kept)
+        self._begin_capture(kept["skip"], kept["stagger"], kept["refresh_warmup"], kept["max_failures"])
+
+    def _name_of(self, module: nn.Module) -> str:
+        assert self._root is not None
+        return next(clean_name(name) for name, m in self._root.named_modules() if m is unwrap(module))

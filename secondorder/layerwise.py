@@ -1,0 +1,375 @@
+"""Layer methods: the stages of a step over the blocks of a module."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from secondorder import options, update
+from secondorder.capturing import Capturing
+from secondorder.comm import CommStrategy
+from secondorder.curvature.block import Block, SkipRule, find_name
+from secondorder.curvature.capture import Captured, Statistic
+from secondorder.lifecycle import Group, module_of
+from secondorder.linalg import all_true_on_cpu, full_precision
+from secondorder.optimizer import Directions, SecondOrderOptimizer, rate
+
+log = logging.getLogger("secondorder")
+
+
+class LayerOptimizer(Capturing, SecondOrderOptimizer):
+    """Base of the methods that capture statistics per layer.
+
+    The verbs of a method: :meth:`curvature_spec` (state of a block), :meth:`new_statistic`, :meth:`update_estimate`,
+    :meth:`refresh`, :meth:`precondition`, :meth:`block_curvature`.
+
+    Args:
+        params: What ``torch.optim`` takes, or a module.
+        defaults: Group options.
+        module: Module to hook when ``params`` is not one.
+        comm: Communication strategy; None means one process.
+        skip_layers: Layers to leave out.
+        stagger: Spread refreshes over the interval.
+        refresh_warmup: Refresh often at first.
+        grad_scaler: Loss scaler of float16 training.
+        max_failures: Failed refreshes of a block in a row before an error.
+
+    Raises:
+        ValueError: Without a module, or for a bad option.
+        NotImplementedError: In a process group of more than one rank.
+    """
+
+    _sizes_are = "factors A, G"
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        defaults: dict[str, Any],
+        *,
+        module: nn.Module | None,
+        comm: CommStrategy | None,
+        skip_layers: Sequence[SkipRule] | SkipRule,
+        stagger: bool,
+        refresh_warmup: bool,
+        grad_scaler: Any,
+        max_failures: int,
+    ) -> None:
+        root, given = _module_to_hook(type(self).__name__, params, module)
+        options.flag("stagger", stagger)
+        options.flag("refresh_warmup", refresh_warmup)
+        options.whole(1)("max_failures", max_failures)
+        self._begin_life(comm)
+        self._begin_capture(skip_layers, stagger, refresh_warmup, max_failures)
+        super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
+        """Fold a statistic into the running estimate; returns whether it was finite (0-dim bool)."""
+
+    @abstractmethod
+    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Recompute what preconditioning needs from the estimates; returns ``ok [len(blocks)]``."""
+
+    @abstractmethod
+    def precondition(self, block: Block, gradient: Tensor) -> Tensor:
+        """Apply the inverse curvature of a block to a gradient matrix ``[(Γ,) n_g, n_a]``."""
+
+    @abstractmethod
+    def block_curvature(self, block: Block) -> Tensor:
+        """The undamped curvature of a block as a dense matrix."""
+
+    # ------------------------------------------------------------------ stages 1 to 3: statistics
+    def _require_ready(self) -> None:
+        self._require_capture()
+
+    def _discard(self) -> None:
+        if self._capture is not None:
+            self._capture.discard()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and with them the statistics captured since the last step."""
+        super().zero_grad(set_to_none)
+        self._discard()
+
+    def _take(self) -> Captured:
+        return self._require_capture().take()
+
+    def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
+        self._update_estimates(statistics, gate)
+        self._warn_uncaptured(statistics, gradients)
+
+    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
+        for index, statistic in captured.statistics.items():
+            block, examples = self._blocks[index], captured.examples[index]
+            if examples == 0:
+                continue
+            finite = self.update_estimate(block, statistic, examples, gate)
+            on_cpu = finite.device.type == "cpu"
+            dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
+            if dropped is not False:
+                self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + dropped
+            if dropped is not True:
+                self.state[block.owner]["factor_updates"] += 1
+
+    def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
+        """Say once, by name, which layers have a gradient but nothing captured though it was due."""
+        assert self._capture is not None
+        missed = {}
+        if self._capture.was_paused:
+            self._capture.was_paused = False
+            return
+        for i in self._capture.due | set(self._capture.refused):
+            block = self._blocks[i]
+            if i not in captured.statistics and block.name not in self._warned and block.owner in gradients:
+                missed[block.name] = self._capture.refused.get(i, "its hooks did not run")
+        if missed:
+            self._warned.update(missed)
+            lines = "; ".join(f"{name}: {reason}" for name, reason in missed.items())
+            warnings.warn(
+                f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
+                f"fallback or an old estimate ({lines}). Usual causes: the model was in eval mode, or torch.compile "
+                "ran it before the optimizer was made (then make the optimizer first, or call torch.compiler.reset()).",
+                stacklevel=6,  # past the two wrappers that torch puts around `step`
+            )
+
+    # ------------------------------------------------------------------ stage 4: refresh
+    def _refresh_due(self) -> list[int]:
+        due = [b for b in self._blocks if self._refresh_is_due(b)]
+        if not due:
+            return []
+        for blocks, outcome, arrived in self._unjudged:
+            arrived.synchronize()
+            self._judge(blocks, outcome)
+        self._unjudged.clear()
+        due, look = self._with_estimates(due)
+        if not due:
+            return []
+        with full_precision(due[0].owner.device):
+            ok = self.refresh(due, look)
+        if look:
+            self._judge(due, ok.cpu())
+        else:
+            # Judged at the next refresh, when the answer has long arrived and nobody waits for it.
+            arrived = torch.Event(ok.device)
+            outcome = ok.to("cpu", non_blocking=True)
+            arrived.record()
+            self._unjudged.append((due, outcome, arrived))
+        for block in due:
+            state = self.state[block.owner]
+            if block.name in self._failures:
+                self._failed_at[block.name] = state["factor_updates"]
+            else:
+                state["refreshes"] += 1
+        return [b.index for b in due]
+
+    def _with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
+        """Blocks that have an estimate, and whether the host looks at how their refresh ends.
+
+        It does on the CPU, where that is free, and on a device at the first refresh of a block and after a failure.
+
+        Returns:
+            The blocks, and whether to look.
+        """
+        if all(b.owner.device.type == "cpu" for b in due):
+            return due, True
+        new = [b for b in due if self.state[b.owner]["refreshes"] == 0]
+        if new:
+            weights = torch.stack([self.state[b.owner]["factor_weight"] for b in new]).cpu().numpy()
+            for block, weight in zip(new, weights, strict=True):
+                if weight == 0:  # its only batch was not finite
+                    self.state[block.owner]["factor_updates"] = 0
+                    due = [b for b in due if b is not block]
+        return due, bool(new) or any(b.name in self._failures for b in due)
+
+    def _refresh_is_due(self, block: Block) -> bool:
+        state, interval = self.state[block.owner], block.group["inv_update_steps"]
+        if interval == 0 or state["factor_updates"] == 0:
+            return False
+        if state["refreshes"] == 0:  # the same factors would only fail again
+            return bool(state["factor_updates"] > self._failed_at.get(block.name, 0))
+        if self._refresh_warmup and self._t < interval:
+            return self._t & (self._t - 1) == 0
+        phase = block.index * interval // len(self._blocks) if self._stagger else 0
+        return bool((self._t - phase) % interval == 0)
+
+    def _judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
+        """Count refreshes that failed in a row, and give up at ``max_failures``."""
+        for block, good in zip(blocks, ok.numpy(), strict=True):
+            if good:
+                self._failures.pop(block.name, None)
+                continue
+            count = self._failures[block.name] = self._failures.get(block.name, 0) + 1
+            self._failed_refreshes += 1
+            log.warning("refresh of layer %r failed (%d in a row); its last good one stays", block.name, count)
+            if count >= self._max_failures:
+                raise RuntimeError(
+                    f"the factors of layer '{block.name}' could not be factorised {count} times in a row, even with "
+                    "jitter and in float64. Raise damping, lower lr, or leave the layer out with skip_layers."
+                )
+
+    def _advance(self) -> None:
+        super()._advance()
+        self._arm()
+
+    def _is_on(self, p: nn.Parameter, group: Group) -> bool:
+        return bool(group["inv_update_steps"])
+
+    # ------------------------------------------------------------------ stages 5 and 6: directions
+    def _active(self, block: Block, gradients: Directions) -> bool:
+        """Whether a block preconditions in this step."""
+        ready = block.group["inv_update_steps"] > 0 and self.state[block.owner]["refreshes"] > 0
+        return bool(ready) and all(p in gradients for p in block.params)
+
+    def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
+        """Preconditioned, bounded directions of the parameters of active blocks."""
+        active = [b for b in self._blocks if self._active(b, gradients)]
+        if not active:
+            return {}
+        source = self._sources(active, gradients, gate)
+        directions: Directions = {}
+        with full_precision(active[0].owner.device):
+            for block in active:
+                self._workspace.reset()
+                tensors = [source[p].to(self._precision(p)) for p in block.params]
+                matrix = block.matrix(tensors, self._workspace)
+                parts = block.split(self.precondition(block, matrix))
+                directions.update(zip(block.params, parts, strict=True))
+        parameters = list(directions)
+        shared = self.comm.share_directions(list(directions.values()))
+        directions = dict(zip(parameters, shared, strict=True))
+        self._kl_clip(directions, self._guard(active, directions, source))
+        for block in active:
+            self._graft(block.group["graft"], block.params, directions, gradients)
+        self._clip(directions)
+        return {p: d.to(p.dtype) for p, d in directions.items()}
+
+    def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
+        """What to precondition: the gradient, or Adam's bias-corrected first moment where Adam gives the size."""
+        source = {p: gradients[p] for b in blocks for p in b.params}
+        grafted = [p for p in source if self._options(p)["graft"] == "adam"]
+        self._count_moments(grafted, gradients, gate)
+        for p in grafted:
+            source[p] = self.state[p]["exp_avg"] / (1 - self._group[p]["fallback_betas"][0] ** self._steps_of(p))
+        return source
+
+    def _guard(self, blocks: Sequence[Block], directions: Directions, source: Directions) -> Directions:
+        """A block whose direction is not finite takes its gradient for this step.
+
+        Returns:
+            ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
+        """
+        products = {p: update.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
+        finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
+        if finite.device.type == "cpu" and all_true_on_cpu(finite):
+            return products
+        for block in blocks:
+            good = torch.isfinite(torch.stack([products[p] for p in block.params])).all()
+            for p in block.params:
+                plain = source[p].to(directions[p].dtype)
+                directions[p] = torch.where(good, directions[p], plain)
+                products[p] = torch.where(good, products[p], update.inner_product(plain, plain))
+        return products
+
+    def _kl_clip(self, directions: Directions, products: Directions) -> None:
+        clipped = [p for p in directions if self._group[p].get("kl_clip") and self._options(p)["graft"] is None]
+        if not clipped:
+            return
+        terms, lrs = [products[p] for p in clipped], [rate(self._group[p]["lr"]) for p in clipped]
+        for limit in {self._group[p]["kl_clip"] for p in clipped}:
+            self._kl_factor = factor = update.kl_clip_factor(terms, lrs, limit)
+            torch._foreach_mul_([directions[p] for p in clipped if self._group[p]["kl_clip"] == limit], factor)
+
+    # ------------------------------------------------------------------ checkpoints
+    def _finish_load(self) -> None:
+        """Complete what a checkpoint may leave out, and follow the loaded options."""
+        complete = {b: set(self.state[b.owner]) for b in self._blocks}
+        changed = self._rebuild()
+        renewed = [
+            b
+            for b, found in complete.items()
+            if self.state[b.owner]["factor_updates"] > 0
+            and any(self.kinds.get(key) == "second_order" and key not in found for key in self.state[b.owner])
+        ]
+        if renewed:
+            with torch.no_grad(), full_precision(renewed[0].owner.device):
+                ok = self.refresh(renewed, True)
+            for block, good in zip(renewed, ok.cpu().numpy(), strict=True):
+                if not good:
+                    self.state[block.owner]["refreshes"] = 0
+        if self._capture is not None:
+            if changed:
+                self._hook()
+            self._capture.discard()
+            self._arm()
+
+    # ------------------------------------------------------------------ what it tells
+    def _summary(self) -> str:
+        return f"{len(self._blocks)} blocks"
+
+    def _pending_bytes(self) -> int:
+        pending = self._capture.pending.values() if self._capture is not None else ()
+        return sum(int(getattr(s, "nbytes", 0)) for s in pending)
+
+    def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
+        block = self._block_of.get(p)
+        if block is None:
+            return "", "", ""
+        refused = self._capture.refused.get(block.index) if self._capture is not None else None
+        treatment = f"block '{block.name}' ({type(block.modules[0]).__name__})"
+        if refused and self.state[p].get("refreshes", 0) == 0:
+            treatment = f"{self._group[p]['fallback']} fallback: {refused}"
+        lead = f"{block.adapter.groups}×" if block.adapter.groups > 1 else ""
+        return treatment, f"{lead}{block.adapter.n_a}, {block.adapter.n_g}", f"rank {self.comm.owner(block.index)}"
+
+    def dense_curvature(self, name: str) -> Tensor:
+        """The undamped curvature of a block as a dense ``[n, n]`` matrix over row-major ``vec([W | b])``.
+
+        Args:
+            name: Module name as in ``named_modules()``; wrapper prefixes may be left out.
+
+        Returns:
+            The matrix, ``n`` being the number of parameters of the layer.
+
+        Raises:
+            ValueError: If no block has this name.
+            RuntimeError: If nothing was captured for it yet.
+        """
+        found = find_name(name, self.blocks)
+        if found is None:
+            raise ValueError(f"no block is named '{name}'; there are: {', '.join(self.blocks) or 'none'}")
+        block = self.blocks[found]
+        if self.state[block.owner]["factor_updates"] == 0:
+            raise RuntimeError(f"nothing was captured for layer '{name}' yet: take a step first")
+        return self.block_curvature(block)
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Counters and factors as plain numbers; reading them may wait for the device."""
+        return super().diagnostics() | {
+            "skipped_statistics": sum(int(n) for n in self._skipped_statistics.values()),
+            "skipped_statistics_by_layer": {name: int(n) for name, n in self._skipped_statistics.items()},
+            "refresh_failures": self._failed_refreshes,
+            "kl_clip_factor": None if self._kl_factor is None else float(self._kl_factor),
+        }
+
+
+def _module_to_hook(method: str, params: Any, module: nn.Module | None) -> tuple[nn.Module, Any]:
+    root, params = module_of(method, params, module)
+    if root is None:
+        raise ValueError(
+            f"{method} needs the module whose layers it covers: pass the module first, {method}(model, lr=...), "
+            f"or name it beside the groups, {method}(params, module=model)"
+        )
+    if isinstance(root, nn.DataParallel):
+        raise NotImplementedError(
+            f"{method}: nn.DataParallel copies the model to several devices in one process, where nothing can be "
+            "captured; use one device, or one process per device"
+        )
+    return root, params
