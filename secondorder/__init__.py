@@ -1,8 +1,24 @@
 """Second-order training for PyTorch by changing one line: each method is a ``torch.optim.Optimizer``."""
 
+from secondorder.curvature.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
+from secondorder.curvature.lowrank import LowRank
+from secondorder.curvature.topk import TopK
+from secondorder.methods.ggt import GGT
 from secondorder.methods.kfac import KFAC
+from secondorder.methods.mfac import MFAC, SparseMFAC
 from secondorder.optimizer import SecondOrderOptimizer
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["KFAC", "SecondOrderOptimizer", "__version__"]
+__all__ = [
+    "GGT",
+    "KFAC",
+    "MFAC",
+    "LowRank",
+    "SecondOrderOptimizer",
+    "SparseMFAC",
+    "TopK",
+    "__version__",
+    "inverse_fisher_diagonal",
+    "inverse_fisher_vector_product",
+]

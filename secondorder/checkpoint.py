@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ Spec = dict[str, "tuple[int, ...] | None"]
 
 class Checkpointing(Lifecycle):
     """``state_dict`` and ``load_state_dict``: by parameter, in full precision, all or nothing."""
+
+    #: Options that decide how much is allocated: those of the optimizer stay, whatever a checkpoint says.
+    _structural: ClassVar[tuple[str, ...]] = ()
 
     def _require_loadable(self) -> None:
         """Refuse to load into an optimizer that cannot judge a state yet."""
@@ -54,7 +57,7 @@ class Checkpointing(Lifecycle):
         groups = [{**self._group_defaults(live), **given} for live, given in self._paired(state_dict)]
         loaded = self._checked_state(state_dict["state"], groups)
         for live, given in zip(self.param_groups, groups, strict=True):
-            kept = {"params": live["params"]}
+            kept = {"params": live["params"], **{key: live[key] for key in self._structural}}
             if "param_names" in live:
                 kept["param_names"] = live["param_names"]
             live.clear()

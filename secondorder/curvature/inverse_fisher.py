@@ -5,12 +5,12 @@ With m gradients as the rows of ``G [m, d]`` and the damping λ::
     F = λI + (1/m) Σ_i g_i g_iᵀ = λI + GᵀG/m
     F⁻¹ = (I − Gᵀ (mλI + GGᵀ)⁻¹ G) / λ                                       (Woodbury)
 
-which needs one m×m factorisation and never a d×d matrix. This is what the static algorithm of M-FAC computes by a
-recursion over the gradients (Frantar, Kurtic, Alistarh 2021, arXiv 2107.03356, section 3.1); used for pruning, where
-the saliency of a weight is ``w_i² / (2 [F⁻¹]_ii)``.
+which needs one m×m factorisation and never a d×d matrix (where d ≤ m, F itself is the smaller one and is inverted
+directly). This is what the static algorithm of M-FAC computes by a recursion over the gradients (Frantar, Kurtic,
+Alistarh 2021, arXiv 2107.03356); it serves pruning, where the saliency of a weight is ``w_i² / (2 [F⁻¹]_ii)``.
 
-Everything is computed in float64, tile of columns by tile of columns. The difference above cancels where λ is small:
-expect a relative error of about 1e-16 · (largest eigenvalue of F) / λ.
+Everything is computed in float64, tile of columns by tile of columns. For an x that the gradients span, the difference
+above cancels where λ is small: the relative error is then about 1e-16 · (largest eigenvalue of F) / λ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TILE = 1 << 21
 def inverse_fisher_vector_product(grads: Tensor, x: Tensor, damping: float) -> Tensor:
     """``F⁻¹ x`` with ``F = damping·I + gradsᵀ grads / m``, one vector or several.
 
-    Costs two passes over ``grads``, m²d + 4mdk flops and an m×m factorisation; F itself is never formed.
+    Costs three passes over ``grads``, 2m²d + 4mdk flops and an m×m factorisation. F is never formed unless d ≤ m.
 
     Args:
         grads: Gradients ``[m, d]``, one in each row, of a real floating dtype.
@@ -43,14 +43,19 @@ def inverse_fisher_vector_product(grads: Tensor, x: Tensor, damping: float) -> T
     Raises:
         ValueError: If the shapes do not fit, ``damping`` is not positive, or an entry is not finite.
         TypeError: If an argument is of the wrong kind.
-        RuntimeError: If the m×m matrix cannot be factorised.
+        RuntimeError: If the matrix cannot be factorised.
     """
     _check_grads(grads)
     _check_damping(damping)
     _check_vectors(x, grads)
-    vectors = x.reshape(-1, x.shape[-1])
-    gram, dots = _gram_and_dots(grads, vectors)
-    root = _inverse_root(gram, damping)
+    vectors, (m, d) = x if x.dim() == 2 else x[None], grads.shape
+    if d <= m:
+        root = _inverse_root(_gram(grads.T), m * damping)
+        _check_finite("x", vectors)
+        return (m * (vectors.double() @ root.T @ root)).to(x.dtype).reshape(x.shape)
+    root = _inverse_root(_gram(grads), m * damping)
+    dots = _dots(grads, vectors)
+    _check_finite("x", dots)  # every entry of x is in them, and they are fewer
     weights = root.T @ (root @ dots)  # [m, k]
     result = torch.empty_like(vectors)
     for columns in _column_tiles(grads, len(vectors)):
@@ -63,7 +68,7 @@ def inverse_fisher_vector_product(grads: Tensor, x: Tensor, damping: float) -> T
 def inverse_fisher_diagonal(grads: Tensor, damping: float) -> Tensor:
     """The diagonal of ``F⁻¹`` with ``F = damping·I + gradsᵀ grads / m``.
 
-    Costs two passes over ``grads``, 3m²d flops and an m×m factorisation; F itself is never formed.
+    Costs two passes over ``grads``, 4m²d flops and an m×m factorisation. F is never formed unless d ≤ m.
 
     Args:
         grads: Gradients ``[m, d]``, one in each row, of a real floating dtype.
@@ -75,23 +80,26 @@ def inverse_fisher_diagonal(grads: Tensor, damping: float) -> Tensor:
     Raises:
         ValueError: If ``grads`` is not a matrix with rows, ``damping`` is not positive, or an entry is not finite.
         TypeError: If an argument is of the wrong kind.
-        RuntimeError: If the m×m matrix cannot be factorised.
+        RuntimeError: If the matrix cannot be factorised.
     """
     _check_grads(grads)
     _check_damping(damping)
     m, d = grads.shape
-    gram, _ = _gram_and_dots(grads, grads.new_empty(0, d))
-    root = _inverse_root(gram, damping)
+    if d <= m:
+        root = _inverse_root(_gram(grads.T), m * damping)
+        return (m * root.square().sum(0)).to(grads.dtype)
+    root = _inverse_root(_gram(grads), m * damping)
     result = torch.empty_like(grads[0])
     for columns in _column_tiles(grads, m):
         tile = grads[:, columns].double()
-        diagonal = (1 - (root @ tile).square_().sum(0)) / damping
+        diagonal = (1 - torch.linalg.vector_norm(root @ tile, dim=0).square()) / damping
         # [F⁻¹]_ii ≥ 1 / F_ii for every positive definite F: a bound on what the difference may lose.
-        result[columns] = diagonal.maximum(1 / (damping + tile.square().sum(0) / m)).to(grads.dtype)
+        bound = 1 / (damping + torch.linalg.vector_norm(tile, dim=0).square() / m)
+        result[columns] = diagonal.maximum(bound).to(grads.dtype)
     return result
 
 
-def _check_matrix_of_numbers(name: str, x: Tensor) -> None:
+def _check_dense_floats(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
@@ -101,7 +109,7 @@ def _check_matrix_of_numbers(name: str, x: Tensor) -> None:
 
 
 def _check_grads(grads: Tensor) -> None:
-    _check_matrix_of_numbers("grads", grads)
+    _check_dense_floats("grads", grads)
     if grads.dim() != 2 or grads.shape[0] == 0:
         raise ValueError(f"grads must have shape [m, d] with at least one row, got {list(grads.shape)}")
 
@@ -114,7 +122,7 @@ def _check_damping(damping: float) -> None:
 
 
 def _check_vectors(x: Tensor, grads: Tensor) -> None:
-    _check_matrix_of_numbers("x", x)
+    _check_dense_floats("x", x)
     d = grads.shape[1]
     if x.dim() not in {1, 2} or x.shape[-1] != d:
         raise ValueError(f"x must have shape [{d}] or [k, {d}] for grads {list(grads.shape)}, got {list(x.shape)}")
@@ -122,38 +130,47 @@ def _check_vectors(x: Tensor, grads: Tensor) -> None:
         raise ValueError(f"x is on {x.device} and grads on {grads.device}; move one of them")
 
 
-def _column_tiles(grads: Tensor, further_rows: int) -> Iterator[slice]:
-    """Slices of columns so narrow that a tile of ``grads`` and of what is computed with it stays small."""
-    m, d = grads.shape
-    width = max(1, _TILE // (m + further_rows))
-    return (slice(start, min(start + width, d)) for start in range(0, d, width))
+def _check_finite(name: str, values: Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"{name} must be finite, and so must its products in float64")
 
 
-def _gram_and_dots(grads: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """``G Gᵀ [m, m]`` and ``G Xᵀ [m, k]`` in float64."""
-    m, k = len(grads), len(vectors)
-    gram = torch.zeros(m, m, dtype=torch.float64, device=grads.device)
-    dots = torch.zeros(m, k, dtype=torch.float64, device=grads.device)
-    for columns in _column_tiles(grads, k):
-        tile = grads[:, columns].double()
+def _column_tiles(rows: Tensor, further: int = 0) -> Iterator[slice]:
+    """Slices of columns so narrow that a tile of ``rows``, with ``further`` rows computed from it, stays small."""
+    n, width = rows.shape
+    step = max(1, _TILE // max(1, n + further))
+    return (slice(start, min(start + step, width)) for start in range(0, width, step))
+
+
+def _gram(rows: Tensor) -> Tensor:
+    """``rows rowsᵀ [n, n]`` in float64."""
+    gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
+    for columns in _column_tiles(rows):
+        tile = rows[:, columns].double()
         gram.addmm_(tile, tile.T)
-        dots.addmm_(tile, vectors[:, columns].double().T)
-    for name, part in (("grads", gram), ("x", dots)):
-        if not bool(part.isfinite().all()):
-            raise ValueError(f"{name} must be finite, and so must its products in float64")
-    return gram, dots
+    _check_finite("grads", gram)
+    return gram
 
 
-def _inverse_root(gram: Tensor, damping: float) -> Tensor:
-    """``R [m, m]`` with ``RᵀR = (mλI + S)⁻¹`` from the Gram matrix S ``[m, m]``, which is overwritten."""
-    m = len(gram)
-    shift = m * damping
+def _dots(rows: Tensor, vectors: Tensor) -> Tensor:
+    """``rows vectorsᵀ [n, k]`` in float64."""
+    dots = torch.zeros(len(rows), len(vectors), dtype=torch.float64, device=rows.device)
+    for columns in _column_tiles(rows, len(vectors)):
+        dots.addmm_(rows[:, columns].double(), vectors[:, columns].double().T)
+    return dots
+
+
+def _inverse_root(gram: Tensor, shift: float) -> Tensor:
+    """``R [n, n]`` with ``RᵀR = (S + shift·I)⁻¹`` from the Gram matrix S ``[n, n]``, which is overwritten."""
+    n = len(gram)
     gram.diagonal().add_(shift)
     lower, info = torch.linalg.cholesky_ex(gram)
     if int(info) == 0:
-        return torch.linalg.solve_triangular(lower, torch.eye(m, dtype=gram.dtype, device=gram.device), upper=False)
-    try:  # λ below the rounding of S: the factorisation stumbles over an eigenvalue that should be mλ
+        inverse: Tensor = torch.linalg.solve_triangular(lower, torch.eye(n).to(gram), upper=False)
+        return inverse
+    try:  # a shift below the rounding of S: the factorisation stumbles over an eigenvalue that should be the shift
         values, basis = torch.linalg.eigh(gram)
     except LinAlgError as error:
-        raise RuntimeError(f"the Gram matrix of {m} gradients cannot be factorised: raise damping={damping}") from error
-    return (basis * values.clamp_(min=shift).rsqrt()).T
+        raise RuntimeError(f"the Gram matrix [{n}, {n}] of grads cannot be factorised: raise damping") from error
+    scaled: Tensor = basis * values.clamp_(min=shift).rsqrt()
+    return scaled.T

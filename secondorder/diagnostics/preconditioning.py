@@ -3,10 +3,10 @@
 The measures are those of EFCP (Modoranu et al. 2023, arXiv 2306.06098). With the gradient g and the direction u made
 from it, over d coordinates::
 
-    scaling    quantiles of |u_i| / |g_i| over the coordinates with g_i ≠ 0        qp_q25 … qp_mean, qp_n
-    rotation   cos = ⟨g, u⟩ / (‖g‖ ‖u‖), its angle in degrees                      qp_cos, qp_angle
-               share of the coordinates with u_i g_i > 0                           qp_sign_agree
-    size       ‖g‖, ‖u‖, ‖u‖ / ‖g‖                                                 qp_norm_g, qp_norm_u, qp_norm_ratio_u_g
+    scaling    quantiles of |u_i| / |g_i| over the coordinates with g_i ≠ 0      qp_q25 … qp_mean, qp_n
+    rotation   cos = ⟨g, u⟩ / (‖g‖ ‖u‖), its angle in degrees                    qp_cos, qp_angle
+               share of the coordinates with u_i g_i > 0                         qp_sign_agree
+    size       ‖g‖, ‖u‖, ‖u‖ / ‖g‖                                               qp_norm_g, qp_norm_u, qp_norm_ratio_u_g
 
 Every tensor is read tile by tile in float64, so temporaries stay small beside it. The host waits for the device once
 per call, to learn how many coordinates have a gradient: ``qp_n`` is a plain int, and the quantiles stand at ranks that
@@ -53,13 +53,13 @@ def quantify_preconditioning(
         u: Directions, of the same kind, names and shapes. For a method with momentum, the momentum buffers may stand
             here.
         signed: Whether the quantiles are those of ``u_i / g_i`` instead of ``|u_i| / |g_i|``.
-        histogram: Whether to add the histogram of ``log10(|u_i| / |g_i|)``, in 64 bins from the smallest to the largest.
+        histogram: Whether to add the histogram of ``log10(|u_i| / |g_i|)``, 64 bins from the smallest to the largest.
         sample: Largest number of ratios that the quantiles, the mean and the histogram are computed from: exact up to
             there, above from so many coordinates, spread evenly and drawn at random. Everything else is always exact.
         seed: Seed of that draw.
 
     Returns:
-        0-dim float64 tensors on the device of the input (of its first tensor), for all coordinates together: ``qp_q25``,
+        0-dim float64 tensors on the device of the (first) input tensor, for all coordinates together: ``qp_q25``,
         ``qp_q50``, ``qp_q75`` (interpolated linearly), ``qp_min``, ``qp_max`` and ``qp_mean`` of the ratios; ``qp_n``,
         an int, how many ratios these were computed from; ``qp_zero_grad_frac``, the share of coordinates whose gradient
         is zero, which have no ratio; ``qp_cos``, ``qp_angle`` in degrees; ``qp_sign_agree``; ``qp_norm_g``,
@@ -111,7 +111,7 @@ def _pairs(g: Tensors, u: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _named(argument: str, tensors: Tensors) -> dict[str, Tensor | None]:
     if isinstance(tensors, Tensor):
-        return {"0": tensors}
+        return {"tensor": tensors}
     if isinstance(tensors, Mapping):
         named = dict(tensors)
     elif isinstance(tensors, Sequence) and not isinstance(tensors, str):
@@ -164,7 +164,7 @@ def _total(tiles: list[_Tile]) -> Tensor:
 
 
 def _ratios(tiles: list[_Tile], filled: list[int], sample: int, seed: int) -> Tensor:
-    """``u_i / g_i [n]`` in float64, ``n`` at most ``sample``; each tile gives its share of the coordinates with g_i ≠ 0.
+    """``u_i / g_i [n]`` in float64, ``n`` at most ``sample``, over coordinates with g_i ≠ 0; each tile gives its share.
 
     Args:
         tiles: What to read.
@@ -191,9 +191,9 @@ def _tile_ratios(tile: _Tile, filled: int, wanted: int, seed: int) -> Tensor:
     if wanted < filled:  # one coordinate at random out of each of `wanted` stretches of equal length
         generator = torch.Generator(device).manual_seed(seed)
         offset = torch.rand(wanted, dtype=torch.float64, device=device, generator=generator)
-        picked = ((picked + offset) * (filled / wanted)).long().clamp_(max=filled - 1)
+        picked = ((picked + offset) * (filled / max(wanted, 1))).long().clamp_(max=filled - 1)
     if filled < tile.g.numel():
-        # The r-th coordinate with a gradient is where their running count reaches r + 1; a mask would wait for its size.
+        # The r-th of them is where their running count reaches r + 1; indexing by a mask would wait for the device.
         picked = torch.searchsorted((tile.g != 0).cumsum(0), picked + 1)
     return tile.u[picked].double() / tile.g[picked].double()
 
@@ -206,7 +206,7 @@ def _scaling(ratios: Tensor) -> dict[str, Any]:
     def quantile(q: float) -> Tensor:
         position = q * (len(ordered) - 1)
         low = math.floor(position)
-        value = ordered[low].lerp(ordered[min(low + 1, len(ordered) - 1)], position - low)
+        value = ordered[low] if low == position else ordered[low].lerp(ordered[low + 1], position - low)
         return value.where(~undefined, math.nan)
 
     named = {"qp_q25": 0.25, "qp_q50": 0.5, "qp_q75": 0.75, "qp_min": 0.0, "qp_max": 1.0}
@@ -229,7 +229,7 @@ def _rotation_and_size(sums: Tensor, n: int) -> dict[str, Tensor]:
 
 
 def _histogram(ratios: Tensor) -> dict[str, Tensor]:
-    """Counts and edges of ``log10`` of ratios ``[n]`` that are not negative; those that are zero or infinite stay out."""
+    """Counts and edges of ``log10`` of ratios ``[n]`` that are not negative; zero and infinite ones stay out."""
     decades = ratios.log10()
     usable = decades.isfinite()
     none = ratios.new_zeros(1)  # so that the extremes of nothing exist

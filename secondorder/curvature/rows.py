@@ -1,0 +1,211 @@
+"""Storage of a window's rows, over the tensors of one device and precision; here the interface and dense rows.
+
+The verbs of a storage::
+
+    write(x, slot)        store a gradient, in the storage's own form, at a slot
+    newest_dots(slot)     G ĝ, with the row as it is stored
+    dots(x)               G x for any x
+    combine(a)            Gᵀ a
+    add_row(out, slot, c) out += c · row
+
+Products are accumulated in the working precision inside a chunk of columns and in float64 across chunks. The slot is a
+tensor and ``gate`` may forbid a write, so that a device is never waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+#: Columns of one chunk of a dot: rounding inside stays below 2e-7 in float32.
+CHUNK = 4096
+#: Columns of one chunk of a combination, which sums over rows: wider is faster.
+_WIDE = 16384
+#: Entries of a temporary.
+TILE = 1 << 22
+
+Parts = Sequence[Tensor | None]
+
+
+class Rows(ABC):
+    """m rows over some tensors; a row is never longer-lived than its slot.
+
+    Args:
+        shapes: Shapes of the tensors.
+        m: Number of slots.
+        working: Precision of products, float32 or float64.
+        device: Where the rows are.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], m: int, working: torch.dtype, device: torch.device) -> None:
+        self.shapes, self.m, self.working, self.device = list(shapes), m, working, device
+
+    @abstractmethod
+    def state(self, i: int) -> dict[str, Tensor]:
+        """Views of what is stored for tensor i, by state key."""
+
+    @abstractmethod
+    def write(self, x: Parts, slot: Tensor, gate: Tensor | None) -> None:
+        """Store a gradient (None: zeros) at a slot ``[1]``."""
+
+    @abstractmethod
+    def newest_dots(self, slot: Tensor, t: int) -> Tensor:
+        """Dots of the stored row at ``slot`` with the first t rows ``[t]``, float64."""
+
+    @abstractmethod
+    def dots(self, x: Parts, t: int) -> Tensor:
+        """Dots of x with the first t rows ``[t]``, float64."""
+
+    @abstractmethod
+    def combine(self, a: Tensor) -> list[Tensor]:
+        """``Σ a_i row_i`` over the first ``len(a)`` rows, as tensors of the given shapes."""
+
+    @abstractmethod
+    def add_row(self, out: Sequence[Tensor], slot: Tensor, scale: Tensor) -> None:
+        """Add ``scale`` (0-dim) times a stored row to contiguous tensors, in place."""
+
+    def residual_square(self) -> Tensor | None:
+        """Squared norm of what error feedback holds back, None without error feedback."""
+        return None
+
+
+def store(target: Tensor, dim: int, slot: Tensor, value: Tensor, gate: Tensor | None) -> None:
+    """Write ``value`` (of size 1 along ``dim``) at a slot, unless the gate is closed."""
+    value = value.to(target.dtype)
+    if gate is not None:
+        value = torch.where(gate, value, target.index_select(dim, slot))
+    target.index_copy_(dim, slot, value)
+
+
+def flatten(x: Parts, shapes: Sequence[torch.Size], like: Tensor) -> Tensor:
+    """Tensors as one vector of the dtype and device of ``like``; None stands for zeros."""
+    parts = [
+        like.new_zeros(math.prod(shape)) if part is None else part.reshape(-1).to(like.device, like.dtype)
+        for part, shape in zip(x, shapes, strict=True)
+    ]
+    return parts[0].clone() if len(parts) == 1 else torch.cat(parts)
+
+
+def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of a vector as tensors of the given shapes."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def row_dots(rows: Tensor, x: Tensor) -> Tensor:
+    """``rows @ x`` of ``[t, d]`` and ``[d]`` of one dtype, summed in float64 across chunks; ``[t]`` float64."""
+    t, d = rows.shape
+    total = torch.zeros(t, dtype=torch.float64, device=rows.device)
+    whole, per_tile = d // CHUNK, max(1, TILE // max(t, 1))
+    for first in range(0, whole, per_tile):
+        last = min(first + per_tile, whole)
+        columns = slice(first * CHUNK, last * CHUNK)
+        chunks = rows[:, columns].unflatten(1, (last - first, CHUNK)).permute(1, 2, 0)
+        part = torch.bmm(x[columns].view(last - first, 1, CHUNK), chunks)
+        total += part.sum((0, 1), dtype=torch.float64)
+    if d > whole * CHUNK:
+        total += torch.mv(rows[:, whole * CHUNK :], x[whole * CHUNK :])
+    return total
+
+
+def combine_rows(rows: Tensor, a: Tensor, out: Tensor) -> None:
+    """``out = rowsᵀ a`` for ``[t, d]`` and ``[t]`` of one dtype."""
+    t, d = rows.shape
+    whole = d // _WIDE
+    columns = slice(0, whole * _WIDE)
+    if whole:
+        chunks = rows[:, columns].unflatten(1, (whole, _WIDE)).transpose(0, 1)
+        torch.bmm(a.expand(whole, 1, t), chunks, out=out[columns].view(whole, 1, _WIDE))
+    if d > whole * _WIDE:
+        torch.mv(rows[:, whole * _WIDE :].T, a, out=out[whole * _WIDE :])
+
+
+class DenseRows(Rows):
+    """Rows as one matrix ``[m, d]``; with ``feedback``, what a narrower dtype rounds away is kept for the next row.
+
+    Args:
+        shapes: Shapes of the tensors.
+        m: Number of slots.
+        working: Precision of products.
+        device: Where the rows are.
+        dtype: Of the stored rows.
+        feedback: Whether rounding is fed back.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        m: int,
+        working: torch.dtype,
+        device: torch.device,
+        dtype: torch.dtype,
+        feedback: bool = False,
+    ) -> None:
+        super().__init__(shapes, m, working, device)
+        d = sum(math.prod(shape) for shape in shapes)
+        self.flat = torch.zeros(m, d, dtype=dtype, device=device)
+        self.error = torch.zeros(d, dtype=working, device=device) if feedback and dtype != working else None
+
+    def state(self, i: int) -> dict[str, Tensor]:
+        start = sum(math.prod(shape) for shape in self.shapes[:i])
+        stop = start + math.prod(self.shapes[i])
+        found = {"window": self.flat[:, start:stop].unflatten(1, self.shapes[i] or (1,))}
+        if not self.shapes[i]:
+            found["window"] = self.flat[:, start]
+        if self.error is not None:
+            found["error"] = self.error[start:stop].view(self.shapes[i])
+        return found
+
+    def write(self, x: Parts, slot: Tensor, gate: Tensor | None) -> None:
+        row = flatten(x, self.shapes, self.flat.new_empty(0, dtype=self.working))
+        if self.error is None:
+            store(self.flat, 0, slot, row[None], gate)
+            return
+        waiting = split(self.error, self.shapes)  # that of a tensor without a gradient goes on waiting
+        row += flatten([e if g is not None else None for e, g in zip(waiting, x, strict=True)], self.shapes, row)
+        stored = row.to(self.flat.dtype)
+        store(self.flat, 0, slot, stored[None], gate)
+        for error, rest, g in zip(waiting, split(row - stored, self.shapes), x, strict=True):
+            if g is not None:
+                error.copy_(rest if gate is None else torch.where(gate, rest, error))
+
+    def _row(self, slot: Tensor) -> Tensor:
+        return self.flat.index_select(0, slot)[0].to(self.working)
+
+    def _tiles(self, t: int) -> Iterator[tuple[slice, Tensor]]:
+        """The first t rows in the working precision: all at once where they are stored in it, else tile by tile."""
+        d = self.flat.shape[1]
+        width = d if self.flat.dtype == self.working else max(CHUNK, TILE // max(t, 1) // CHUNK * CHUNK)
+        for start in range(0, d, max(width, 1)):
+            columns = slice(start, min(start + width, d))
+            yield columns, self.flat[:t, columns].to(self.working)
+
+    def newest_dots(self, slot: Tensor, t: int) -> Tensor:
+        return self._dots(self._row(slot), t)
+
+    def dots(self, x: Parts, t: int) -> Tensor:
+        return self._dots(flatten(x, self.shapes, self.flat.new_empty(0, dtype=self.working)), t)
+
+    def _dots(self, x: Tensor, t: int) -> Tensor:
+        total = torch.zeros(t, dtype=torch.float64, device=self.device)
+        for columns, rows in self._tiles(t):
+            total += row_dots(rows, x[columns])
+        return total
+
+    def combine(self, a: Tensor) -> list[Tensor]:
+        out = torch.empty(self.flat.shape[1], dtype=self.working, device=self.device)
+        a = a.to(self.working)
+        for columns, rows in self._tiles(len(a)):
+            combine_rows(rows, a, out[columns])
+        return split(out, self.shapes)
+
+    def add_row(self, out: Sequence[Tensor], slot: Tensor, scale: Tensor) -> None:
+        for target, part in zip(out, split(self._row(slot), self.shapes), strict=True):
+            target.add_(part * scale.to(self.working))
+
+    def residual_square(self) -> Tensor | None:
+        return None if self.error is None else self.error.square().sum(dtype=torch.float64)

@@ -1,0 +1,330 @@
+"""A window of past gradients: a ring of m rows, and the Gram matrix of the rows as they are stored.
+
+::
+
+    push(x)      x ─► rows[pos]      dots = G ĝ ─► row and column pos of S      pos ─► pos + 1
+    combine(a)   Gᵀ a ─► one tensor per parameter
+
+Rows are flat per device and precision; each parameter sees its own part as views. S, the ring pointer and the counters
+live on the device of the first parameter and never make the host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from secondorder.curvature import gram
+from secondorder.curvature.lowrank import LowRank, LowRankRows
+from secondorder.curvature.rows import DenseRows, Parts, Rows, row_dots
+from secondorder.curvature.topk import TopK, TopKRows
+
+Compression = TopK | LowRank | None
+
+#: Entry of state, by key, along which slots lie.
+SLOT_DIM = {
+    "window": 0, "window_p": 0, "window_q": 0, "window_idx": 1, "window_val": 1, "tail_idx": 1, "tail_val": 1,
+}  # fmt: skip
+#: Steps between the measurement of the amplification and its use: by then a device has long delivered it.
+LAG = 10
+
+
+@dataclass(frozen=True)
+class Form:
+    """How rows are stored.
+
+    Attributes:
+        m: Number of slots.
+        compression: Of the rows.
+        dtype: Of dense rows and factors; None: the working precision.
+        seed: Of the first warm starts of low-rank rows.
+    """
+
+    m: int
+    compression: Compression = None
+    dtype: torch.dtype | None = None
+    seed: int = 0
+
+    def rows(self, shapes: Sequence[torch.Size], working: torch.dtype, device: torch.device) -> Rows:
+        """Empty rows."""
+        kind, dtype = self.compression, self.dtype or working
+        if isinstance(kind, TopK) and kind.density < 1:
+            return TopKRows(shapes, self.m, working, device, kind)
+        if isinstance(kind, TopK):
+            value = working if kind.value_dtype == torch.float32 else kind.value_dtype
+            return DenseRows(shapes, self.m, working, device, value, kind.error_feedback)
+        if isinstance(kind, LowRank):
+            generator = torch.Generator().manual_seed(self.seed)
+            return LowRankRows(shapes, self.m, working, device, kind, dtype, generator)
+        return DenseRows(shapes, self.m, working, device, dtype)
+
+    def describe(self, working: torch.dtype) -> str:
+        """In words."""
+        kind = self.compression
+        if isinstance(kind, TopK):
+            return f"top {kind.density:.3g} of {kind.block_size}"
+        if isinstance(kind, LowRank):
+            return f"rank {kind.rank}"
+        return f"dense {str(self.dtype or working).removeprefix('torch.')}"
+
+
+@dataclass
+class Outside:
+    """Momentum on gradients, ``x = Gᵀ b + r``: what is inside the window as coefficients, the rest as a vector.
+
+    Attributes:
+        b: Coefficients ``[m]``, float64.
+        q: Dots ``G r`` ``[m]``, float64.
+        weight: Total weight of all gradients in x, 0-dim.
+        r: What has left the window, one tensor per parameter.
+    """
+
+    b: Tensor
+    q: Tensor
+    weight: Tensor
+    r: list[Tensor]
+
+
+@dataclass
+class Place:
+    """Where a tensor of the window lives: its shape as real numbers, working precision and device."""
+
+    shape: torch.Size
+    working: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class _Part:
+    rows: Rows
+    members: list[int] = field(default_factory=list)
+
+
+class GradientWindow:
+    """The last m gradients of some tensors.
+
+    Args:
+        places: The tensors.
+        form: How rows are stored.
+        momentum: Whether momentum on gradients is kept beside the rows.
+    """
+
+    def __init__(self, places: Sequence[Place], form: Form, momentum: bool = False) -> None:
+        self.places, self.form, self.m = list(places), form, form.m
+        self.device = places[0].device
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for i, place in enumerate(places):
+            kinds.setdefault((place.device, place.working), []).append(i)
+        self._parts = [
+            _Part(form.rows([places[i].shape for i in members], working, device), members)
+            for (device, working), members in kinds.items()
+        ]
+        self.gram = torch.zeros(gram.packed_size(self.m), dtype=torch.float64, device=self.device)
+        self.counters = {
+            key: torch.zeros((), dtype=torch.int64, device=self.device)
+            for key in ("pos", "count", "skipped", "solve_failures")
+        }
+        self.outside: Outside | None = None
+        if momentum:
+            self.keep_outside()
+        #: Most rows that can be filled, as far as the host knows.
+        self.filled = 0
+        self.noise = max(gram.NOISE[place.working] for place in places)
+
+    # ------------------------------------------------------------------ state
+    def keep_outside(self) -> Outside:
+        """Momentum on gradients, allocated at the first call."""
+        if self.outside is None:
+            b, q = (torch.zeros(self.m, dtype=torch.float64, device=self.device) for _ in range(2))
+            r = [torch.zeros(p.shape, dtype=p.working, device=p.device) for p in self.places]
+            self.outside = Outside(b, q, torch.zeros((), dtype=torch.float64, device=self.device), r)
+        return self.outside
+
+    def state(self, i: int) -> dict[str, Tensor]:
+        """Views of what is stored for tensor i, by state key."""
+        for part in self._parts:
+            if i in part.members:
+                found = part.rows.state(part.members.index(i))
+        if self.outside is not None:
+            found["gradient_momentum"] = self.outside.r[i]
+        return found
+
+    def shared_state(self) -> dict[str, Tensor]:
+        """What the tensors have in common, by state key."""
+        found = {"gram": self.gram, **self.counters}
+        if self.outside is not None:
+            found["momentum_coefficients"], found["dots_momentum"] = self.outside.b, self.outside.q
+            found["momentum_weight"] = self.outside.weight
+        return found
+
+    def adopt(self, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Take over the state of a window of the same form whose tensors are among these; others have zeros in it."""
+        for i, state in enumerate(states):
+            for key, value in self.state(i).items():
+                if key in state:
+                    value.copy_(state[key])
+        for key, value in self.shared_state().items():
+            if key in shared:
+                value.copy_(shared[key])
+        self.recount()
+
+    def adopt_resized(self, old: GradientWindow) -> None:
+        """Take over the newest rows of a window of another size; what does not fit stays in the momentum."""
+        kept = min(old.filled, self.m)
+        order = (old.counters["pos"] - kept + torch.arange(kept, device=self.device)) % old.m
+        for i in range(len(self.places)):
+            mine, theirs = self.state(i), old.state(i)
+            for key, value in theirs.items():
+                dim = SLOT_DIM.get(key)
+                if dim is None:
+                    mine[key].copy_(value)
+                else:
+                    mine[key].narrow(dim, 0, kept).copy_(value.index_select(dim, order.to(value.device)))
+        full = gram.symmetric(gram.unpack_lower(old.gram, old.m))
+        self.gram[: gram.packed_size(kept)] = gram.pack_lower(full[order][:, order])
+        self.counters["pos"].fill_(kept % self.m)
+        self.counters["count"].fill_(kept)
+        for key in ("skipped", "solve_failures"):
+            self.counters[key].copy_(old.counters[key])
+        if old.outside is not None:
+            self._adopt_outside(old, old.outside, order, full)
+        self.filled = kept
+
+    def _adopt_outside(self, old: GradientWindow, theirs: Outside, order: Tensor, full: Tensor) -> None:
+        mine, kept = self.keep_outside(), len(order)
+        dropped = torch.ones(old.m, dtype=torch.bool, device=self.device).index_fill_(0, order, False)
+        lost = torch.where(dropped, theirs.b, 0.0)
+        for slot in range(old.filled):
+            index = torch.tensor([slot], device=self.device)
+            old.add_row(mine.r, index, lost[slot])
+        mine.b[:kept] = theirs.b[order]
+        mine.q[:kept] = (theirs.q + full @ lost)[order]
+        mine.weight.copy_(theirs.weight)
+
+    def recount(self) -> None:
+        """Let the host know how many rows are filled; waits for the device."""
+        self.filled = min(int(self.counters["count"]), self.m)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        for i in range(len(self.places)):
+            for key, value in self.state(i).items():
+                if key != "q_prev":
+                    value.zero_()
+        for value in self.shared_state().values():
+            value.zero_()
+        self.filled = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that is stored."""
+        own = [value for i in range(len(self.places)) for value in self.state(i).values()]
+        return sum(value.nbytes for value in (*own, *self.shared_state().values()))
+
+    @property
+    def newest(self) -> Tensor:
+        """Slot of the newest row, 0-dim."""
+        return gram.newest(self.counters["pos"], self.m)
+
+    # ------------------------------------------------------------------ the verbs
+    def push(self, x: Parts, gate: Tensor | None, beta: float = 0.0) -> None:
+        """Store a gradient as the newest row, in place of the oldest, and fill its row of the Gram matrix.
+
+        Args:
+            x: One tensor per tensor of the window; None stands for zeros.
+            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+            beta: β of the momentum on gradients ``v ← βv + (1−β)ĝ``, if that is kept.
+        """
+        slot = self.counters["pos"].clone()
+        gate = None if gate is None else gate.to(self.device)
+        if self.outside is not None:
+            self._let_go(self.outside, slot, gate, beta)
+        for part in self._parts:
+            there = None if gate is None else gate.to(part.rows.device)
+            part.rows.write([x[i] for i in part.members], slot.reshape(1).to(part.rows.device), there)
+        self.filled = min(self.filled + 1, self.m)
+        t = self.filled
+        dots = self._sum(part.rows.newest_dots(slot.reshape(1).to(part.rows.device), t) for part in self._parts)
+        where = gram.packed_row(slot, self.m)[:t]
+        if gate is not None:
+            dots = torch.where(gate, dots, self.gram.index_select(0, where))
+        self.gram.index_copy_(0, where, dots)
+        if self.outside is not None:
+            self._take_in(self.outside, slot, gate, beta)
+        one = 1 if gate is None else gate.to(torch.int64)
+        self.counters["pos"].copy_((slot + one) % self.m)
+        self.counters["count"].add_(one)
+        if gate is not None:
+            self.counters["skipped"].add_(1 - one)
+
+    def dots(self, x: Parts) -> Tensor:
+        """``G x`` ``[t]`` for any x, float64."""
+        return self._sum(part.rows.dots([x[i] for i in part.members], self.filled) for part in self._parts)
+
+    def combine(self, a: Tensor) -> list[Tensor]:
+        """``Gᵀ a`` for coefficients ``[t]``, one tensor per tensor of the window."""
+        found: dict[int, Tensor] = {}
+        for part in self._parts:
+            found.update(zip(part.members, part.rows.combine(a.to(part.rows.device)), strict=True))
+        return [found[i] for i in range(len(self.places))]
+
+    def add_row(self, out: Sequence[Tensor], slot: Tensor, scale: Tensor) -> None:
+        """Add ``scale`` times the row at a slot ``[1]`` to tensors, in place."""
+        for part in self._parts:
+            device = part.rows.device
+            part.rows.add_row([out[i] for i in part.members], slot.to(device), scale.to(device))
+
+    def lower(self) -> Tensor:
+        """Lower triangle of S over the filled rows ``[t, t]``."""
+        return gram.unpack_lower(self.gram, self.filled)
+
+    def unit_vector(self) -> Tensor:
+        """Coefficients of the newest row ``[t]``."""
+        return (torch.arange(self.filled, device=self.device) == self.newest).to(torch.float64)
+
+    def residual_square(self) -> Tensor | None:
+        """Squared norm of what error feedback holds back."""
+        found = [square for part in self._parts if (square := part.rows.residual_square()) is not None]
+        return self._sum(found) if found else None
+
+    def _sum(self, terms: Iterable[Tensor]) -> Tensor:
+        first, *others = (term.to(self.device) for term in terms)
+        for term in others:
+            first = first + term
+        return first
+
+    # ------------------------------------------------------------------ momentum on gradients
+    def _let_go(self, outside: Outside, slot: Tensor, gate: Tensor | None, beta: float) -> None:
+        """Move the row that will be overwritten out of the window, and age everything."""
+        if self.filled == self.m:
+            leaving = outside.b.index_select(0, slot.reshape(1))[0]
+            if gate is not None:
+                leaving = torch.where(gate, leaving, 0.0)
+            self.add_row(outside.r, slot.reshape(1), leaving)
+            outside.q.add_(self.gram.index_select(0, gram.packed_row(slot, self.m)) * leaving)
+        kept = beta if gate is None else torch.where(gate, beta, 1.0).to(torch.float64)
+        for value in (outside.b, outside.q, outside.weight):
+            value.mul_(kept)
+        for r in outside.r:
+            r.mul_(kept if isinstance(kept, float) else kept.to(r.device))
+
+    def _take_in(self, outside: Outside, slot: Tensor, gate: Tensor | None, beta: float) -> None:
+        """Give the new row its share, and its dot with what is outside."""
+        index = slot.reshape(1)
+        share = torch.full((1,), 1 - beta, dtype=torch.float64, device=self.device)
+        inside = self.unit_dots(outside.r, index)
+        for target, value in ((outside.b, share), (outside.q, inside)):
+            if gate is not None:
+                value = torch.where(gate, value, target.index_select(0, index))
+            target.index_copy_(0, index, value)
+        outside.weight.add_(1 - beta if gate is None else torch.where(gate, 1 - beta, 0.0))
+
+    def unit_dots(self, x: Parts, slot: Tensor) -> Tensor:
+        """Dot of x with the row at a slot, ``[1]`` float64."""
+        row = [torch.zeros(p.shape, dtype=p.working, device=p.device) for p in self.places]
+        self.add_row(row, slot, torch.ones((), dtype=torch.float64, device=self.device))
+        pairs = [(mine.view(1, -1), theirs) for mine, theirs in zip(row, x, strict=True) if theirs is not None]
+        return self._sum(row_dots(mine, theirs.reshape(-1)) for mine, theirs in pairs)

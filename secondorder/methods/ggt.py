@@ -1,0 +1,202 @@
+r"""GGT: full-matrix adaptive preconditioning from the last m gradients.
+
+.. math::
+    H = (G_w^\top G_w)^{1/2} + εI, \qquad G_w = \operatorname{diag}(β_2^{\text{age}})\, G, \qquad u = H^{-1} v,
+    \qquad v ← β_1 v + (1-β_1) g .
+
+====================  ==============================================================
+``window_size``       m, rows of G
+``betas``             β₁ of the momentum on gradients, β₂ of the decay of the rows
+``eps``               ε
+``sgd_weight``        c, what the complement of the span is multiplied with; 1/ε
+====================  ==============================================================
+
+Agarwal et al. 2018 (arXiv 1806.02958); sparse windows with error feedback: Modoranu et al. 2023 (EFCP, 2306.06098).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch.optim.optimizer import ParamsT
+
+from secondorder import options
+from secondorder.comm import CommStrategy
+from secondorder.curvature import gram
+from secondorder.curvature.window import Compression
+from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer, window_betas
+from secondorder.windowing import Unit
+
+
+class GGT(WindowOptimizer):
+    """GGT on any parameters, with or without a module.
+
+    Args:
+        params: What ``torch.optim`` takes, or a module.
+        lr: Learning rate, a number or a tensor of one element.
+        momentum: Heavy-ball momentum on the direction.
+        module: The module, if ``params`` is not one: gives names, layers for ``partition="layer"`` and types of layers
+            for ``skip_norm_layers``. Not needed.
+        comm: Communication strategy; None means one process.
+        window_size: m, gradients in the window; an eigendecomposition ``[m, m]`` per step makes 256 a sensible limit.
+        betas: β₁ in [0, 1) of the momentum on gradients, β₂ in (0, 1] of the decay of older rows.
+        eps: ε, above 0.
+        sgd_weight: c, what the part of the gradient outside of the window's span is multiplied with; None: 1/ε, the
+            exact inverse. Without effect where the newest row itself is preconditioned.
+        bias_correction: Divide v by 1 − β₁ᵗ.
+        partition: ``"global"``: one window for all parameters; ``"group"``: one per parameter group; ``"layer"``: one
+            per module (per parameter where names are not known).
+        compression: None, ``TopK(...)`` or ``LowRank(...)``.
+        window_dtype: Of dense rows and low-rank factors; None: float32, for float64 parameters float64.
+        nesterov: Nesterov momentum.
+        weight_decay: Weight decay; coupled, it is part of the gradient and enters the window.
+        decoupled_weight_decay: Apply decay to the parameter: p ← (1 − lr·wd)p.
+        weight_decay_mode: ``"standard"``; for parity with published runs ``"legacy"`` (p ← (1 − wd)p, without lr),
+            ``"reg"`` (g + wd·p is preconditioned, g enters the window) or ``"both"`` of these.
+        skip_norm_layers: Leave the parameters of normalisation layers (without a module: vectors) to the fallback.
+        skip_biases: Leave biases (without names: vectors) to the fallback.
+        maximize: Maximize the objective.
+        foreach: As in ``torch.optim``.
+        fallback: Rule of parameters that are left out, ``"sgd"`` or ``"adamw"``; unset follows ``graft``, else SGD.
+        fallback_lr: Learning rate of the AdamW fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
+            grafting, else 1e-3.
+        fallback_betas: Its β₁ and β₂.
+        fallback_eps: Its ε.
+        inner: Rule that takes the preconditioned gradient, ``"sgd"`` or ``"adamw"``.
+        graft: ``"sgd"`` or ``"adam"``: each window takes the step size of that rule, so that its schedule carries over.
+        clip_norm: Bound on the norm of the direction over all parameters.
+        clip_value: Bound on each entry of the direction.
+        grad_scaler: Loss scaler of float16 training; gradients are unscaled before a step, so it is not needed.
+        deterministic_seed: Of the first warm starts of low-rank rows.
+        checkpoint_curvature: What ``state_dict`` holds: ``"all"``, or ``"none"`` (the window fills anew).
+
+    Raises:
+        ValueError: For a value out of range, or for groups of one window that do not agree.
+        TypeError: For a value of a wrong kind.
+        RuntimeError: If the window does not fit into free memory.
+        NotImplementedError: In a process group of more than one rank.
+
+    Example:
+        >>> import torch, secondorder
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = secondorder.GGT(model.parameters(), lr=0.1, window_size=20)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    checks: ClassVar[dict[str, options.Check]] = {
+        **WINDOW_CHECKS,
+        "betas": window_betas,
+        "eps": options.number(0.0, low_open=True),
+        "sgd_weight": options.number(0.0, optional=True),
+        "bias_correction": options.flag,
+    }
+    shared_options = (*WindowOptimizer.shared_options, "betas", "eps", "sgd_weight", "bias_correction")
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        *,
+        module: nn.Module | None = None,
+        comm: CommStrategy | None = None,
+        window_size: int = 100,
+        betas: tuple[float, float] = (0.0, 1.0),
+        eps: float = 1e-4,
+        sgd_weight: float | None = None,
+        bias_correction: bool = False,
+        partition: str = "global",
+        compression: Compression = None,
+        window_dtype: torch.dtype | None = None,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        weight_decay_mode: str = "standard",
+        skip_norm_layers: bool = False,
+        skip_biases: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fallback: str | None = None,
+        fallback_lr: float | None = None,
+        fallback_betas: tuple[float, float] = (0.9, 0.999),
+        fallback_eps: float = 1e-8,
+        inner: str = "sgd",
+        graft: str | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        grad_scaler: Any = None,
+        deterministic_seed: int = 0,
+        checkpoint_curvature: str = "all",
+    ) -> None:
+        given = locals()
+        super().__init__(
+            params,
+            {name: given[name] for name in (*options.COMMON, *self.checks)},
+            module=module,
+            comm=comm,
+            compression=compression,
+            window_dtype=window_dtype,
+            partition=partition,
+            skip_norm_layers=skip_norm_layers,
+            skip_biases=skip_biases,
+            grad_scaler=grad_scaler,
+            seed=deterministic_seed,
+        )
+
+    # ------------------------------------------------------------------ the verbs
+    def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
+        """β₁."""
+        return float(group["betas"][0])
+
+    def corrects_bias(self, group: Mapping[str, Any]) -> bool:
+        """As ``bias_correction`` says, and where Adam's momentum is in use."""
+        return bool(group["bias_correction"]) or super().corrects_bias(group)
+
+    def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
+        """``w ∘ f(S_w) (b/w)`` for x in the span of the window, see :mod:`secondorder.curvature.gram`."""
+        group, window = units[0].group, units[0].window
+        outside = _outside(group)
+        w = torch.stack([self._decays(unit) for unit in units])
+        b = torch.stack([unit.source.b for unit in units if unit.source is not None])
+        dots = [unit.source.q for unit in units if unit.source is not None and unit.source.q is not None]
+        try:
+            q = torch.stack(dots) if dots else None
+            a = gram.ggt_coefficients(lower, w, b, q, group["eps"], outside, window.noise)
+        except LinAlgError:
+            a = torch.full_like(b, torch.nan)
+        ok = torch.isfinite(a).all(-1)
+        # The last resort takes each row by itself: for the newest one, the answer of a window of one row.
+        alone = b / (lower.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt() + group["eps"])
+        for unit, good in zip(units, ok, strict=True):
+            unit.window.counters["solve_failures"].add_((~good).to(torch.int64))
+            unit.outside = outside
+        return torch.where(ok[:, None], a, alone)
+
+    def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
+        """``(G_wᵀG_w)^(1/2)``, as ``G_wᵀ S_w^(−1/2) G_w``."""
+        w = self._decays(unit)
+        values, vectors = torch.linalg.eigh(unit.window.lower() * w[:, None] * w)
+        keep = values > gram.tolerance(values, unit.window.noise)
+        thin = (vectors[:, keep] / values[keep] ** 0.25).mT @ (rows * w[:, None])
+        curvature: Tensor = thin.mT @ thin
+        return curvature
+
+    # ------------------------------------------------------------------ the solve in detail
+    @staticmethod
+    def _decays(unit: Unit) -> Tensor:
+        """β₂ to the power of each row's age ``[t]``."""
+        window = unit.window
+        return gram.decay(unit.group["betas"][1], window.counters["pos"], window.m, window.filled)
+
+    def _solve_key(self, unit: Unit) -> tuple[object, ...]:
+        group = unit.group
+        return *super()._solve_key(unit), tuple(group["betas"]), group["eps"], group["sgd_weight"], unit.window.noise
+
+
+def _outside(group: Mapping[str, Any]) -> float:
+    return float(1 / group["eps"] if group["sgd_weight"] is None else group["sgd_weight"])

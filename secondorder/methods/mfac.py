@@ -1,0 +1,327 @@
+r"""M-FAC: preconditioning with the inverse of a Fisher estimate from the last m gradients.
+
+.. math::
+    F = λI + \frac1n \sum_{i} g_i g_i^\top, \qquad
+    u = F^{-1} x = G^\top (λI + S/n)^{-1} e_j \quad\text{for the newest row } x = G^\top e_j, \; S = G G^\top .
+
+==================  =====================================================================
+``damping``         λ
+``window_size``     m, rows of G
+``scale``           n: rows that are filled (``"count"``) or m (``"window"``)
+``compression``     of the rows: None, ``TopK`` with error feedback, ``LowRank``
+==================  =====================================================================
+
+Frantar, Kurtic & Alistarh 2021 (arXiv 2107.03356); sparse and low-rank windows with error feedback: Modoranu et al.
+2023 (EFCP, 2306.06098). The solve by "push-through" instead of their recursion is explained in
+``secondorder/curvature/gram.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch.optim.optimizer import ParamsT
+
+from secondorder import options
+from secondorder.comm import CommStrategy
+from secondorder.curvature import gram
+from secondorder.curvature.topk import TopK
+from secondorder.curvature.window import LAG, Compression
+from secondorder.lifecycle import Group
+from secondorder.linalg import all_true_on_cpu
+from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer
+from secondorder.windowing import Unit
+
+#: Error of the direction, as far as the amplification tells, above which ``solver="auto"`` filters the spectrum.
+_LARGEST_ERROR = 2e-3
+
+
+class MFAC(WindowOptimizer):
+    """M-FAC on any parameters, with or without a module.
+
+    Args:
+        params: What ``torch.optim`` takes, or a module.
+        lr: Learning rate, a number or a tensor of one element.
+        momentum: μ, see ``momentum_mode``.
+        module: The module, if ``params`` is not one: gives names, layers for ``partition="layer"`` and types of layers
+            for ``skip_norm_layers``. Not needed.
+        comm: Communication strategy; None means one process.
+        window_size: m, gradients in the window.
+        damping: λ, in the unit of the squared gradient norm (or a multiple, see ``damping_mode``).
+        damping_mode: ``"absolute"``, or ``"relative"`` to tr(S)/n, the mean squared norm of the rows.
+        scale: Divide the sum over rows by the rows that are filled (``"count"``) or by m (``"window"``, as the
+            published code does: updates are up to m times larger at first).
+        partition: ``"global"``: one window for all parameters; ``"group"``: one per parameter group; ``"layer"``: one
+            per module (per parameter where names are not known).
+        compression: None, ``TopK(...)`` or ``LowRank(...)``.
+        window_dtype: Of dense rows and low-rank factors; None: float32, for float64 parameters float64.
+        solver: ``"cholesky"``, ``"eigh"`` (leaves out eigenvalues that are rounding), or ``"auto"``: Cholesky, and eigh
+            while nearly dependent rows would cost more than 3 digits.
+        momentum_mode: ``"heavy_ball"`` (v ← μv + u), ``"ema"`` (v ← μv + (1−μ)u) or ``"pre"`` (v ← μv + (1−μ)g is
+            preconditioned).
+        nesterov: Nesterov momentum, for ``"heavy_ball"``.
+        weight_decay: Weight decay; coupled, it is part of the gradient and enters the window.
+        decoupled_weight_decay: Apply decay to the parameter: p ← (1 − lr·wd)p.
+        weight_decay_mode: ``"standard"``; for parity with published runs ``"legacy"`` (p ← (1 − wd)p, without lr),
+            ``"reg"`` (g + wd·p is preconditioned, g enters the window) or ``"both"`` of these.
+        skip_norm_layers: Leave the parameters of normalisation layers (without a module: vectors) to the fallback.
+        skip_biases: Leave biases (without names: vectors) to the fallback.
+        maximize: Maximize the objective.
+        foreach: As in ``torch.optim``.
+        fallback: Rule of parameters that are left out, ``"sgd"`` or ``"adamw"``; unset follows ``graft``, else SGD.
+        fallback_lr: Learning rate of the AdamW fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
+            grafting, else 1e-3.
+        fallback_betas: Its β₁ and β₂.
+        fallback_eps: Its ε.
+        inner: Rule that takes the preconditioned gradient, ``"sgd"`` or ``"adamw"``.
+        graft: ``"sgd"`` or ``"adam"``: each window takes the step size of that rule, so that its schedule carries over.
+        clip_norm: Bound on the norm of the direction over all parameters.
+        clip_value: Bound on each entry of the direction.
+        grad_scaler: Loss scaler of float16 training; gradients are unscaled before a step, so it is not needed.
+        deterministic_seed: Of the first warm starts of low-rank rows.
+        checkpoint_curvature: What ``state_dict`` holds: ``"all"``, or ``"none"`` (the window fills anew).
+
+    Raises:
+        ValueError: For a value out of range, or for groups of one window that do not agree.
+        TypeError: For a value of a wrong kind.
+        RuntimeError: If the window does not fit into free memory.
+        NotImplementedError: In a process group of more than one rank.
+
+    Example:
+        >>> import torch, secondorder
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = secondorder.MFAC(model.parameters(), lr=0.1, window_size=32)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    checks: ClassVar[dict[str, options.Check]] = {
+        **WINDOW_CHECKS,
+        "damping": options.number(0.0, low_open=True),
+        "damping_mode": options.choice("absolute", "relative"),
+        "scale": options.choice("count", "window"),
+        "solver": options.choice("auto", "cholesky", "eigh"),
+        "momentum_mode": options.choice("heavy_ball", "ema", "pre"),
+    }
+    shared_options = (
+        *WindowOptimizer.shared_options,
+        "damping",
+        "damping_mode",
+        "scale",
+        "solver",
+        "momentum_mode",
+    )
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        *,
+        module: nn.Module | None = None,
+        comm: CommStrategy | None = None,
+        window_size: int = 1024,
+        damping: float = 1e-5,
+        damping_mode: str = "absolute",
+        scale: str = "count",
+        partition: str = "global",
+        compression: Compression = None,
+        window_dtype: torch.dtype | None = None,
+        solver: str = "auto",
+        momentum_mode: str = "heavy_ball",
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        weight_decay_mode: str = "standard",
+        skip_norm_layers: bool = False,
+        skip_biases: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fallback: str | None = None,
+        fallback_lr: float | None = None,
+        fallback_betas: tuple[float, float] = (0.9, 0.999),
+        fallback_eps: float = 1e-8,
+        inner: str = "sgd",
+        graft: str | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        grad_scaler: Any = None,
+        deterministic_seed: int = 0,
+        checkpoint_curvature: str = "all",
+    ) -> None:
+        given = locals()
+        super().__init__(
+            params,
+            {name: given[name] for name in (*options.COMMON, *MFAC.checks)},
+            module=module,
+            comm=comm,
+            compression=compression,
+            window_dtype=window_dtype,
+            partition=partition,
+            skip_norm_layers=skip_norm_layers,
+            skip_biases=skip_biases,
+            grad_scaler=grad_scaler,
+            seed=deterministic_seed,
+        )
+
+    # ------------------------------------------------------------------ the verbs
+    def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
+        """μ in mode ``"pre"``."""
+        return float(group["momentum"]) if group["momentum_mode"] == "pre" else 0.0
+
+    def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
+        """``(λI + S/n)⁻¹ (b − q/(nλ))``."""
+        n = torch.stack([self._rows_counted(unit) for unit in units])
+        damping = torch.cat([
+            gram.mfac_damping(part[None], unit.group["damping"], unit.group["damping_mode"], own[None])
+            for unit, part, own in zip(units, lower, n, strict=True)
+        ])  # fmt: skip
+        b, q = _stacked(units)
+        rhs = gram.mfac_right_side(b, q, damping, n)
+        if self._filters(units[0]):
+            a, unfiltered, ok = self._by_eigh(units, lower, (b, q, damping, n))
+        else:
+            a, ok = gram.mfac_cholesky(lower, b, q, damping, n)
+            unfiltered = a
+            if ok.device.type == "cpu" and not all_true_on_cpu(ok):
+                a, unfiltered, ok = self._by_eigh(units, lower, (b, q, damping, n))
+        # The last resort takes each row by itself: for the newest one, the answer of a window of one row.
+        alone = rhs / (damping[:, None] + lower.diagonal(dim1=-2, dim2=-1) / n[:, None])
+        amplification = gram.mfac_amplification(unfiltered, rhs, damping, n, gram.trace(lower))
+        amplification = torch.where(ok, amplification, torch.inf)
+        for unit, good, size, own in zip(units, ok, amplification, damping, strict=True):
+            unit.window.counters["solve_failures"].add_((~good).to(torch.int64))
+            unit.outside = 1 / own
+            self._note(unit, size)
+        return torch.where(ok[:, None], a, alone)
+
+    def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
+        """``GᵀG/n``."""
+        return rows.mT @ rows / self._rows_counted(unit)
+
+    # ------------------------------------------------------------------ the solve in detail
+    def _rows_counted(self, unit: Unit) -> Tensor:
+        """n, 0-dim float64."""
+        count = unit.window.counters["count"].clamp(1, unit.window.m).to(torch.float64)
+        return torch.full_like(count, unit.window.m) if unit.group["scale"] == "window" else count
+
+    def _by_eigh(
+        self, units: Sequence[Unit], lower: Tensor, problem: tuple[Tensor, Tensor | None, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Coefficients, those of the whole spectrum, and whether they are usable."""
+        try:
+            a, unfiltered = gram.mfac_eigh(lower, *problem, noise=units[0].window.noise)
+        except LinAlgError:
+            a = unfiltered = torch.full_like(problem[0], torch.nan)
+        return a, unfiltered, torch.isfinite(a).all(-1)
+
+    def _filters(self, unit: Unit) -> bool:
+        """Whether a unit's solve leaves out small eigenvalues, from what was measured some steps ago."""
+        if unit.group["solver"] != "auto":
+            return bool(unit.group["solver"] == "eigh")
+        arrival = unit.arrivals.pop(self._t % LAG, None)
+        if arrival is not None:
+            arrival.synchronize()
+        return bool(unit.lagged.numpy()[self._t % LAG] * unit.window.noise > _LARGEST_ERROR)
+
+    def _note(self, unit: Unit, amplification: Tensor) -> None:
+        """Send the amplification of this step to the host, which looks at it some steps later."""
+        i = self._t % LAG
+        unit.lagged[i].copy_(amplification, non_blocking=True)
+        if amplification.device.type != "cpu":
+            unit.arrivals[i] = torch.Event(amplification.device)
+            unit.arrivals[i].record()
+
+    def _solve_key(self, unit: Unit) -> tuple[object, ...]:
+        return *super()._solve_key(unit), self._filters(unit), unit.window.noise
+
+    def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        """μ, and 1 − μ in mode ``"ema"``; nothing follows in mode ``"pre"``."""
+        momentum = 0.0 if group["momentum_mode"] == "pre" else group["momentum"]
+        return momentum, 1 - momentum if group["momentum_mode"] == "ema" else 1.0
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        if group["nesterov"] and group["momentum_mode"] != "heavy_ball":
+            raise ValueError(f"nesterov needs momentum_mode='heavy_ball', got {group['momentum_mode']!r}")
+        if group["momentum_mode"] == "pre" and group["momentum"] >= 1:
+            raise ValueError(f"momentum_mode='pre' needs momentum < 1, got {group['momentum']}")
+        shared = self._partition == "global" and group["momentum_mode"] == "pre" and self.param_groups
+        if shared and group["momentum"] != self.param_groups[0]["momentum"]:
+            raise ValueError(
+                f"groups of one window must agree on momentum in mode 'pre', got {self.param_groups[0]['momentum']} "
+                f"and {group['momentum']}"
+            )
+
+
+class SparseMFAC(MFAC):
+    """M-FAC with a sparse window and error feedback: about 64 times smaller than a dense one.
+
+    As :class:`MFAC`, with ``compression=TopK()`` by default: of each block of 4096 gradient entries the 40 largest
+    enter the window, and the rest is added to the next gradient.
+
+    Args:
+        params: As in :class:`MFAC`.
+        lr: As in :class:`MFAC`.
+        momentum: As in :class:`MFAC`.
+        compression: ``TopK(...)``, or another one that :class:`MFAC` takes.
+        module: As in :class:`MFAC`, like all other keywords.
+
+    Example:
+        >>> import torch, secondorder
+        >>> model = torch.nn.Linear(400, 20)
+        >>> optimizer = secondorder.SparseMFAC(model.parameters(), lr=0.1, window_size=32)
+        >>> model(torch.randn(8, 400)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        *,
+        module: nn.Module | None = None,
+        comm: CommStrategy | None = None,
+        window_size: int = 1024,
+        damping: float = 1e-5,
+        damping_mode: str = "absolute",
+        scale: str = "count",
+        partition: str = "global",
+        compression: Compression = TopK(),  # noqa: B008 - it cannot be changed
+        window_dtype: torch.dtype | None = None,
+        solver: str = "auto",
+        momentum_mode: str = "heavy_ball",
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        weight_decay_mode: str = "standard",
+        skip_norm_layers: bool = False,
+        skip_biases: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fallback: str | None = None,
+        fallback_lr: float | None = None,
+        fallback_betas: tuple[float, float] = (0.9, 0.999),
+        fallback_eps: float = 1e-8,
+        inner: str = "sgd",
+        graft: str | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        grad_scaler: Any = None,
+        deterministic_seed: int = 0,
+        checkpoint_curvature: str = "all",
+    ) -> None:
+        given = locals()
+        super().__init__(**{name: given[name] for name in inspect.signature(MFAC).parameters})
+
+
+def _stacked(units: Sequence[Unit]) -> tuple[Tensor, Tensor | None]:
+    sources = [unit.source for unit in units if unit.source is not None]
+    dots = [source.q for source in sources if source.q is not None]
+    return torch.stack([source.b for source in sources]), torch.stack(dots) if dots else None

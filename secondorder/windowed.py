@@ -1,0 +1,340 @@
+"""Window methods: the stages of a step over a window of past gradients, with or without a module."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from secondorder import options, update
+from secondorder.comm import CommStrategy
+from secondorder.curvature import gram
+from secondorder.curvature.lowrank import LowRank
+from secondorder.curvature.topk import TopK
+from secondorder.curvature.window import Compression
+from secondorder.lifecycle import Group, module_of
+from secondorder.linalg import full_precision
+from secondorder.optimizer import Directions, SecondOrderOptimizer
+from secondorder.windowing import Source, Unit, Windowing, real
+
+#: Norm of a gradient above which its products overflow, by working precision.
+_LARGEST_NORM = {torch.float32: 1e15, torch.float64: 1e150}
+
+
+def window_betas(name: str, value: Any) -> None:
+    """A check for β₁ in [0, 1) and β₂ in (0, 1]."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(options.is_number(b) for b in value):
+        raise TypeError(f"{name} must be a pair of numbers, got {value!r}")
+    if not 0.0 <= value[0] < 1.0:
+        raise ValueError(f"{name}[0] must be in [0, 1), got {value[0]}")
+    if not 0.0 < value[1] <= 1.0:
+        raise ValueError(f"{name}[1] must be in (0, 1], got {value[1]}")
+
+
+#: Checks of the options that all window methods have.
+WINDOW_CHECKS: dict[str, options.Check] = {
+    "window_size": options.whole(1),
+    "weight_decay_mode": options.choice("standard", "legacy", "reg", "both"),
+    "checkpoint_curvature": options.choice("all", "none"),
+}
+
+
+class WindowOptimizer(Windowing, SecondOrderOptimizer):
+    """Base of the methods that precondition with a window of past gradients.
+
+    The verbs of a method: :meth:`momentum_of_gradients`, :meth:`coefficients`, :meth:`curvature_of_rows`.
+
+    Args:
+        params: What ``torch.optim`` takes, or a module.
+        defaults: Group options.
+        module: The module, for names, layers and types of layers; not needed.
+        comm: Communication strategy; None means one process.
+        compression: Of the rows.
+        window_dtype: Of dense rows.
+        partition: Which parameters share a window.
+        skip_norm_layers: Whether the parameters of normalisation layers follow the fallback.
+        skip_biases: Whether biases do.
+        grad_scaler: Loss scaler of float16 training.
+        seed: Of the first warm starts of low-rank rows.
+
+    Raises:
+        ValueError: For a bad option.
+        TypeError: For one of a wrong kind.
+        RuntimeError: If the window does not fit into free memory.
+        NotImplementedError: In a process group of more than one rank.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        defaults: dict[str, Any],
+        *,
+        module: nn.Module | None,
+        comm: CommStrategy | None,
+        compression: Compression,
+        window_dtype: torch.dtype | None,
+        partition: str,
+        skip_norm_layers: bool,
+        skip_biases: bool,
+        grad_scaler: Any,
+        seed: int,
+    ) -> None:
+        root, given = module_of(type(self).__name__, params, module)
+        if compression is not None and not isinstance(compression, (TopK, LowRank)):
+            raise TypeError(f"compression must be None, TopK(...) or LowRank(...), got {compression!r}")
+        if window_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
+            kind = ValueError if isinstance(window_dtype, torch.dtype) else TypeError
+            raise kind(f"window_dtype must be None, float32, float64 or bfloat16, got {window_dtype!r}")
+        if isinstance(compression, TopK) and window_dtype is not None:
+            raise ValueError("window_dtype is for dense and low-rank rows; TopK has its own value_dtype")
+        options.choice("global", "group", "layer")("partition", partition)
+        options.flag("skip_norm_layers", skip_norm_layers)
+        options.flag("skip_biases", skip_biases)
+        options.whole(0)("deterministic_seed", seed)
+        self._begin_life(comm)
+        self._begin_windows((compression, window_dtype, partition, skip_norm_layers, skip_biases, seed), {})
+        super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
+        """Coefficients ``[k, t]`` of the directions of some units; sets ``outside`` of each.
+
+        Args:
+            units: Units whose windows hold equally many rows.
+            lower: Their lower triangles of S ``[k, t, t]``.
+        """
+
+    @abstractmethod
+    def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
+        """Undamped curvature ``[n, n]`` of the columns ``[t, n]`` of a window, float64."""
+
+    # ------------------------------------------------------------------ stages 1 to 3: the window
+    def _acceptable(self, gradients: list[Tensor]) -> Tensor:
+        precise = all(self._precision(p) == torch.float64 for p in self._unit_of)
+        limit = _LARGEST_NORM[torch.float64 if precise else torch.float32]
+        small: Tensor = torch.linalg.vector_norm(update.norms(gradients)) < limit
+        return small
+
+    def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
+        ok, gate = super()._inspect(gradients)
+        if not ok:
+            for unit in self._units:
+                unit.window.counters["skipped"].add_(1)
+        return ok, gate
+
+    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+        for unit in self._units:
+            inputs = [self._input(p, unit.group, gradients) for p in unit.params]
+            unit.inputs = inputs if any(x is not None for x in inputs) else None
+            if unit.inputs is None:
+                continue
+            beta = self._beta(unit.group)
+            if beta > 0 and unit.window.outside is None:
+                unit.window.keep_outside()
+                self._expose(unit)
+            with full_precision(unit.window.device):
+                unit.window.push(unit.inputs, gate, beta)
+
+    def _input(self, p: nn.Parameter, options: Group, gradients: Directions) -> Tensor | None:
+        """What enters the window: the gradient, with coupled weight decay."""
+        gradient = gradients.get(p)
+        if gradient is None:
+            return None
+        group = self._group[p]
+        coupled = group["weight_decay_mode"] == "standard" and not group["decoupled_weight_decay"]
+        if group["weight_decay"] and coupled and group["inner"] == "sgd" and options["graft"] != "adam":
+            gradient = gradient.add(p, alpha=group["weight_decay"])
+        return real(gradient)
+
+    # ------------------------------------------------------------------ stage 4: coefficients
+    def _refresh_due(self) -> list[int]:
+        alike: dict[tuple[object, ...], list[Unit]] = {}
+        for unit in self._units:
+            if unit.inputs is not None:
+                unit.source = self._source(unit)
+                alike.setdefault(self._solve_key(unit), []).append(unit)
+        for units in alike.values():
+            lower = torch.stack([unit.window.lower() for unit in units])
+            for unit, a in zip(units, self.coefficients(units, lower), strict=True):
+                unit.a = a
+        return []
+
+    def _solve_key(self, unit: Unit) -> tuple[object, ...]:
+        """Units with equal keys are solved in one batch."""
+        return unit.window.filled, unit.window.device, unit.source is not None and unit.source.q is None
+
+    def _source(self, unit: Unit) -> Source:
+        window, group, t = unit.window, unit.group, unit.window.filled
+        b, q = window.unit_vector(), None
+        r: list[Tensor | None] | None = None
+        if window.outside is not None:
+            weight = window.outside.weight if self.corrects_bias(group) else torch.ones_like(window.outside.weight)
+            b, q = window.outside.b[:t] / weight, window.outside.q[:t] / weight
+            r = [x / weight.to(x.device, x.dtype) for x in window.outside.r]
+        decayed = self._decay_in_direction(unit)
+        if decayed is not None:
+            dots = window.dots(decayed)
+            q = dots if q is None else q + dots
+            r = decayed if r is None else [_sum(x, d) for x, d in zip(r, decayed, strict=True)]
+        return Source(b, q, r)
+
+    def _decay_in_direction(self, unit: Unit) -> list[Tensor | None] | None:
+        """``wd·p`` where it is preconditioned but kept out of the window (``"reg"``, ``"both"``)."""
+        assert unit.inputs is not None
+        found: list[Tensor | None] = []
+        for p, x in zip(unit.params, unit.inputs, strict=True):
+            group = self._group[p]
+            wanted = x is not None and group["weight_decay"] and group["weight_decay_mode"] in ("reg", "both")
+            found.append(real(p.detach()).to(self._precision(p)) * group["weight_decay"] if wanted else None)
+        return found if any(x is not None for x in found) else None
+
+    # ------------------------------------------------------------------ stages 5 and 6: directions
+    def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
+        directions: Directions = {}
+        adam = [p for p in gradients if p in self._unit_of and self._options(p)["graft"] == "adam"]
+        self._count_moments(adam, gradients, gate)
+        for unit in self._units:
+            if unit.inputs is None or unit.a is None or unit.source is None:
+                continue
+            with full_precision(unit.window.device):
+                found = unit.window.combine(unit.a)
+            if unit.source.r is not None:
+                for u, r in zip(found, unit.source.r, strict=True):
+                    if r is not None:
+                        u.addcmul_(r, torch.as_tensor(unit.outside, dtype=u.dtype, device=u.device))
+            raw: Directions = {}
+            for p, u, x in zip(unit.params, found, unit.inputs, strict=True):
+                if x is not None:
+                    directions[p], raw[p] = u, x
+            self._graft(unit.group["graft"], list(raw), directions, raw)
+            unit.inputs = unit.source = None
+        found_parameters = list(directions)
+        shared = self.comm.share_directions(list(directions.values()))
+        directions = {p: _like(d, p) for p, d in zip(found_parameters, shared, strict=True)}
+        self._clip(directions)
+        return {p: d.to(p.dtype) for p, d in directions.items()}
+
+    # ------------------------------------------------------------------ stage 7: update
+    def _apply_rule(
+        self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
+    ) -> None:
+        if rule in ("sgd", "plain") and self._covers(params[0]):
+            mode = group["weight_decay_mode"]
+            if mode in ("legacy", "both") and group["weight_decay"]:
+                kept = 1 - group["weight_decay"]
+                factor = kept if gate is None else torch.where(gate, kept, 1.0)
+                for p in params:
+                    p.mul_(factor)
+            in_window = mode != "standard" or (rule == "sgd" and not group["decoupled_weight_decay"])
+            momentum, factor = self.momentum_after(group)
+            if factor != 1:
+                directions = list(torch._foreach_mul(directions, factor))
+            group = {**group, "momentum": momentum, "weight_decay": 0.0 if in_window else group["weight_decay"]}
+        super()._apply_rule(rule, params, group, directions, gate)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter and group options, as ``torch.optim``; each parameter shows its part of the window."""
+        for unit in self._units:
+            for event in unit.arrivals.values():
+                event.synchronize()
+        return super().state_dict()
+
+    # ------------------------------------------------------------------ what it tells
+    def _summary(self) -> str:
+        return f"{len(self._units)} window{'s' if len(self._units) != 1 else ''}"
+
+    _sizes_are = "rows × entries"
+
+    def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
+        unit = self._unit_of.get(p)
+        if unit is None:
+            return "", "", ""
+        form = unit.window.form.describe(self._precision(p))
+        owner = f"rank {self.comm.owner(self._units.index(unit))}"
+        return f"window '{unit.name}' ({form})", f"{unit.window.m} × {real(p).numel()}", owner
+
+    def dense_curvature(self, name: str) -> Tensor:
+        """The undamped curvature of a layer or a parameter as a dense ``[n, n]`` matrix, float64.
+
+        Args:
+            name: Module name (over row-major ``vec([W | b])``) or parameter name; wrapper prefixes may be left out.
+
+        Returns:
+            The matrix, ``n`` being the number of parameters.
+
+        Raises:
+            ValueError: If nothing covered has this name.
+            RuntimeError: If no step was taken yet.
+        """
+        chosen = self._named(name)
+        unit = self._unit_of[chosen[0]]
+        if not unit.window.filled:
+            raise RuntimeError(f"the window of '{name}' is empty: take a step first")
+        places = [next(i for i, p in enumerate(unit.params) if p is q) for q in chosen]
+        rows = []
+        for slot in range(unit.window.filled):
+            out = [torch.zeros(p.shape, dtype=p.working, device=p.device) for p in unit.window.places]
+            unit.window.add_row(out, torch.tensor([slot], device=unit.window.device), torch.ones(()))
+            parts = [out[i].double() for i in places]
+            if len(parts) > 1:  # [W | b]
+                parts = [torch.cat([part.flatten(1) if part.dim() > 1 else part[:, None] for part in parts], 1)]
+            rows.append(parts[0].flatten())
+        return self.curvature_of_rows(unit, torch.stack(rows))
+
+    def _named(self, name: str) -> list[nn.Parameter]:
+        """Covered parameters of one window that a module or parameter name means."""
+        by_name = {self._names[p]: p for p in self._unit_of}
+        while True:
+            wanted = [name] if name in by_name else [f"{name}.{own}" if name else own for own in ("weight", "bias")]
+            found = [by_name[own] for own in wanted if own in by_name]
+            if found:
+                return [p for p in found if self._unit_of[p] is self._unit_of[found[0]]]
+            if not name.startswith("module."):
+                raise ValueError(
+                    f"no parameter in a window is named '{name}'; there are: {', '.join(by_name) or 'none'}"
+                )
+            name = name.removeprefix("module.")
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Counters as plain numbers and, by window, how its last direction relates to the gradient.
+
+        Everything comes from the Gram matrix: no pass over the parameters, but one eigendecomposition ``[m, m]`` per
+        window. Reading waits for the device.
+
+        Returns:
+            ``step``, ``skipped_steps``, ``solve_failures``, and ``units``: by name of the window a dict of ``rows``, ``pushed``
+            and, once a step was taken, the entries of :func:`secondorder.curvature.gram.metrics` (cosine, angle in
+            degrees, norm ratio, amplification, effective rank, ...) and for compressed rows ``sent_energy`` and
+            ``residual_norm``.
+        """
+        found = super().diagnostics()
+        found["solve_failures"] = sum(int(unit.window.counters["solve_failures"]) for unit in self._units)
+        found["units"] = {unit.name: dict(self._unit_metrics(unit)) for unit in self._units}
+        return found
+
+    def _unit_metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:
+        window = unit.window
+        yield "rows", window.filled
+        yield "pushed", int(window.counters["count"])
+        if unit.a is None:
+            return
+        numbers = gram.metrics(window.lower(), unit.a, window.newest)
+        square = window.residual_square()
+        if square is not None:
+            sent = numbers["gradient_norm"] ** 2
+            numbers["sent_energy"] = sent / (sent + square).clamp(min=torch.finfo(torch.float64).tiny)
+            numbers["residual_norm"] = square.sqrt()
+        yield from ((key, float(value)) for key, value in numbers.items())
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return x if y is None else y if x is None else x + y
+
+
+def _like(direction: Tensor, p: nn.Parameter) -> Tensor:
+    return torch.view_as_complex(direction) if p.is_complex() and not direction.is_complex() else direction

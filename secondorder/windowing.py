@@ -1,0 +1,362 @@
+"""Windows over parameters, their state and their checkpoints: what window methods add to the life of an optimizer."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.checkpoint import Checkpointing
+from secondorder.curvature.block import unwrap
+from secondorder.curvature.memory import free_bytes
+from secondorder.curvature.topk import TopK
+from secondorder.curvature.window import LAG, SLOT_DIM, Form, GradientWindow, Place
+from secondorder.diagnostics.describe import human_bytes
+from secondorder.lifecycle import Group, State
+
+_NORM_LAYER = re.compile(r"Norm(\d?d)?$")
+_MADE_UP_NAME = re.compile(r"group ?\d+(\.| parameter )\d+$")
+_MOMENTUM_KEYS = ("gradient_momentum", "momentum_coefficients", "dots_momentum", "momentum_weight")
+
+
+class Source(NamedTuple):
+    """What a unit preconditions, ``x = Gᵀ b + r``.
+
+    Attributes:
+        b: Coefficients on the rows ``[t]``.
+        q: Dots of the rows with r ``[t]``, None without r.
+        r: The rest, one tensor or None per parameter; None if there is none.
+    """
+
+    b: Tensor
+    q: Tensor | None
+    r: list[Tensor | None] | None
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that share a window.
+
+    Attributes:
+        name: Of the unit.
+        params: Its parameters.
+        window: Their gradients.
+        group: Options that the unit follows: those of its first parameter.
+        inputs: The gradients of the coming step, None if the unit has none.
+        source: What is preconditioned.
+        a: Coefficients of the last direction.
+        outside: Factor of ``source.r``, 0-dim or a number.
+        lagged: Amplification of the last solves, on the host.
+        arrivals: When each of them arrives there.
+    """
+
+    name: str
+    params: list[nn.Parameter]
+    window: GradientWindow
+    group: Group
+    inputs: list[Tensor | None] | None = None
+    source: Source | None = None
+    a: Tensor | None = None
+    outside: Tensor | float = 0.0
+    lagged: Tensor = field(default_factory=lambda: torch.zeros(0))
+    arrivals: dict[int, torch.Event] = field(default_factory=dict)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What the window was made for."""
+        places = [(id(p), tuple(p.shape), p.dtype, p.device) for p in self.params]
+        return self.name, tuple(places), self.window.form
+
+
+class Windowing(Checkpointing):
+    """Plans the units of a partition, allocates their windows and lets the state of each parameter show its part."""
+
+    kinds: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            ("window", "window_idx", "window_val", "tail_idx", "tail_val", "window_p", "window_q"), "window"
+        ),
+        **dict.fromkeys(("error", "error_range", "tail_error", "tail_error_range"), "error"),
+        **dict.fromkeys(("q_prev", "pos", "count", "skipped", "solve_failures", "amplification"), "buffers"),
+        **dict.fromkeys(_MOMENTUM_KEYS[1:], "buffers"),
+        "gram": "gram",
+        "gradient_momentum": "momentum",
+    }
+    _structural = ("window_size",)
+    #: Options on which the groups of one window must agree.
+    shared_options: ClassVar[tuple[str, ...]] = ("window_size", "graft")
+
+    def _begin_windows(self, structure: tuple[Any, ...], excluded: dict[nn.Parameter, str]) -> None:
+        self._structure = structure
+        self._compression, self._window_dtype, self._partition, *flags, self._seed = structure
+        self._skip_norm_layers, self._skip_biases = flags
+        self._excluded = excluded
+        self._units: list[Unit] = []
+        self._unit_of: dict[nn.Parameter, Unit] = {}
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
+        """β of the method's own momentum on gradients, 0 for none."""
+
+    def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        """Momentum that follows the direction, and what the direction is multiplied with before it."""
+        return group["momentum"], 1.0
+
+    def corrects_bias(self, group: Mapping[str, Any]) -> bool:
+        """Whether the momentum on gradients is divided by its total weight."""
+        return self._adam_momentum(group) > 0
+
+    def _beta(self, group: Mapping[str, Any]) -> float:
+        return self.momentum_of_gradients(group) or self._adam_momentum(group)
+
+    def _adam_momentum(self, group: Mapping[str, Any]) -> float:
+        """Adam's β₁ where Adam gives the size: the direction then is that of its first moment."""
+        adam = group["graft"] == "adam" and not self.momentum_of_gradients(group)
+        return float(group["fallback_betas"][0]) if adam else 0.0
+
+    # ------------------------------------------------------------------ units
+    def _connect(self, root: nn.Module | None) -> None:
+        self._root = None if root is None else unwrap(root)
+        self._units, self._unit_of = [], {}
+        self._closed = False
+        self._rebuild()
+
+    def _plan(self) -> bool:
+        self._name_parameters()
+        self._exclude()
+        before = {unit.signature: unit for unit in self._units}
+        units = []
+        for name, params in self._partitioned().items():
+            unit = self._new_unit(name, params)
+            kept = before.get(unit.signature)
+            if kept is not None:
+                kept.group = unit.group
+            units.append(kept or unit)
+        fresh = [unit for unit in units if unit.signature not in before]
+        self._require_memory(fresh)
+        for unit in fresh:
+            self._fill(unit)
+        self._units = units
+        self._unit_of = {p: unit for unit in units for p in unit.params}
+        if fresh:
+            self.comm.bind([unit.name for unit in units])
+        return bool(fresh)
+
+    def _new_unit(self, name: str, params: list[nn.Parameter]) -> Unit:
+        """A unit whose window is laid out but not allocated."""
+        group = self._group[params[0]]
+        form = Form(group["window_size"], self._compression, self._window_dtype, self._seed)
+        return Unit(name, params, self._meta_window(params, form, self._beta(group) > 0), group)
+
+    def _meta_window(self, params: Sequence[nn.Parameter], form: Form, momentum: bool) -> GradientWindow:
+        places = [Place(real(p).shape, self._precision(p), torch.device("meta")) for p in params]
+        return GradientWindow(places, form, momentum)
+
+    def _window(self, unit: Unit, form: Form, momentum: bool) -> GradientWindow:
+        places = [Place(real(p).shape, self._precision(p), p.device) for p in unit.params]
+        return GradientWindow(places, form, momentum)
+
+    def _fill(self, unit: Unit) -> None:
+        """Allocate the window of a new unit and take over what the state of its parameters holds."""
+        states = [{k: v for k, v in self.state[p].items() if k in self.kinds} for p in unit.params]
+        shared = next((state for state in states if "gram" in state), {})
+        momentum = unit.window.outside is not None or "momentum_weight" in shared
+        unit.window = self._window(unit, unit.window.form, momentum)
+        unit.lagged = torch.zeros(LAG, dtype=torch.float64, pin_memory=unit.params[0].device.type == "cuda")
+        self._take_over(unit, states, shared)
+        for p in unit.params:
+            for key in [k for k in self.state[p] if k in self.kinds]:
+                del self.state[p][key]
+        self._expose(unit)
+
+    def _take_over(self, unit: Unit, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+        """Fill a window from the state of one that may have another number of slots."""
+        window = unit.window
+        if "gram" not in shared:
+            window.clear()
+            return
+        unit.lagged.copy_(shared["amplification"])
+        m = round(((8 * shared["gram"].numel() + 1) ** 0.5 - 1) / 2)
+        if "momentum_weight" in shared:
+            window.keep_outside()
+        if m == window.m:
+            window.clear()
+            window.adopt(states, shared)
+            return
+        form = Form(m, self._compression, self._window_dtype, self._seed)
+        old = self._window(unit, form, "momentum_weight" in shared)
+        old.adopt(states, shared)
+        window.clear()
+        window.adopt_resized(old)
+
+    def _expose(self, unit: Unit) -> None:
+        """Let the state of each parameter show its part of the window."""
+        for i, p in enumerate(unit.params):
+            self.state[p].update(unit.window.state(i))
+        self.state[unit.params[0]].update(unit.window.shared_state(), amplification=unit.lagged)
+
+    def _partitioned(self) -> dict[str, list[nn.Parameter]]:
+        """Covered parameters by the unit they belong to."""
+        found: dict[str, list[nn.Parameter]] = {}
+        for i, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                # One that was frozen later stays, with zeros; one that was frozen from the start costs nothing.
+                if p not in self._excluded and (p.requires_grad or p in self._unit_of or _has_rows(self.state[p])):
+                    found.setdefault(self._unit_name(p, i), []).append(p)
+        return found
+
+    def _unit_name(self, p: nn.Parameter, group_index: int) -> str:
+        if self._partition == "global":
+            return "all"
+        if self._partition == "group":
+            return f"group {group_index}"
+        name = self._names[p]
+        return name if _MADE_UP_NAME.match(name) else name.rpartition(".")[0] or "root"
+
+    def _exclude(self) -> None:
+        """Parameters that the user leaves to the fallback; decided once for each."""
+        owners = () if self._root is None else self._root.modules()
+        layers = {p: m for m in owners for p in m.parameters(recurse=False)}
+        for p in self._group:
+            if p in self._unit_of or "pos" in self.state[p] or _has_rows(self.state[p]):
+                continue
+            if self._skip_norm_layers and _is_norm(p, layers.get(p)):
+                self._excluded[p] = "left out by skip_norm_layers"
+            elif self._skip_biases and self._is_bias(p, layers.get(p)):
+                self._excluded[p] = "left out by skip_biases"
+        self._reasons = {p: "frozen" for p in self._group if not p.requires_grad} | self._excluded
+        self._skipped_by_user = set(self._excluded)
+
+    def _is_bias(self, p: nn.Parameter, layer: nn.Module | None) -> bool:
+        named = layer is not None or not _MADE_UP_NAME.match(self._names[p])
+        return self._names[p].rpartition(".")[2].endswith("bias") if named else p.dim() <= 1
+
+    def _require_memory(self, units: Sequence[Unit]) -> None:
+        """Refuse windows that cannot fit, before anything is allocated."""
+        needed: dict[torch.device, int] = {}
+        for unit in units:
+            device = unit.params[0].device
+            needed[device] = needed.get(device, 0) + unit.window.nbytes
+        for device, nbytes in needed.items():
+            free = free_bytes(device)
+            if free is not None and nbytes > free:
+                first, entries = units[0], sum(real(p).numel() for unit in units for p in unit.params)
+                m, sparse = first.window.m, Form(first.window.m, TopK())
+                fits = max(1, int(m * free / nbytes * 0.9))
+                less = sum(self._meta_window(unit.params, sparse, False).nbytes for unit in units)
+                raise RuntimeError(
+                    f"the gradient window needs {human_bytes(nbytes)} (window_size={m}, {entries:,} parameters, "
+                    f"{first.window.form.describe(self._precision(first.params[0]))}) and {human_bytes(free)} are free "
+                    f"on {device}. Use compression=TopK() ({human_bytes(less)}), or a window_size of at most {fits}."
+                )
+
+    # ------------------------------------------------------------------ life
+    def _covers(self, p: nn.Parameter) -> bool:
+        return p in self._unit_of
+
+    def _options(self, p: nn.Parameter) -> Group:
+        return self._unit_of[p].group
+
+    def _allocate(self, p: nn.Parameter) -> None:
+        """Done by :meth:`_plan`, for all parameters of a window at once."""
+
+    def _layout(self) -> list[tuple[object, ...]]:
+        sizes = [(group["window_size"],) for group in self.param_groups]
+        return [*super()._layout(), *sizes]
+
+    def _check_group(self, group: Group) -> None:
+        mode, decay = group["weight_decay_mode"], group["decoupled_weight_decay"]
+        if mode != "standard" and decay:
+            raise ValueError(f"weight_decay_mode={mode!r} and decoupled_weight_decay=True exclude each other")
+        if self._partition == "global" and self.param_groups:
+            first = self.param_groups[0]
+            for key in self.shared_options:
+                if group[key] != first[key]:
+                    raise ValueError(
+                        f"all groups share one window and must agree on {key}, got {first[key]!r} and {group[key]!r}; "
+                        "use partition='group' for one window per group"
+                    )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; their columns are zero in the rows that are there.
+
+        Raises:
+            RuntimeError: If the larger window does not fit into free memory; the group is not added then.
+        """
+        count = len(self.param_groups)
+        try:
+            super().add_param_group(param_group)
+        except RuntimeError:
+            if self._group and len(self.param_groups) > count:
+                for p in self.param_groups.pop()["params"]:
+                    self._names.pop(p, None)
+                    self.state.pop(p, None)
+                self._group = {p: g for g in self.param_groups for p in g["params"]}
+            raise
+
+    def _kept_by_copies(self) -> dict[str, Any]:
+        return {**super()._kept_by_copies(), "structure": self._structure, "excluded": dict(self._excluded)}
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        super()._restore(kept)
+        self._begin_windows(kept["structure"], kept["excluded"])
+        self._rebuild()
+
+    def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
+        keys = super()._rule_keys(p, group)
+        return () if keys == ("momentum_buffer",) and self._covers(p) and not self.momentum_after(group)[0] else keys
+
+    # ------------------------------------------------------------------ checkpoints
+    def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
+        unit = self._unit_of.get(p)
+        if unit is None:
+            return {}
+        form = Form(group["window_size"], self._compression, self._window_dtype, self._seed)
+        window = self._meta_window([p], form, True)
+        spec: State = dict(window.state(0))
+        if p is unit.params[0]:
+            spec |= window.shared_state()
+            spec["amplification"] = torch.zeros(LAG, dtype=torch.float64, device="meta")
+        return spec
+
+    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
+        if key in self.kinds and group["checkpoint_curvature"] == "none":
+            return True
+        return key in _MOMENTUM_KEYS and not self._beta(group)
+
+    def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], spec: State) -> dict[str, Any]:
+        rest = super()._private(p, {k: v for k, v in theirs.items() if k not in self.kinds}, spec)
+        return {**theirs, **rest}  # curvature is copied straight into the window
+
+    def _install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        for p, found in loaded.items():
+            live = {k: v for k, v in self.state[p].items() if k in self.kinds}
+            self.state[p] = {k: v for k, v in found.items() if k not in self.kinds} | live
+        for unit in self._units:
+            for event in unit.arrivals.values():
+                event.synchronize()
+            unit.arrivals.clear()
+            unit.a = None
+            self._take_over(unit, [loaded[p] for p in unit.params], loaded[unit.params[0]])
+            self._expose(unit)
+
+    def _finish_load(self) -> None:
+        self._rebuild()
+
+
+def real(x: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
+def _has_rows(state: Mapping[str, Any]) -> bool:
+    return any(key in SLOT_DIM for key in state)
+
+
+def _is_norm(p: nn.Parameter, layer: nn.Module | None) -> bool:
+    return p.dim() <= 1 if layer is None else bool(_NORM_LAYER.search(type(layer).__name__))
