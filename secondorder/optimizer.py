@@ -135,7 +135,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
 
     def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
         """Drop a batch with a non-finite gradient whole: on the CPU by not stepping, else by a gate on the device."""
-        finite = self._acceptable([torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()])
+        finite = self._acceptable(gradients)
         if finite.device.type == "cpu":
             good = all_true_on_cpu(finite)
             self._skipped_steps += not good
@@ -143,9 +143,9 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         self._skipped_on_device = self._skipped_on_device + (~finite).to(torch.int64)
         return True, finite
 
-    def _acceptable(self, gradients: list[Tensor]) -> Tensor:
+    def _acceptable(self, gradients: Directions) -> Tensor:
         """Whether a step can use the gradients, a 0-dim bool tensor."""
-        return all_finite(gradients)
+        return all_finite(_as_real(list(gradients.values())))
 
     # ------------------------------------------------------------------ stage 6: size of the directions
     def _adam_step(self, p: nn.Parameter) -> Tensor:

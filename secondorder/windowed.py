@@ -114,10 +114,15 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
         """Undamped curvature ``[n, n]`` of the columns ``[t, n]`` of a window, float64."""
 
     # ------------------------------------------------------------------ stages 1 to 3: the window
-    def _acceptable(self, gradients: list[Tensor]) -> Tensor:
+    def _require_ready(self) -> None:
+        self._synchronize()  # a parameter may have been frozen, unfrozen or moved since the last step
+
+    def _acceptable(self, gradients: Directions) -> Tensor:
+        norms = update.norms(list(gradients.values()))
+        self._gradient_norms = dict(zip(gradients, norms.unbind(), strict=True))
         precise = all(self._precision(p) == torch.float64 for p in self._unit_of)
         limit = _LARGEST_NORM[torch.float64 if precise else torch.float32]
-        small: Tensor = torch.linalg.vector_norm(update.norms(gradients)) < limit
+        small: Tensor = torch.linalg.vector_norm(norms) < limit
         return small
 
     def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
@@ -307,10 +312,11 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
         window. Reading waits for the device.
 
         Returns:
-            ``step``, ``skipped_steps``, ``solve_failures``, and ``units``: by name of the window a dict of ``rows``, ``pushed``
-            and, once a step was taken, the entries of :func:`secondorder.curvature.gram.metrics` (cosine, angle in
-            degrees, norm ratio, amplification, effective rank, ...) and for compressed rows ``sent_energy`` and
-            ``residual_norm``.
+            ``step``, ``skipped_steps``, ``solve_failures``, and ``units``: by name of the window a dict of ``rows``,
+            ``count`` (rows ever stored) and, once a step was taken, the entries of
+            :func:`secondorder.curvature.gram.metrics` (cosine, angle in degrees, norm ratio, amplification, effective
+            rank, ...) and for compressed rows ``sent_energy``, ``residual_norm`` and ``residual_ratio`` (to the norm of
+            the gradient).
         """
         found = super().diagnostics()
         found["solve_failures"] = sum(int(unit.window.counters["solve_failures"]) for unit in self._units)
@@ -320,7 +326,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
     def _unit_metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:
         window = unit.window
         yield "rows", window.filled
-        yield "pushed", int(window.counters["count"])
+        yield "count", int(window.counters["count"])
         if unit.a is None:
             return
         numbers = gram.metrics(window.lower(), unit.a, window.newest)
@@ -329,6 +335,8 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             sent = numbers["gradient_norm"] ** 2
             numbers["sent_energy"] = sent / (sent + square).clamp(min=torch.finfo(torch.float64).tiny)
             numbers["residual_norm"] = square.sqrt()
+            norms = [self._gradient_norms[p] for p in unit.params if p in self._gradient_norms]
+            numbers["residual_ratio"] = square.sqrt() / torch.linalg.vector_norm(torch.stack(norms))
         yield from ((key, float(value)) for key, value in numbers.items())
 
 

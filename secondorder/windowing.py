@@ -88,7 +88,7 @@ class Windowing(Checkpointing):
     }
     _structural = ("window_size",)
     #: Options on which the groups of one window must agree.
-    shared_options: ClassVar[tuple[str, ...]] = ("window_size", "graft")
+    shared_options: ClassVar[tuple[str, ...]] = ("window_size", "graft", "weight_decay_mode")
 
     def _begin_windows(self, structure: tuple[Any, ...], excluded: dict[nn.Parameter, str]) -> None:
         self._structure = structure
@@ -97,6 +97,7 @@ class Windowing(Checkpointing):
         self._excluded = excluded
         self._units: list[Unit] = []
         self._unit_of: dict[nn.Parameter, Unit] = {}
+        self._gradient_norms: dict[nn.Parameter, Tensor] = {}
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
@@ -273,6 +274,8 @@ class Windowing(Checkpointing):
         mode, decay = group["weight_decay_mode"], group["decoupled_weight_decay"]
         if mode != "standard" and decay:
             raise ValueError(f"weight_decay_mode={mode!r} and decoupled_weight_decay=True exclude each other")
+        if mode != "standard" and (group["inner"] == "adamw" or group["graft"] == "adam"):
+            raise ValueError(f"weight_decay_mode={mode!r} is for SGD's rule; with Adam's, decay is decoupled: drop it")
         if self._partition == "global" and self.param_groups:
             first = self.param_groups[0]
             for key in self.shared_options:

@@ -185,7 +185,7 @@ def decay(beta: float, pos: Tensor, m: int, t: int) -> Tensor:
         return torch.ones_like(age, dtype=torch.float64)
     if beta == 0.0:
         return (age == 0).to(torch.float64)
-    return torch.exp(age * math.log(beta))
+    return torch.exp(age.to(torch.float64) * math.log(beta))
 
 
 def metrics(lower: Tensor, a: Tensor, slot: Tensor) -> dict[str, Tensor]:

@@ -87,7 +87,7 @@ def flatten(x: Parts, shapes: Sequence[torch.Size], like: Tensor) -> Tensor:
         like.new_zeros(math.prod(shape)) if part is None else part.reshape(-1).to(like.device, like.dtype)
         for part, shape in zip(x, shapes, strict=True)
     ]
-    return parts[0].clone() if len(parts) == 1 else torch.cat(parts)
+    return torch.cat(parts) if parts else like.new_zeros(0)
 
 
 def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -36,7 +36,8 @@ class TopK:
     Args:
         density: Share of the entries that are kept; 1 keeps dense rows.
         block_size: Length of a block. Blocks start anew at each parameter.
-        value_dtype: Of the kept values.
+        value_dtype: Of the kept values; float32 stands for the working precision, which is float64 for float64
+            parameters.
         error_feedback: Whether what is not kept is added to the next gradient.
         error_bits: Keep that residual in 4 or 8 bits per entry; None: in the working precision.
 
@@ -209,7 +210,7 @@ class TopKRows(Rows):
             where = torch.topk(tile.abs(), panel.k, dim=1, sorted=False).indices.sort(1).values
             found = tile.gather(1, where)
             kept = found.to(self.value_dtype)
-            rest = found - kept
+            rest = found - kept.to(found.dtype)
             tile.scatter_(1, where, rest if gate is None else torch.where(gate, rest, found))
             blocks = slice(first + b, first + b + len(tile))
             store(panel.idx[blocks], 1, slot, where[:, None], gate)
