@@ -1,1 +1,1 @@
-"""Benchmarks of ``secondorder``: four workloads, their recipes, and the commands of ``python -m benchmarks``."""
+"""Benchmarks of ``secondorder``: five workloads, their recipes, and the commands of ``python -m benchmarks``."""

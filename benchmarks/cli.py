@@ -9,9 +9,10 @@ from benchmarks.commands.demo import Demo
 from benchmarks.commands.step_time import StepTime
 from benchmarks.commands.swap import Swap
 from benchmarks.commands.train import Train
+from benchmarks.commands.window import Window
 from benchmarks.workloads import DataMissingError
 
-Command = Demo | StepTime | Swap | Train
+Command = Demo | StepTime | Swap | Train | Window
 
 
 def main(args: list[str] | None = None) -> int:

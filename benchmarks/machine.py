@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 GEMM_SIDE = 1536
 COPY_BYTES = 128 * 2**20  # beyond any cache
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -23,18 +24,22 @@ class Rate:
     best: float
 
 
-def gemm_gflops(trials: int = 7, side: int = GEMM_SIDE) -> Rate:
-    """Measure float32 matrix products.
+def gemm_gflops(
+    trials: int = 7, side: int = GEMM_SIDE, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> Rate:
+    """Measure matrix products.
 
     Args:
         trials: Number of products that are timed.
         side: Rows and columns of both factors.
+        dtype: Their type.
+        device: Where they are.
 
     Returns:
         GFLOP per second.
     """
-    a, b, out = (torch.randn(side, side) for _ in range(3))
-    return _rate(lambda: torch.mm(a, b, out=out), 2 * side**3 / 1e9, trials)
+    a, b, out = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(3))
+    return _rate(lambda: torch.mm(a, b, out=out), 2 * side**3 / 1e9, trials, device)
 
 
 def copy_gbytes(trials: int = 7, size: int = COPY_BYTES) -> Rate:
@@ -47,33 +52,71 @@ def copy_gbytes(trials: int = 7, size: int = COPY_BYTES) -> Rate:
     Returns:
         Gigabytes per second.
     """
-    source = torch.zeros(size // 4)
+    return _rate(copying(size), 2 * size / 1e9, trials, CPU)
+
+
+def copying(size: int, device: torch.device = CPU) -> Callable[[], object]:
+    """Return a function that copies a large tensor.
+
+    Args:
+        size: Bytes of the tensor.
+        device: Where it is.
+
+    Returns:
+        The function; each call reads and writes ``size`` bytes.
+    """
+    source = torch.zeros(size // 4, device=device)
     target = torch.ones_like(source)
-    return _rate(lambda: target.copy_(source), 2 * size / 1e9, trials)
+    return lambda: target.copy_(source)
 
 
-def _rate(work: Callable[[], object], amount: float, trials: int) -> Rate:
+def seconds(work: Callable[[], object], device: torch.device = CPU) -> float:
+    """Return how long some work takes.
+
+    Args:
+        work: What to do.
+        device: Where it is done; CUDA is waited for, before and after.
+
+    Returns:
+        Seconds.
+    """
+    _wait_for(device)
+    start = time.perf_counter()
+    work()
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _rate(work: Callable[[], object], amount: float, trials: int, device: torch.device) -> Rate:
     work()  # warm up
-    seconds = []
-    for _ in range(trials):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return Rate(amount / statistics.median(seconds), amount / min(seconds))
+    times = [seconds(work, device) for _ in range(trials)]
+    return Rate(amount / statistics.median(times), amount / min(times))
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
+def peak_bytes(work: Callable[[], object], device: torch.device = CPU) -> int:
     """Return how far the memory that torch allocates rises above its level at the start of ``work``.
 
     The profiler's record of every allocation and release by torch's CPU allocator is summed up in order of time. That
     sees tensors and the buffers inside operators, but not the scratch memory that oneDNN and MKL take for themselves.
+    On CUDA the allocator's own count is read.
 
     Args:
         work: Such as one training step.
+        device: Whose memory.
 
     Returns:
         Bytes at the highest point.
     """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        return torch.cuda.max_memory_allocated(device) - before
     with _silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         work()
     kineto = record.profiler

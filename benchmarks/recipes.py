@@ -5,7 +5,7 @@ tuned for its workload at equal steps and constant learning rate; ``python -m be
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -13,11 +13,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.workloads import WorkloadName
-from secondorder import KFAC
+from secondorder import GGT, KFAC, MFAC, LowRank, SparseMFAC, TopK
 
 Setting = float | int | bool | str | None
 Settings = Mapping[str, Setting]
-MethodName = Literal["sgd", "adamw", "kfac"]
+MethodName = Literal["sgd", "adamw", "kfac", "mfac", "sparse_mfac", "ggt"]
+WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")
+"""Methods that keep a window of past gradients."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,62 @@ def _kfac(model: nn.Module, **settings: Any) -> Optimizer:
     return KFAC(model, **settings)
 
 
+def _mfac(model: nn.Module, **settings: Any) -> Optimizer:
+    return MFAC(model, **window_keywords(settings))
+
+
+def _sparse_mfac(model: nn.Module, **settings: Any) -> Optimizer:
+    return SparseMFAC(model, **window_keywords(settings))
+
+
+def _ggt(model: nn.Module, **settings: Any) -> Optimizer:
+    return GGT(model, **window_keywords(settings))
+
+
+_TOP_K = tuple(field.name for field in fields(TopK))
+_DTYPES = ("window_dtype", "value_dtype")
+_BETAS = {"beta1": 0.0, "beta2": 1.0}  # GGT's own defaults
+
+
+def window_keywords(settings: Settings) -> dict[str, Any]:
+    """Turn the plain values of a recipe or a command line into the keywords of a window method.
+
+    Args:
+        settings: Keywords of the constructor, and among them: those of ``TopK`` (``density=0.01``,
+            ``block_size=4096``, ``value_dtype=bfloat16``, ``error_bits=4``, ...), which ask for it; ``rank=4``, which
+            asks for ``LowRank``; ``beta1`` and ``beta2`` for ``betas``. A dtype is given by its name.
+
+    Returns:
+        Keywords of the constructor.
+
+    Raises:
+        ValueError: When both compressions are asked for, or a dtype is not one of torch.
+    """
+    keywords: dict[str, Any] = {key: _dtype(key, value) if key in _DTYPES else value for key, value in settings.items()}
+    top_k = {key: keywords.pop(key) for key in _TOP_K if key in keywords}
+    rank = keywords.pop("rank", None)
+    if top_k and rank is not None:
+        raise ValueError(f"rank={rank} asks for LowRank and {', '.join(top_k)} for TopK: give one of them")
+    if top_k:
+        keywords["compression"] = TopK(**top_k)
+    elif rank is not None:
+        keywords["compression"] = LowRank(rank)
+    betas = {key: keywords.pop(key, default) for key, default in _BETAS.items()}
+    if not betas.keys().isdisjoint(settings):
+        keywords["betas"] = (betas["beta1"], betas["beta2"])
+    return keywords
+
+
+def _dtype(key: str, value: Setting) -> torch.dtype | None:
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    if value is not None and not isinstance(found, torch.dtype):
+        raise ValueError(f"{key} must be the name of a dtype, such as bfloat16, got {value!r}")
+    return found
+
+
+# Absolute damping would have to follow the gradients, which shrink by orders of magnitude during a run.
+_DAMPED: Settings = {"damping": 1.0, "damping_mode": "relative"}
+
 METHODS: dict[MethodName, Method] = {
     "sgd": Method(
         "SGD",
@@ -80,6 +138,7 @@ METHODS: dict[MethodName, Method] = {
             "autoencoder": {"lr": 3e-3, "momentum": 0.9},
             "resnet20": {"lr": 0.1, "momentum": 0.9},
             "chargpt": {"lr": 0.3, "momentum": 0.9},
+            "logistic": {"lr": 0.01, "momentum": 0.9},
         },
     ),
     "adamw": Method(
@@ -90,6 +149,7 @@ METHODS: dict[MethodName, Method] = {
             "autoencoder": {"lr": 1e-3},
             "resnet20": {"lr": 3e-3},
             "chargpt": {"lr": 3e-3},
+            "logistic": {"lr": 1e-3},
         },
     ),
     "kfac": Method(
@@ -106,6 +166,40 @@ METHODS: dict[MethodName, Method] = {
             "autoencoder": {"lr": 1e-3, "graft": "adam"},
             "resnet20": {"lr": 3e-3, "graft": "adam", "weight_decay": 1e-2, "decoupled_weight_decay": True},
             "chargpt": {"lr": 3e-3, "graft": "adam", "weight_decay": 1e-2, "decoupled_weight_decay": True},
+            "logistic": {"lr": 1e-3, "graft": "adam"},
+        },
+    ),
+    "mfac": Method(
+        "M-FAC",
+        _mfac,
+        {
+            "digits": {"lr": 0.3, "momentum": 0.9, "graft": "sgd", "window_size": 32, **_DAMPED},
+            "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **_DAMPED},
+            "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **_DAMPED},
+            "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
+            "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+        },
+    ),
+    "sparse_mfac": Method(
+        "sparse M-FAC",
+        _sparse_mfac,
+        {
+            "digits": {"lr": 1e-2, "graft": "adam", "window_size": 32, **_DAMPED},
+            "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **_DAMPED},
+            "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **_DAMPED},
+            "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
+            "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+        },
+    ),
+    "ggt": Method(
+        "GGT",
+        _ggt,
+        {
+            "digits": {"lr": 1e-2, "graft": "adam", "window_size": 128},
+            "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 100},
+            "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 100},
+            "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 100},
+            "logistic": {"lr": 1.0, "eps": 1e-5, "window_size": 100},
         },
     ),
 }

@@ -144,18 +144,30 @@ def race(trainers: Sequence[Trainer], steps: int, on_step: Callable[[Trainer], N
             on_step(trainer)
 
 
-def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes that an optimizer holds beside parameters and gradients.
+def memory_usage(optimizer: Optimizer) -> dict[str, int]:
+    """Return the bytes that an optimizer holds beside parameters and gradients, by kind.
 
     Args:
         optimizer: Any optimizer; one that has ``memory_usage()`` is asked, for its buffers outside ``state``.
 
     Returns:
-        Number of bytes.
+        Bytes, with ``"total"``, which is the only entry for an optimizer of torch.
     """
     report = getattr(optimizer, "memory_usage", None)
     if report is not None:
-        return int(report()["total"])
+        return dict(report())
     values = (value for state in optimizer.state.values() for value in state.values())
     storages = {value.untyped_storage() for value in values if isinstance(value, Tensor)}
-    return sum(storage.nbytes() for storage in storages)
+    return {"total": sum(storage.nbytes() for storage in storages)}
+
+
+def optimizer_bytes(optimizer: Optimizer) -> int:
+    """Return the bytes that an optimizer holds beside parameters and gradients.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        Number of bytes.
+    """
+    return memory_usage(optimizer)["total"]

@@ -34,7 +34,8 @@ def undocumented(package: Any, api_page: str) -> list[str]:
             continue
         if f"::: {package.__name__}.{name}\n" not in api_page + "\n":
             missing.append(f"{name} has no '::: {package.__name__}.{name}' in docs/api.md")
-        if not vars(value).get("__doc__"):  # not inspect.getdoc: a docstring inherited from torch explains nothing
+        # Of a class its own, not by inspect.getdoc: a docstring inherited from torch explains nothing.
+        if not (vars(value).get("__doc__") if isinstance(value, type) else value.__doc__):
             missing.append(f"{name} has no docstring")
         if isinstance(value, type):
             missing += [f"{name}.{member} has no docstring" for member in _undocumented_members(value)]

@@ -138,7 +138,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             unit.inputs = inputs if any(x is not None for x in inputs) else None
             if unit.inputs is None:
                 continue
-            beta = self._beta(unit.group)
+            beta = self.momentum_of_gradients(unit.group)
             if beta > 0 and unit.window.outside is None:
                 unit.window.keep_outside()
                 self._expose(unit)
@@ -181,6 +181,11 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             weight = window.outside.weight if self.corrects_bias(group) else torch.ones_like(window.outside.weight)
             b, q = window.outside.b[:t] / weight, window.outside.q[:t] / weight
             r = [x / weight.to(x.device, x.dtype) for x in window.outside.r]
+        elif group["graft"] == "adam":
+            # The direction of Adam's first moment, as far as the window remembers it: only the direction is wanted, and
+            # what has left the window would be multiplied with f(0), which is huge.
+            b = gram.decay(group["fallback_betas"][0], window.counters["pos"], window.m, t)
+            b = b / b.sum()
         decayed = self._decay_in_direction(unit)
         if decayed is not None:
             dots = window.dots(decayed)

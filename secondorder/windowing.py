@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from secondorder.checkpoint import Checkpointing
 from secondorder.curvature.block import unwrap
+from secondorder.curvature.gram import packed_size
 from secondorder.curvature.memory import free_bytes
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import LAG, SLOT_DIM, Form, GradientWindow, Place
@@ -110,15 +111,7 @@ class Windowing(Checkpointing):
 
     def corrects_bias(self, group: Mapping[str, Any]) -> bool:
         """Whether the momentum on gradients is divided by its total weight."""
-        return self._adam_momentum(group) > 0
-
-    def _beta(self, group: Mapping[str, Any]) -> float:
-        return self.momentum_of_gradients(group) or self._adam_momentum(group)
-
-    def _adam_momentum(self, group: Mapping[str, Any]) -> float:
-        """Adam's β₁ where Adam gives the size: the direction then is that of its first moment."""
-        adam = group["graft"] == "adam" and not self.momentum_of_gradients(group)
-        return float(group["fallback_betas"][0]) if adam else 0.0
+        return False
 
     # ------------------------------------------------------------------ units
     def _connect(self, root: nn.Module | None) -> None:
@@ -151,8 +144,14 @@ class Windowing(Checkpointing):
     def _new_unit(self, name: str, params: list[nn.Parameter]) -> Unit:
         """A unit whose window is laid out but not allocated."""
         group = self._group[params[0]]
+        least, free = 8 * packed_size(group["window_size"]), free_bytes(params[0].device)
+        if free is not None and least > free:  # before sizes overflow
+            raise RuntimeError(
+                f"window_size={group['window_size']}: the Gram matrix alone needs {human_bytes(least)} and "
+                f"{human_bytes(free)} are free on {params[0].device}; use a smaller window_size"
+            )
         form = Form(group["window_size"], self._compression, self._window_dtype, self._seed)
-        return Unit(name, params, self._meta_window(params, form, self._beta(group) > 0), group)
+        return Unit(name, params, self._meta_window(params, form, self.momentum_of_gradients(group) > 0), group)
 
     def _meta_window(self, params: Sequence[nn.Parameter], form: Form, momentum: bool) -> GradientWindow:
         places = [Place(real(p).shape, self._precision(p), torch.device("meta")) for p in params]
@@ -176,23 +175,22 @@ class Windowing(Checkpointing):
         self._expose(unit)
 
     def _take_over(self, unit: Unit, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Fill a window from the state of one that may have another number of slots."""
+        """Fill a window from the state of one that may have another number of slots; without state it is empty."""
         window = unit.window
-        if "gram" not in shared:
-            window.clear()
-            return
-        unit.lagged.copy_(shared["amplification"])
-        m = round(((8 * shared["gram"].numel() + 1) ** 0.5 - 1) / 2)
+        if "amplification" in shared:
+            unit.lagged.copy_(shared["amplification"])
+        else:
+            unit.lagged.zero_()
         if "momentum_weight" in shared:
             window.keep_outside()
+        m = round(((8 * shared["gram"].numel() + 1) ** 0.5 - 1) / 2) if "gram" in shared else window.m
         if m == window.m:
-            window.clear()
             window.adopt(states, shared)
             return
         form = Form(m, self._compression, self._window_dtype, self._seed)
         old = self._window(unit, form, "momentum_weight" in shared)
         old.adopt(states, shared)
-        window.clear()
+        window.adopt([{} for _ in states], {})
         window.adopt_resized(old)
 
     def _expose(self, unit: Unit) -> None:
@@ -330,7 +328,7 @@ class Windowing(Checkpointing):
     def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
         if key in self.kinds and group["checkpoint_curvature"] == "none":
             return True
-        return key in _MOMENTUM_KEYS and not self._beta(group)
+        return key in _MOMENTUM_KEYS and not self.momentum_of_gradients(group)
 
     def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], spec: State) -> dict[str, Any]:
         rest = super()._private(p, {k: v for k, v in theirs.items() if k not in self.kinds}, spec)

@@ -2,24 +2,25 @@
 
 All optimizers take turns in one process, each on a model of its own, and after every third step stands one of SGD with
 momentum, the reference. Ratios are taken between medians, and between minima as a second reading that other load on
-the machine hardly touches.
+the machine hardly touches. The windows of window methods are full of random rows from the start, because a step costs
+what its rows cost; ``window`` compares them with a floor.
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from rich.table import Table
-from torch import nn
-from torch.optim import Optimizer
 
 from benchmarks import flops, report
 from benchmarks.commands.options import Common
 from benchmarks.contender import Contender, measure
+from benchmarks.filling import fill_windows
 from benchmarks.flops import InverseMethod
 from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
-from benchmarks.recipes import METHODS, MethodName, Settings
+from benchmarks.recipes import METHODS, WINDOW_METHODS, MethodName, Settings
 from benchmarks.runner import Trainer, optimizer_bytes
 from benchmarks.timing import MEASURED, REPORTED, StepClass, Work
 from benchmarks.workloads import Workload, WorkloadName, make_workload
@@ -37,12 +38,14 @@ TIME_COLUMNS = (
 
 @dataclass
 class StepTime(Common):
-    """Time KFAC's steps against SGD's and AdamW's, and against the floor that their FLOPs set."""
+    """Time every method's steps against SGD's, and KFAC's also against the floor that their FLOPs set."""
 
     workload: WorkloadName = "autoencoder"
     """What to train."""
+    optimizers: tuple[MethodName, ...] = ("adamw", "kfac", *WINDOW_METHODS)
+    """Which ones take turns with SGD."""
     graft: Literal["adam", "sgd"] | None = None
-    """Rule that gives KFAC's step its size; it adds the work of that rule."""
+    """Rule that gives a second-order step its size; it adds the work of that rule."""
     inverse_method: Literal["both", "cholesky", "eigen"] = "both"
     """How KFAC inverts its factors."""
     steps: int = 40
@@ -95,20 +98,42 @@ class StepTime(Common):
         Returns:
             The reference, and all others.
         """
-
-        def contender(label: str, name: MethodName, inverse: InverseMethod | None, changes: Settings) -> Contender:
-            def make(model: nn.Module) -> Optimizer:
-                return METHODS[name].build(model, self.workload, changes)
-
-            return Contender(Trainer(label, workload, make, self.seed), inverse)
-
         intervals = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
-        methods: tuple[InverseMethod, ...] = get_args(InverseMethod)
-        if self.inverse_method != "both":
-            methods = (self.inverse_method,)
-        own = {"graft": self.graft, **intervals}
-        kfacs = [contender(f"KFAC {m}", "kfac", m, {**own, "inverse_method": m}) for m in methods]
-        return contender("SGD", "sgd", None, {}), [contender("AdamW", "adamw", None, {}), *kfacs]
+        contenders = []
+        for name in self.optimizers:
+            if name == "kfac":
+                for inverse in self._inversions():
+                    changes = {"graft": self.graft, **intervals, "inverse_method": inverse}
+                    contenders.append(self._contender(workload, name, changes, inverse))
+            elif name in WINDOW_METHODS:
+                # Random rows give no sensible direction, so the weights stay where they are.
+                contenders.append(self._contender(workload, name, {"graft": self.graft, "lr": 0.0}))
+                fill_windows(contenders[-1].trainer.optimizer, self.seed)
+            else:
+                contenders.append(self._contender(workload, name, {}))
+        return self._contender(workload, "sgd", {}), contenders
+
+    def _contender(
+        self, workload: Workload, name: MethodName, changes: Settings, inverse: InverseMethod | None = None
+    ) -> Contender:
+        """Build one optimizer and its model.
+
+        Args:
+            workload: What to train.
+            name: Which optimizer.
+            changes: Keywords that replace the recipe's.
+            inverse: How it inverts, if it does.
+
+        Returns:
+            The optimizer, ready to be timed.
+        """
+        label = METHODS[name].label if inverse is None else f"{METHODS[name].label} {inverse}"
+        make = partial(METHODS[name].build, workload=self.workload, changes=changes)
+        return Contender(Trainer(label, workload, make, self.seed), inverse)
+
+    def _inversions(self) -> tuple[InverseMethod, ...]:
+        every: tuple[InverseMethod, ...] = get_args(InverseMethod)
+        return every if self.inverse_method == "both" else (self.inverse_method,)
 
 
 def workload_flops(workload: Workload, seed: int) -> tuple[dict[InverseMethod, Work], int]:

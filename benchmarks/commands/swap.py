@@ -1,8 +1,9 @@
 """``swap``: the promise that one changed line is enough.
 
 A script written and tuned for AdamW, and one for SGD, each with its learning rate, weight decay and cosine schedule,
-runs on every workload. Then the line that builds the optimizer is replaced by the one that the README shows for that
-case, nothing else, and the loss after as many steps must be at least as low.
+runs on every workload that has one. Then the line that builds the optimizer is replaced by the one that the README
+shows for that case, nothing else, and the loss after as many steps must be at least as low. The lines of the window
+methods differ from it in the name, in the damping, which follows the gradients, and in the length of a dense window.
 """
 
 import tempfile
@@ -21,23 +22,41 @@ from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.commands.train import make_schedule
 from benchmarks.runner import History, Trainer, race
-from benchmarks.workloads import WORKLOADS, DataMissingError, Size, Workload, WorkloadName, make_workload
+from benchmarks.workloads import DataMissingError, Size, Workload, make_workload
 from benchmarks.workloads.tiny import write_tiny_data
-from secondorder import KFAC
+from secondorder import GGT, KFAC, MFAC, SparseMFAC
 
 Base = Literal["adamw", "sgd"]
+ScriptName = Literal["digits", "autoencoder", "resnet20", "chargpt"]
+SwapMethod = Literal["kfac", "mfac", "sparse_mfac", "ggt"]
 
-LINES: dict[Base, tuple[str, str]] = {
-    "adamw": (
-        "torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WD)",
-        'KFAC(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
-    ),
-    "sgd": (
-        "torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=WD)",
-        'KFAC(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
-    ),
+LINES: dict[Base, str] = {
+    "adamw": "torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WD)",
+    "sgd": "torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=WD)",
 }
-"""The line of the script, and the one that replaces it; a test compares them with the README."""
+"""The line of the script."""
+
+_DAMPED = 'damping=1.0, damping_mode="relative"'
+REPLACEMENTS: dict[SwapMethod, dict[Base, str]] = {
+    "kfac": {
+        "adamw": 'KFAC(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
+        "sgd": 'KFAC(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
+    },
+    "mfac": {
+        "adamw": f"MFAC(model, window_size=128, {_DAMPED}, lr=LR, weight_decay=WD, decoupled_weight_decay=True, "
+        'graft="adam")',
+        "sgd": f'MFAC(model, window_size=128, {_DAMPED}, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
+    },
+    "sparse_mfac": {
+        "adamw": f'SparseMFAC(model, {_DAMPED}, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
+        "sgd": f'SparseMFAC(model, {_DAMPED}, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
+    },
+    "ggt": {
+        "adamw": 'GGT(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
+        "sgd": 'GGT(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
+    },
+}
+"""The line that replaces it; a test compares K-FAC's with the README."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +67,7 @@ class Script:
     weight_decay: float
 
 
-SCRIPTS: dict[WorkloadName, dict[Base, Script]] = {
+SCRIPTS: dict[ScriptName, dict[Base, Script]] = {
     "digits": {"adamw": Script(1e-2, 1e-2), "sgd": Script(0.1, 5e-4)},
     "autoencoder": {"adamw": Script(1e-3, 1e-2), "sgd": Script(5e-3, 1e-5)},
     "resnet20": {"adamw": Script(3e-3, 1e-2), "sgd": Script(0.1, 5e-4)},
@@ -60,7 +79,8 @@ SCRIPTS: dict[WorkloadName, dict[Base, Script]] = {
 class Outcome:
     """A script before and after the change."""
 
-    workload: WorkloadName
+    workload: ScriptName
+    method: SwapMethod
     base: Base
     steps: int
     before: tuple[float, ...]
@@ -75,8 +95,10 @@ class Swap(Common):
 
     size: Size = "smoke"
     """smoke takes seconds and makes tiny data where files are missing; full takes the published sizes."""
-    workload: WorkloadName | None = None
-    """Which workload; unset: all of them."""
+    workload: ScriptName | None = None
+    """Which workload; unset: all that have a script."""
+    method: SwapMethod = "kfac"
+    """What the new line builds."""
     base: Base | None = None
     """Which script; unset: both."""
     steps: int | None = None
@@ -93,7 +115,7 @@ class Swap(Common):
             0 when every script passed, else 1.
         """
         torch.set_num_threads(self.threads)
-        names = list(WORKLOADS) if self.workload is None else [self.workload]
+        names = list(SCRIPTS) if self.workload is None else [self.workload]
         bases = list(LINES) if self.base is None else [self.base]
         outcomes = []
         with tempfile.TemporaryDirectory() as spare, report.progress_bar() as progress:
@@ -104,11 +126,13 @@ class Swap(Common):
                     progress.update(task, description=f"{name}, {base}")
                     outcomes.append(self._compare(name, base, workload))
                     progress.advance(task)
-        data = {"size": self.size, "seed": self.seed, "lines": LINES, "outcomes": [asdict(o) for o in outcomes]}
-        report.save(self.out_dir, f"swap-{self.size}", [_table(self.size, outcomes)], data)
+        lines = {base: (line, REPLACEMENTS[self.method][base]) for base, line in LINES.items()}
+        data = {"size": self.size, "seed": self.seed, "lines": lines, "outcomes": [asdict(o) for o in outcomes]}
+        stem = f"swap-{self.size}" if self.method == "kfac" else f"swap-{self.size}-{self.method}"
+        report.save(self.out_dir, stem, [_table(self.size, outcomes)], data)
         return int(not all(outcome.passed for outcome in outcomes))
 
-    def _workload(self, name: WorkloadName, spare: Path) -> Workload:
+    def _workload(self, name: ScriptName, spare: Path) -> Workload:
         """Return a workload; in the small size, made-up data stands in for missing files.
 
         Args:
@@ -129,7 +153,7 @@ class Swap(Common):
             workload = make_workload(name, spare, self.size)
         return workload
 
-    def _compare(self, name: WorkloadName, base: Base, workload: Workload) -> Outcome:
+    def _compare(self, name: ScriptName, base: Base, workload: Workload) -> Outcome:
         """Run a script before and after the change.
 
         Args:
@@ -144,26 +168,28 @@ class Swap(Common):
         script = SCRIPTS[name][base]
         runs = [
             Trainer(base, workload, partial(build, line, script), self.seed, partial(make_schedule, "cosine", steps))
-            for line in LINES[base]
+            for line in (LINES[base], REPLACEMENTS[self.method][base])
         ]
         race(runs, steps)
         before, after = (_quarters(run.history, steps) for run in runs)
-        return Outcome(name, base, steps, before, after, passed=after[-1] <= before[-1] * (1 + self.tolerance))
+        passed = after[-1] <= before[-1] * (1 + self.tolerance)
+        return Outcome(name, self.method, base, steps, before, after, passed)
 
 
 def build(line: str, script: Script, model: nn.Module) -> Optimizer:
     """Return the optimizer that a line of a script builds.
 
     Args:
-        line: One of :data:`LINES`.
+        line: One of :data:`LINES`, or of :data:`REPLACEMENTS`.
         script: Values of ``LR`` and ``WD``.
         model: Value of ``model``.
 
     Returns:
         The optimizer.
     """
-    names = {"torch": torch, "KFAC": KFAC, "model": model, "LR": script.lr, "WD": script.weight_decay}
-    optimizer: Optimizer = eval(line, names)  # the very line that users read; it comes from this file
+    classes = {"KFAC": KFAC, "MFAC": MFAC, "SparseMFAC": SparseMFAC, "GGT": GGT}
+    values = {"torch": torch, **classes, "model": model, "LR": script.lr, "WD": script.weight_decay}
+    optimizer: Optimizer = eval(line, values)  # the very line that users read; it comes from this file
     return optimizer
 
 
@@ -176,7 +202,7 @@ def _table(size: Size, outcomes: Sequence[Outcome]) -> Table:
     rows = [_row(outcome) for outcome in outcomes]
     caption = "Losses at a quarter, half, three quarters and the end of the run: before the change -> after it."
     columns = ("workload", "script", "steps", "25 %", "50 %", "75 %", "end", "verdict")
-    return report.make_table(f"One changed line, {size}", columns, rows, caption)
+    return report.make_table(f"One changed line, {outcomes[0].method}, {size}", columns, rows, caption)
 
 
 def _row(outcome: Outcome) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LRScheduler
 from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.recipes import METHODS, MethodName, Settings
-from benchmarks.runner import WINDOW, History, Trainer, optimizer_bytes, race
+from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import Size, WorkloadName, make_workload
 
@@ -31,7 +31,8 @@ class Train(Common):
     optimizer: MethodName = "kfac"
     """Whose recipe to start from."""
     set: tuple[str, ...] = ()
-    """Keywords that replace the recipe's, such as lr=0.3 damping=0.1 graft=none."""
+    """Keywords that replace the recipe's, such as lr=0.3 damping=0.1 graft=none; for a window method also density=0.01
+    block_size=4096 value_dtype=bfloat16 error_bits=4, or rank=4."""
     recipe: bool = True
     """Start from the recipe; --no-recipe starts from the constructor's defaults."""
     steps: int | None = None
@@ -42,6 +43,8 @@ class Train(Common):
     """Size of the model and of the batch."""
     batch_size: int | None = None
     """Examples per step; unset: the workload's own number."""
+    evaluate: bool = False
+    """At the end take all held-out data, where the workload would take a part of it to save time."""
     out_dir: Path = Path("bench-output")
     """Folder for the results."""
 
@@ -73,18 +76,22 @@ class Train(Common):
             settings: Keywords of its optimizer.
         """
         history, metric = trainer.history, trainer.workload.metric
+        memory = memory_usage(trainer.optimizer)
         figures = {
             "losses": history.losses,
             "step_seconds": history.step_seconds,
-            "optimizer_bytes": optimizer_bytes(trainer.optimizer),
-            metric: trainer.workload.evaluate(trainer.model),
+            "optimizer_bytes": memory["total"],
+            "memory": memory,
+            "evaluated_on": "all held-out data" if self.evaluate else "the workload's own choice of held-out data",
+            metric: trainer.workload.evaluate(trainer.model, self.evaluate),
         }
         columns, cells = losses_at(history, CHECKPOINTS)
+        seconds = f"{sum(history.step_seconds):.1f}"
         keywords = " ".join(f"{key}={value}" for key, value in settings.items())
         table = report.make_table(
             f"{self.workload}: {history.label} {keywords}",
-            ("loss at step", *columns, metric, "seconds"),
-            [(f"mean of {WINDOW}", *cells, f"{figures[metric]:.4g}", f"{sum(history.step_seconds):.1f}")],
+            ("loss at step", *columns, metric, "seconds", "optimizer bytes"),
+            [(f"mean of {WINDOW}", *cells, f"{figures[metric]:.4g}", seconds, f"{memory['total']:,}")],
         )
         data = {"workload": self.workload, "optimizer": self.optimizer, "settings": dict(settings), "seed": self.seed}
         report.save(self.out_dir, f"train-{self.workload}-{self.optimizer}", [table], {**data, **figures})

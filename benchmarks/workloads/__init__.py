@@ -1,4 +1,4 @@
-"""The four workloads, by name."""
+"""The workloads, by name."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,17 +8,19 @@ from benchmarks.workloads.autoencoder import Autoencoder
 from benchmarks.workloads.base import Batch, DataMissingError, Size, Workload
 from benchmarks.workloads.chargpt import CharGPT
 from benchmarks.workloads.digits import Digits
+from benchmarks.workloads.logistic import Logistic
 from benchmarks.workloads.resnet20 import ResNet20
 
 __all__ = ["WORKLOADS", "Batch", "DataMissingError", "Size", "Workload", "WorkloadName", "make_workload"]
 
-WorkloadName = Literal["digits", "autoencoder", "resnet20", "chargpt"]
+WorkloadName = Literal["digits", "autoencoder", "resnet20", "chargpt", "logistic"]
 
-WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT]] = {
+WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT | Logistic]] = {
     "digits": Digits,
     "autoencoder": Autoencoder,
     "resnet20": ResNet20,
     "chargpt": CharGPT,
+    "logistic": Logistic,
 }
 
 

@@ -16,14 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Size, evaluating, find_folder, seeded, shuffled_indices
-from benchmarks.workloads.readers import read_idx
-
-PIXELS = 784
-TRAIN_FILE = "train-images-idx3-ubyte.gz"
-TEST_FILE = "t10k-images-idx3-ubyte.gz"
-ORIGIN = "https://ossci-datasets.s3.amazonaws.com/mnist/ (or any mirror of the MNIST IDX files)"
-HINT = "Put the files into <data-dir>/mnist."
+from benchmarks.workloads.base import Batch, Size, evaluating, seeded, shuffled_indices
+from benchmarks.workloads.mnist import PIXELS, TEST_IMAGES, TRAIN_IMAGES, find_mnist, read_images
 
 
 @dataclass(frozen=True)
@@ -102,11 +96,12 @@ class Autoencoder:
         images, targets = batch
         return F.binary_cross_entropy_with_logits(model(images), targets, reduction="sum") / len(images)
 
-    def evaluate(self, model: nn.Module) -> float:
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the reconstruction loss on the test images.
 
         Args:
             model: The autoencoder.
+            everything: Not used: it is always all of them.
 
         Returns:
             Nats per image.
@@ -117,29 +112,12 @@ class Autoencoder:
 
     @cached_property
     def _folder(self) -> Path:
-        return find_folder((self.data_dir / "mnist", self.data_dir), (TRAIN_FILE, TEST_FILE), ORIGIN, HINT)
+        return find_mnist(self.data_dir, (TRAIN_IMAGES, TEST_IMAGES))
 
     @cached_property
     def _train(self) -> Tensor:
-        return self._read(TRAIN_FILE)
+        return read_images(self._folder / TRAIN_IMAGES)
 
     @cached_property
     def _test(self) -> Tensor:
-        return self._read(TEST_FILE)
-
-    def _read(self, name: str) -> Tensor:
-        """Read one file of images as unsigned bytes ``[count, 784]``, a quarter of what floats would take.
-
-        Args:
-            name: File name.
-
-        Returns:
-            The images.
-
-        Raises:
-            ValueError: When the images are not 28x28.
-        """
-        images = read_idx(self._folder / name)
-        if images.shape[1:] != (28, 28):
-            raise ValueError(f"{self._folder / name} must hold 28x28 images, got shape {images.shape}")
-        return torch.from_numpy(images.reshape(-1, PIXELS).copy())
+        return read_images(self._folder / TEST_IMAGES)

@@ -52,8 +52,8 @@ class Workload(Protocol):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the training loss of one batch, a 0-dim tensor."""
 
-    def evaluate(self, model: nn.Module) -> float:
-        """Return :attr:`metric` on held-out data; the model's mode is left as it was."""
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
+        """Return :attr:`metric` on held-out data, on all of it or on a part; the model's mode is left as it was."""
 
 
 def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, hint: str = "") -> Path:

@@ -142,19 +142,23 @@ class CharGPT:
         tokens, targets = batch
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    def evaluate(self, model: nn.Module) -> float:
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the loss on evenly spread windows of the held-out text.
 
         Args:
             model: The transformer.
+            everything: Take every whole window of the text.
 
         Returns:
             Nats per token.
         """
         _, text = self._split
         starts = torch.linspace(0, len(text) - self.context - 1, EVAL_WINDOWS).long()
+        if everything:
+            starts = torch.arange(0, len(text) - self.context, self.context)
         with evaluating(model):
-            return float(self.loss(model, self._windows(text, starts)))
+            parts = starts.split(EVAL_WINDOWS)
+            return sum(len(part) * float(self.loss(model, self._windows(text, part))) for part in parts) / len(starts)
 
     def _windows(self, text: Tensor, starts: Tensor) -> Batch:
         """Cut windows and their shifted targets.

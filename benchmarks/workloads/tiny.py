@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.workloads.autoencoder import TEST_FILE as MNIST_TEST
-from benchmarks.workloads.autoencoder import TRAIN_FILE as MNIST_TRAIN
 from benchmarks.workloads.chargpt import FILE as TEXT_FILE
+from benchmarks.workloads.mnist import TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS
 from benchmarks.workloads.readers import UInt8Array
 from benchmarks.workloads.resnet20 import FOLDER as CIFAR_FOLDER
 from benchmarks.workloads.resnet20 import TEST_FILE as CIFAR_TEST
@@ -31,8 +30,10 @@ def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
     """
     rng = np.random.default_rng(seed)
     folder = _folder(data_dir / "mnist")
-    for name, count in ((MNIST_TRAIN, 256), (MNIST_TEST, 64)):
-        write_idx(folder / name, _blobs(rng, count))
+    for images, labels, count in ((TRAIN_IMAGES, TRAIN_LABELS, 256), (TEST_IMAGES, TEST_LABELS, 64)):
+        pixels, places = _blobs(rng, count)
+        write_idx(folder / images, pixels)
+        write_idx(folder / labels, places)
     folder = _folder(data_dir / "cifar10" / CIFAR_FOLDER)
     tints = rng.integers(0, 256, (10, 3, 1, 1))
     for name in (*CIFAR_TRAIN, CIFAR_TEST):
@@ -67,20 +68,21 @@ def write_cifar_batch(path: Path, rng: np.random.Generator, tints: np.typing.NDA
     path.write_bytes(pickle.dumps({"data": data, "labels": labels.tolist()}, protocol=2))
 
 
-def _blobs(rng: np.random.Generator, count: int) -> UInt8Array:
-    """Return images of one round bright spot each.
+def _blobs(rng: np.random.Generator, count: int) -> tuple[UInt8Array, UInt8Array]:
+    """Return images of one round bright spot each, and which of nine places it is nearest to.
 
     Args:
         rng: Source of the places.
         count: Number of images.
 
     Returns:
-        Unsigned bytes ``[count, 28, 28]``.
+        Unsigned bytes ``[count, 28, 28]`` and labels ``[count]`` from 0 to 8.
     """
     centres = rng.uniform(8, 20, (count, 2, 1, 1))
     grid = np.stack(np.meshgrid(np.arange(28), np.arange(28), indexing="ij"))
     distance = ((grid - centres) ** 2).sum(1)
-    return np.asarray(255 * np.exp(-distance / 20), np.uint8)
+    row, column = ((centres.reshape(count, 2) - 8) // 4).astype(np.uint8).T
+    return np.asarray(255 * np.exp(-distance / 20), np.uint8), 3 * row + column
 
 
 def _folder(path: Path) -> Path:

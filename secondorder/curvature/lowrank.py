@@ -75,7 +75,7 @@ class LowRankRows(Rows):
         device: Where the rows are.
         rule: The rank.
         dtype: Of the stored rows.
-        generator: Draws the first warm starts, on the CPU so that they are the same everywhere.
+        seed: Of the first warm starts, drawn on the CPU so that they are the same everywhere.
     """
 
     def __init__(
@@ -86,18 +86,25 @@ class LowRankRows(Rows):
         device: torch.device,
         rule: LowRank,
         dtype: torch.dtype,
-        generator: torch.Generator,
+        seed: int,
     ) -> None:
         super().__init__(shapes, m, working, device)
         self.factors: list[Factors] = []
         for i, shape in enumerate(shapes):
             if r := rule.of(shape):
                 n0, n1 = matrix_shape(shape)
-                warm = torch.randn(n1, r, generator=generator, dtype=torch.float64).to(device, working)
+                warm = torch.empty(n1, r, dtype=working, device=device)
                 p, q = (torch.zeros(m, r, n, dtype=dtype, device=device) for n in (n0, n1))
                 self.factors.append(Factors(i, p, q, warm, torch.zeros(n0, n1, dtype=working, device=device)))
+        self._seed = seed
+        self.restart()
         self._whole = [i for i, shape in enumerate(shapes) if not rule.of(shape)]
         self.dense = DenseRows([shapes[i] for i in self._whole], m, working, device, dtype)
+
+    def restart(self) -> None:
+        generator = torch.Generator().manual_seed(self._seed)
+        for f in self.factors:
+            f.warm.copy_(torch.randn(f.warm.shape, generator=generator, dtype=torch.float64))
 
     def state(self, i: int) -> dict[str, Tensor]:
         for f in self.factors:

@@ -68,6 +68,9 @@ class Rows(ABC):
     def add_row(self, out: Sequence[Tensor], slot: Tensor, scale: Tensor) -> None:
         """Add ``scale`` (0-dim) times a stored row to contiguous tensors, in place."""
 
+    def restart(self) -> None:  # noqa: B027 - most storages start from zeros
+        """Put what the storage starts from, beside zeros, to its first value."""
+
     def residual_square(self) -> Tensor | None:
         """Squared norm of what error feedback holds back, None without error feedback."""
         return None

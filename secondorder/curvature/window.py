@@ -57,8 +57,7 @@ class Form:
             value = working if kind.value_dtype == torch.float32 else kind.value_dtype
             return DenseRows(shapes, self.m, working, device, value, kind.error_feedback)
         if isinstance(kind, LowRank):
-            generator = torch.Generator().manual_seed(self.seed)
-            return LowRankRows(shapes, self.m, working, device, kind, dtype, generator)
+            return LowRankRows(shapes, self.m, working, device, kind, dtype, self.seed)
         return DenseRows(shapes, self.m, working, device, dtype)
 
     def describe(self, working: torch.dtype) -> str:
@@ -161,14 +160,24 @@ class GradientWindow:
         return found
 
     def adopt(self, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
-        """Take over the state of a window of the same form whose tensors are among these; others have zeros in it."""
+        """Take over the state of a window of the same form; what it lacks becomes zeros, but for warm starts.
+
+        The state may be this window's own.
+        """
+        if not any("q_prev" in state for state in states):
+            for part in self._parts:
+                part.rows.restart()
         for i, state in enumerate(states):
             for key, value in self.state(i).items():
                 if key in state:
                     value.copy_(state[key])
+                elif key != "q_prev":
+                    value.zero_()
         for key, value in self.shared_state().items():
             if key in shared:
                 value.copy_(shared[key])
+            else:
+                value.zero_()
         self.recount()
 
     def adopt_resized(self, old: GradientWindow) -> None:
@@ -207,16 +216,6 @@ class GradientWindow:
     def recount(self) -> None:
         """Let the host know how many rows are filled; waits for the device."""
         self.filled = min(int(self.counters["count"]), self.m)
-
-    def clear(self) -> None:
-        """Forget all rows."""
-        for i in range(len(self.places)):
-            for key, value in self.state(i).items():
-                if key != "q_prev":
-                    value.zero_()
-        for value in self.shared_state().values():
-            value.zero_()
-        self.filled = 0
 
     @property
     def nbytes(self) -> int:

@@ -154,8 +154,8 @@ class GGT(WindowOptimizer):
         return float(group["betas"][0])
 
     def corrects_bias(self, group: Mapping[str, Any]) -> bool:
-        """As ``bias_correction`` says, and where Adam's momentum is in use."""
-        return bool(group["bias_correction"]) or super().corrects_bias(group)
+        """As ``bias_correction`` says."""
+        return bool(group["bias_correction"])
 
     def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
         """``w ∘ f(S_w) (b/w)`` for x in the span of the window, see :mod:`secondorder.curvature.gram`."""

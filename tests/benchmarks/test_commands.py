@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from benchmarks.cli import main
-from benchmarks.commands.swap import LINES
+from benchmarks.commands.swap import LINES, REPLACEMENTS
 from benchmarks.machine import peak_bytes
 from benchmarks.recipes import METHODS
 from benchmarks.runner import optimizer_bytes
 from benchmarks.settings import parse_settings
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import WORKLOADS, resnet20
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,8 @@ def test_demo_as_a_process(tmp_path):
 
 
 def test_help_lists_commands_and_workloads(capsys):
-    for words, expected in ((["--help"], "{demo,step-time,swap,train}"), (["train", "--help"], ",".join(WORKLOADS))):
+    commands, workloads = "{demo,step-time,swap,train,window}", ",".join(WORKLOADS)
+    for words, expected in ((["--help"], commands), (["train", "--help"], workloads)):
         with pytest.raises(SystemExit) as caught:
             main(words)
         assert caught.value.code == 0
@@ -73,6 +74,42 @@ def test_train_takes_settings(tmp_path, capsys):
     saved = json.loads((tmp_path / "train-digits-sgd.json").read_text())
     assert saved["settings"] == {"lr": 0.05, "momentum": 0.9, "nesterov": True}
     assert len(saved["losses"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("mfac", ["window_size=8", "window_dtype=bfloat16"]),
+        ("mfac", ["window_size=8", "rank=2"]),
+        ("sparse_mfac", ["window_size=8", "density=0.1", "block_size=256", "value_dtype=bfloat16", "error_bits=4"]),
+        ("ggt", ["window_size=8", "beta2=0.9"]),
+        ("ggt", ["window_size=8", "density=0.1", "graft=none", "lr=1e-4"]),
+    ],
+)
+def test_train_a_window_method(tmp_path, capsys, method, settings):
+    words = ["train", "--workload", "digits", "--optimizer", method, "--size", "smoke", "--steps", "12"]
+    assert _run(*words, "--set", *settings, "--out-dir", str(tmp_path)) == 0
+    saved = json.loads((tmp_path / f"train-digits-{method}.json").read_text())
+    assert saved["settings"].items() >= parse_settings(settings).items()
+    assert len(saved["losses"]) == 12
+    assert saved["optimizer_bytes"] == saved["memory"]["total"] > saved["memory"]["window"] > 0
+    assert f"{saved['optimizer_bytes']:,}" in capsys.readouterr().out
+
+
+def test_train_refuses_two_compressions_at_once(tmp_path, capsys):
+    words = ["train", "--workload", "digits", "--optimizer", "ggt", "--size", "smoke", "--steps", "2"]
+    assert _run(*words, "--set", "rank=4", "density=0.1", "--out-dir", str(tmp_path)) == 2
+    assert "rank=4 asks for LowRank and density for TopK" in capsys.readouterr().err
+
+
+def test_train_evaluates_on_all_held_out_data_if_asked(tmp_path, data_dir, monkeypatch):
+    monkeypatch.setattr(resnet20, "EVAL_EXAMPLES", 7)  # the made-up test set has 64 images
+    words = ["train", "--workload", "resnet20", "--optimizer", "sgd", "--size", "smoke", "--steps", "1"]
+    words += ["--data-dir", str(data_dir), "--out-dir", str(tmp_path)]
+    for option, count in (([], 7), (["--evaluate"], 64)):
+        assert _run(*words, *option) == 0
+        hits = json.loads((tmp_path / "train-resnet20-sgd.json").read_text())["test accuracy"] * count
+        assert hits == pytest.approx(round(hits))
 
 
 def test_train_reports_divergence_by_its_status(tmp_path):
@@ -106,7 +143,8 @@ def test_step_time(tmp_path, capsys, inverse):
     printed = capsys.readouterr().out
     saved = json.loads((tmp_path / "step-time-digits.json").read_text())
     labels = [result["label"] for result in saved["results"]]
-    assert labels == ["SGD", "AdamW", "KFAC cholesky", *(["KFAC eigen"] if inverse == "both" else [])]
+    kfacs = ["KFAC cholesky", "KFAC eigen"] if inverse == "both" else ["KFAC cholesky"]
+    assert sorted(labels) == sorted(["SGD", "AdamW", *kfacs, "M-FAC", "sparse M-FAC", "GGT"])
     assert "10/100" in printed
     assert "1/10" in printed
     for result in saved["results"]:
@@ -119,6 +157,14 @@ def test_step_time(tmp_path, capsys, inverse):
     assert len(reference["times"]["plain"]) == 10 * (len(labels) - 1) // 3
 
 
+def test_step_time_of_chosen_optimizers_with_a_graft(tmp_path):
+    words = ["step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10", "--graft", "adam"]
+    assert _run(*words, "--optimizers", "sparse_mfac", "adamw", "--no-memory", "--out-dir", str(tmp_path)) == 0
+    results = json.loads((tmp_path / "step-time-digits.json").read_text())["results"]
+    assert [result["label"] for result in results] == ["SGD", "sparse M-FAC", "AdamW"]
+    assert [len(result["times"]["plain"]) for result in results] == [6, 10, 10]
+
+
 def test_step_time_refuses_too_few_steps(capsys):
     assert _run("step-time", "--workload", "digits", "--steps", "5") == 2
     assert "steps must be at least 10, got 5" in capsys.readouterr().err
@@ -129,6 +175,16 @@ def test_swap_on_digits(tmp_path, capsys):
     assert capsys.readouterr().out.count("PASS") == 2
     outcomes = json.loads((tmp_path / "swap-smoke.json").read_text())["outcomes"]
     assert [(o["base"], o["passed"]) for o in outcomes] == [("adamw", True), ("sgd", True)]
+
+
+@pytest.mark.parametrize("method", ["mfac", "sparse_mfac", "ggt"])
+def test_swap_to_a_window_method(tmp_path, capsys, method):
+    """Whether the loss is lower is for the full size to say; here it must run, and be judged."""
+    words = ["swap", "--workload", "digits", "--method", method, "--steps", "12", "--tolerance", "10"]
+    assert _run(*words, "--out-dir", str(tmp_path)) == 0
+    saved = json.loads((tmp_path / f"swap-smoke-{method}.json").read_text())
+    assert [outcome["method"] for outcome in saved["outcomes"]] == [method] * 2
+    assert f"One changed line, {method}, smoke" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("workload", ["autoencoder", "resnet20", "chargpt"])
@@ -153,9 +209,18 @@ def test_swap_lines_are_those_of_the_readme(base):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     added = {_shape(code) for code in re.findall(r"^\+.*?=\s*(KFAC\(.*\))", readme, re.MULTILINE)}
     removed = {_shape(code) for code in re.findall(r"^-.*?=\s*(torch\.optim\.\w+\(.*\))", readme, re.MULTILINE)}
-    before, after = LINES[base]
+    before, after = LINES[base], REPLACEMENTS["kfac"][base]
     assert _shape(before) in removed
     assert _shape(after) in added
+
+
+@pytest.mark.parametrize("method", REPLACEMENTS)
+def test_swap_lines_differ_in_class_window_and_damping_only(method):
+    for base, line in REPLACEMENTS[method].items():
+        calls = [ast.parse(code, mode="eval").body for code in (line, REPLACEMENTS["kfac"][base])]
+        own, kfac = ({word.arg: ast.unparse(word.value) for word in call.keywords} for call in calls)
+        assert own.keys() - kfac.keys() <= {"window_size", "damping", "damping_mode"}
+        assert kfac.items() <= own.items()
 
 
 def _shape(code):

@@ -1,14 +1,18 @@
 """Every workload: a seed decides weights and batches, missing data is named, and the sizes are the published ones."""
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks.workloads import WORKLOADS, DataMissingError, make_workload
+from benchmarks.workloads import WORKLOADS, DataMissingError, chargpt, make_workload
+from benchmarks.workloads.mnist import read_labels
+from benchmarks.workloads.tiny import write_idx
 
 FILES = {
     "autoencoder": ("mnist", "train-images-idx3-ubyte.gz", "mnist"),
     "resnet20": ("cifar10", "data_batch_1", "cs.toronto.edu"),
     "chargpt": ("shakespeare", "input.txt", "char-rnn"),
+    "logistic": ("mnist", "train-labels-idx1-ubyte.gz", "mnist"),
 }
 
 
@@ -84,12 +88,47 @@ def test_a_batch_larger_than_the_data_is_refused(data_dir):
         next(make_workload("autoencoder", data_dir, batch_size=100_000).batches(0))
 
 
+def test_labels_that_do_not_fit_the_images_are_refused(tmp_path):
+    path = tmp_path / "labels.gz"
+    for labels in ([1, 2, 3], [1, 10]):
+        write_idx(path, np.array(labels, np.uint8))
+        with pytest.raises(ValueError, match="must hold 2 labels from 0 to 9"):
+            read_labels(path, 2)
+
+
+def test_logistic_regression_is_convex_in_what_is_trained(data_dir):
+    """The features are no parameters, and along any line between two weights the loss is convex."""
+    workload = make_workload("logistic", data_dir, "smoke")
+    model, batch = workload.build_model(0).double(), next(workload.batches(0))
+    batch = (batch[0].double(), batch[1])
+    assert [tuple(p.shape) for p in model.parameters()] == [(10, 64), (10,)]
+    ends = [[torch.randn_like(p) for p in model.parameters()] for _ in range(2)]
+
+    def loss_at(t):
+        with torch.no_grad():
+            for p, a, b in zip(model.parameters(), *ends, strict=True):
+                p.copy_(a.lerp(b, t))
+            return workload.loss(model, batch).item()
+
+    assert loss_at(0.5) < (loss_at(0.0) + loss_at(1.0)) / 2
+
+
+def test_all_of_the_held_out_text_in_parts_gives_the_mean_over_its_windows(data_dir, monkeypatch):
+    workload = make_workload("chargpt", data_dir, "smoke")
+    model = workload.build_model(0)
+    whole = workload.evaluate(model, everything=True)
+    monkeypatch.setattr(chargpt, "EVAL_WINDOWS", 3)
+    assert workload.evaluate(model, everything=True) == pytest.approx(whole)
+    assert workload.evaluate(model) != whole
+
+
 def test_published_sizes(data_dir):
     """Parameter counts: the autoencoder's and ResNet-20's from the layer widths, the transformer's by hand."""
     widths = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
     autoencoder = sum((a + 1) * b for a, b in zip(widths, widths[1:], strict=False))
     assert _count(make_workload("autoencoder", data_dir)) == autoencoder == 2_837_314
     assert _count(make_workload("resnet20", data_dir)) == 269_722
+    assert _count(make_workload("logistic", data_dir)) == 2000 * 10 + 10
     vocabulary = len(set((data_dir / "shakespeare" / "input.txt").read_text()))
     layer = 4 * (128 + 1) * 128 + (128 + 1) * 512 + (512 + 1) * 128 + 2 * 2 * 128
     embeddings = (vocabulary + 128) * 128

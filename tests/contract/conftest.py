@@ -1,8 +1,10 @@
-"""Parametrization over the methods, their variants and the tasks."""
+"""Parametrization over the methods, their variants, the rules that they know and the tasks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,12 +14,24 @@ from tests.contract.tasks import MLP, TASKS, Task
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "option(*keywords): a contract test of methods that have these keywords")
+    config.addinivalue_line(
+        "markers", "rules(mapping): run for every `rule` of the mapping whose keywords the method has"
+    )
+
+
+def keywords_of(rule: Any) -> Mapping[str, Any]:
+    """The keywords of a rule, which may stand first in a tuple with what they are compared with."""
+    return rule[0] if isinstance(rule, tuple) else rule
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     needed = [keyword for mark in metafunc.definition.iter_markers("option") for keyword in mark.args]
-    methods: list[Method] = [method for method in METHODS if all(map(method.accepts, needed))]
-    if "variant" in metafunc.fixturenames:
+    methods: list[Method] = [method for method in METHODS if method.accepts(*needed)]
+    rules = metafunc.definition.get_closest_marker("rules")
+    if rules is not None:
+        known = [(m, name) for m in methods for name, rule in rules.args[0].items() if m.accepts(*keywords_of(rule))]
+        metafunc.parametrize(("method", "rule"), known, ids=[f"{method.name}-{name}" for method, name in known])
+    elif "variant" in metafunc.fixturenames:
         pairs = [(method, variant) for method in methods for variant in method.variants]
         metafunc.parametrize(("method", "variant"), pairs, ids=[f"{m.name}-{v.name}" for m, v in pairs])
     elif "method" in metafunc.fixturenames:

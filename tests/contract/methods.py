@@ -1,6 +1,8 @@
 """The methods under contract: a new one joins by adding one entry to `METHODS`.
 
-A test that needs a keyword which not every method has says so with `@pytest.mark.option("keyword", ...)`.
+A test that needs a keyword which not every method has says so with `@pytest.mark.option("keyword", ...)`: `skip_layers`
+is what layer methods have, which estimate the curvature of layers and need the module; `window_size` is what window
+methods have, which see gradients alone and cover every parameter.
 """
 
 from __future__ import annotations
@@ -10,12 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import secondorder
 from secondorder import KFAC
+from tests.contract import storages
+from tests.contract.storages import Factored, Sizes, Sparse, Storage, bases, kronecker, squares
+from tests.contract.tasks import covered_layers
 
-Size = Callable[[int, int], int]
+Units = Callable[[nn.Module], dict[str, list[str]]]
 
 
 @dataclass(frozen=True)
@@ -26,57 +33,200 @@ class Variant:
         name: In the ids of the tests.
         keywords: What makes the choice.
         owner_state: State keys of the parameter that owns a block, beyond those that every parameter has.
-        numbers: By kind of `memory_usage()`: how many numbers a block holds, from `n_a` and `n_g`.
+        sizes: By kind of `memory_usage()`: the numbers of bytes that are right for a model of some dtype.
+        own_state: State keys of a covered parameter, whether it owns a block or not.
+        dtypes: By state key: the dtype that it has, from that of the computation.
+        units: Names of the parameters that share one block, the owner first; by a name of the block.
+        heavy_ball: Whether momentum runs over directions (and not over gradients).
+        lingers: Whether a gradient of zero may move a parameter: by what earlier gradients left unsent, or by momentum
+            over gradients.
     """
 
     name: str
     keywords: Mapping[str, Any]
     owner_state: frozenset[str]
-    numbers: Mapping[str, Size] = field(default_factory=dict)
+    sizes: Sizes
+    own_state: Callable[[Tensor], set[str]] = lambda parameter: set()
+    dtypes: Callable[[torch.dtype], Mapping[str, torch.dtype]] = lambda compute: {}
+    units: Units = covered_layers
+    heavy_ball: bool = True
+    lingers: bool = False
 
 
 @dataclass(frozen=True)
 class Method:
-    """One optimizer class, with settings under which a handful of steps goes through every stage."""
+    """One optimizer class, with settings under which a handful of steps goes through every stage.
+
+    Args:
+        name: In the ids of the tests.
+        cls: The class.
+        keywords: The settings.
+        variants: The first one is what the settings alone make.
+        landmark: A state key of the first and the fourth parameter of the `Mlp`, without which nothing can be loaded.
+        damping: Keyword of what keeps the curvature away from zero: a huge one turns the direction into ∇ over itself.
+        layerwise: Whether blocks are layers, which needs the module; otherwise every parameter is covered.
+        eager: Settings under which every step updates the estimate.
+        apart: Settings under which every group has blocks of its own, so that its options may differ.
+        partial: Kinds of checkpoints that leave curvature out.
+        leave_out: Settings that leave some parameters of every task to the fallback: see `left_out`.
+    """
 
     name: str
     cls: type[Optimizer]
     keywords: Mapping[str, Any]
     variants: tuple[Variant, ...]
-    needs_module: bool = True
+    landmark: str
+    damping: str = "damping"
+    layerwise: bool = True
+    eager: Mapping[str, Any] = field(default_factory=dict)
+    apart: Mapping[str, Any] = field(default_factory=dict)
+    partial: tuple[str, ...] = ("factors", "none")
+    leave_out: Mapping[str, Any] = field(default_factory=dict)
 
-    def accepts(self, keyword: str) -> bool:
-        return keyword in inspect.signature(self.cls).parameters
+    def accepts(self, *keywords: str) -> bool:
+        return set(keywords) <= inspect.signature(self.cls).parameters.keys()
 
     def build(self, model: nn.Module, params: Any = None, **keywords: Any) -> Any:
         """The optimizer of a model: from the module itself, or from `params` with `module=` where it needs one."""
         merged = {**self.keywords, **keywords}
         if params is None:
             return self.cls(model, **merged)
-        return self.cls(params, **({"module": model} if self.needs_module else {}), **merged)
+        return self.cls(params, **({"module": model} if self.layerwise else {}) | merged)
 
     def bare(self, **keywords: Any) -> dict[str, Any]:
         """Keywords under which a step subtracts `lr` times the preconditioned gradient and nothing else happens."""
         plain = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0, "kl_clip": None}
         return {key: value for key, value in plain.items() if self.accepts(key)} | keywords
 
+    def covered(self, model: nn.Module) -> set[str]:
+        """Names of the parameters that are preconditioned."""
+        names = {name for name, _ in model.named_parameters()}
+        return {name for own in covered_layers(model).values() for name in own} if self.layerwise else names
+
+    def left_out(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that take the fallback under `leave_out`, in their order."""
+        covered = self.covered(model)
+        names = [name for name, _ in model.named_parameters()]
+        return [name for name in names if (name not in covered if self.layerwise else name.endswith("bias"))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layer methods
+# ---------------------------------------------------------------------------------------------------------------------
 
 _COUNTERS = {"factor_updates", "refreshes"}
 _FACTORS = {"factor_a", "factor_g", "factor_weight"} | _COUNTERS
 _EIGEN = frozenset(_FACTORS | {"basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"})
 _CHOLESKY = frozenset(_FACTORS | {"inverse_a", "inverse_g"})
+_KFAC_EIGEN = kronecker({"factors": squares, "second_order": bases})
+_KFAC_CHOLESKY = kronecker({"factors": squares, "second_order": squares})
 
 
-def _squares(n_a: int, n_g: int) -> int:
-    return n_a * n_a + n_g * n_g
+def _layer_variant(name: str, keywords: Mapping[str, Any], state: frozenset[str], sizes: Sizes) -> Variant:
+    def dtypes(compute: torch.dtype) -> dict[str, torch.dtype]:
+        return {**dict.fromkeys(state - _COUNTERS, compute), "factor_weight": torch.float64}
+
+    return Variant(name, keywords, state, sizes, dtypes=dtypes)
 
 
-def _bases(n_a: int, n_g: int) -> int:
-    return _squares(n_a, n_g) + n_a + n_g
+# ---------------------------------------------------------------------------------------------------------------------
+# Window methods
+# ---------------------------------------------------------------------------------------------------------------------
+
+_ROWS = 4  # of every window here: a handful of steps goes around the ring
 
 
-_KFAC_EIGEN = {"factors": _squares, "second_order": _bases}
-_KFAC_CHOLESKY = {"factors": _squares, "second_order": _squares}
+def _window_variant(
+    name: str,
+    keywords: Mapping[str, Any],
+    storage: Storage | None = None,
+    *,
+    units: Units = storages.one_unit,
+    over_gradients: bool = False,
+    heavy_ball: bool = True,
+) -> Variant:
+    """A variant of a window method.
+
+    Args:
+        name: In the ids of the tests.
+        keywords: What makes the choice.
+        storage: How rows are stored.
+        units: Names of the parameters that share one window.
+        over_gradients: Whether there is momentum over gradients.
+        heavy_ball: Whether there is momentum over directions.
+    """
+    extra = frozenset({"gradient_momentum"}) if over_gradients else frozenset[str]()
+    storage = storage or Storage()
+    return Variant(
+        name,
+        keywords,
+        storages.UNIT_STATE | (storages.MOMENTUM_STATE if over_gradients else set()),
+        storages.window_sizes(storage, _ROWS, units),
+        own_state=lambda parameter: storage.keys(parameter) | extra,
+        dtypes=storage.dtypes,
+        units=units,
+        heavy_ball=heavy_ball,
+        lingers=over_gradients or isinstance(storage, (Sparse, Factored)),
+    )
+
+
+_ANY_WINDOW = {"lr": 0.05, "momentum": 0.9, "window_size": _ROWS}
+_WINDOWED: dict[str, Any] = {
+    "layerwise": False,
+    "apart": {"partition": "group"},
+    "partial": ("none",),
+    "leave_out": {"skip_biases": True},
+}
+
+
+def _window_methods() -> tuple[Method, ...]:
+    from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
+
+    # blocks of 8, so that the tiny parameters have full blocks, short ones, or both
+    few, fewer = {"density": 0.3, "block_size": 8}, {"density": 0.2, "block_size": 8}
+    return (
+        Method(
+            "mfac",
+            MFAC,
+            {**_ANY_WINDOW, "damping": 0.1},
+            variants=(
+                _window_variant("dense", {}),
+                _window_variant("bf16", {"window_dtype": torch.bfloat16}, Storage(torch.bfloat16)),
+                _window_variant("layer", {"partition": "layer"}, units=storages.unit_per_module),
+                _window_variant("lowrank", {"compression": LowRank(rank=1)}, Factored(rank=1)),
+                _window_variant("pre", {"momentum_mode": "pre"}, over_gradients=True, heavy_ball=False),
+            ),
+            landmark="window",
+            **_WINDOWED,
+        ),
+        Method(
+            "sparse",
+            SparseMFAC,
+            {**_ANY_WINDOW, "damping": 0.1, "compression": TopK(**few)},
+            variants=(
+                _window_variant("blocks", {}, Sparse(density=0.3, block=8)),
+                _window_variant(
+                    "4bit", {"compression": TopK(**few, error_bits=4)}, Sparse(density=0.3, block=8, bits=4)
+                ),
+            ),
+            landmark="window_idx",
+            **_WINDOWED,
+        ),
+        Method(
+            "ggt",
+            GGT,
+            {**_ANY_WINDOW, "eps": 0.1},
+            variants=(
+                _window_variant("dense", {}),
+                _window_variant("betas", {"betas": (0.9, 0.99)}, over_gradients=True),
+                _window_variant("topk", {"compression": TopK(**fewer)}, Sparse(density=0.2, block=8)),
+            ),
+            landmark="window",
+            damping="eps",
+            **_WINDOWED,
+        ),
+    )
+
 
 METHODS = (
     Method(
@@ -84,9 +234,12 @@ METHODS = (
         KFAC,
         {"lr": 0.05, "momentum": 0.9, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4},
         variants=(
-            Variant("eigen", {"inverse_method": "eigen"}, _EIGEN, _KFAC_EIGEN),
-            Variant("cholesky", {"inverse_method": "cholesky"}, _CHOLESKY, _KFAC_CHOLESKY),
-            Variant("stagger", {"inverse_method": "eigen", "stagger": True}, _EIGEN, _KFAC_EIGEN),
+            _layer_variant("eigen", {"inverse_method": "eigen"}, _EIGEN, _KFAC_EIGEN),
+            _layer_variant("cholesky", {"inverse_method": "cholesky"}, _CHOLESKY, _KFAC_CHOLESKY),
+            _layer_variant("stagger", {"inverse_method": "eigen", "stagger": True}, _EIGEN, _KFAC_EIGEN),
         ),
+        landmark="factor_a",
+        eager={"factor_update_steps": 1},
     ),
+    *(_window_methods() if hasattr(secondorder, "MFAC") else ()),  # TODO(C)
 )

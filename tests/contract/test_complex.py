@@ -1,4 +1,7 @@
-"""Complex parameters have no Kronecker block: they take the fallback, as torch's own optimizers treat them."""
+"""Complex parameters have no Kronecker block: they take the fallback, as torch's own optimizers treat them.
+
+In a window they are pairs of real numbers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method
+from tests.contract.methods import Method, Variant
 from tests.contract.tasks import Shadow, assert_identical, snapshot, values
 
 RULES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
@@ -45,7 +48,11 @@ def fill(parameters: list[nn.Parameter], step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-@pytest.mark.option("module", "fallback")
+LAYERWISE = pytest.mark.option("skip_layers", "fallback")
+WINDOWED = pytest.mark.option("window_size")
+
+
+@LAYERWISE
 @pytest.mark.parametrize("foreach", [False, True, None])
 @pytest.mark.parametrize("rule", RULES)
 def test_fallback_of_complex_parameters_is_torchs(method: Method, rule: str, foreach: bool | None) -> None:
@@ -64,8 +71,7 @@ def test_fallback_of_complex_parameters_is_torchs(method: Method, rule: str, for
         torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.option("module", "fallback")
-def test_complex_layer_in_a_model_trains_by_the_fallback(method: Method) -> None:
+def test_complex_layer_in_a_model_trains(method: Method) -> None:
     model = Phase()
     optimizer = method.build(model)
     before = values(model)
@@ -76,10 +82,12 @@ def test_complex_layer_in_a_model_trains_by_the_fallback(method: Method) -> None
     for name, value in values(model).items():
         assert value.isfinite().all(), name
         assert not torch.equal(value, before[name]), name
-    assert optimizer.state[model.turn.weight].keys() == {"step", "momentum_buffer"}
+    expected = {"step", "momentum_buffer"} | (set() if method.layerwise else {method.landmark})
+    assert optimizer.state[model.turn.weight].keys() >= expected
+    if method.layerwise:
+        assert optimizer.state[model.turn.weight].keys() == expected
 
 
-@pytest.mark.option("module", "fallback")
 def test_complex_momentum_survives_a_checkpoint(method: Method) -> None:
     parameters = [nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))]
     optimizer = method.build(nn.Linear(2, 2), parameters)
@@ -88,3 +96,57 @@ def test_complex_momentum_survives_a_checkpoint(method: Method) -> None:
     second = method.build(nn.Linear(2, 2), [nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
     second.load_state_dict(optimizer.state_dict())
     assert_identical(snapshot(second), snapshot(optimizer))
+
+
+WINDOW_RULES: dict[str, dict[str, Any]] = {
+    "momentum": {},
+    "plain": {"momentum": 0.0},
+    "nesterov": {"nesterov": True, "weight_decay": 0.1, "maximize": True},
+    "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+    "inner-adamw": {"inner": "adamw", "weight_decay": 0.1},
+    "graft-sgd": {"graft": "sgd"},
+    "graft-adam": {"graft": "adam"},
+    "clipped": {"clip_norm": 0.5, "clip_value": 0.1},
+}
+
+
+def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: Any) -> tuple[list[torch.Tensor], Any]:
+    """Complex parameters, or real ones in their place, and the optimizer; the values as pairs either way."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator, dtype=torch.complex128) for shape in ((3, 2), (4,), ())]
+    parameters = [nn.Parameter(torch.view_as_real(value).clone() if pairs else value.clone()) for value in start]
+    optimizer = method.cls(parameters, **{**method.keywords, **keywords})
+    for step in range(steps):
+        generator.manual_seed(1 + step)
+        for parameter, value in zip(parameters, start, strict=True):
+            gradient = torch.randn(value.shape, generator=generator, dtype=value.dtype)
+            parameter.grad = torch.view_as_real(gradient) if pairs else gradient
+        optimizer.step()
+    return [p.detach() if pairs else torch.view_as_real(p.detach()) for p in parameters], optimizer
+
+
+@WINDOWED
+@pytest.mark.parametrize("foreach", [False, True, None])
+@pytest.mark.rules(WINDOW_RULES)
+def test_window_takes_complex_numbers_as_pairs(method: Method, rule: str, foreach: bool | None) -> None:
+    keywords = {**WINDOW_RULES[rule], "foreach": foreach}
+    turned, _ = trained_as_pairs(method, pairs=False, **keywords)
+    paired, _ = trained_as_pairs(method, pairs=True, **keywords)
+    for mine, theirs in zip(turned, paired, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+
+
+@WINDOWED
+def test_every_window_trains_and_resumes_with_complex_numbers(method: Method, variant: Variant) -> None:
+    ahead, optimizer = trained_as_pairs(method, pairs=False, **variant.keywords)
+    assert all(value.isfinite().all() for value in ahead)
+    _, second = trained_as_pairs(method, pairs=False, steps=0, **variant.keywords)
+    second.load_state_dict(snapshot(optimizer))
+    assert_identical(snapshot(second), snapshot(optimizer))
+    real = {torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.uint8}
+    for state in optimizer.state.values():
+        kept = {key: value.dtype for key, value in state.items() if key in variant.dtypes(torch.float64)}
+        assert set(kept.values()) <= real
+    first = optimizer.param_groups[0]["params"][0]
+    window = optimizer.state[first].get("window")
+    assert window is None or window.shape == (method.keywords["window_size"], 3, 2, 2)

@@ -104,7 +104,7 @@ def test_copied_optimizer_keeps_state_and_groups(method: Method, variant: Varian
     assert repr(twin) == repr(optimizer)
 
 
-@pytest.mark.option("module")
+@pytest.mark.option("module", "skip_layers")
 @COPIERS
 def test_copied_optimizer_asks_for_attach_before_it_steps(method: Method, mlp: Task, copier: Copier) -> None:
     model = mlp.model()
@@ -117,6 +117,34 @@ def test_copied_optimizer_asks_for_attach_before_it_steps(method: Method, mlp: T
     with pytest.raises(RuntimeError, match="attach"):
         twin.step()
     assert_identical(snapshot(twin), before)
+
+
+@pytest.mark.option("window_size")
+@COPIERS
+def test_copied_window_goes_on_without_attach(method: Method, variant: Variant, mlp: Task, copier: Copier) -> None:
+    """From the module, and from its parameters alone."""
+    for params in (None, nn.Module.parameters):
+        model = mlp.model()
+        optimizer = method.build(model, params and params(model), **variant.keywords)
+        train(model, optimizer, mlp, 5)
+        other, second = copier((model, optimizer))
+        assert set(second.param_groups[0]["params"]) == set(other.parameters())
+        train(model, optimizer, mlp, 5, start=5)
+        train(other, second, mlp, 5, start=5)
+        assert_identical(values(other), values(model))
+        assert_identical(second.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.option("window_size")
+def test_copy_of_a_window_shares_no_memory(method: Method, variant: Variant, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model, **variant.keywords)
+    train(model, optimizer, mlp, 3)
+    other, second = copy.deepcopy((model, optimizer))
+    before, parameters = snapshot(optimizer), values(model)
+    train(other, second, mlp, 3, start=3)
+    assert_identical(snapshot(optimizer), before)
+    assert_identical(values(model), parameters)
 
 
 @pytest.mark.option("module")
@@ -156,7 +184,7 @@ def test_copy_and_original_are_independent(method: Method, mlp: Task) -> None:
     assert_identical(values(model), parameters)
 
 
-@pytest.mark.option("module")
+@pytest.mark.option("module", "skip_layers")
 def test_attach_refuses_a_module_without_the_parameters(method: Method, mlp: Task) -> None:
     """Hooks on a module whose layers hold none of the optimizer's parameters would silently train by the fallback."""
     model = mlp.model()

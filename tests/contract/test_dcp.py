@@ -125,12 +125,16 @@ def test_model_and_optimizer_together(method: Method, mlp: Task, flat: bool) -> 
 
 
 @pytest.mark.option("checkpoint_curvature")
-@pytest.mark.parametrize("kind", ["factors", "none"])
-def test_partial_checkpoints(method: Method, mlp: Task, flat: bool, kind: str) -> None:
+def test_partial_checkpoints(method: Method, variant: Variant, mlp: Task, flat: bool) -> None:
     """Flattened, DCP hands back an empty dict for every state key that the checkpoint does not have."""
-    model, optimizer = trained(method, mlp, 5, checkpoint_curvature=kind)
-    by_dcp, second = trained(method, mlp, 0, checkpoint_curvature=kind)
-    by_hand, third = trained(method, mlp, 0, checkpoint_curvature=kind)
+    for kind in method.partial:
+        partial_checkpoint(method, mlp, flat, checkpoint_curvature=kind, **variant.keywords)
+
+
+def partial_checkpoint(method: Method, mlp: Task, flat: bool, **keywords: Any) -> None:
+    model, optimizer = trained(method, mlp, 5, **keywords)
+    by_dcp, second = trained(method, mlp, 0, **keywords)
+    by_hand, third = trained(method, mlp, 0, **keywords)
     for other in (by_dcp, by_hand):
         other.load_state_dict(model.state_dict())
     put(by_dcp, second, get(model, optimizer, flat), flat)

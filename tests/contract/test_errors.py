@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import secondorder
 from tests.contract.methods import Method
 from tests.contract.tasks import Task, assert_identical, snapshot, train
 
@@ -49,6 +51,22 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("checkpoint_curvature", "some"),
     ("max_failures", 0),
     ("skip_layers", ("nowhere",)),
+    ("window_size", 0),
+    ("window_size", -7),
+    ("scale", "mean"),
+    ("partition", "tensor"),
+    ("solver", "lu"),
+    ("momentum_mode", "post"),
+    ("weight_decay_mode", "l2"),
+    ("betas", (1.0, 1.0)),
+    ("betas", (0.5, 1.5)),
+    ("betas", (-0.5, 0.9)),
+    ("eps", 0.0),
+    ("eps", -0.25),
+    ("eps", math.nan),
+    ("sgd_weight", -0.5),
+    ("sgd_weight", math.inf),
+    ("window_dtype", torch.float16),
 ]
 
 WRONG_KINDS: list[tuple[str, Any]] = [
@@ -74,43 +92,55 @@ WRONG_KINDS: list[tuple[str, Any]] = [
     ("comm", "ring"),
     ("grad_scaler", 1024.0),
     ("skip_layers", 3),
+    ("window_size", 2.5),
+    ("window_size", "1024"),
+    ("scale", 1),
+    ("eps", "small"),
+    ("betas", 0.9),
+    ("betas", (0.9,)),
+    ("sgd_weight", "all"),
+    ("window_dtype", "bfloat16"),
+    ("window_dtype", 32),
+    ("compression", "topk"),
+    ("compression", 0.01),
 ]
 
 
-def ids(cases: list[tuple[str, Any]]) -> list[str]:
-    return [f"{keyword}={value}" for keyword, value in cases]
+def rules(cases: list[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {f"{keyword}={value}": {keyword: value} for keyword, value in cases}
+
+
+BAD, WRONG = rules(BAD_VALUES), rules(WRONG_KINDS)
 
 
 def shown(value: Any) -> str:
     """What of the value must stand in the text: of a pair, the number that is wrong."""
     if isinstance(value, tuple):
-        value = next((item for item in value if isinstance(item, str) or not 0 <= item < 1), value)
+        strange = [item for item in value if isinstance(item, str) or not 0 <= item <= 1]
+        value = strange[0] if strange else max(value)
     return re.escape(str(value))
 
 
-@pytest.mark.parametrize(("keyword", "value"), BAD_VALUES, ids=ids(BAD_VALUES))
-def test_bad_value_is_named(method: Method, mlp: Task, keyword: str, value: Any) -> None:
-    if not method.accepts(keyword):
-        return
+@pytest.mark.rules(BAD)
+def test_bad_value_is_named(method: Method, mlp: Task, rule: str) -> None:
+    ((keyword, value),) = BAD[rule].items()
     with pytest.raises(ValueError, match=shown(value)) as refusal:
         method.build(mlp.model(), **{keyword: value})
     assert keyword in str(refusal.value)
 
 
-@pytest.mark.parametrize(("keyword", "value"), WRONG_KINDS, ids=ids(WRONG_KINDS))
-def test_wrong_kind_is_a_type_error(method: Method, mlp: Task, keyword: str, value: Any) -> None:
-    if not method.accepts(keyword):
-        return
+@pytest.mark.rules(WRONG)
+def test_wrong_kind_is_a_type_error(method: Method, mlp: Task, rule: str) -> None:
+    ((keyword, value),) = WRONG[rule].items()
     model = mlp.model()
     params = model.parameters() if keyword == "module" else model
     with pytest.raises(TypeError, match=keyword):
         method.cls(params, **{**method.keywords, keyword: value})
 
 
-@pytest.mark.parametrize(("keyword", "value"), BAD_VALUES, ids=ids(BAD_VALUES))
-def test_bad_value_in_a_group_is_refused_too(method: Method, mlp: Task, keyword: str, value: Any) -> None:
-    if not method.accepts(keyword):
-        return
+@pytest.mark.rules(BAD)
+def test_bad_value_in_a_group_is_refused_too(method: Method, mlp: Task, rule: str) -> None:
+    ((keyword, value),) = BAD[rule].items()
     model = mlp.model()
     optimizer = method.build(model, model.first.parameters())
     if keyword not in optimizer.param_groups[0]:
@@ -168,6 +198,78 @@ def test_something_else_among_the_parameters_is_a_type_error(method: Method, mlp
         method.build(mlp.model(), ["first.weight"])
 
 
+@pytest.mark.option("weight_decay_mode")
+@pytest.mark.parametrize("mode", ["legacy", "reg", "both"])
+def test_decoupled_decay_in_another_mode_than_the_standard_is_refused(method: Method, mlp: Task, mode: str) -> None:
+    with pytest.raises(ValueError, match=mode) as refusal:
+        method.build(mlp.model(), decoupled_weight_decay=True, weight_decay=0.1, weight_decay_mode=mode)
+    assert "decoupled_weight_decay" in str(refusal.value)
+
+
+@pytest.mark.option("momentum_mode", "nesterov")
+@pytest.mark.parametrize("mode", ["ema", "pre"])
+def test_nesterov_is_for_the_heavy_ball(method: Method, mlp: Task, mode: str) -> None:
+    with pytest.raises(ValueError, match="(?i)nesterov"):
+        method.build(mlp.model(), nesterov=True, momentum_mode=mode)
+
+
+BAD_COMPRESSORS: dict[str, Callable[[], object]] = {
+    "density=0": lambda: secondorder.TopK(density=0.0),
+    "density=-0.5": lambda: secondorder.TopK(density=-0.5),
+    "block_size=0": lambda: secondorder.TopK(block_size=0),
+    "error_bits=3": lambda: secondorder.TopK(error_bits=3),
+    "value_dtype=torch.int32": lambda: secondorder.TopK(value_dtype=torch.int32),
+    "rank=0": lambda: secondorder.LowRank(rank=0),
+    "rank=-2": lambda: secondorder.LowRank(rank=-2),
+}
+
+
+@pytest.mark.option("compression")
+@pytest.mark.parametrize("bad", BAD_COMPRESSORS)
+def test_a_compressor_that_cannot_work_is_refused(method: Method, mlp: Task, bad: str) -> None:
+    """Where it is made or where it is given."""
+    keyword, _, value = bad.partition("=")
+    with pytest.raises(ValueError, match=re.escape(value)) as refusal:
+        method.build(mlp.model(), compression=BAD_COMPRESSORS[bad]())
+    assert keyword in str(refusal.value)
+
+
+SHARED: dict[str, Any] = {
+    "window_size": 6, "damping": 0.75, "damping_mode": "relative", "scale": "window", "solver": "eigh",
+    "momentum_mode": "ema", "betas": (0.5, 0.75), "eps": 0.75, "bias_correction": True, "sgd_weight": 0.5,
+    "weight_decay_mode": "legacy", "graft": "sgd",
+}  # fmt: skip
+
+
+@pytest.mark.option("window_size")
+@pytest.mark.rules({keyword: {keyword: value} for keyword, value in SHARED.items()})
+def test_groups_of_one_window_must_agree(method: Method, mlp: Task, rule: str) -> None:
+    model = mlp.model()
+    first, second = list(model.first.parameters()), list(model.second.parameters())
+    with pytest.raises(ValueError, match=rule):
+        method.build(model, [{"params": first}, {"params": second, rule: SHARED[rule]}])
+    optimizer = method.build(model, first)
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match=rule):
+        optimizer.add_param_group({"params": second, rule: SHARED[rule]})
+    assert len(optimizer.param_groups) == 1
+    assert set(optimizer.state) == set(first)
+    assert_identical(snapshot(optimizer), before)
+    train(model, optimizer, mlp, 1)
+    apart = [{"params": first}, {"params": second, rule: SHARED[rule]}]
+    train(model, method.build(model, apart, **method.apart), mlp, 6)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.option("window_size")
+@pytest.mark.parametrize("rows", [2**22, 2**44], ids=["large", "absurd"])
+def test_a_window_that_cannot_fit_says_how_large_it_is_and_what_to_do(method: Method, rows: int) -> None:
+    for compression in (None, secondorder.TopK(), secondorder.LowRank(rank=1)):
+        with pytest.raises(RuntimeError, match=f"window_size={rows}") as refusal:
+            method.cls([nn.Parameter(torch.zeros(8, 8))], window_size=rows, compression=compression)
+        assert re.search(r"\d [KMGTPEZY]?i?B", str(refusal.value))
+
+
 @pytest.mark.option("factor_update_steps", "inv_update_steps")
 def test_uneven_intervals_warn(method: Method, mlp: Task) -> None:
     with pytest.warns(UserWarning, match="inv_update_steps"):
@@ -200,7 +302,7 @@ def test_refused_construction_leaves_no_hook(method: Method, mlp: Task, bad: dic
 
 
 def test_defaults_construct_silently_and_train(method: Method) -> None:
-    """No keyword at all, on a model of covered layers only."""
+    """No keyword at all, on a model of covered layers only: see `test_defaults.py` for more."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

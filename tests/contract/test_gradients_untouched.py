@@ -33,11 +33,12 @@ def test_for_every_variant_and_task(method: Method, variant: Variant, task: Task
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.rules(RULES)
 def test_under_every_rule(method: Method, mlp: Task, rule: str, foreach: bool) -> None:
     check(method, mlp, **{**RULES[rule], "foreach": foreach})
 
 
+@pytest.mark.option("inv_update_steps")
 @pytest.mark.parametrize("maximize", [False, True])
 def test_when_switched_off(method: Method, mlp: Task, maximize: bool) -> None:
     check(method, mlp, inv_update_steps=0, weight_decay=0.1, nesterov=True, maximize=maximize)

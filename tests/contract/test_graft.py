@@ -16,7 +16,6 @@ from tests.contract.tasks import (
     assert_identical,
     backward,
     block_vector,
-    covered_layers,
     displacements,
     train,
     values,
@@ -30,13 +29,15 @@ RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def lengths(model: torch.nn.Module, moved: dict[str, torch.Tensor]) -> dict[str, float]:
-    return {layer: float(block_vector(moved, names).norm()) for layer, names in covered_layers(model).items()}
+def lengths(variant: Variant, model: torch.nn.Module, moved: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {block: float(block_vector(moved, names).norm()) for block, names in variant.units(model).items()}
 
 
-def compare_lengths(method: Method, task: Task, rule: str, steps: int, scheduled: bool, **keywords: Any) -> None:
+def compare_lengths(
+    method: Method, variant: Variant, task: Task, rule: str, steps: int, scheduled: bool, **keywords: Any
+) -> None:
     model = task.model()
-    optimizer = method.build(model, graft=rule, lr=0.05, momentum=0.0, **keywords)
+    optimizer = method.build(model, **{"graft": rule, "lr": 0.05, "momentum": 0.0, **variant.keywords, **keywords})
     shadow = Shadow(list(model.parameters()), RULES[rule])
     names = [name for name, _ in model.named_parameters()]
     schedules = [
@@ -51,23 +52,24 @@ def compare_lengths(method: Method, task: Task, rule: str, steps: int, scheduled
             schedule.step()
         moved = {name: value - ours[name] for name, value in values(model).items()}
         reference = {name: new - old for name, new, old in zip(names, shadow.values(), theirs, strict=True)}
-        assert lengths(model, moved) == pytest.approx(lengths(model, reference), rel=1e-6)
+        assert lengths(variant, model, moved) == pytest.approx(lengths(variant, model, reference), rel=1e-6)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_block_steps_are_as_long_as_the_rules(method: Method, variant: Variant, task: Task, rule: str) -> None:
-    """Weight and bias together; the size depends on the gradients seen, not on the parameters."""
-    compare_lengths(method, task, rule, steps=6, scheduled=False, **variant.keywords)
+    """All of a block together; the size depends on the gradients seen, not on the parameters."""
+    compare_lengths(method, variant, task, rule, steps=6, scheduled=False)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_lengths_follow_the_schedule(method: Method, mlp: Task, rule: str) -> None:
-    compare_lengths(method, mlp, rule, steps=6, scheduled=True)
+    compare_lengths(method, method.variants[0], mlp, rule, steps=6, scheduled=True)
 
 
+@pytest.mark.option("kl_clip")
 @pytest.mark.parametrize("rule", RULES)
 def test_kl_clip_does_not_shorten_them(method: Method, mlp: Task, rule: str) -> None:
-    compare_lengths(method, mlp, rule, steps=3, scheduled=False, kl_clip=1e-12)
+    compare_lengths(method, method.variants[0], mlp, rule, steps=3, scheduled=False, kl_clip=1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -77,18 +79,19 @@ def test_first_direction_is_the_methods(method: Method, variant: Variant, task: 
     plain = method.build(model, **method.bare(), **variant.keywords)
     grafted = method.build(twin, **method.bare(graft=rule), **variant.keywords)
     (direction,), (moved,) = displacements(model, plain, task, 1), displacements(twin, grafted, task, 1)
-    for names in covered_layers(model).values():
+    for names in variant.units(model).values():
         cosine = torch.cosine_similarity(block_vector(moved, names), block_vector(direction, names), dim=0)
         torch.testing.assert_close(cosine, torch.ones_like(cosine), rtol=0, atol=1e-9)
 
 
-def test_sgd_grafting_is_the_direction_scaled_at_every_step(method: Method, mlp: Task) -> None:
+def test_sgd_grafting_is_the_direction_scaled_at_every_step(method: Method, variant: Variant, mlp: Task) -> None:
     model, twin = mlp.model(), mlp.model()
-    plain, grafted = method.build(model, **method.bare()), method.build(twin, **method.bare(graft="sgd"))
+    plain = method.build(model, **method.bare(**variant.keywords))
+    grafted = method.build(twin, **method.bare(graft="sgd", **variant.keywords))
     pairs = zip(displacements(model, plain, mlp, 6), displacements(twin, grafted, mlp, 6), strict=True)
     for direction, moved in pairs:
         gradients = {name: p.grad for name, p in twin.named_parameters()}
-        for names in covered_layers(model).values():
+        for names in variant.units(model).values():
             v, g = block_vector(direction, names), block_vector(gradients, names)
             torch.testing.assert_close(block_vector(moved, names), v * g.norm() / v.norm(), rtol=1e-6, atol=1e-13)
 
@@ -123,8 +126,9 @@ def test_adam_grafting_has_adams_betas_and_eps(method: Method, mlp: Task) -> Non
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     optimizer.step()
     moved = {name: value - start[name] for name, value in values(model).items()}
-    expected = {layer: length / 1e6 for layer, length in lengths(model, gradients).items()}
-    assert lengths(model, moved) == pytest.approx(expected, rel=1e-4)
+    variant = method.variants[0]
+    expected = {block: length / 1e6 for block, length in lengths(variant, model, gradients).items()}
+    assert lengths(variant, model, moved) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -139,3 +143,15 @@ def test_weight_decay_is_not_grafted(method: Method, mlp: Task, rule: str) -> No
     (without,), (moved,) = displacements(model, plain, mlp, 1), displacements(twin, decayed, mlp, 1)
     for name in moved:
         torch.testing.assert_close(moved[name], without[name] - 0.05 * start[name], rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.option("window_size")
+def test_adam_grafting_goes_where_the_window_sends_adams_first_moment(method: Method, mlp: Task) -> None:
+    """The direction is that of the bias-corrected average of the stored gradients, linear in what they are."""
+    model, twin = mlp.model(), mlp.model()
+    keywords = method.bare(fallback_betas=(0.0, 0.999))
+    plain, grafted = method.build(model, **keywords), method.build(twin, **keywords, graft="adam")
+    for direction, moved in zip(displacements(model, plain, mlp, 6), displacements(twin, grafted, mlp, 6), strict=True):
+        names = list(direction)
+        cosine = torch.cosine_similarity(block_vector(moved, names), block_vector(direction, names), dim=0)
+        torch.testing.assert_close(cosine, torch.ones_like(cosine), rtol=0, atol=1e-9)

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method
+from tests.contract.methods import Method, Variant
 from tests.contract.tasks import (
     Task,
     assert_identical,
     backward,
     block_vector,
     covered_layers,
-    covered_names,
     displacements,
+    snapshot,
     train,
     values,
 )
@@ -75,36 +75,70 @@ def test_momentum_of_a_group_carries_its_last_direction(method: Method, mlp: Tas
         torch.testing.assert_close(moved[name], two[name] + carried * one[name], rtol=1e-9, atol=1e-13)
 
 
-def test_weight_decay_of_a_group_pulls_its_parameters_only(method: Method, mlp: Task) -> None:
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_weight_decay_of_a_group_pulls_its_parameters_only(method: Method, mlp: Task, decoupled: bool) -> None:
+    """Added to their direction; coupled decay of a window method to their gradients: see `test_weight_decay.py`."""
     model, twin = mlp.model(), mlp.model()
-    plain = method.build(model, split(model), **method.bare())
-    decayed = method.build(twin, split(twin, weight_decay=0.1), **method.bare())
+    keywords = {**method.bare(), **(method.apart if not decoupled else {}), "decoupled_weight_decay": decoupled}
+    plain = method.build(model, split(model), **keywords)
+    decayed = method.build(twin, split(twin, weight_decay=0.1), **keywords)
+    if not method.layerwise and not decoupled:
+        plain.register_step_pre_hook(lambda *_: add_to_gradients(model, 0.1))
+        (without,), (pulled,) = displacements(model, plain, mlp, 1), displacements(twin, decayed, mlp, 1)
+        for name in without:
+            torch.testing.assert_close(pulled[name], without[name], rtol=1e-9, atol=1e-13)
+        return
     (without,), (pulled,) = displacements(model, plain, mlp, 1), displacements(twin, decayed, mlp, 1)
     for name, start in values(model).items():
         pull = 0.0 if name.startswith("first.") else 0.1
         torch.testing.assert_close(pulled[name], without[name] - pull * start, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.option("damping")
+def add_to_gradients(model: nn.Module, decay: float) -> None:
+    """What coupled decay adds, outside the first layer."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.startswith("first."):
+                parameter.grad.add_(parameter, alpha=decay)
+
+
 def test_damping_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
     """A huge λ turns the direction into ∇/λ; set in one group, between two steps."""
     model, twin = mlp.model(), mlp.model()
-    plain = method.build(model, split(model), **method.bare())
-    damped = method.build(twin, split(twin), **method.bare())
+    plain = method.build(model, split(model), **method.bare(**method.apart))
+    damped = method.build(twin, split(twin), **method.bare(**method.apart))
     huge = 1e9
 
     def raise_damping() -> None:
-        damped.param_groups[1]["damping"] = huge
+        damped.param_groups[1][method.damping] = huge
 
     _, reference = displacements(model, plain, mlp, 2)
     _, moved = displacements(twin, damped, mlp, 2, between=raise_damping)
     backward(twin, damped, mlp, 1)
-    for name in covered_names(model):
+    for name in method.covered(model):
         if name.startswith("first."):
             assert_identical(moved[name], reference[name])
+        elif method.variants[0].lingers:  # not the gradient as it is
+            assert 0 < moved[name].norm() < 1e-6 * reference[name].norm()
         else:
             gradient = twin.get_parameter(name).grad
             torch.testing.assert_close(moved[name], -gradient / huge, rtol=1e-6, atol=1e-16)
+
+
+@pytest.mark.option("damping", "window_size")
+def test_damping_of_all_groups_is_read_at_each_step(method: Method, variant: Variant, mlp: Task) -> None:
+    """Nothing of an old λ is left in the state: raised between two steps, it is as if it had been there all along."""
+    model, twin = mlp.model(), mlp.model()
+    changed = method.build(model, split(model), **method.bare(**variant.keywords))
+    always = method.build(twin, split(twin), **method.bare(**variant.keywords, damping=0.75))
+
+    def raise_damping() -> None:
+        for group in changed.param_groups:
+            group["damping"] = 0.75
+
+    *_, moved = displacements(model, changed, mlp, 6, between=raise_damping)
+    *_, expected = displacements(twin, always, mlp, 6)
+    assert_identical(moved, expected)
 
 
 @pytest.mark.option("factor_update_steps")
@@ -164,11 +198,34 @@ def test_group_added_between_steps_gets_blocks_and_trains(method: Method, mlp: T
     train(model, optimizer, mlp, 3, start=3)
     assert all(not torch.equal(value, before[name]) for name, value in values(model).items())
     late, early = model.second.weight, model.first.weight
-    assert optimizer.state[late].keys() | {"global_step"} == optimizer.state[early].keys()
+    if method.layerwise:
+        assert optimizer.state[late].keys() | {"global_step"} == optimizer.state[early].keys()
+    else:
+        assert optimizer.state[late].keys() == {"step", "momentum_buffer"} | method.variants[0].own_state(late)
     assert float(optimizer.state[late]["step"]) == 3.0
 
 
-@pytest.mark.option("module", "fallback")
+@pytest.mark.option("window_size")
+def test_group_added_to_a_running_window_leaves_what_is_there(method: Method, variant: Variant, mlp: Task) -> None:
+    """Its columns are zero in the rows that came before it."""
+    model = mlp.model()
+    optimizer = method.build(model, split(model)[:1], **variant.keywords)
+    train(model, optimizer, mlp, 6)
+    before = snapshot(optimizer)
+    optimizer.add_param_group(split(model)[1])
+    after = snapshot(optimizer)
+    assert_identical({index: after["state"][index] for index in before["state"]}, before["state"])
+    for index, state in after["state"].items():
+        if index not in before["state"]:
+            rows = [state[key] for key in ("window", "window_val", "tail_val", "window_p") if key in state]
+            assert not any(row.any() for row in rows)
+    start = values(model)
+    train(model, optimizer, mlp, 6, start=6)
+    assert all(value.isfinite().all() for value in values(model).values())
+    assert all(not torch.equal(value, start[name]) for name, value in values(model).items())
+
+
+@pytest.mark.option("skip_layers", "fallback")
 def test_added_parameter_that_the_module_does_not_hold_follows_the_fallback(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model, model.parameters(), momentum=0.0, fallback="sgd")

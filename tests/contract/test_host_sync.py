@@ -1,4 +1,4 @@
-"""No step asks the host for a number: plain, factor and refresh steps alike, hooks included.
+"""No step asks the host for a number: plain, factor and refresh steps alike, hooks and a full window included.
 
 On a CPU nothing would be slow, so the calls that would wait for a device are counted instead. Two ways
 of reading what is on the host already are none of them: `Tensor.numpy`, which raises for a tensor on a device, and
@@ -53,7 +53,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def check(method: Method, task: Task, readings: list[str], steps: int = 10, **keywords: Any) -> None:
+def check(method: Method, task: Task, readings: list[str], steps: int = 13, **keywords: Any) -> None:
     model = task.model(torch.float32)
     optimizer = method.build(model, **keywords)
     readings.clear()
@@ -90,11 +90,21 @@ RULES: dict[str, dict[str, Any]] = {
     "batched": {"foreach": True},
     "relative-damping": {"damping_mode": "relative"},
     "switched-off": {"inv_update_steps": 0},
+    "ema": {"momentum_mode": "ema"},
+    "decay-beside": {"weight_decay": 0.1, "weight_decay_mode": "both"},
+    "eigh": {"solver": "eigh"},
+    "window-scale": {"scale": "window"},
+    "bias-correction": {"betas": (0.9, 1.0), "bias_correction": True, "sgd_weight": 0.5},
+    "small-eps": {"eps": 1e-8},
+    "small-damping": {"damping": 1e-8},
+    "ways-out": {"skip_biases": True, "skip_norm_layers": True},
+    "long-window": {"window_size": 100},
+    "double-rows": {"window_dtype": torch.float64, "compression": None},
     "defaults": {"factor_update_steps": 10, "inv_update_steps": 100},
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.rules(RULES)
 def test_no_sync_under_every_rule(method: Method, mlp: Task, rule: str, readings: list[str]) -> None:
     check(method, mlp, readings, **RULES[rule])
 
@@ -105,7 +115,7 @@ def test_tensor_lr_stays_on_its_device(method: Method, mlp: Task, readings: list
 
 def test_no_sync_on_a_dropped_step(method: Method, mlp: Task, readings: list[str]) -> None:
     model = mlp.model(torch.float32)
-    optimizer = method.build(model, factor_update_steps=1)
+    optimizer = method.build(model, **method.eager)
     train(model, optimizer, mlp, 2)
     readings.clear()
     with Waits() as waits:

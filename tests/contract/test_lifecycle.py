@@ -1,4 +1,7 @@
-"""Hooks come and go: `detach`, `close`, `attach`, context manager, several optimizers on one module."""
+"""Hooks come and go: `detach`, `close`, `attach`, context manager, several optimizers on one module.
+
+A window method has no hooks: the same calls exist and do no harm.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method
+from tests.contract.methods import Method, Variant
 from tests.contract.tasks import Task, assert_identical, backward, snapshot, train, values
 
 pytestmark = pytest.mark.option("module")
@@ -46,7 +49,7 @@ def test_module_is_as_it_was(method: Method, task: Task, end: str, steps: int) -
     before = hooks(model)
     optimizer = method.build(model)
     train(model, optimizer, task, steps)
-    assert hooks(model) != before
+    assert (hooks(model) != before) == method.layerwise
     getattr(optimizer, end)()
     assert hooks(model) == before
     assert [set(vars(module)) for module in model.modules()] == keys
@@ -109,7 +112,7 @@ def test_second_optimizer_keeps_its_hooks_and_its_statistics(method: Method, mlp
     stays = method.build(model)
     with_one = hooks(model)
     leaves = method.build(model)
-    assert hooks(model) != with_one
+    assert (hooks(model) != with_one) == method.layerwise
     only = method.build(alone)
     for step in range(3):
         train(alone, only, mlp, 1, start=step)
@@ -206,6 +209,7 @@ def test_pause_capture_leaves_the_state_alone(method: Method, mlp: Task) -> None
     assert_identical(values(model), values(twin))
 
 
+@pytest.mark.option("skip_layers")
 def test_blocks_are_listed_by_module_name(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer: Any = method.build(model)
@@ -213,3 +217,52 @@ def test_blocks_are_listed_by_module_name(method: Method, mlp: Task) -> None:
     assert optimizer.blocks["first"].weight is model.first.weight
     assert optimizer.blocks["first"].bias is model.first.bias
     assert optimizer.blocks["second"].name == "second"
+
+
+@pytest.mark.option("window_size")
+@pytest.mark.parametrize("from_module", [True, False], ids=["module", "parameters"])
+def test_window_goes_on_after_detach(method: Method, variant: Variant, mlp: Task, from_module: bool) -> None:
+    model, twin = mlp.model(), mlp.model()
+    optimizer = method.build(model, None if from_module else model.parameters(), **variant.keywords)
+    undisturbed = method.build(twin, None if from_module else twin.parameters(), **variant.keywords)
+    for step in range(8):
+        train(model, optimizer, mlp, 1, start=step)
+        if step in (2, 3):
+            optimizer.detach()
+        train(twin, undisturbed, mlp, 1, start=step)
+    assert_identical(values(model), values(twin))
+    assert_identical(optimizer.state_dict(), undisturbed.state_dict())
+
+
+@pytest.mark.option("window_size")
+def test_window_of_parameters_alone_has_the_same_life(method: Method, mlp: Task) -> None:
+    """Every call of the life of an optimizer, without a module anywhere."""
+    model, twin = mlp.model(), mlp.model()
+    undisturbed = method.build(twin, twin.parameters())
+    with method.build(model, model.parameters()) as optimizer:
+        for step in range(6):
+            with optimizer.pause_capture():
+                mlp.loss(model, 100 + step).backward()
+            train(model, optimizer, mlp, 1, start=step)
+        saved = snapshot(optimizer)
+    train(twin, undisturbed, mlp, 6)
+    assert_identical(values(model), values(twin))
+    assert_identical(saved, snapshot(undisturbed))
+    optimizer.close()
+    optimizer.detach()
+    assert_identical(snapshot(optimizer), saved)
+    assert optimizer.memory_usage()["total"] > 0
+
+
+@pytest.mark.option("window_size")
+def test_attach_gives_a_window_nothing_that_it_needs(method: Method, mlp: Task) -> None:
+    model, twin = mlp.model(), mlp.model()
+    optimizer, undisturbed = method.build(model, model.parameters()), method.build(twin, twin.parameters())
+    before = hooks(model)
+    for step in range(6):
+        if step % 2:
+            optimizer.attach(model)
+        train(model, optimizer, mlp, 1, start=step)
+        train(twin, undisturbed, mlp, 1, start=step)
+    assert hooks(model) == before
+    assert_identical(values(model), values(twin))

@@ -21,6 +21,16 @@ RULES: dict[str, dict[str, Any]] = {
     "graft-sgd": {"graft": "sgd"},
     "graft-adam": {"graft": "adam", "lr": 1e-3},
     "clipped": {"clip_norm": 0.5, "clip_value": 0.1},
+    "ema": {"momentum_mode": "ema", "weight_decay": 0.1},
+    "over-gradients": {"momentum_mode": "pre"},
+    "betas": {"betas": (0.9, 0.99), "bias_correction": True},
+    "in-the-span": {"betas": (0.5, 1.0), "sgd_weight": 0.0},
+    "legacy-decay": {"weight_decay": 0.01, "weight_decay_mode": "legacy"},
+    "decay-beside": {"weight_decay": 0.1, "weight_decay_mode": "reg"},
+    "both-decays": {"weight_decay": 0.01, "weight_decay_mode": "both"},
+    "relative-damping": {"damping": 0.1, "damping_mode": "relative"},
+    "window-scale": {"scale": "window"},
+    "eigh": {"solver": "eigh"},
 }
 
 
@@ -40,7 +50,7 @@ def descend(method: Method, task: Task, **keywords: Any) -> dict[str, Any]:
     return values(model)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.rules(RULES)
 def test_maximizing_the_negative_is_minimizing(method: Method, mlp: Task, rule: str) -> None:
     assert_identical(ascend(method, mlp, **RULES[rule]), descend(method, mlp, **RULES[rule]))
 
@@ -52,7 +62,8 @@ def test_for_every_variant_and_task(method: Method, variant: Variant, task: Task
 def test_maximize_is_read_from_each_group(method: Method, mlp: Task) -> None:
     model, twin = mlp.model(), mlp.model()
     groups = [{"params": list(model.first.parameters())}, {"params": list(model.second.parameters())}]
-    mixed, plain = method.build(model, groups, **method.bare()), method.build(twin, **method.bare())
+    same = [{"params": list(twin.first.parameters())}, {"params": list(twin.second.parameters())}]
+    mixed, plain = method.build(model, groups, **method.bare()), method.build(twin, same, **method.bare())
     mixed.param_groups[1]["maximize"] = True
     (moved,), (descent,) = displacements(model, mixed, mlp, 1), displacements(twin, plain, mlp, 1)
     for name in ("first.weight", "first.bias", "second.weight", "second.bias"):

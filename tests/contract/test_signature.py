@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 
+import pytest
 import torch
 
 import secondorder
@@ -45,7 +46,7 @@ def test_defaults_of_torchs_own_keywords(method: Method) -> None:
     expected = {"nesterov": False, "weight_decay": 0.0, "decoupled_weight_decay": False, "maximize": False}
     assert {key: defaults[key] for key in expected} == expected
     assert defaults["foreach"] is None
-    assert (defaults["lr"], defaults["momentum"]) == ((0.1, 0.9) if method.needs_module else (1e-3, 0.0))
+    assert (defaults["lr"], defaults["momentum"]) == ((0.1, 0.9) if method.layerwise else (1e-3, 0.0))
 
 
 def test_first_choices_are_the_defaults(method: Method) -> None:
@@ -62,7 +63,25 @@ def test_first_choices_are_the_defaults(method: Method) -> None:
         "grad_scaler": None,
         "loss_reduction": "mean",
         "loss_terms": 1,
+        "scale": "count",
+        "partition": "global",
+        "compression": None,
+        "window_dtype": None,
+        "solver": "auto",
+        "momentum_mode": "heavy_ball",
+        "weight_decay_mode": "standard",
+        "betas": (0.0, 1.0),
+        "sgd_weight": None,
+        "bias_correction": False,
+        "skip_norm_layers": False,
+        "skip_biases": False,
+        "deterministic_seed": 0,
+        "checkpoint_curvature": "all",
     }
+    if not method.layerwise:
+        expected["damping_mode"] = "absolute"
+    if method.cls.__name__.startswith("Sparse"):
+        expected["compression"] = defaults["compression"]
     assert {key: defaults[key] for key in expected if key in defaults} == {
         key: value for key, value in expected.items() if key in defaults
     }
@@ -81,7 +100,8 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
     changing = {
         "lr", "momentum", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize", "damping", "factor_decay",
         "factor_update_steps", "inv_update_steps", "kl_clip", "fallback", "fallback_lr", "fallback_betas",
-        "fallback_eps", "clip_norm", "clip_value",
+        "fallback_eps", "clip_norm", "clip_value", "window_size", "damping_mode", "scale", "solver", "momentum_mode",
+        "weight_decay_mode", "eps", "betas", "sgd_weight", "bias_correction", "graft", "inner",
     }  # fmt: skip
     assert {key for key in changing if method.accepts(key)} <= group.keys()
 
@@ -89,3 +109,32 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
 def test_step_takes_a_closure_only(method: Method) -> None:
     names = list(inspect.signature(method.cls.step).parameters)
     assert names == ["self", "closure"]
+
+
+@pytest.mark.option("window_size")
+def test_numbers_that_window_methods_start_with(method: Method) -> None:
+    defaults = {p.name: p.default for p in parameters(method)}
+    expected = {"window_size": 100, "eps": 1e-4} if method.accepts("eps") else {"window_size": 1024, "damping": 1e-5}
+    assert {key: defaults[key] for key in expected} == expected
+    absent = ("kl_clip", "skip_layers", "factor_update_steps", "inv_update_steps", "stagger", "max_failures")
+    assert not any(map(method.accepts, absent))
+    assert method.accepts("damping") == method.accepts("scale") == method.accepts("solver") != method.accepts("eps")
+
+
+@pytest.mark.option("window_size")
+def test_strategies_and_compressors_stay_out_of_groups_and_state(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model)
+    assert not {"compression", "comm", "window_dtype"} & optimizer.param_groups[0].keys()
+    assert not {"compression", "comm"} & {key for state in optimizer.state.values() for key in state}
+
+
+def test_sparse_mfac_is_mfac_with_a_compressor() -> None:
+    assert issubclass(secondorder.SparseMFAC, secondorder.MFAC)
+    ours, theirs = (inspect.signature(cls).parameters for cls in (secondorder.SparseMFAC, secondorder.MFAC))
+    assert list(ours) == list(theirs)
+    different = [name for name in ours if ours[name].default != theirs[name].default]
+    assert different in ([], ["compression"])
+    optimizer = secondorder.SparseMFAC([torch.nn.Parameter(torch.zeros(5000))], window_size=3)
+    state = next(iter(optimizer.state.values()))
+    assert (state["window_idx"].shape, state["tail_idx"].shape) == ((1, 3, 40), (1, 3, 10))

@@ -1,4 +1,7 @@
-"""Sparse gradients: what torch's rules do with them, the fallback does; covered layers never see one."""
+"""Sparse gradients: what torch's rules do with them, the fallback does; covered layers never see one.
+
+A window takes them as dense ones.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Shadow, values
+from tests.contract.methods import Method, Variant
+from tests.contract.tasks import Shadow, assert_identical, values
 
-pytestmark = pytest.mark.option("module", "fallback")
+LAYERWISE = pytest.mark.option("skip_layers", "fallback")
 
 
 class Lookup(nn.Module):
@@ -30,6 +33,7 @@ def backward(model: nn.Module, step: int) -> None:
     F.cross_entropy(model(indices), torch.randint(2, (6,), generator=generator)).backward()
 
 
+@LAYERWISE
 @pytest.mark.parametrize("foreach", [False, None])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sgd_fallback_takes_them_as_torchs_does(method: Method, momentum: float, foreach: bool | None) -> None:
@@ -46,6 +50,7 @@ def test_sgd_fallback_takes_them_as_torchs_does(method: Method, momentum: float,
     assert not torch.equal(model.head.weight, before["head.weight"])
 
 
+@LAYERWISE
 def test_adamw_fallback_takes_them_as_dense_ones(method: Method) -> None:
     """`torch.optim.AdamW` refuses them; the rows that no index named still decay and keep their moments here."""
     model, twin = Lookup().double(), Lookup().double()
@@ -70,3 +75,34 @@ def test_non_finite_sparse_gradient_drops_the_step(method: Method, bad: float) -
     model.embed.weight.grad = model.embed.weight.grad * bad
     optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+@pytest.mark.option("window_size")
+@pytest.mark.parametrize("foreach", [False, True, None])
+def test_window_takes_them_as_dense_ones(method: Method, variant: Variant, foreach: bool | None) -> None:
+    """Several indices name the same row: their gradients add up."""
+    model, twin = Lookup().double(), Lookup().double()
+    twin.load_state_dict(model.state_dict())
+    twin.embed.sparse = False
+    for net in (model, twin):
+        optimizer = method.build(net, foreach=foreach, weight_decay=0.1, **variant.keywords)
+        for step in range(6):
+            backward(net, step)
+            gradient = net.embed.weight.grad
+            assert gradient.is_sparse == (net is model)
+            optimizer.step()
+            assert net.embed.weight.grad is gradient
+    for name, value in values(model).items():
+        torch.testing.assert_close(value, values(twin)[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.option("window_size")
+def test_sparse_gradient_is_not_written_to(method: Method) -> None:
+    model = Lookup().double()
+    optimizer = method.build(model, weight_decay=0.1, maximize=True)
+    for step in range(3):
+        backward(model, step)
+        gradient = model.embed.weight.grad
+        before = (gradient._indices().clone(), gradient._values().clone())
+        optimizer.step()
+        assert_identical((gradient._indices(), gradient._values()), before)

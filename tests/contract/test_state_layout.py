@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_identical, covered_layers, covered_names, snapshot, train
+from tests.contract.storages import compute_bytes
+from tests.contract.tasks import Task, assert_identical, covered_names, snapshot, train
 
 HALF = (torch.bfloat16, torch.float16)
 
 
-def owners(model: nn.Module) -> set[str]:
-    """Names of the parameters that hold the state of a block: the weights of covered layers."""
-    return {names[0] for names in covered_layers(model).values()}
+def owners(variant: Variant, model: nn.Module) -> set[str]:
+    """Names of the parameters that hold the state of a block: the weights of covered layers, the first of a window."""
+    return {names[0] for names in variant.units(model).values()}
 
 
 def shapes(optimizer: Any) -> list[dict[str, object]]:
@@ -45,15 +46,17 @@ def test_state_holds_tensors_and_ints_under_string_keys(method: Method, variant:
         assert all(isinstance(value, Tensor) or type(value) is int for value in state.values())
 
 
-def test_keys_per_parameter(method: Method, variant: Variant, mlp: Task) -> None:
-    model = mlp.model()
+def test_keys_per_parameter(method: Method, variant: Variant, task: Task) -> None:
+    model = task.model()
     optimizer = method.build(model, **variant.keywords)
     for index, (name, parameter) in enumerate(model.named_parameters()):
-        expected = {"step", "momentum_buffer"}
+        expected = {"step"} | ({"momentum_buffer"} if variant.heavy_ball else set())
         if index == 0:
             expected.add("global_step")
-        if name in owners(model):
+        if name in owners(variant, model):
             expected |= variant.owner_state
+        if name in method.covered(model):
+            expected |= variant.own_state(parameter)
         assert optimizer.state[parameter].keys() == expected, name
 
 
@@ -67,8 +70,9 @@ def test_no_momentum_buffer_without_momentum(method: Method, mlp: Task) -> None:
 @pytest.mark.option("fallback")
 def test_adamw_fallback_keeps_two_moments(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    optimizer = method.build(model, fallback="adamw")
-    assert optimizer.state[model.scale.gain].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    optimizer = method.build(model, fallback="adamw", **method.leave_out)
+    for name in method.left_out(model):
+        assert optimizer.state[model.get_parameter(name)].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_state_is_allocated_at_construction(method: Method, variant: Variant, task: Task) -> None:
@@ -79,20 +83,24 @@ def test_state_is_allocated_at_construction(method: Method, variant: Variant, ta
     assert shapes(optimizer) == at_construction
 
 
-@pytest.mark.option("factor_decay")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF], ids=str)
 def test_curvature_is_at_least_single_precision(
     method: Method, variant: Variant, mlp: Task, dtype: torch.dtype
 ) -> None:
+    """But for what is stored smaller because it was asked for."""
     model = mlp.model(dtype)
     optimizer = method.build(model, **variant.keywords)
     train(model, optimizer, mlp, 3)
-    wanted = torch.float64 if dtype is torch.float64 else torch.float32
-    for name in owners(model):
-        state = optimizer.state[model.get_parameter(name)]
-        for key in variant.owner_state - {"factor_weight", "factor_updates", "refreshes"}:
-            assert state[key].dtype == wanted, key
+    wanted = torch.float64 if compute_bytes(dtype) == 8 else torch.float32
+    dtypes = variant.dtypes(wanted)
+    seen = set()
+    for state in optimizer.state.values():
+        for key in state.keys() & dtypes.keys():
+            assert state[key].dtype == dtypes[key], key
             assert state[key].isfinite().all(), key
+            seen.add(key)
+    own = {key for name in method.covered(model) for key in variant.own_state(model.get_parameter(name))}
+    assert seen >= (variant.owner_state | own) & dtypes.keys()
 
 
 @pytest.mark.option("factor_decay")
@@ -123,6 +131,64 @@ def test_frozen_weight_leaves_the_block_to_the_bias(method: Method, variant: Var
     assert_identical(state["factor_a"], torch.ones(1, 1, dtype=torch.float64))
 
 
+@pytest.mark.option("window_size")
+def test_shapes_of_a_window(method: Method, variant: Variant, task: Task) -> None:
+    """One row per slot, of the shape of the parameter where rows are stored as they are."""
+    model = task.model()
+    optimizer = method.build(model, **variant.keywords)
+    rows = method.keywords["window_size"]
+    scalars = ("pos", "count", "skipped", "solve_failures", "momentum_weight")
+    fixed = {"gram": (rows * (rows + 1) // 2,), "amplification": (10,), **dict.fromkeys(scalars, ())}
+    fixed |= {"momentum_coefficients": (rows,), "dots_momentum": (rows,)}
+    for parameter, state in optimizer.state.items():
+        own = {"window": (rows, *parameter.shape), "gradient_momentum": tuple(parameter.shape)}
+        for key, shape in {**fixed, **own}.items():
+            if key in state:
+                assert tuple(state[key].shape) == shape, key
+        if "window_idx" in state:
+            blocks = parameter.numel() // 8
+            assert state["window_idx"].shape == state["window_val"].shape
+            assert state["window_idx"].shape[:2] == (blocks, rows)
+            assert state["error"].shape[0] == blocks
+        if "tail_idx" in state:
+            assert state["tail_idx"].shape == state["tail_val"].shape
+            assert state["tail_idx"].shape[:2] == (1, rows)
+            assert state["tail_error"].shape[0] == 1
+        if "window_p" in state:
+            n0, n1 = parameter.shape[0], parameter[0].numel()
+            assert (state["window_p"].shape, state["window_q"].shape) == ((rows, 1, n0), (rows, 1, n1))
+            assert (state["q_prev"].shape, state["error"].shape) == ((n1, 1), parameter.shape)
+
+
+@pytest.mark.option("window_size")
+def test_counters_of_a_window(method: Method, variant: Variant, mlp: Task) -> None:
+    """The slot of the next row, and the rows that ever were."""
+    model = mlp.model()
+    optimizer = method.build(model, **variant.keywords)
+    for steps in range(7):
+        for name in owners(variant, model):
+            state = optimizer.state[model.get_parameter(name)]
+            assert (int(state["pos"]), int(state["count"])) == (steps % 4, steps)
+            assert (int(state["skipped"]), int(state["solve_failures"])) == (0, 0)
+        train(model, optimizer, mlp, 1, start=steps)
+
+
+@pytest.mark.option("window_size")
+def test_the_gram_matrix_is_that_of_the_stored_rows(method: Method, variant: Variant, mlp: Task) -> None:
+    """Lower triangle, row by row; rows that are stored as they are."""
+    model = mlp.model()
+    optimizer = method.build(model, **variant.keywords)
+    train(model, optimizer, mlp, 6)
+    for names in variant.units(model).values():
+        states = [optimizer.state[model.get_parameter(name)] for name in names]
+        if not all("window" in state for state in states):
+            continue
+        rows = torch.cat([state["window"].double().flatten(1) for state in states], 1)
+        gram = torch.zeros(4, 4, dtype=torch.float64)
+        gram[tuple(torch.tril_indices(4, 4))] = states[0]["gram"]
+        torch.testing.assert_close(gram, (rows @ rows.mT).tril(), rtol=1e-12, atol=1e-15)
+
+
 def test_step_counts_updates_of_each_parameter(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model)
@@ -143,7 +209,7 @@ def test_counters_of_a_block(method: Method, variant: Variant, mlp: Task) -> Non
     model = mlp.model()
     optimizer = method.build(model, **{**variant.keywords, "stagger": False})
     train(model, optimizer, mlp, 7)
-    for name in owners(model):
+    for name in owners(variant, model):
         state = optimizer.state[model.get_parameter(name)]
         assert (state["factor_updates"], state["refreshes"]) == (4, 2)
         assert state["factor_weight"].shape == ()

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method
+import secondorder
+from tests.contract.methods import Method, Variant
 from tests.contract.tasks import Scale, Task, assert_identical, snapshot, train, values
 
 Saved = dict[str, Any]
@@ -45,7 +46,7 @@ def without_a_key(method: Method, task: Task) -> Saved:
 
 def without_a_factor(method: Method, task: Task) -> Saved:
     saved = own(method, task)
-    del saved["state"][3]["factor_a"]
+    del saved["state"][3][method.landmark]
     return saved
 
 
@@ -89,21 +90,20 @@ def with_a_smaller_group(method: Method, task: Task) -> Saved:
 
 
 WRONG: dict[str, tuple[Callable[[Method, Task], Saved], list[str]]] = {
-    "saved by SGD": (saved_by_sgd, ["factor_a"]),
-    "saved by AdamW": (saved_by_adamw, ["factor_a"]),
+    "saved by SGD": (saved_by_sgd, ["{landmark}"]),
+    "saved by AdamW": (saved_by_adamw, ["{landmark}"]),
     "a state key is missing": (without_a_key, ["momentum_buffer"]),
-    "a factor is missing": (without_a_factor, ["factor_a"]),
+    "a factor or a window is missing": (without_a_factor, ["{landmark}"]),
     "a parameter is missing": (without_a_parameter, ["second.weight"]),
-    "all state is missing": (without_state, ["first.weight", "second.weight"]),
+    "all state is missing": (without_state, ["first.weight", "{last}"]),
     "an unknown state key": (with_an_unknown_key, ["surprise"]),
     "a state value of another kind": (with_a_word_for_a_count, ["global_step"]),
-    "another width": (of_another_width, ["factor_g", "6", "4"]),
+    "another width": (of_another_width, ["{sized}", "6", "4"]),
     "another number of groups": (with_another_number_of_groups, ["group"]),
     "a smaller group": (with_a_smaller_group, ["group"]),
 }
 
 
-@pytest.mark.option("factor_decay")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_checkpoint_is_refused_by_name_and_changes_nothing(method: Method, mlp: Task, wrong: str) -> None:
     make, words = WRONG[wrong]
@@ -116,8 +116,10 @@ def test_wrong_checkpoint_is_refused_by_name_and_changes_nothing(method: Method,
     before = snapshot(optimizer)
     with pytest.raises(ValueError) as refusal:
         optimizer.load_state_dict(saved)
+    sized = "factor_g" if method.layerwise else method.landmark
+    last = "second.weight" if method.layerwise else " more"  # a long list is cut
     for word in words:
-        assert word in str(refusal.value)
+        assert word.format(landmark=method.landmark, sized=sized, last=last) in str(refusal.value)
     assert_identical(snapshot(optimizer), before)
     assert_identical(saved, untouched)
     train(model, optimizer, mlp, 4, start=3)
@@ -151,16 +153,15 @@ def test_state_of_another_inverse_method_than_the_groups_say_is_refused(method: 
     assert_identical(snapshot(optimizer), before)
 
 
-@pytest.mark.option("factor_decay")
 def test_every_difference_is_listed_at_once(method: Method, mlp: Task) -> None:
     saved = own(method, mlp)
-    del saved["state"][0]["factor_a"]
+    del saved["state"][0][method.landmark]
     saved["state"][1]["momentum_buffer"] = torch.zeros(9)
     saved["state"][3]["surprise"] = 1
     with pytest.raises(ValueError) as refusal:
         method.build(mlp.model()).load_state_dict(saved)
     text = str(refusal.value)
-    for word in ("first.weight", "factor_a", "first.bias", "momentum_buffer", "9", "second.weight", "surprise"):
+    for word in ("first.weight", method.landmark, "first.bias", "momentum_buffer", "9", "second.weight", "surprise"):
         assert word in text
 
 
@@ -182,3 +183,94 @@ def test_right_checkpoint_loads_after_a_wrong_one(method: Method, mlp: Task) -> 
     saved = own(method, mlp)
     optimizer.load_state_dict(saved)
     assert_identical(snapshot(optimizer), saved)
+
+
+def refuse(optimizer: Any, saved: Saved, *words: str) -> None:
+    before, untouched = snapshot(optimizer), copy.deepcopy(saved)
+    with pytest.raises(ValueError) as refusal:
+        optimizer.load_state_dict(saved)
+    for word in words:
+        assert word in str(refusal.value)
+    assert_identical(snapshot(optimizer), before)
+    assert_identical(saved, untouched)
+
+
+@pytest.mark.option("window_size")
+def test_every_key_of_a_window_is_needed(method: Method, variant: Variant, mlp: Task) -> None:
+    saved = own(method, mlp, **variant.keywords)
+    optimizer = method.build(mlp.model(), **variant.keywords)
+    names = [name for name, _ in mlp.model().named_parameters()]
+    before = snapshot(optimizer)
+    for index, state in saved["state"].items():
+        for key in state.keys() & (variant.dtypes(torch.float64).keys() | variant.owner_state):
+            kept = {k: v for k, v in state.items() if k != key}
+            with pytest.raises(ValueError, match=rf"{names[index]}.*\b{key}\b"):
+                optimizer.load_state_dict({**saved, "state": {**saved["state"], index: kept}})
+    assert_identical(snapshot(optimizer), before)
+
+
+@pytest.mark.option("window_size")
+def test_every_shape_of_a_window_is_checked(method: Method, variant: Variant, mlp: Task) -> None:
+    saved = own(method, mlp, **variant.keywords)
+    optimizer = method.build(mlp.model(), **variant.keywords)
+    names = [name for name, _ in mlp.model().named_parameters()]
+    before = snapshot(optimizer)
+    for index, state in saved["state"].items():
+        for key in state.keys() & (variant.dtypes(torch.float64).keys() | variant.owner_state):
+            if isinstance(state[key], torch.Tensor):
+                wide = torch.cat([state[key].reshape(-1), state[key].reshape(-1)[:1]])
+                broken = {**state, key: wide}
+                with pytest.raises(ValueError, match=rf"{names[index]}.*\b{key}\b"):
+                    optimizer.load_state_dict({**saved, "state": {**saved["state"], index: broken}})
+    assert_identical(snapshot(optimizer), before)
+
+
+@pytest.mark.option("window_size")
+def test_state_of_another_kind_of_window_is_refused(method: Method, mlp: Task) -> None:
+    """Rows that are stored in different ways are not made into each other."""
+    weight = mlp.model().first.weight
+
+    def rows(variant: Variant) -> object:
+        return variant.own_state(weight) - {"gradient_momentum"}, len(variant.units(mlp.model()))
+
+    for one in method.variants:
+        saved = own(method, mlp, **one.keywords)
+        for other in method.variants:
+            if rows(one) != rows(other):
+                refuse(method.build(mlp.model(), **other.keywords), saved)
+
+
+@pytest.mark.option("compression")
+@pytest.mark.parametrize(
+    "change", [{"density": 0.6}, {"block_size": 4}, {"error_bits": 8}, {"error_feedback": False}], ids=str
+)
+def test_another_compressor_is_refused(method: Method, mlp: Task, change: dict[str, Any]) -> None:
+    given = {"density": 0.3, "block_size": 8}
+    saved = own(method, mlp, compression=secondorder.TopK(**given))
+    optimizer = method.build(mlp.model(), compression=secondorder.TopK(**{**given, **change}))
+    refuse(optimizer, saved, "first.weight")
+
+
+@pytest.mark.option("window_size")
+@pytest.mark.parametrize(("old", "new"), [(4, 6), (4, 2), (6, 4)])
+def test_a_window_of_another_length_loads(method: Method, variant: Variant, mlp: Task, old: int, new: int) -> None:
+    """The newest rows are kept; training goes on with a window of one length or the other, all of it."""
+    model, other = mlp.model(), mlp.model()
+    optimizer = method.build(model, **variant.keywords, window_size=old)
+    train(model, optimizer, mlp, 9)
+    second = method.build(other, **variant.keywords, window_size=new)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(snapshot(optimizer))
+    rows = second.param_groups[0]["window_size"]
+    for names in variant.units(other).values():
+        state = second.state[other.get_parameter(names[0])]
+        assert state["gram"].shape == (rows * (rows + 1) // 2,)
+        assert 0 <= int(state["pos"]) < rows
+        assert int(state["count"]) >= min(rows, old)
+    before = values(other)
+    train(other, second, mlp, 9, start=9)
+    assert all(value.isfinite().all() for value in values(other).values())
+    assert all(not torch.equal(value, before[name]) for name, value in values(other).items())
+    third = method.build(mlp.model(), **variant.keywords, window_size=rows)
+    third.load_state_dict(snapshot(second))
+    assert_identical(snapshot(third), snapshot(second))

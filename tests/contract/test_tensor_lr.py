@@ -15,7 +15,7 @@ LR = 0.125  # exact in every dtype
 
 
 @pytest.mark.parametrize("foreach", [False, None])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.rules(RULES)
 def test_tensor_equals_float(method: Method, mlp: Task, rule: str, foreach: bool | None) -> None:
     results = []
     for lr in (LR, torch.tensor(LR, dtype=torch.float64)):

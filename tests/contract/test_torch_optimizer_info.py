@@ -2,7 +2,7 @@
 
 The promises are those of torch's `test_optim.py`, which does not ship in the wheel, restated on its `OptimizerInfo`.
 Its parameters are bare, so a layer method gets `module=` a net that does not hold them and they follow the fallback;
-`CoveredInfo` runs the same tests over a layer whose parameters do have a block.
+`CoveredInfo` runs the same tests over a layer whose parameters do have a block. A window method covers them either way.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 def inputs_of(method: Method) -> Callable[..., list[OptimizerInput]]:
     def inputs(device: str, dtype: torch.dtype | None = None) -> list[OptimizerInput]:
+        variants = {variant.name: variant.keywords for variant in method.variants}
         return [
             OptimizerInput(params=None, kwargs={**method.keywords, **keywords}, desc=name)
-            for name, keywords in CONFIGURATIONS.items()
+            for name, keywords in {**CONFIGURATIONS, **variants}.items()
         ]
 
     return inputs
@@ -142,7 +143,7 @@ class Info(OptimizerInfo):
         return nn.Linear(2, 2, device=device), [weight, bias], loss
 
     def build(self, module: nn.Module, params: Any, **keywords: Any) -> Any:
-        extra = {"module": module} if self.method.needs_module else {}
+        extra = {"module": module} if self.method.layerwise else {}
         return self.optim_cls(params, **extra, **keywords)
 
 
@@ -153,7 +154,7 @@ class CoveredInfo(Info):
 
     def __init__(self, method: Method) -> None:
         super().__init__(method)
-        self.supports_complex = False
+        self.supports_complex = False  # the loss below is real for real numbers only
 
     def problem(self, device: str, dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter], Callable[[], Tensor]]:
         _, (weight, bias), _ = super().problem(device, dtype)
@@ -163,7 +164,7 @@ class CoveredInfo(Info):
         return layer, [weight, bias], lambda: layer(inputs).square().sum(-1).mean()
 
 
-OPTIMS = [info(method) for method in METHODS for info in (Info, CoveredInfo)]
+OPTIMS = [info(method) for method in METHODS for info in ((Info, CoveredInfo) if method.layerwise else (Info,))]
 EVERY, WITH_COMPLEX = [torch.float64], [torch.float64, torch.complex128]
 
 

@@ -1,4 +1,7 @@
-"""Coupled decay is added to the preconditioned gradient; decoupled decay shrinks the parameters beside it."""
+"""Coupled decay is added to the preconditioned gradient; decoupled decay shrinks the parameters beside it.
+
+A window method adds coupled decay to the gradient, as torch's own optimizers do: it enters the window.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,35 @@ import pytest
 import torch
 
 from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, displacements, values
+from tests.contract.tasks import Task, displacements, train, values
 
 LR, DECAY = 0.5, 0.1
 
 
-def moves(method: Method, task: Task, steps: int, **keywords: Any) -> list[dict[str, torch.Tensor]]:
+Moves = list[dict[str, torch.Tensor]]
+
+
+def moves(method: Method, task: Task, steps: int, **keywords: Any) -> Moves:
     model = task.model()
     return list(displacements(model, method.build(model, **method.bare(lr=LR, **keywords)), task, steps))
+
+
+def decayed(method: Method, task: Task, steps: int, decoupled: bool = False, begin: int = 0, **keywords: Any) -> Moves:
+    """What steps with decay (from the step `begin` on) add to the parameters without momentum, made without decay."""
+    model = task.model()
+    optimizer, start, taken = method.build(model, **method.bare(lr=LR, **keywords)), values(model), []
+
+    def into_the_gradient(*_: object) -> None:
+        taken.append(1)
+        for parameter in model.parameters() if len(taken) > begin else ():
+            parameter.grad.add_(parameter.detach(), alpha=-DECAY if keywords.get("maximize") else DECAY)
+
+    if not decoupled and not method.layerwise:
+        optimizer.register_step_pre_hook(into_the_gradient)
+        return list(displacements(model, optimizer, task, steps))
+    pull = [0.0] * begin + [LR * DECAY] * (steps - begin)
+    without = displacements(model, optimizer, task, steps)
+    return [{n: m[n] - by * start[n] for n in m} for m, by in zip(without, pull, strict=True)]
 
 
 def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -25,20 +49,17 @@ def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_without_momentum_the_two_agree(method: Method, variant: Variant, task: Task, decoupled: bool) -> None:
-    """`θ - lr (V + wd θ)` either way; V is that of the gradient without decay."""
-    start = values(task.model())
-    plain = moves(method, task, 3, **variant.keywords)
+    """`θ - lr (V + wd θ)` either way for a layer method; V is that of the gradient without decay."""
+    expected = decayed(method, task, 6, decoupled, **variant.keywords)
     options = {"weight_decay": DECAY, "decoupled_weight_decay": decoupled}
-    for without, moved in zip(plain, moves(method, task, 3, **variant.keywords, **options), strict=True):
-        assert_close(moved, {name: without[name] - LR * DECAY * start[name] for name in start})
+    for wanted, moved in zip(expected, moves(method, task, 6, **variant.keywords, **options), strict=True):
+        assert_close(moved, wanted)
 
 
 def test_coupled_decay_enters_the_momentum(method: Method, mlp: Task) -> None:
-    start = values(mlp.model())
-    one, two = moves(method, mlp, 2)
+    one, two = decayed(method, mlp, 2)
     _, moved = moves(method, mlp, 2, momentum=0.5, weight_decay=DECAY)
-    pull = {name: LR * DECAY * value for name, value in start.items()}
-    assert_close(moved, {name: two[name] - pull[name] + 0.5 * (one[name] - pull[name]) for name in start})
+    assert_close(moved, {name: two[name] + 0.5 * one[name] for name in two})
 
 
 def test_decoupled_decay_stays_out_of_the_momentum(method: Method, mlp: Task) -> None:
@@ -51,35 +72,78 @@ def test_decoupled_decay_stays_out_of_the_momentum(method: Method, mlp: Task) ->
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_nesterov_looks_ahead(method: Method, mlp: Task, decoupled: bool) -> None:
     start = values(mlp.model())
-    one, two = moves(method, mlp, 2)
+    one, two = moves(method, mlp, 2) if decoupled else decayed(method, mlp, 2)
     options = {"weight_decay": DECAY, "decoupled_weight_decay": decoupled}
     _, moved = moves(method, mlp, 2, momentum=0.5, nesterov=True, **options)
-    inside = {name: (0.0 if decoupled else LR * DECAY) * value for name, value in start.items()}
     outside = {name: (LR * DECAY if decoupled else 0.0) * value for name, value in start.items()}
     expected = {}
     for name in start:
-        first, second = one[name] - inside[name], two[name] - inside[name]
-        expected[name] = second + 0.5 * (second + 0.5 * first) - outside[name]
+        expected[name] = two[name] + 0.5 * (two[name] + 0.5 * one[name]) - outside[name]
     assert_close(moved, expected)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_maximize_still_decays(method: Method, mlp: Task, decoupled: bool) -> None:
-    start = values(mlp.model())
-    (plain,) = moves(method, mlp, 1)
+    (expected,) = decayed(method, mlp, 1, decoupled, maximize=True)
     options = {"weight_decay": DECAY, "decoupled_weight_decay": decoupled}
     (moved,) = moves(method, mlp, 1, maximize=True, **options)
-    assert_close(moved, {name: -plain[name] - LR * DECAY * start[name] for name in start})
+    assert_close(moved, expected)
+    if decoupled or method.layerwise:
+        start, (plain,) = values(mlp.model()), moves(method, mlp, 1)
+        assert_close(moved, {name: -plain[name] - LR * DECAY * start[name] for name in start})
 
 
 def test_decay_is_read_at_each_step(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model, **method.bare(lr=LR))
-    start = values(model)
 
     def decay() -> None:
         optimizer.param_groups[0]["weight_decay"] = DECAY
 
     _, moved = displacements(model, optimizer, mlp, 2, decay)
-    without = moves(method, mlp, 2)[1]
-    assert_close(moved, {name: without[name] - LR * DECAY * start[name] for name in start})
+    _, expected = decayed(method, mlp, 2, begin=1)
+    assert_close(moved, expected)
+
+
+@pytest.mark.option("weight_decay_mode")
+def test_legacy_decay_does_not_know_the_learning_rate(method: Method, variant: Variant, mlp: Task) -> None:
+    start = values(mlp.model())
+    plain = moves(method, mlp, 3, **variant.keywords)
+    options = {"weight_decay": DECAY, "weight_decay_mode": "legacy"}
+    for without, moved in zip(plain, moves(method, mlp, 3, **variant.keywords, **options), strict=True):
+        assert_close(moved, {name: without[name] - DECAY * start[name] for name in start})
+
+
+@pytest.mark.option("weight_decay_mode", "damping")
+def test_decay_beside_the_window_is_preconditioned_by_it(method: Method, mlp: Task) -> None:
+    """`reg`: F⁻¹(g + wd θ) with raw gradients in the window; a direction is linear in what is preconditioned."""
+    start, huge = values(mlp.model()), 1e12
+    keywords = {"damping": huge, "lr": huge, "weight_decay_mode": "reg"}
+    model, twin = mlp.model(), mlp.model()
+    for net, decay in ((model, 0.0), (twin, DECAY)):
+        optimizer = method.build(net, **{**method.bare(), **keywords, "weight_decay": decay})
+        train(net, optimizer, mlp, 1)
+    for name, value in values(model).items():  # F is λ up to rounding: the difference is the decay itself
+        torch.testing.assert_close(value - values(twin)[name], DECAY * start[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.option("weight_decay_mode")
+def test_gradients_enter_the_window_raw_beside_their_decay(method: Method, mlp: Task) -> None:
+    grams = {}
+    for mode in ("standard", "legacy", "reg", "both"):
+        model = mlp.model()
+        optimizer = method.build(model, **method.bare(weight_decay=DECAY, weight_decay_mode=mode))
+        for _ in displacements(model, optimizer, mlp, 3):
+            pass
+        grams[mode] = optimizer.state[model.first.weight]["gram"].clone()
+    assert torch.equal(grams["legacy"], grams["reg"])
+    assert torch.equal(grams["legacy"], grams["both"])
+    assert not torch.equal(grams["legacy"], grams["standard"])
+
+
+@pytest.mark.option("weight_decay_mode")
+def test_both_decays_are_the_sum_of_the_two(method: Method, mlp: Task) -> None:
+    start = values(mlp.model())
+    beside = moves(method, mlp, 3, weight_decay=DECAY, weight_decay_mode="reg")
+    for one, moved in zip(beside, moves(method, mlp, 3, weight_decay=DECAY, weight_decay_mode="both"), strict=True):
+        assert_close(moved, {name: one[name] - DECAY * start[name] for name in start})

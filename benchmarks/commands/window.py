@@ -1,0 +1,316 @@
+"""``window``: what a step of M-FAC costs beside what memory bandwidth alone would take, and the bytes of its window.
+
+Random gradients, one optimizer at a time, its window full from the start (``benchmarks/filling.py`` says how). Between
+any two steps stands a copy of a large tensor, and for dense rows also the plain pair ``torch.mv(G, g)``,
+``torch.mv(G.T, a)``, so that the ratios are between things measured at the same moment. Floor of a step: the bytes that
+it must move (``benchmarks/footprint.py``) over the rate of the copies, and the FLOPs of the Cholesky factorisation over
+the measured rate of float64 matrix products.
+"""
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks import report
+from benchmarks.filling import dense_rows, fill_windows
+from benchmarks.footprint import footprint, moved_bytes, solve_flops
+from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, seconds
+from benchmarks.recipes import Settings, window_keywords
+from benchmarks.runner import memory_usage
+from benchmarks.shapes import SizeName, count, shapes_of
+from secondorder import MFAC
+
+StorageName = Literal["dense", "dense-bf16", "topk", "topk-bf16", "topk-bf16-4bit", "lowrank"]
+
+STORAGES: dict[StorageName, Settings] = {
+    "dense": {},
+    "dense-bf16": {"window_dtype": "bfloat16"},
+    "topk": {"density": 0.01},
+    "topk-bf16": {"density": 0.01, "value_dtype": "bfloat16"},
+    "topk-bf16-4bit": {"density": 0.01, "value_dtype": "bfloat16", "error_bits": 4},
+    "lowrank": {"rank": 4},
+}
+"""Keywords of each way to keep rows, as ``--set`` of ``train`` takes them."""
+
+_ROWS = 1024
+_DENSE_ROWS: dict[SizeName, int] = {"autoencoder": 512, "large": 128, "resnet50": 128}
+"""Where 1,024 dense rows are more than most machines hold."""
+
+_CASE = ("parameters", "rows", "m")
+TIME_COLUMNS = (*_CASE, "step ms", "floor ms", "ratio", "mv pair ms", "step / pair", "copy GB/s")
+BYTE_COLUMNS = (*_CASE, "window", "error", "Gram", "formula", "total", "dense / these", "peak of a step")
+
+
+@dataclass
+class Window:
+    """Time a step of M-FAC against the floor of memory bandwidth, and compare its bytes with the formulas."""
+
+    sizes: tuple[SizeName, ...] = ("resnet20", "autoencoder", "large")
+    """Whose parameters; large is ResNet-18 and resnet50 ResNet-50, for ImageNet."""
+    storages: tuple[StorageName, ...] = get_args(StorageName)
+    """How rows are kept."""
+    window_size: int | None = None
+    """Rows; unset: 1024, but of dense ones 512 for the autoencoder and 128 for large and resnet50."""
+    steps: int = 20
+    """Timed steps of each."""
+    memory: bool = True
+    """Measure the peak memory of a step, too."""
+    device: str = "cpu"
+    """Where to run."""
+    seed: int = 0
+    """Seed of rows and gradients."""
+    threads: int = 2
+    """Threads that torch computes with."""
+    out_dir: Path = Path("bench-output")
+    """Folder for the table and the results."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0, or 1 when ``memory_usage()`` of a window is not what the formulas say.
+        """
+        torch.set_num_threads(self.threads)
+        cases = [(size, storage) for size in self.sizes for storage in self.storages]
+        gemm = gemm_gflops(dtype=torch.float64, device=torch.device(self.device))
+        results = []
+        with report.progress_bar() as progress:
+            task = progress.add_task("windows", total=len(cases))
+            for size, storage in cases:
+                progress.update(task, description=f"{size}, {storage}")
+                results.append(self._measure(size, storage, gemm))
+                progress.advance(task)
+        data = {"device": self.device, "seed": self.seed, "gemm_gflops_float64": asdict(gemm), "results": results}
+        report.save(self.out_dir, "window", [_time_table(results, gemm), _byte_table(results)], data)
+        return int(any(result.get("bytes_as_formula") is False for result in results))
+
+    def _measure(self, size: SizeName, storage: StorageName, gemm: Rate) -> dict[str, Any]:
+        """Build one optimizer, fill its window, time its steps and count its bytes.
+
+        Args:
+            size: Whose parameters.
+            storage: How rows are kept.
+            gemm: Measured rate of float64 matrix products.
+
+        Returns:
+            Figures by name; times in seconds.
+        """
+        gc.collect()  # the window before this one
+        shapes, rows = shapes_of(size), self._rows(size, storage)
+        figures: dict[str, Any] = {"size": size, "storage": storage, "window_size": rows, "parameters": count(shapes)}
+        keywords = window_keywords({**STORAGES[storage], "window_size": rows})
+        params = [nn.Parameter(torch.zeros(shape, device=self.device)) for shape in shapes]
+        try:
+            optimizer = MFAC(params, **keywords)
+        except RuntimeError as err:  # it does not fit into the memory that is free
+            return {**figures, "skipped": str(err)}
+        fill_windows(optimizer, self.seed)
+        bench = _Bench(optimizer, params, self.seed)
+        times = bench.run(self.steps)
+        held = footprint(shapes, rows, keywords.get("compression"), keywords.get("window_dtype"))
+        moved = moved_bytes(shapes, held, keywords.get("compression"))
+        return {
+            **figures,
+            "times": times,
+            **_ratios(times, moved, solve_flops(rows), gemm),
+            **_bytes(memory_usage(optimizer), asdict(held), 4 * rows * count(shapes)),
+            "peak_bytes": bench.peak() if self.memory else None,
+        }
+
+    def _rows(self, size: SizeName, storage: StorageName) -> int:
+        if self.window_size is not None:
+            return self.window_size
+        return _DENSE_ROWS.get(size, _ROWS) if storage.startswith("dense") else _ROWS
+
+
+class _Bench:
+    """Steps of one optimizer, and what is timed between them."""
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], seed: int) -> None:
+        """Keep what a step needs.
+
+        Args:
+            optimizer: The optimizer, its window full.
+            params: Its parameters.
+            seed: Seed of the gradients.
+        """
+        self.optimizer, self.params = optimizer, params
+        self.device = params[0].device
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+        self._std = sum(p.numel() for p in params) ** -0.5
+        for p in params:
+            p.grad = torch.empty_like(p)
+
+    def run(self, steps: int) -> dict[str, list[float]]:
+        """Take steps in turn with the copy and, for dense rows, the plain pair of products.
+
+        Args:
+            steps: Timed steps, after two that are not.
+
+        Returns:
+            Seconds of each kind of work.
+        """
+        works: dict[str, Callable[[], object]] = {
+            "step": lambda: self.optimizer.step(),
+            "copy": copying(COPY_BYTES, self.device),
+        }
+        rows = dense_rows(self.optimizer)
+        if rows is not None:
+            works["pair"] = _plain_pair(rows)
+        times: dict[str, list[float]] = {name: [] for name in works}
+        gc.disable()  # a collection in the middle of a step would be charged to it
+        try:
+            for turn in range(-2, steps):
+                self._draw()
+                for name, work in works.items():
+                    spent = seconds(work, self.device)
+                    if turn >= 0:
+                        times[name].append(spent)
+        finally:
+            gc.enable()
+        return times
+
+    def peak(self) -> int:
+        """Return the bytes above the level at rest at the peak of a further step."""
+        self._draw()
+        return peak_bytes(lambda: self.optimizer.step(), self.device)
+
+    def _draw(self) -> None:
+        for p in self.params:
+            assert p.grad is not None
+            p.grad.normal_(0, self._std, generator=self._generator)
+
+
+def _plain_pair(rows: Tensor) -> Callable[[], object]:
+    """Return the two products with a dense window that no step can do without, done the plain way.
+
+    Args:
+        rows: G ``[m, d]``.
+
+    Returns:
+        A function that computes them.
+    """
+    vector = torch.ones_like(rows[0])
+    return lambda: torch.mv(rows.T, torch.mv(rows, vector))
+
+
+def _ratios(times: dict[str, list[float]], moved: int, flops: float, gemm: Rate) -> dict[str, Any]:
+    """Return the floor of a step, and the ratios of medians and of minima.
+
+    Args:
+        times: Seconds of each kind of work.
+        moved: Bytes that a step must move.
+        flops: FLOPs that it must do in float64.
+        gemm: Rate of those.
+
+    Returns:
+        Figures by name.
+    """
+    figures: dict[str, Any] = {"moved_bytes": moved}
+    for suffix, pick, rate in (("", statistics.median, gemm.median), ("_of_minima", min, gemm.best)):
+        step, copy = pick(times["step"]), 2 * COPY_BYTES / pick(times["copy"])
+        floor = moved / copy + flops / (1e9 * rate)
+        figures |= {f"step{suffix}": step, f"floor{suffix}": floor, f"ratio{suffix}": step / floor}
+        figures[f"copy_gbytes{suffix}"] = copy / 1e9
+        if "pair" in times:
+            figures[f"pair{suffix}"] = pick(times["pair"])
+            figures[f"step_over_pair{suffix}"] = step / pick(times["pair"])
+    return figures
+
+
+def _bytes(memory: dict[str, int], formula: dict[str, int], dense: int) -> dict[str, Any]:
+    """Compare what an optimizer says that it holds with the formulas.
+
+    Args:
+        memory: Its ``memory_usage()``.
+        formula: Bytes by kind.
+        dense: Bytes of dense float32 rows.
+
+    Returns:
+        Figures by name.
+    """
+    state = sum(memory.get(kind, 0) for kind in formula)
+    return {
+        "memory": memory,
+        "formula": formula,
+        "bytes_as_formula": all(memory.get(kind, 0) == size for kind, size in formula.items()),
+        "dense_over_state": dense / state,
+        "dense_over_total": dense / memory["total"],
+    }
+
+
+def _time_table(results: Sequence[dict[str, Any]], gemm: Rate) -> Table:
+    """Return the table of times.
+
+    Args:
+        results: Figures of every case.
+        gemm: Measured rate of float64 matrix products.
+
+    Returns:
+        The table; below it stands why a case was left out.
+    """
+    rows = []
+    for r in results:
+        if "skipped" in r:
+            rows.append((*_case(r), "skipped"))
+            continue
+        pair = ("-", "-")
+        if "pair" in r:
+            pair = (_ms(r["pair"]), f"{r['step_over_pair']:.2f} ({r['step_over_pair_of_minima']:.2f})")
+        ratio = f"{r['ratio']:.2f} ({r['ratio_of_minima']:.2f})"
+        rows.append((*_case(r), _ms(r["step"]), _ms(r["floor"]), ratio, *pair, f"{r['copy_gbytes']:.1f}"))
+    caption = (
+        "Medians (ratios of minima in brackets). Floor: bytes that a step must move over the rate of copying between "
+        f"steps, and m³/3 FLOPs at {gemm.median:.0f} GFLOP/s in float64. Threads: {torch.get_num_threads()}."
+    )
+    reasons = [f"Skipped: {', '.join(_case(r))}: {r['skipped']}" for r in results if "skipped" in r]
+    return report.make_table("Time of a step of M-FAC, window full", TIME_COLUMNS, rows, "\n".join([caption, *reasons]))
+
+
+def _byte_table(results: Sequence[dict[str, Any]]) -> Table:
+    """Return the table of bytes.
+
+    Args:
+        results: Figures of every case.
+
+    Returns:
+        The table.
+    """
+    rows = []
+    for r in results:
+        if "skipped" in r:
+            continue
+        kinds = (_mb(r["memory"].get(kind, 0)) for kind in r["formula"])
+        verdict = "equal" if r["bytes_as_formula"] else _difference(r)
+        peak = "-" if r["peak_bytes"] is None else _mb(r["peak_bytes"])
+        rows.append((*_case(r), *kinds, verdict, _mb(r["memory"]["total"]), f"{r['dense_over_state']:.1f}", peak))
+    caption = (
+        "MB. Dense / these: 4 m d bytes of dense float32 rows over those of window, error and Gram matrix. Total: all "
+        "that memory_usage() counts. Peak: what torch allocates in a step above the level between steps."
+    )
+    return report.make_table("Memory", BYTE_COLUMNS, rows, caption)
+
+
+def _case(result: dict[str, Any]) -> tuple[str, ...]:
+    return f"{result['size']} {result['parameters'] / 1e6:.2f}M", result["storage"], str(result["window_size"])
+
+
+def _difference(result: dict[str, Any]) -> str:
+    pairs = ((kind, result["memory"].get(kind, 0) - size) for kind, size in result["formula"].items())
+    return ", ".join(f"{kind} {excess:+,}" for kind, excess in pairs if excess)
+
+
+def _ms(value: float) -> str:
+    return f"{1e3 * value:.1f}"
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.2f}"

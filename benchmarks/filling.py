@@ -1,0 +1,126 @@
+"""A full window without as many steps: every row is drawn at random, straight into the optimizer's memory.
+
+Rows are independent and of norm about one: normal numbers, for TopK one entry out of each of k equal parts of a block,
+for LowRank two normal factors. The Gram matrix is set to the identity: the true one differs from it by some 1/√d per
+entry, and no step's time depends on that. Later steps push real rows with their real dots over the random ones.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from secondorder import TopK
+from secondorder.curvature.window import GradientWindow
+from secondorder.windowed import WindowOptimizer
+
+
+def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:
+    """Fill every row of every window of an optimizer that has not taken a step.
+
+    Args:
+        optimizer: A window method.
+        seed: Seed of the rows.
+
+    Returns:
+        Number of rows of the longest window.
+
+    Raises:
+        ValueError: When there is no window.
+    """
+    windows = windows_of(optimizer)
+    if not windows:
+        raise ValueError(f"{type(optimizer).__name__} has no window of gradients")
+    for index, window in enumerate(windows):
+        _fill(window, torch.Generator(window.device).manual_seed(seed + index))
+    return max(window.m for window in windows)
+
+
+def windows_of(optimizer: Optimizer) -> list[GradientWindow]:
+    """Return the windows of an optimizer.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        The windows, none for one that is no window method.
+    """
+    return [unit.window for unit in optimizer._units] if isinstance(optimizer, WindowOptimizer) else []
+
+
+def dense_rows(optimizer: Optimizer) -> Tensor | None:
+    """Return the matrix of all dense rows without a copy.
+
+    Args:
+        optimizer: A window method.
+
+    Returns:
+        G ``[m, d]`` over the memory of the window; None when rows are not dense or do not lie in one piece of memory.
+    """
+    windows = windows_of(optimizer)
+    parts = [window.state(i).get("window") for window in windows for i in range(len(window.places))]
+    rows = [part for part in parts if part is not None]
+    if len(windows) != 1 or len(rows) < len(parts) or len({part.untyped_storage().data_ptr() for part in rows}) > 1:
+        return None
+    m, entries = windows[0].m, sum(part.numel() for part in rows)
+    if rows[0].untyped_storage().nbytes() != entries * rows[0].itemsize:
+        return None
+    return rows[0].as_strided((m, entries // m), (entries // m, 1), 0)
+
+
+def _fill(window: GradientWindow, generator: torch.Generator) -> None:
+    """Fill the rows of one window.
+
+    Args:
+        window: The window.
+        generator: Source of the numbers.
+    """
+    sizes = [math.prod(place.shape) for place in window.places]
+    for i, size in enumerate(sizes):
+        _fill_tensor(window, i, size, sum(sizes) ** -0.5, generator)
+    each = torch.arange(window.m, device=window.device)
+    window.gram.zero_()[each * (each + 3) // 2] = 1  # entry (i, i) of the lower triangle, packed row by row
+    window.counters["pos"].zero_()
+    window.counters["count"].fill_(window.m)
+    window.recount()
+
+
+def _fill_tensor(window: GradientWindow, i: int, size: int, std: float, generator: torch.Generator) -> None:
+    """Draw the part of all rows that belongs to one tensor.
+
+    Args:
+        window: The window.
+        i: Which tensor.
+        size: Its number of entries.
+        std: Root of the mean square of the entries of a row.
+        generator: Source of the numbers.
+    """
+    state, rule = window.state(i), window.form.compression
+    if "window" in state:
+        state["window"].normal_(0, std, generator=generator)
+    if "window_p" in state:
+        state["window_p"].normal_(generator=generator)
+        state["window_q"].normal_(0, std * state["window_p"].shape[1] ** -0.5, generator=generator)
+    if not isinstance(rule, TopK):
+        return
+    values = [state[key] for key in ("window_val", "tail_val") if key in state]
+    kept = sum(part.numel() // window.m for part in values)
+    for part in values:
+        part.normal_(0, std * (size / kept) ** 0.5, generator=generator)
+    for key, length in (("window_idx", rule.block_size), ("tail_idx", size % rule.block_size)):
+        if key in state:
+            _fill_offsets(state[key], length, generator)
+
+
+def _fill_offsets(offsets: Tensor, length: int, generator: torch.Generator) -> None:
+    """Draw ascending offsets, one from each of k equal parts of a block.
+
+    Args:
+        offsets: What to fill ``[n, m, k]``.
+        length: Entries of a block.
+        generator: Source of the numbers.
+    """
+    k = offsets.shape[-1]
+    starts = torch.arange(k, device=offsets.device) * length // k
+    offsets.random_(length // k, generator=generator).add_(starts.to(offsets.dtype))

@@ -1,0 +1,232 @@
+"""``window``: shapes, bytes from formulas, full windows, and the command at tiny size."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.cli import main
+from benchmarks.commands.window import STORAGES
+from benchmarks.filling import dense_rows, fill_windows
+from benchmarks.footprint import footprint, kept, moved_bytes
+from benchmarks.recipes import window_keywords
+from benchmarks.shapes import count, shapes_of
+from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
+
+SHAPES = [(100, 50), (3,), (700,), (8, 4, 3, 3), (512,)]
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("name", "d"),
+    [
+        ("digits", 38_282),
+        ("resnet20", 269_722),
+        ("autoencoder", 2_837_314),
+        ("large", 11_689_512),
+        ("resnet50", 25_557_032),
+    ],
+)
+def test_shapes_are_those_of_the_published_models(name, d):
+    assert count(shapes_of(name)) == d
+
+
+@pytest.mark.parametrize(
+    ("length", "keywords", "k"),
+    [
+        (4096, {}, 40),  # 40.96, rounded to a multiple of 8
+        (512, {"block_size": 512}, 8),  # 5.12, but at least 8
+        (4096, {"density": 0.5}, 2048),
+        (4096, {"density": 1.0}, 4096),
+        (64, {"block_size": 64, "density": 0.99}, 64),
+        (32, {"block_size": 32}, 1),  # a small block: rounded up
+        (3000, {}, 30),  # a short block
+        (7, {}, 1),
+    ],
+)
+def test_kept(length, keywords, k):
+    assert kept(length, TopK(**keywords)) == k
+
+
+def test_bytes_by_hand():
+    """One tensor of 2 full blocks of 64 and a short one of 22, and a vector of 10; k = 8, 8, 3 and 1."""
+    shapes, rows = [(15, 10), (10,)], 5
+    gram = 8 * 15
+    assert _bytes(shapes, rows, None) == (rows * 160 * 4, 0, gram)
+    assert _bytes(shapes, rows, None, torch.bfloat16) == (rows * 160 * 2, 0, gram)
+    sparse = {"density": 0.125, "block_size": 64}
+    assert _bytes(shapes, rows, TopK(**sparse)) == (rows * (8 + 8 + 3 + 2) * 6, 640, gram)
+    packed = TopK(**sparse, value_dtype=torch.bfloat16, error_bits=4)
+    assert _bytes(shapes, rows, packed) == (rows * 21 * 4, 32 + 32 + 11 + 5 + 4 * 4, gram)
+    assert _bytes(shapes, rows, TopK(**sparse, error_feedback=False))[1] == 0
+    assert _bytes(shapes, rows, TopK(block_size=2**16))[0] == rows * (2 + 1) * 8  # int32
+    assert _bytes(shapes, rows, TopK(density=1.0)) == (rows * 160 * 4, 0, gram)
+    assert _bytes(shapes, rows, TopK(density=1.0, value_dtype=torch.bfloat16)) == (rows * 160 * 2, 640, gram)
+    assert _bytes(shapes, rows, LowRank(2)) == (rows * (2 * 25 + 10) * 4, 600, gram)
+    assert _bytes(shapes, rows, LowRank(6)) == (rows * 160 * 4, 0, gram)  # the factors would be as large
+
+
+def _bytes(*args):
+    held = footprint(*args)
+    return held.window, held.error, held.gram
+
+
+@pytest.mark.parametrize(("storage", "at_least"), [("topk", 60), ("topk-bf16", 90), ("topk-bf16-4bit", 95)])
+@pytest.mark.parametrize("size", ["autoencoder", "large", "resnet50"])
+def test_a_sparse_window_is_as_small_as_promised(storage, at_least, size):
+    shapes, rows = shapes_of(size), 1024
+    held = footprint(shapes, rows, window_keywords(STORAGES[storage])["compression"])
+    assert 4 * rows * count(shapes) >= at_least * held.total
+
+
+def test_moved_bytes():
+    shapes = [(1000, 1000)]
+    assert moved_bytes(shapes, footprint(shapes, 10, None), None) == 2 * 10 * 4_000_000
+    top_k = TopK()
+    row = (244 * 40 + 6) * 6  # 244 full blocks and one of 576 entries
+    assert moved_bytes(shapes, footprint(shapes, 10, top_k), top_k) == 2 * 10 * row + 24_000_000
+
+
+def test_window_keywords():
+    assert window_keywords({"lr": 1.0, "window_size": 3}) == {"lr": 1.0, "window_size": 3}
+    assert window_keywords({"window_dtype": "bfloat16"}) == {"window_dtype": torch.bfloat16}
+    assert window_keywords({"rank": 3}) == {"compression": LowRank(3)}
+    assert window_keywords({"beta2": 0.9}) == {"betas": (0.0, 0.9)}
+    plain = {"density": 0.1, "block_size": 64, "value_dtype": "bfloat16", "error_bits": 4}
+    expected = TopK(density=0.1, block_size=64, value_dtype=torch.bfloat16, error_bits=4)
+    assert window_keywords({**plain, "lr": 1.0}) == {"compression": expected, "lr": 1.0}
+    for bad, message in (
+        ({"rank": 2, "block_size": 64}, "rank=2 asks for LowRank and block_size for TopK"),
+        ({"window_dtype": "bf16"}, "window_dtype must be the name of a dtype, such as bfloat16, got 'bf16'"),
+        ({"value_dtype": "nn"}, "value_dtype must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            window_keywords(bad)
+
+
+STORED = {
+    "dense": {},
+    "bfloat16": {"window_dtype": torch.bfloat16},
+    "topk": {"compression": TopK(density=0.1, block_size=512)},
+    "topk without feedback": {"compression": TopK(density=0.1, block_size=512, error_feedback=False)},
+    "topk 4 bits": {"compression": TopK(density=0.1, block_size=512, value_dtype=torch.bfloat16, error_bits=4)},
+    "topk of all": {"compression": TopK(density=1.0, block_size=512)},
+    "lowrank": {"compression": LowRank(2)},
+}
+
+
+@pytest.mark.parametrize("partition", ["global", "layer"])
+@pytest.mark.parametrize("storage", STORED)
+def test_a_filled_window_is_the_one_that_steps_use(storage, partition):
+    """The step after the filling writes row 0 of the Gram matrix: it must hold the dots with the random rows."""
+    rows = 6
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    optimizer = MFAC(params, window_size=rows, partition=partition, **STORED[storage])
+    assert fill_windows(optimizer) == rows
+    for p in params:
+        p.grad = torch.randn_like(p) / count(SHAPES) ** 0.5
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    units = [range(len(SHAPES))] if partition == "global" else [[i] for i in range(len(SHAPES))]
+    for unit in units:
+        stored = sum(_gram(state[i], SHAPES[i]) for i in unit)
+        kept = _unpacked(state[unit[0]]["gram"], rows)
+        torch.testing.assert_close(kept[0], stored[0], rtol=1e-4, atol=1e-6)
+        assert int(state[unit[0]]["count"]) == rows + 1
+        assert int(state[unit[0]]["pos"]) == 1
+        if partition == "global":
+            assert 0.5 < stored.diagonal()[1:].mean() < 2
+    for i in range(len(SHAPES)):
+        for key in ("window_idx", "tail_idx"):
+            if key in state[i]:
+                assert (state[i][key].diff(dim=-1) > 0).all()
+
+
+def _unpacked(packed, rows):
+    full = torch.zeros(rows, rows, dtype=torch.float64)
+    row, column = torch.tril_indices(rows, rows)
+    full[row, column] = full[column, row] = packed
+    return full
+
+
+def _gram(state, shape):
+    rows = _rows(state, shape)
+    return rows @ rows.T
+
+
+def _rows(state, shape):
+    """The window of one parameter as a dense float64 matrix, from what ``state_dict`` shows."""
+    numel = math.prod(shape)
+    if "window" in state:
+        return state["window"].flatten(1).double()
+    if "window_p" in state:
+        return (state["window_p"].mT.double() @ state["window_q"].double()).flatten(1)
+    parts, start = [], 0
+    for name, size in (("window", 512), ("tail", numel % 512)):
+        if f"{name}_val" not in state:
+            continue
+        values = state[f"{name}_val"].double()
+        if f"{name}_idx" in state:
+            dense = torch.zeros(*values.shape[:2], size, dtype=torch.float64)
+            values = dense.scatter(2, state[f"{name}_idx"].long(), values)
+        parts.append(values.transpose(0, 1).flatten(1))
+        start += parts[-1].shape[1]
+    assert start == numel
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("method", [SparseMFAC, GGT])
+def test_other_methods_are_filled_too(method):
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    assert fill_windows(method(params, window_size=7)) == 7
+
+
+def test_an_optimizer_without_a_window_is_not_filled():
+    with pytest.raises(ValueError, match="SGD has no window"):
+        fill_windows(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
+
+
+def test_dense_rows_are_the_window_itself():
+    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    optimizer = MFAC(params, window_size=4)
+    fill_windows(optimizer)
+    rows = dense_rows(optimizer)
+    assert rows.shape == (4, count(SHAPES))
+    windows = [optimizer.state[p]["window"] for p in params]
+    assert rows.data_ptr() == min(window.data_ptr() for window in windows)
+    assert rows.double().square().sum() == pytest.approx(sum(w.double().square().sum() for w in windows))
+    assert dense_rows(SparseMFAC(params, window_size=4)) is None
+
+
+def test_window_command(tmp_path, capsys):
+    words = ["window", "--sizes", "digits", "--window-size", "16", "--steps", "3", "--threads", "1"]
+    assert main([*words, "--out-dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads((tmp_path / "window.json").read_text())["results"]
+    assert [result["storage"] for result in results] == list(STORAGES)
+    for result in results:
+        assert result["storage"] in printed
+        assert result["bytes_as_formula"]
+        assert {len(times) for times in result["times"].values()} == {3}
+        assert result["step"] > 0
+        assert result["floor"] > 0
+        assert result["ratio"] == pytest.approx(result["step"] / result["floor"])
+        assert ("pair" in result) == result["storage"].startswith("dense")
+        assert result["peak_bytes"] > 0
+    assert results[0]["dense_over_state"] == pytest.approx(1, abs=0.01)
+
+
+def test_a_window_that_does_not_fit_is_skipped_with_the_reason(tmp_path, capsys):
+    words = ["window", "--sizes", "resnet50", "--storages", "dense", "--window-size", "100000", "--steps", "1"]
+    assert main([*words, "--threads", "1", "--out-dir", str(tmp_path)]) == 0
+    (result,) = json.loads((tmp_path / "window.json").read_text())["results"]
+    assert "TopK" in result["skipped"]
+    assert "Skipped: resnet50 25.56M, dense, 100000:" in " ".join(capsys.readouterr().out.split())

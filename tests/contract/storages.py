@@ -1,0 +1,218 @@
+"""What a block or a window holds, by state key and in bytes: the documented formulas, worked out beside the package."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tests.contract.tasks import covered_layers
+
+Size = Callable[[int, int], int]
+Sizes = Callable[[nn.Module, torch.dtype], Mapping[str, set[int]]]
+
+
+def compute_bytes(dtype: torch.dtype) -> int:
+    """Bytes of a number that is computed with: single precision at least."""
+    return 8 if dtype is torch.float64 else 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kronecker factors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def dimensions(model: nn.Module) -> list[tuple[int, int]]:
+    """`(n_a, n_g)` of every Linear and ungrouped Conv layer."""
+    layers = [model.get_submodule(name) for name in covered_layers(model)]
+    return [(layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0]) for layer in layers]
+
+
+def squares(n_a: int, n_g: int) -> int:
+    return n_a * n_a + n_g * n_g
+
+
+def bases(n_a: int, n_g: int) -> int:
+    return squares(n_a, n_g) + n_a + n_g
+
+
+def kronecker(numbers: Mapping[str, Size]) -> Sizes:
+    """By kind of `memory_usage()`: the bytes of all blocks, each of so many numbers."""
+
+    def sizes(model: nn.Module, dtype: torch.dtype) -> dict[str, set[int]]:
+        found = dimensions(model)
+        weights = 8 * len(found)  # one float64 count of samples per block may be reported with the factors
+        expected = {}
+        for kind, of_block in numbers.items():
+            exact = compute_bytes(dtype) * sum(of_block(n_a, n_g) for n_a, n_g in found)
+            expected[kind] = {exact, exact + weights} if kind == "factors" else {exact}
+        return expected
+
+    return sizes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradient windows
+# ---------------------------------------------------------------------------------------------------------------------
+
+UNIT_STATE = frozenset({"gram", "pos", "count", "skipped", "solve_failures", "amplification"})
+MOMENTUM_STATE = frozenset({"momentum_coefficients", "dots_momentum", "momentum_weight"})  # of gradients, per unit
+UNIT_DTYPES = {
+    "gram": torch.float64,
+    "amplification": torch.float64,
+    "momentum_coefficients": torch.float64,
+    "dots_momentum": torch.float64,
+    "momentum_weight": torch.float64,
+    **dict.fromkeys(("pos", "count", "skipped", "solve_failures"), torch.int64),
+}
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Rows of a window, stored as they are.
+
+    Args:
+        rows: Dtype of the stored values; None: the one that is computed with.
+        extra: Keys that every covered parameter has besides.
+    """
+
+    rows: torch.dtype | None = None
+    extra: frozenset[str] = frozenset()
+
+    def keys(self, parameter: Tensor) -> set[str]:
+        return {"window"} | self.extra
+
+    def dtypes(self, compute: torch.dtype) -> dict[str, torch.dtype]:
+        """By key: the dtype of the value, for every key that any parameter may have."""
+        return {"window": self.rows or compute, "gradient_momentum": compute, **UNIT_DTYPES}
+
+    def window_bytes(self, parameter: Tensor, rows: int, number: int) -> int:
+        return rows * parameter.numel() * (self.rows.itemsize if self.rows else number)
+
+    def error_bytes(self, parameter: Tensor, number: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Sparse(Storage):
+    """The largest entries of every block of a parameter, and what was not sent yet.
+
+    Values of single precision are what is computed with: of double precision where that is.
+    """
+
+    density: float = 0.01
+    block: int = 4096
+    bits: int | None = None
+
+    def blocks(self, parameter: Tensor) -> list[tuple[str, int]]:
+        """Prefix of its keys and length, of every block."""
+        full, rest = divmod(parameter.numel(), self.block)
+        return [("window", self.block)] * full + [("tail", rest)] * bool(rest)
+
+    def kept(self, length: int) -> int:
+        if self.density >= 1:
+            return length
+        if length == self.block and length >= 64:
+            return min(length, max(8, 8 * round(self.density * length / 8)))
+        return max(1, math.ceil(self.density * length))
+
+    def keys(self, parameter: Tensor) -> set[str]:
+        found = set(self.extra)
+        for prefix, _ in self.blocks(parameter):
+            error = "error" if prefix == "window" else "tail_error"
+            found |= {f"{prefix}_idx", f"{prefix}_val", error} | ({f"{error}_range"} if self.bits else set())
+        return found
+
+    def dtypes(self, compute: torch.dtype) -> dict[str, torch.dtype]:
+        values, index = self.rows or compute, torch.int16 if self.block <= 32768 else torch.int32
+        error = torch.uint8 if self.bits else compute
+        ranges = {"error_range": torch.bfloat16, "tail_error_range": torch.bfloat16}
+        sparse = {"window_idx": index, "tail_idx": index, "window_val": values, "tail_val": values}
+        return {**super().dtypes(compute), **sparse, "error": error, "tail_error": error, **ranges}
+
+    def window_bytes(self, parameter: Tensor, rows: int, number: int) -> int:
+        index = 2 if self.block <= 32768 else 4
+        each = (self.rows.itemsize if self.rows else number) + index
+        return rows * sum(self.kept(length) for _, length in self.blocks(parameter)) * each
+
+    def error_bytes(self, parameter: Tensor, number: int) -> int:
+        lengths = [length for _, length in self.blocks(parameter)]
+        if self.bits is None:
+            return number * sum(lengths)
+        return sum(math.ceil(length * self.bits / 8) + math.ceil(length / 128) * 2 * 2 for length in lengths)
+
+
+@dataclass(frozen=True)
+class Factored(Storage):
+    """Matrices as products of two thin ones; what would not get smaller is stored as it is."""
+
+    rank: int = 4
+
+    def shape(self, parameter: Tensor) -> tuple[int, int, int] | None:
+        """`(r, n0, n1)`, None for what is stored as it is."""
+        if parameter.ndim < 2:
+            return None
+        n0, n1 = parameter.shape[0], parameter[0].numel()
+        rank = min(self.rank, n0, n1)
+        return None if rank * (n0 + n1) >= n0 * n1 else (rank, n0, n1)
+
+    def keys(self, parameter: Tensor) -> set[str]:
+        factors = {"window_p", "window_q", "q_prev", "error"}
+        return ({"window"} if self.shape(parameter) is None else factors) | self.extra
+
+    def dtypes(self, compute: torch.dtype) -> dict[str, torch.dtype]:
+        return {**super().dtypes(compute), **dict.fromkeys(("window_p", "window_q", "q_prev", "error"), compute)}
+
+    def window_bytes(self, parameter: Tensor, rows: int, number: int) -> int:
+        found = self.shape(parameter)
+        if found is None:
+            return super().window_bytes(parameter, rows, number)
+        rank, n0, n1 = found
+        return rows * rank * (n0 + n1) * number
+
+    def error_bytes(self, parameter: Tensor, number: int) -> int:
+        return 0 if self.shape(parameter) is None else number * parameter.numel()
+
+    def basis_bytes(self, model: nn.Module, number: int) -> int:
+        """Of the bases that the next power step starts from."""
+        found = [self.shape(parameter) for parameter in model.parameters()]
+        return sum(number * shape[0] * shape[2] for shape in found if shape is not None)
+
+
+def window_sizes(storage: Storage, rows: int, units: Callable[[nn.Module], Mapping[str, list[str]]]) -> Sizes:
+    """By kind of `memory_usage()`: the bytes of the windows, the residuals and the Gram matrices."""
+
+    def sizes(model: nn.Module, dtype: torch.dtype) -> dict[str, set[int]]:
+        number = compute_bytes(dtype)
+        window = sum(storage.window_bytes(parameter, rows, number) for parameter in model.parameters())
+        error = sum(storage.error_bytes(parameter, number) for parameter in model.parameters())
+        expected = {"window": {window}, "gram": {8 * (rows * (rows + 1) // 2) * len(units(model))}}
+        if error:
+            # the bases of the power step may be reported with the residual that they belong to
+            bases_too = storage.basis_bytes(model, number) if isinstance(storage, Factored) else 0
+            expected["error"] = {error, error + bases_too}
+        return expected
+
+    return sizes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Units
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def one_unit(model: nn.Module) -> dict[str, list[str]]:
+    """All parameters together."""
+    return {"": [name for name, _ in model.named_parameters()]}
+
+
+def unit_per_module(model: nn.Module) -> dict[str, list[str]]:
+    """The own parameters of every module that has some."""
+    found = {
+        name: [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
+        for name, module in model.named_modules()
+    }
+    return {name: names for name, names in found.items() if names}

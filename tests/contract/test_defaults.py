@@ -1,0 +1,138 @@
+"""What a user writes first: the class and the model, or its parameters, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.methods import Method
+from tests.contract.tasks import (
+    CNN,
+    Task,
+    assert_changed,
+    assert_identical,
+    backward,
+    put_back,
+    snapshot,
+    train,
+    values,
+)
+from tests.contract.test_host_sync import Waits
+
+BUILDS: dict[str, Callable[[Method, nn.Module], Any]] = {
+    "module": lambda method, model: method.cls(model),
+    "parameters": lambda method, model: method.cls(model.parameters(), **needed(method, model)),
+    "named": lambda method, model: method.cls(model.named_parameters(), **needed(method, model)),
+    "groups": lambda method, model: method.cls(
+        [{"params": list(module.parameters())} for module in model.children() if list(module.parameters())],
+        **needed(method, model),
+    ),
+}
+EVERY_WAY = pytest.mark.parametrize("way", BUILDS)
+
+
+def needed(method: Method, model: nn.Module) -> dict[str, nn.Module]:
+    return {"module": model} if method.layerwise else {}
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_trains(method: Method, task: Task, way: str, dtype: torch.dtype) -> None:
+    model = task.model(dtype)
+    optimizer = BUILDS[way](method, model)
+    before = values(model)
+    losses = [float(backward(model, optimizer, task, 0))]
+    for _ in range(6):
+        optimizer.step()
+        losses.append(float(backward(model, optimizer, task, 0)))
+    if dtype is torch.bfloat16:  # in which a small step may round to nothing
+        assert all(value.isfinite().all() for value in values(model).values())
+    else:
+        assert_changed(model, before)
+        assert losses[-1] < losses[0]
+
+
+@EVERY_WAY
+def test_resumes_exactly(method: Method, mlp: Task, way: str) -> None:
+    model, other = mlp.model(torch.float32), mlp.model(torch.float32)
+    optimizer, second = BUILDS[way](method, model), BUILDS[way](method, other)
+    train(model, optimizer, mlp, 5)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other.load_state_dict(saved["model"])
+    second.load_state_dict(saved["optimizer"])
+    train(model, optimizer, mlp, 5, start=5)
+    train(other, second, mlp, 5, start=5)
+    assert_identical(values(other), values(model))
+    assert_identical(second.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_copies_go_on(method: Method, mlp: Task, copier: Callable[[Any], Any]) -> None:
+    model = mlp.model()
+    optimizer = method.cls(model)
+    train(model, optimizer, mlp, 3)
+    other, second = copier((model, optimizer))
+    second.attach(other)
+    train(model, optimizer, mlp, 3, start=3)
+    train(other, second, mlp, 3, start=3)
+    assert_identical(values(other), values(model))
+    assert_identical(snapshot(second), snapshot(optimizer))
+
+
+def test_never_waits_for_the_device(method: Method) -> None:
+    model = CNN.model(torch.float32)
+    optimizer = method.cls(model)
+    with Waits() as waits:
+        train(model, optimizer, CNN, 13)
+    assert waits.seen == []
+
+
+@EVERY_WAY
+def test_speaks_of_every_parameter(method: Method, task: Task, way: str) -> None:
+    model = task.model()
+    optimizer = BUILDS[way](method, model)
+    train(model, optimizer, task, 2)
+    assert sum(bool(line.strip()) for line in optimizer.describe().splitlines()) >= len(list(model.parameters()))
+    assert repr(optimizer).startswith(method.cls.__name__)
+    usage = optimizer.memory_usage()
+    assert usage["total"] == sum(size for kind, size in usage.items() if kind != "total") > 0
+    assert optimizer.diagnostics()["skipped_steps"] == 0
+
+
+@pytest.mark.option("window_size")
+def test_window_says_nothing_unasked(method: Method, task: Task) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for build in BUILDS.values():
+            model = task.model()
+            train(model, build(method, model), task, 3)
+
+
+@pytest.mark.option("window_size")
+@pytest.mark.parametrize("repeats", [3, 12])
+def test_one_batch_over_and_over(method: Method, mlp: Task, repeats: int) -> None:
+    """Rows that are (nearly) the same again and again, at the small damping that is the default."""
+    for dtype in (torch.float32, torch.float64):
+        model = mlp.model(dtype)
+        optimizer, start = method.cls(model, lr=1.0), values(model)
+        for _ in range(repeats):
+            backward(model, optimizer, mlp, 0)
+            gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+            optimizer.step()
+            moved = {name: value - start[name] for name, value in values(model).items()}
+            put_back(model, start)
+            assert all(value.isfinite().all() for value in moved.values())
+            if not method.variants[0].lingers:
+                assert sum(float((moved[name] * gradients[name]).sum()) for name in moved) < 0
+        assert optimizer.diagnostics()["skipped_steps"] == 0

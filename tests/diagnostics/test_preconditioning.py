@@ -1,0 +1,497 @@
+"""`quantify_preconditioning` against numpy, vectors with known angles, and its promises about devices and memory."""
+
+import ast
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from secondorder.diagnostics import preconditioning, quantify_preconditioning
+
+SCALARS = {
+    "qp_q25",
+    "qp_q50",
+    "qp_q75",
+    "qp_min",
+    "qp_max",
+    "qp_mean",
+    "qp_zero_grad_frac",
+    "qp_cos",
+    "qp_angle",
+    "qp_sign_agree",
+    "qp_norm_g",
+    "qp_norm_u",
+    "qp_norm_ratio_u_g",
+}
+
+
+def numpy_of(x: Tensor) -> np.ndarray:
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    return x.detach().double().numpy().reshape(-1)
+
+
+def oracle(g: Tensor, u: Tensor, signed: bool = False) -> dict[str, float]:
+    """The definitions, in numpy and float64."""
+    a, b = numpy_of(g), numpy_of(u)
+    kept = a != 0
+    ratio = b[kept] / a[kept] if signed else np.abs(b[kept]) / np.abs(a[kept])
+    cos = float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
+    q25, q50, q75 = np.quantile(ratio, [0.25, 0.5, 0.75])
+    return {
+        "qp_q25": q25,
+        "qp_q50": q50,
+        "qp_q75": q75,
+        "qp_min": ratio.min(),
+        "qp_max": ratio.max(),
+        "qp_mean": ratio.mean(),
+        "qp_n": len(ratio),
+        "qp_zero_grad_frac": np.mean(~kept),
+        "qp_cos": cos,
+        "qp_angle": math.degrees(math.acos(max(-1.0, min(1.0, cos)))),
+        "qp_sign_agree": np.mean(np.sign(a) * np.sign(b) > 0),
+        "qp_norm_g": np.linalg.norm(a),
+        "qp_norm_u": np.linalg.norm(b),
+        "qp_norm_ratio_u_g": np.linalg.norm(b) / np.linalg.norm(a),
+    }
+
+
+def plain(report: dict[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in report.items() if name != "layers"}
+
+
+def assert_is(report: dict[str, Any], wanted: dict[str, float]) -> None:
+    found = plain(report)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name] == pytest.approx(value, rel=1e-11, abs=1e-13), name
+
+
+def with_zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(shape).to(dtype)
+    return x * (torch.rand(shape) > 0.2)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
+@pytest.mark.parametrize("shape", [(1,), (2,), (5,), (40, 31), (3, 4, 5, 6)])
+def test_every_measure_is_that_of_numpy(shape: tuple[int, ...], dtype: torch.dtype, signed: bool) -> None:
+    g, u = with_zeros(*shape, dtype=dtype), torch.randn(shape).to(dtype)
+    g.view(-1)[0] = 1.5  # one at least
+    assert_is(quantify_preconditioning(g, u, signed=signed), oracle(g, u, signed))
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3)), min_size=1, max_size=12))
+def test_any_small_numbers(pairs: list[tuple[int, int]]) -> None:
+    g, u = (torch.tensor(part, dtype=torch.float32) for part in zip(*pairs, strict=True))
+    report = quantify_preconditioning(g, u, signed=True)
+    if g.any() and u.any():
+        assert_is(report, oracle(g, u, signed=True))
+    assert report["qp_n"] == np.count_nonzero(g.numpy())
+
+
+@pytest.mark.parametrize(
+    ("g", "u", "cos", "angle"),
+    [
+        ([1.0, 0.0], [1.0, math.sqrt(3.0)], 0.5, 60.0),
+        ([1.0, 0.0], [1.0, 1.0], math.sqrt(0.5), 45.0),
+        ([2.0, -3.0], [-2.0, 3.0], -1.0, 180.0),
+        ([2.0, -3.0], [20.0, -30.0], 1.0, 0.0),
+        ([1.0, 0.0], [0.0, 5.0], 0.0, 90.0),
+        ([1.0, 0.0], [-1.0, math.sqrt(3.0)], -0.5, 120.0),
+    ],
+)
+def test_known_angles_in_true_degrees(g: list[float], u: list[float], cos: float, angle: float) -> None:
+    report = quantify_preconditioning(torch.tensor(g, dtype=torch.float64), torch.tensor(u, dtype=torch.float64))
+    assert float(report["qp_cos"]) == pytest.approx(cos, abs=1e-12)
+    assert float(report["qp_angle"]) == pytest.approx(angle, abs=2e-6)  # arccos is steep at 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_negative_gradient_is_half_a_turn(dtype: torch.dtype) -> None:
+    g = torch.randn(1000).to(dtype)
+    report = plain(quantify_preconditioning(g, -g, signed=True))
+    assert report["qp_angle"] == pytest.approx(180.0, abs=1e-5)
+    assert report["qp_sign_agree"] == 0.0
+    assert {report[f"qp_{name}"] for name in ("q25", "q50", "q75", "min", "max", "mean")} == {-1.0}
+    assert report["qp_norm_ratio_u_g"] == 1.0
+
+
+def test_the_unsigned_ratio_adds_nothing_to_a_gradient_near_zero() -> None:
+    g, u = torch.tensor([1e-30, -1e-12, 1e-3]), torch.tensor([2e-30, 3e-12, -4e-3])
+    assert_is(quantify_preconditioning(g, u), oracle(g, u))
+    assert float(quantify_preconditioning(g, u, signed=True)["qp_min"]) == pytest.approx(-4.0)
+
+
+def test_the_cosine_is_summed_in_float64() -> None:
+    """In float32 the squares of these would be zero, and long sums of equal numbers would stall."""
+    g = torch.full((3000,), 1e-30)
+    g[0] = 1e-25
+    assert_is(quantify_preconditioning(g, torch.ones(3000)), oracle(g, torch.ones(3000)))
+
+
+def test_a_result_is_a_tensor_on_the_device_and_a_count_an_int() -> None:
+    g = torch.randn(10, requires_grad=True)
+    report = quantify_preconditioning(g, g.detach() * 2)
+    assert report.keys() == SCALARS | {"qp_n"}
+    assert type(report["qp_n"]) is int
+    for name in SCALARS:
+        assert isinstance(report[name], Tensor), name
+        assert (report[name].shape, report[name].dtype) == (torch.Size([]), torch.float64), name
+        assert not report[name].requires_grad
+
+
+class Collections:
+    """One model's gradients and directions as every kind of argument."""
+
+    g = {"first": torch.randn(4, 3), "second": torch.randn(5), "empty": torch.zeros(0)}
+    u = {name: torch.randn_like(value) for name, value in g.items()}
+
+
+@pytest.mark.parametrize("kind", [dict, list, tuple])
+def test_the_whole_is_that_of_everything_in_one_vector(kind: type) -> None:
+    g, u = Collections.g, Collections.u
+    report = quantify_preconditioning(*((dict(x) if kind is dict else kind(x.values())) for x in (g, u)), signed=True)
+    whole = torch.cat([x.view(-1) for x in g.values()]), torch.cat([x.view(-1) for x in u.values()])
+    assert_is(report, oracle(*whole, signed=True))
+    names = list(g) if kind is dict else ["0", "1", "2"]
+    assert list(report["layers"]) == names
+    for name, key in zip(names[:2], list(g)[:2], strict=True):
+        assert_is(report["layers"][name], oracle(g[key], u[key], signed=True))
+
+
+def test_a_single_tensor_has_no_layers() -> None:
+    assert "layers" not in quantify_preconditioning(torch.ones(2), torch.ones(2))
+
+
+def test_the_order_of_names_does_not_matter() -> None:
+    turned = dict(reversed(Collections.u.items()))
+    assert_is(
+        quantify_preconditioning(Collections.g, turned), plain(quantify_preconditioning(Collections.g, Collections.u))
+    )
+
+
+def test_gradients_that_are_none_are_left_out_with_their_direction() -> None:
+    g, u = {**Collections.g, "frozen": None}, Collections.u
+    wanted = quantify_preconditioning(Collections.g, u)
+    for direction in (u, {**u, "frozen": None}, {**u, "frozen": torch.randn(3)}):
+        report = quantify_preconditioning(g, direction)
+        assert list(report["layers"]) == list(Collections.g)
+        assert_is(report, plain(wanted))
+    report = quantify_preconditioning([None, torch.ones(2)], [torch.ones(7), torch.ones(2)])
+    assert list(report["layers"]) == ["1"]
+    assert report["qp_n"] == 2
+
+
+@pytest.mark.parametrize("nothing", [[], [None], {}, {"a": None}, torch.zeros(0), [torch.zeros(0)]])
+def test_nothing_to_compare_is_not_an_error(nothing: Any) -> None:
+    report = quantify_preconditioning(nothing, nothing, histogram=True)
+    assert report["qp_n"] == 0
+    assert float(report["qp_norm_g"]) == float(report["qp_norm_u"]) == 0.0
+    undefined = SCALARS - {"qp_norm_g", "qp_norm_u"}
+    assert all(math.isnan(report[name]) for name in undefined)
+    assert int(report["qp_hist"].sum()) == 0
+
+
+def test_a_gradient_of_zeros_has_no_ratio_and_no_angle() -> None:
+    report = plain(quantify_preconditioning(torch.zeros(4), torch.ones(4)))
+    assert report["qp_n"] == 0
+    assert report["qp_zero_grad_frac"] == 1.0
+    assert report["qp_sign_agree"] == 0.0
+    assert report["qp_norm_u"] == 2.0
+    assert math.isnan(report["qp_q50"])
+    assert math.isnan(report["qp_cos"])
+
+
+def test_a_direction_of_zeros_scales_by_zero_and_has_no_angle() -> None:
+    report = plain(quantify_preconditioning(torch.ones(4), torch.zeros(4)))
+    assert report["qp_max"] == report["qp_mean"] == report["qp_norm_ratio_u_g"] == 0.0
+    assert math.isnan(report["qp_angle"])
+
+
+def test_an_undefined_number_shows_in_every_measure_that_it_enters() -> None:
+    g, u = torch.ones(9), torch.ones(9)
+    u[4] = math.nan
+    report = plain(quantify_preconditioning(g, u))
+    for name in ("qp_q25", "qp_q50", "qp_min", "qp_max", "qp_mean", "qp_cos", "qp_norm_u"):
+        assert math.isnan(report[name]), name
+    assert report["qp_norm_g"] == 3.0
+
+
+@pytest.mark.parametrize("layout", ["transposed", "channels last", "sliced", "conjugated", "sparse"])
+def test_memory_layouts(layout: str) -> None:
+    g, u = torch.randn(4, 6, 3, 3), torch.randn(4, 6, 3, 3)
+    if layout == "transposed":
+        found = quantify_preconditioning(g.permute(1, 3, 2, 0), u.permute(1, 3, 2, 0).contiguous())
+    elif layout == "channels last":
+        found = quantify_preconditioning(g.contiguous(memory_format=torch.channels_last), u)
+    elif layout == "sliced":
+        g, u = g[:, ::2], u[:, ::2]
+        found = quantify_preconditioning(g, u.contiguous())
+    elif layout == "conjugated":
+        g, u = torch.view_as_complex(g[..., :2].contiguous()), torch.view_as_complex(u[..., :2].contiguous())
+        found = quantify_preconditioning(g.conj(), u.conj().resolve_conj())
+    else:
+        g = g * (g > 1)
+        found = quantify_preconditioning(g.to_sparse(), u)
+    assert_is(found, oracle(g, u))
+
+
+def test_sparse_gradients_of_an_embedding() -> None:
+    layer = nn.Embedding(10, 3, sparse=True)
+    layer(torch.tensor([1, 1, 4])).sum().backward()
+    assert layer.weight.grad is not None
+    report = quantify_preconditioning(layer.weight.grad, torch.ones(10, 3))
+    assert report["qp_n"] == 6
+    assert float(report["qp_zero_grad_frac"]) == pytest.approx(0.8)
+    assert float(report["qp_max"]) == 1.0
+    assert float(report["qp_min"]) == 0.5  # the row that was looked up twice
+
+
+def test_a_gradient_may_have_another_dtype_than_the_direction() -> None:
+    g, u = torch.randn(50).bfloat16(), torch.randn(50, dtype=torch.float64)
+    assert_is(quantify_preconditioning(g, u), oracle(g, u))
+
+
+@pytest.mark.parametrize("tile", [1, 3, 64, 1000])
+def test_tiles_do_not_matter(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    g, u = with_zeros(211), torch.randn(211)
+    monkeypatch.setattr(preconditioning, "_TILE", tile)
+    assert_is(quantify_preconditioning(g, u), oracle(g, u))
+
+
+@pytest.mark.parametrize("tile", [1 << 20, 999])
+def test_above_the_limit_the_quantiles_are_those_of_a_sample(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preconditioning, "_TILE", tile)
+    g, u = with_zeros(60_000), torch.randn(60_000)
+    u *= torch.linspace(0.1, 10, len(u))  # a sample from one end would be far off
+    report, wanted = plain(quantify_preconditioning(g, u, sample=20_000)), oracle(g, u)
+    assert report["qp_n"] == 20_000
+    for name, value in wanted.items():
+        if name in {"qp_q25", "qp_q50", "qp_q75"}:
+            assert report[name] == pytest.approx(value, rel=0.05), name
+        elif name not in {"qp_n", "qp_min", "qp_max", "qp_mean"}:
+            assert report[name] == pytest.approx(value, rel=1e-11), name  # always exact
+    assert wanted["qp_min"] <= report["qp_min"]
+    assert report["qp_max"] <= wanted["qp_max"]
+
+
+@pytest.mark.parametrize("tile", [1 << 20, 70])
+@pytest.mark.parametrize("wanted", [1, 5, 500, 799, 800, 801])
+def test_a_sample_holds_ratios_of_coordinates_with_a_gradient(
+    tile: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preconditioning, "_TILE", tile)
+    g = torch.zeros(1000)
+    g[torch.randperm(1000)[:800]] = 1.0
+    u = torch.arange(1000.0)
+    tiles = list(preconditioning._tiles("", g, u))
+    ratios = preconditioning._ratios(tiles, preconditioning._filled(tiles), wanted, seed=0)
+    assert len(ratios) == min(wanted, 800)
+    places = ratios.long()
+    assert bool((g[places] == 1).all())
+    assert bool((places.diff() >= 0).all())
+    if wanted >= 800:
+        assert torch.equal(places, g.nonzero()[:, 0])
+
+
+def test_every_coordinate_is_as_likely_as_any_other() -> None:
+    g, u = torch.ones(10), torch.arange(10.0)
+    tiles = list(preconditioning._tiles("", g, u))
+    drawn = torch.cat([preconditioning._ratios(tiles, [10], 4, seed) for seed in range(2000)])
+    counts = torch.bincount(drawn.long(), minlength=10)
+    assert bool(((counts - 800).abs() < 110).all()), counts  # about five standard deviations
+
+
+def test_one_seed_is_one_sample() -> None:
+    g, u = torch.randn(5000), torch.randn(5000)
+    torch.manual_seed(1)
+    first = plain(quantify_preconditioning(g, u, sample=100, seed=3))
+    state = torch.get_rng_state()
+    assert plain(quantify_preconditioning(g, u, sample=100, seed=3)) == first
+    assert plain(quantify_preconditioning(g, u, sample=100, seed=4)) != first
+    assert torch.equal(state, torch.get_rng_state())  # the draws of the training are not touched
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_the_histogram_is_that_of_numpy(signed: bool) -> None:
+    g, u = with_zeros(5000), with_zeros(5000)
+    report = quantify_preconditioning(g, u, signed=signed, histogram=True)
+    ratio = np.abs(numpy_of(u)[numpy_of(g) != 0] / numpy_of(g)[numpy_of(g) != 0])
+    counts, edges = np.histogram(np.log10(ratio[ratio > 0]), bins=64)
+    np.testing.assert_allclose(report["qp_hist_edges"].numpy(), edges, rtol=0, atol=1e-12)
+    assert report["qp_hist"].dtype == torch.int64
+    assert np.abs(report["qp_hist"].numpy() - counts).sum() <= 4  # rounding at an edge
+    assert int(report["qp_hist"].sum()) == np.count_nonzero(ratio)  # a ratio of zero is in no bin
+
+
+def test_a_histogram_of_equal_ratios_is_one_bin_of_a_decade() -> None:
+    g = torch.randn(100)
+    report = quantify_preconditioning({"a": g}, {"a": g * 8}, histogram=True)
+    for part in (report, report["layers"]["a"]):
+        assert int(part["qp_hist"].sum()) == 100
+        low, high = part["qp_hist_edges"][[0, -1]].tolist()
+        assert low < math.log10(8) < high
+
+
+def test_histograms_only_when_asked_for() -> None:
+    assert not any("hist" in name for name in quantify_preconditioning(torch.ones(3), torch.ones(3)))
+
+
+# Errors
+
+
+def test_shapes_must_match() -> None:
+    with pytest.raises(ValueError, match=r"'b': g has shape \(2,\) and u \(3,\)"):
+        quantify_preconditioning({"a": torch.ones(1), "b": torch.ones(2)}, {"a": torch.ones(1), "b": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"g has shape \(6,\) and u \(2, 3\)"):
+        quantify_preconditioning(torch.ones(6), torch.ones(2, 3))
+
+
+def test_names_must_match() -> None:
+    with pytest.raises(ValueError, match=r"u lacks \['b'\], which g has"):
+        quantify_preconditioning({"a": torch.ones(1), "b": torch.ones(1)}, {"a": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"u lacks \['a'\], which g has"):
+        quantify_preconditioning({"a": torch.ones(1)}, {"a": None})
+    with pytest.raises(ValueError, match=r"g lacks \['b'\], which u has"):
+        quantify_preconditioning({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
+
+
+def test_lengths_must_match() -> None:
+    with pytest.raises(ValueError, match="g has 2 tensors and u has 1"):
+        quantify_preconditioning([torch.ones(1), torch.ones(1)], [torch.ones(1)])
+
+
+def test_devices_must_match() -> None:
+    with pytest.raises(ValueError, match="g is on cpu and u on meta"):
+        quantify_preconditioning(torch.ones(2), torch.ones(2, device="meta"))
+
+
+def test_complex_and_real_do_not_mix() -> None:
+    with pytest.raises(ValueError, match=r"g is torch\.complex64 and u torch\.float32"):
+        quantify_preconditioning(torch.ones(2, dtype=torch.complex64), torch.ones(2))
+
+
+@pytest.mark.parametrize("sample", [0, -5])
+def test_a_sample_has_at_least_one_entry(sample: int) -> None:
+    with pytest.raises(ValueError, match=f"sample must be >= 1, got {sample}"):
+        quantify_preconditioning(torch.ones(2), torch.ones(2), sample=sample)
+
+
+@pytest.mark.parametrize(
+    ("g", "u"),
+    [
+        (torch.ones(1), [torch.ones(1)]),
+        ([torch.ones(1)], {"0": torch.ones(1)}),
+        ({"tensor": torch.ones(1)}, torch.ones(1)),
+        (3.0, torch.ones(1)),
+        (torch.ones(1), "u"),
+        ([3.0], [torch.ones(1)]),
+        ({"a": torch.ones(1)}, {"a": [1.0]}),
+        ((x for x in [torch.ones(1)]), [torch.ones(1)]),
+    ],
+)
+def test_kinds_must_match(g: Any, u: Any) -> None:
+    with pytest.raises(TypeError, match="must"):
+        quantify_preconditioning(g, u)
+
+
+# Promises
+
+
+class Operators(TorchDispatchMode):
+    """Records names of operators and the largest new storage."""
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.known = {x.untyped_storage().data_ptr() for x in inputs}
+        self.names: set[str] = set()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.add(str(func.overloadpacket))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.most = max(self.most, tensor.untyped_storage().nbytes())
+        return out
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seen: list[str] = []
+
+    def counting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return original(self, *args, **kwargs)
+
+        return read
+
+    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"):
+        monkeypatch.setattr(Tensor, name, counting(name, getattr(Tensor, name)))
+    return seen
+
+
+@pytest.mark.parametrize("sample", [10, 1_000_000])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_host_reads_one_list_of_counts_per_call(layers: int, sample: int, readings: list[str]) -> None:
+    g, u = [with_zeros(50) for _ in range(layers)], [torch.randn(50) for _ in range(layers)]
+    readings.clear()
+    with Operators(g + u) as record:
+        quantify_preconditioning(g, u, histogram=True, sample=sample)
+    assert readings == ["tolist"]
+    waiting = {"aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.bincount"}
+    assert not waiting & record.names
+
+
+def test_temporaries_stay_small_beside_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preconditioning, "_TILE", 1024)
+    g, u = with_zeros(100_000), torch.randn(100_000)
+    with Operators([g, u]) as record:
+        quantify_preconditioning(g, u, histogram=True, sample=2000)
+    assert record.most <= 8 * 2048
+
+
+def test_nothing_is_changed() -> None:
+    g, u = with_zeros(100), torch.randn(100)
+    before = g.clone(), u.clone()
+    quantify_preconditioning([g], [u], histogram=True)
+    assert torch.equal(g, before[0])
+    assert torch.equal(u, before[1])
+
+
+def test_it_imports_torch_and_the_standard_library_only() -> None:
+    """No logging library, no numpy: the caller decides where numbers go."""
+    module = ast.parse(Path(preconditioning.__file__).read_text(encoding="utf-8"))
+    imported = {alias.name for node in ast.walk(module) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(module) if isinstance(node, ast.ImportFrom)}
+    assert {name.split(".")[0] for name in imported} <= {"__future__", "torch", "math", "collections", "typing"}
+
+
+@pytest.mark.gpu
+def test_on_a_device_results_stay_there_and_it_waits_once() -> None:
+    g, u = [with_zeros(3000), with_zeros(50)], [torch.randn(3000), torch.randn(50)]
+    wanted = quantify_preconditioning(g, u, signed=True)
+    g, u = [x.cuda() for x in g], [x.cuda() for x in u]
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            report = quantify_preconditioning(g, u, signed=True, histogram=True, sample=10_000)
+            quantify_preconditioning(g, u, histogram=True, sample=100)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in caught if "synchroniz" in str(w.message)]) == 2
+    assert all(report[name].is_cuda for name in SCALARS | {"qp_hist", "qp_hist_edges"})
+    without = {name: value for name, value in report.items() if "hist" not in name}
+    assert_is(without, plain(wanted))
