@@ -16,15 +16,13 @@ arXiv 1806.02958). All matrices are float64, the lower triangle of S packed row 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 #: Relative error of a dot, by the precision in which rows are multiplied: eigenvalues of S below this are noise.
 NOISE = {torch.float32: 2e-7, torch.float64: 1e-13}
-#: Largest b/w for which GGT divides by the decay w of a row instead of treating the row as outside of the span.
-_LARGEST_RATIO = 1e4
 
 
 def packed_size(m: int) -> int:
@@ -66,7 +64,7 @@ def mfac_damping(lower: Tensor, damping: float, mode: str, n: Tensor) -> Tensor:
     if mode == "absolute":
         return torch.full_like(n, damping)
     # A window of zeros has no scale of its own; what it preconditions is zero whatever λ is.
-    return (damping * trace(lower) / n).clamp(min=1e-30)
+    return (damping * trace(lower) / n).clamp(min=1e-36)
 
 
 def trace(lower: Tensor) -> Tensor:
@@ -102,48 +100,91 @@ def mfac_right_side(b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor) -> 
     return b if q is None else b - q / (n * damping)[:, None]
 
 
-def mfac_eigh(
-    lower: Tensor, b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor, noise: float
-) -> tuple[Tensor, Tensor]:
-    """Coefficients of M-FAC by eigendecomposition, without the eigenvalues that are noise.
+def mfac_amplification(lower: Tensor, a: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> Tensor:
+    """``‖D a‖ / √(aᵀSa)`` ``[k]``, D the lengths of the rows: how much larger the terms of ``Gᵀa`` are than their sum.
+
+    The relative error of the direction is about float32's epsilon times this. ``S a = n (rhs − λ a)`` saves a product.
 
     Returns:
-        Coefficients ``[k, t]``, and those that nothing was left out of, which tell whether filtering was needed.
+        The amplification; 0 for a direction of zeros.
     """
-    rhs = mfac_right_side(b, q, damping, n)
-    values, vectors = torch.linalg.eigh(lower)
-    keep = values > tolerance(values, noise)
-    inside = (vectors.mT @ rhs[..., None])[..., 0] / (damping[:, None] + values.clamp(min=0) / n[:, None])
-    both = torch.stack([inside * keep, inside], -1)
-    a, unfiltered = (vectors @ both).unbind(-1)
-    return a, unfiltered
+    terms = (a * a * lower.diagonal(dim1=-2, dim2=-1)).sum(-1)
+    gain = (a * rhs).sum(-1)
+    together = torch.maximum(n * (gain - damping * (a * a).sum(-1)), torch.finfo(a.dtype).eps * n * gain.abs())
+    return torch.where(terms > 0, (terms / together).sqrt(), 0.0)
 
 
-def tolerance(values: Tensor, noise: float) -> Tensor:
-    """Eigenvalues at or below this are rounding ``[..., 1]``."""
-    relative = max(values.shape[-1] * torch.finfo(values.dtype).eps, noise)
-    return relative * values.amax(-1, keepdim=True).clamp(min=0)
+class Spectrum(NamedTuple):
+    """An orthonormal basis B of the rows' span, ``Gᵀ = Bᵀ Mᵀ``, in which ``GᵀG`` is a small diagonal matrix.
+
+    Attributes:
+        back: From the basis to coefficients on the rows ``[k, t, t]``: ``Bᵀ y = Gᵀ (back y)``.
+        into: From coefficients to the basis ``[k, t, t]``: ``Gᵀ b = Bᵀ (into b)``.
+        values: Eigenvalues θ of ``GᵀG`` in the span ``[k, t]``.
+    """
+
+    back: Tensor
+    into: Tensor
+    values: Tensor
+
+    def apply(self, f: Tensor, f_less_outside: Tensor, b: Tensor, q: Tensor | None) -> Tensor:
+        """Coefficients ``[k, t]`` of ``φ(GᵀG) x`` inside of the span, for ``x = Gᵀ b + r`` and ``q = G r``.
+
+        Args:
+            f: ``φ(θ)`` ``[k, t]``.
+            f_less_outside: ``φ(θ)`` less what the complement of the span is multiplied with ``[k, t]``.
+            b: Coefficients of x on the rows ``[k, t]``.
+            q: Dots of the rows with r ``[k, t]``, or None.
+        """
+        y = f * (self.into @ b[..., None])[..., 0]
+        if q is not None:
+            y = y + f_less_outside * (self.back.mT @ q[..., None])[..., 0]
+        a: Tensor = (self.back @ y[..., None])[..., 0]
+        return a
 
 
-def mfac_amplification(a: Tensor, rhs: Tensor, damping: Tensor, n: Tensor, trace_s: Tensor) -> Tensor:
-    """``‖a‖ √tr S / √(aᵀSa)`` ``[k]``: how much larger the coefficients are than what they combine to.
+def spectrum(lower: Tensor, noise: float, w: Tensor | None = None) -> Spectrum:
+    """Eigenvalues of ``GᵀG`` without the directions that are rounding.
 
-    The relative error of the direction is about float32's epsilon times this. ``S a = n (rhs − λ a)`` saves a product,
-    and the trace stands for the largest eigenvalue, which it exceeds by at most the rank.
+    What is rounding is decided for rows of equal length: dots have an error relative to the lengths of their two rows,
+    so that one huge gradient must not make those after it look like noise. With row lengths D,
+    ``D⁻¹ S D⁻¹ = V Λ Vᵀ``; the basis is ``B = Λ^(-1/2) Vᵀ D⁻¹ G`` and ``GᵀG = Bᵀ H B``, ``H = Λ^½ Vᵀ D² V Λ^½``.
+
+    Args:
+        lower: Lower triangles of S ``[k, t, t]``.
+        noise: Relative size of eigenvalues Λ that are rounding.
+        w: Weights ``[k, t]`` of the rows in H: then it is that of ``diag(w) G``, in the same basis.
 
     Returns:
-        The amplification, 0 for a window of zeros.
+        The spectrum; directions that are left out have zeros in it.
     """
-    square = (a * a).sum(-1)
-    along = n * ((a * rhs).sum(-1) - damping * square)
-    floor = torch.finfo(a.dtype).eps * n * (a * rhs).sum(-1).abs()
-    return torch.where(trace_s > 0, (square * trace_s / torch.maximum(along, floor)).sqrt(), 0.0)
+    length = lower.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    inverse = torch.where(length > 0, 1 / length, 0.0)
+    small, vectors = torch.linalg.eigh(lower * inverse[:, :, None] * inverse[:, None, :])
+    keep = small > max(small.shape[-1] * torch.finfo(small.dtype).eps, noise) * small.amax(-1, keepdim=True)
+    root = torch.where(keep, small.clamp(min=0), 0.0).sqrt()
+    mixed = vectors * root[:, None, :]
+    rows = mixed * (length if w is None else length * w)[:, :, None]
+    values, rotation = torch.linalg.eigh(rows.mT @ rows)
+    into = rotation.mT @ (mixed * length[:, :, None]).mT
+    back = (vectors * torch.where(keep, 1 / root, 0.0)[:, None, :] * inverse[:, :, None]) @ rotation
+    return Spectrum(back, into, values.clamp(min=0))
+
+
+def mfac_filtered(lower: Tensor, b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor, noise: float) -> Tensor:
+    """Coefficients ``[k, t]`` of M-FAC without the directions that are rounding; as :func:`mfac_cholesky`."""
+    found, damping, n = spectrum(lower, noise), damping[:, None], n[:, None]
+    f = 1 / (damping + found.values / n)
+    return found.apply(f, -f * found.values / (n * damping), b, q)
 
 
 def ggt_coefficients(
     lower: Tensor, w: Tensor, b: Tensor, q: Tensor | None, eps: float, outside: float, noise: float
 ) -> Tensor:
     """Coefficients of GGT for the decayed window ``diag(w) G``.
+
+    The decay only enters the eigenvalues: x and u are combinations of the rows as they are, so that nothing is divided
+    by the weight of an almost forgotten row.
 
     Args:
         lower: Lower triangles of S ``[k, t, t]``, without decay.
@@ -157,25 +198,9 @@ def ggt_coefficients(
     Returns:
         Coefficients ``[k, t]``.
     """
-    values, vectors = torch.linalg.eigh(lower * w[:, :, None] * w[:, None, :])
-    keep = values > tolerance(values, noise)
-    root = values.clamp(min=0).sqrt()
-    f = keep / (root + eps)
-    h = torch.where(keep, (1 / (root + eps) - outside) / torch.where(keep, values, 1.0), 0.0)
-
-    def apply(function: Tensor, x: Tensor) -> Any:
-        return (vectors @ (function * (vectors.mT @ x[..., None])[..., 0])[..., None])[..., 0]
-
-    # A row that is almost forgotten is no basis for x any more: that part of x counts as outside of the span.
-    basis = b.abs() <= _LARGEST_RATIO * w
-    inside = torch.where(basis, b / torch.where(basis & (w > 0), w, 1.0), 0.0)
-    a = w * apply(f, inside)
-    rest = torch.where(basis, 0.0, b)
-    dots = (symmetric(lower) @ rest[..., None])[..., 0]
-    if q is not None:
-        dots = dots + q
-    total: Tensor = a + w * apply(h, w * dots) + outside * rest
-    return total
+    found = spectrum(lower, noise, w)
+    f = 1 / (found.values.sqrt() + eps)
+    return found.apply(f, f - outside, b, q)
 
 
 def decay(beta: float, pos: Tensor, m: int, t: int) -> Tensor:

@@ -158,7 +158,7 @@ class GGT(WindowOptimizer):
         return bool(group["bias_correction"])
 
     def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
-        """``w ∘ f(S_w) (b/w)`` for x in the span of the window, see :mod:`secondorder.curvature.gram`."""
+        """``φ(G_wᵀG_w) x``, see :func:`secondorder.curvature.gram.ggt_coefficients`."""
         group, window = units[0].group, units[0].window
         outside = _outside(group)
         w = torch.stack([self._decays(unit) for unit in units])
@@ -178,12 +178,10 @@ class GGT(WindowOptimizer):
         return torch.where(ok[:, None], a, alone)
 
     def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
-        """``(G_wᵀG_w)^(1/2)``, as ``G_wᵀ S_w^(−1/2) G_w``."""
-        w = self._decays(unit)
-        values, vectors = torch.linalg.eigh(unit.window.lower() * w[:, None] * w)
-        keep = values > gram.tolerance(values, unit.window.noise)
-        thin = (vectors[:, keep] / values[keep] ** 0.25).mT @ (rows * w[:, None])
-        curvature: Tensor = thin.mT @ thin
+        """``(G_wᵀG_w)^(1/2)``."""
+        found = gram.spectrum(unit.window.lower()[None], unit.window.noise, self._decays(unit)[None])
+        basis = found.back[0].mT @ rows
+        curvature: Tensor = (basis * found.values[0].sqrt()[:, None]).mT @ basis
         return curvature
 
     # ------------------------------------------------------------------ the solve in detail

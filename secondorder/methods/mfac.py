@@ -60,7 +60,7 @@ class MFAC(WindowOptimizer):
             per module (per parameter where names are not known).
         compression: None, ``TopK(...)`` or ``LowRank(...)``.
         window_dtype: Of dense rows and low-rank factors; None: float32, for float64 parameters float64.
-        solver: ``"cholesky"``, ``"eigh"`` (leaves out eigenvalues that are rounding), or ``"auto"``: Cholesky, and eigh
+        solver: ``"cholesky"``, ``"eigh"`` (leaves out directions that are rounding), or ``"auto"``: Cholesky, and eigh
             while nearly dependent rows would cost more than 3 digits.
         momentum_mode: ``"heavy_ball"`` (v ← μv + u), ``"ema"`` (v ← μv + (1−μ)u) or ``"pre"`` (v ← μv + (1−μ)g is
             preconditioned).
@@ -183,17 +183,13 @@ class MFAC(WindowOptimizer):
         ])  # fmt: skip
         b, q = _stacked(units)
         rhs = gram.mfac_right_side(b, q, damping, n)
-        if self._filters(units[0]):
-            a, unfiltered, ok = self._by_eigh(units, lower, (b, q, damping, n))
-        else:
-            a, ok = gram.mfac_cholesky(lower, b, q, damping, n)
-            unfiltered = a
-            if ok.device.type == "cpu" and not all_true_on_cpu(ok):
-                a, unfiltered, ok = self._by_eigh(units, lower, (b, q, damping, n))
+        a, ok = gram.mfac_cholesky(lower, b, q, damping, n)
+        amplification = torch.where(ok, gram.mfac_amplification(lower, a, rhs, damping, n), torch.inf)
+        if self._filters(units[0]) or (ok.device.type == "cpu" and not all_true_on_cpu(ok)):
+            a = self._filtered(units, lower, (b, q, damping, n))
+            ok = torch.isfinite(a).all(-1)
         # The last resort takes each row by itself: for the newest one, the answer of a window of one row.
         alone = rhs / (damping[:, None] + lower.diagonal(dim1=-2, dim2=-1) / n[:, None])
-        amplification = gram.mfac_amplification(unfiltered, rhs, damping, n, gram.trace(lower))
-        amplification = torch.where(ok, amplification, torch.inf)
         for unit, good, size, own in zip(units, ok, amplification, damping, strict=True):
             unit.window.counters["solve_failures"].add_((~good).to(torch.int64))
             unit.outside = 1 / own
@@ -210,15 +206,14 @@ class MFAC(WindowOptimizer):
         count = unit.window.counters["count"].clamp(1, unit.window.m).to(torch.float64)
         return torch.full_like(count, unit.window.m) if unit.group["scale"] == "window" else count
 
-    def _by_eigh(
+    def _filtered(
         self, units: Sequence[Unit], lower: Tensor, problem: tuple[Tensor, Tensor | None, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Coefficients, those of the whole spectrum, and whether they are usable."""
+    ) -> Tensor:
+        """Coefficients without the directions that are rounding; not finite if they cannot be found."""
         try:
-            a, unfiltered = gram.mfac_eigh(lower, *problem, noise=units[0].window.noise)
+            return gram.mfac_filtered(lower, *problem, noise=units[0].window.noise)
         except LinAlgError:
-            a = unfiltered = torch.full_like(problem[0], torch.nan)
-        return a, unfiltered, torch.isfinite(a).all(-1)
+            return torch.full_like(problem[0], torch.nan)
 
     def _filters(self, unit: Unit) -> bool:
         """Whether a unit's solve leaves out small eigenvalues, from what was measured some steps ago."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.methods import METHODS, Method
-from tests.contract.tasks import MLP, TASKS, Task
+from tests.contract.methods import METHODS, Method, Variant
+from tests.contract.tasks import CNN, MLP, TASKS, Task
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +24,14 @@ def keywords_of(rule: Any) -> Mapping[str, Any]:
     return rule[0] if isinstance(rule, tuple) else rule
 
 
+def pair_up(method: Method, variant: Variant, task: Task) -> bool:
+    """Whether a test of every variant and task is run for these two.
+
+    A window does not know layers, only shapes: each of its variants is run on those of one task, the first one on all.
+    """
+    return method.layerwise or variant is method.variants[0] or task is CNN
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     needed = [keyword for mark in metafunc.definition.iter_markers("option") for keyword in mark.args]
     methods: list[Method] = [method for method in METHODS if method.accepts(*needed)]
@@ -31,6 +39,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if rules is not None:
         known = [(m, name) for m in methods for name, rule in rules.args[0].items() if m.accepts(*keywords_of(rule))]
         metafunc.parametrize(("method", "rule"), known, ids=[f"{method.name}-{name}" for method, name in known])
+    elif {"variant", "task"} <= set(metafunc.fixturenames):
+        triples = [(m, v, task) for m in methods for v in m.variants for task in TASKS if pair_up(m, v, task)]
+        metafunc.parametrize(
+            ("method", "variant", "task"), triples, ids=[f"{m.name}-{v.name}-{task.name}" for m, v, task in triples]
+        )
+        return
     elif "variant" in metafunc.fixturenames:
         pairs = [(method, variant) for method in methods for variant in method.variants]
         metafunc.parametrize(("method", "variant"), pairs, ids=[f"{m.name}-{v.name}" for m, v in pairs])

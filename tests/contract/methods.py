@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import secondorder
-from secondorder import KFAC
+from secondorder import GGT, KFAC, MFAC, LowRank, SparseMFAC, TopK
 from tests.contract import storages
 from tests.contract.storages import Factored, Sizes, Sparse, Storage, bases, kronecker, squares
 from tests.contract.tasks import covered_layers
@@ -177,56 +176,8 @@ _WINDOWED: dict[str, Any] = {
     "partial": ("none",),
     "leave_out": {"skip_biases": True},
 }
-
-
-def _window_methods() -> tuple[Method, ...]:
-    from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
-
-    # blocks of 8, so that the tiny parameters have full blocks, short ones, or both
-    few, fewer = {"density": 0.3, "block_size": 8}, {"density": 0.2, "block_size": 8}
-    return (
-        Method(
-            "mfac",
-            MFAC,
-            {**_ANY_WINDOW, "damping": 0.1},
-            variants=(
-                _window_variant("dense", {}),
-                _window_variant("bf16", {"window_dtype": torch.bfloat16}, Storage(torch.bfloat16)),
-                _window_variant("layer", {"partition": "layer"}, units=storages.unit_per_module),
-                _window_variant("lowrank", {"compression": LowRank(rank=1)}, Factored(rank=1)),
-                _window_variant("pre", {"momentum_mode": "pre"}, over_gradients=True, heavy_ball=False),
-            ),
-            landmark="window",
-            **_WINDOWED,
-        ),
-        Method(
-            "sparse",
-            SparseMFAC,
-            {**_ANY_WINDOW, "damping": 0.1, "compression": TopK(**few)},
-            variants=(
-                _window_variant("blocks", {}, Sparse(density=0.3, block=8)),
-                _window_variant(
-                    "4bit", {"compression": TopK(**few, error_bits=4)}, Sparse(density=0.3, block=8, bits=4)
-                ),
-            ),
-            landmark="window_idx",
-            **_WINDOWED,
-        ),
-        Method(
-            "ggt",
-            GGT,
-            {**_ANY_WINDOW, "eps": 0.1},
-            variants=(
-                _window_variant("dense", {}),
-                _window_variant("betas", {"betas": (0.9, 0.99)}, over_gradients=True),
-                _window_variant("topk", {"compression": TopK(**fewer)}, Sparse(density=0.2, block=8)),
-            ),
-            landmark="window",
-            damping="eps",
-            **_WINDOWED,
-        ),
-    )
-
+# blocks of 8, so that the tiny parameters have full blocks, short ones, or both
+_FEW, _FEWER = TopK(density=0.3, block_size=8), TopK(density=0.2, block_size=8)
 
 METHODS = (
     Method(
@@ -241,5 +192,42 @@ METHODS = (
         landmark="factor_a",
         eager={"factor_update_steps": 1},
     ),
-    *(_window_methods() if hasattr(secondorder, "MFAC") else ()),  # TODO(C)
+    Method(
+        "mfac",
+        MFAC,
+        {**_ANY_WINDOW, "damping": 0.1},
+        variants=(
+            _window_variant("dense", {}),
+            _window_variant("bf16", {"window_dtype": torch.bfloat16}, Storage(torch.bfloat16)),
+            _window_variant("layer", {"partition": "layer"}, units=storages.unit_per_module),
+            _window_variant("lowrank", {"compression": LowRank(rank=1)}, Factored(rank=1)),
+            _window_variant("pre", {"momentum_mode": "pre"}, over_gradients=True, heavy_ball=False),
+        ),
+        landmark="window",
+        **_WINDOWED,
+    ),
+    Method(
+        "sparse",
+        SparseMFAC,
+        {**_ANY_WINDOW, "damping": 0.1, "compression": _FEW},
+        variants=(
+            _window_variant("blocks", {}, Sparse(density=0.3, block=8)),
+            _window_variant("4bit", {"compression": replace(_FEW, error_bits=4)}, Sparse(density=0.3, block=8, bits=4)),
+        ),
+        landmark="window_idx",
+        **_WINDOWED,
+    ),
+    Method(
+        "ggt",
+        GGT,
+        {**_ANY_WINDOW, "eps": 0.1},
+        variants=(
+            _window_variant("dense", {}),
+            _window_variant("betas", {"betas": (0.9, 0.99)}, over_gradients=True),
+            _window_variant("topk", {"compression": _FEWER}, Sparse(density=0.2, block=8)),
+        ),
+        landmark="window",
+        damping="eps",
+        **_WINDOWED,
+    ),
 )

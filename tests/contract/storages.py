@@ -76,14 +76,12 @@ class Storage:
 
     Args:
         rows: Dtype of the stored values; None: the one that is computed with.
-        extra: Keys that every covered parameter has besides.
     """
 
     rows: torch.dtype | None = None
-    extra: frozenset[str] = frozenset()
 
     def keys(self, parameter: Tensor) -> set[str]:
-        return {"window"} | self.extra
+        return {"window"}
 
     def dtypes(self, compute: torch.dtype) -> dict[str, torch.dtype]:
         """By key: the dtype of the value, for every key that any parameter may have."""
@@ -120,7 +118,7 @@ class Sparse(Storage):
         return max(1, math.ceil(self.density * length))
 
     def keys(self, parameter: Tensor) -> set[str]:
-        found = set(self.extra)
+        found = set()
         for prefix, _ in self.blocks(parameter):
             error = "error" if prefix == "window" else "tail_error"
             found |= {f"{prefix}_idx", f"{prefix}_val", error} | ({f"{error}_range"} if self.bits else set())
@@ -161,7 +159,7 @@ class Factored(Storage):
 
     def keys(self, parameter: Tensor) -> set[str]:
         factors = {"window_p", "window_q", "q_prev", "error"}
-        return ({"window"} if self.shape(parameter) is None else factors) | self.extra
+        return {"window"} if self.shape(parameter) is None else factors
 
     def dtypes(self, compute: torch.dtype) -> dict[str, torch.dtype]:
         return {**super().dtypes(compute), **dict.fromkeys(("window_p", "window_q", "q_prev", "error"), compute)}

@@ -126,9 +126,9 @@ def trained_as_pairs(method: Method, pairs: bool, steps: int = 6, **keywords: An
 
 
 @WINDOWED
-@pytest.mark.parametrize("foreach", [False, True, None])
+@pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.rules(WINDOW_RULES)
-def test_window_takes_complex_numbers_as_pairs(method: Method, rule: str, foreach: bool | None) -> None:
+def test_window_takes_complex_numbers_as_pairs(method: Method, rule: str, foreach: bool) -> None:
     keywords = {**WINDOW_RULES[rule], "foreach": foreach}
     turned, _ = trained_as_pairs(method, pairs=False, **keywords)
     paired, _ = trained_as_pairs(method, pairs=True, **keywords)

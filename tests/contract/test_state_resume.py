@@ -99,6 +99,30 @@ def test_resume_is_exact_in_low_precision(method: Method, variant: Variant, mlp:
     assert_identical(values(other), values(model))
 
 
+@pytest.mark.option("window_size")
+def test_a_window_keeps_its_dtypes_in_a_model_of_another(method: Method, variant: Variant, mlp: Task) -> None:
+    """Indices stay whole, S double, rows as they are: torch alone would cast everything to the parameter's dtype."""
+    model, other = mlp.model(torch.float32), mlp.model(torch.bfloat16)
+    optimizer, second = method.build(model, **variant.keywords), method.build(other, **variant.keywords)
+    train(model, optimizer, mlp, MIDDLE)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(through_a_file(optimizer.state_dict()))
+    kept = variant.dtypes(torch.float32).keys() | variant.owner_state
+
+    def curvature(opt: Any) -> list[dict[str, Any]]:
+        return [{key: state[key] for key in kept & state.keys()} for state in opt.state.values()]
+
+    assert_identical(curvature(second), curvature(optimizer))
+    for state in second.state.values():
+        assert {key: state[key].dtype for key in state.keys() & variant.dtypes(torch.float32).keys()} == {
+            key: dtype for key, dtype in variant.dtypes(torch.float32).items() if key in state
+        }
+    before = values(other)
+    train(other, second, mlp, 3, start=MIDDLE)
+    assert all(value.isfinite().all() for value in values(other).values())
+    assert any(not torch.equal(value, before[name]) for name, value in values(other).items())
+
+
 def test_loading_makes_no_memory_common_with_the_dict(method: Method, variant: Variant, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model, **variant.keywords)

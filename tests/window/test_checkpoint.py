@@ -1,0 +1,240 @@
+"""Bit-exact resume over the seam of the ring, other window sizes, refusals, dtypes that outlive torch's casts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from secondorder import GGT, MFAC, LowRank, TopK
+from tests.window.definitions import Average
+from tests.window.driver import (
+    assert_near,
+    differences,
+    flat,
+    from_disk,
+    give,
+    history,
+    noise,
+    parameters,
+    push,
+    put,
+    snapshot,
+    states,
+)
+from tests.window.storages import FEW, METHODS, STORAGES, averaging, explicit, regular
+
+SHAPES, D, M = [(4, 5), (3,), (3, 7)], 44, 5
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{f"mfac {name}": (MFAC, kind.keywords) for name, kind in STORAGES.items()},
+    **{f"ggt {name}": (GGT, STORAGES[name].keywords) for name in FEW},
+    "mfac momentum": (MFAC, {"momentum": 0.9, "weight_decay": 0.1}),
+    "mfac pre": (MFAC, {"momentum": 0.9, "momentum_mode": "pre"}),
+    "mfac pre topk": (MFAC, {"momentum": 0.9, "momentum_mode": "pre", "compression": TopK(0.25, 8)}),
+    "mfac layer": (MFAC, {"partition": "layer", "momentum": 0.9, "momentum_mode": "pre"}),
+    "mfac adam graft": (MFAC, {"graft": "adam"}),
+    "mfac adamw inside": (MFAC, {"inner": "adamw"}),
+    "mfac reg": (MFAC, {"weight_decay": 0.1, "weight_decay_mode": "reg"}),
+    "ggt betas": (GGT, {"betas": (0.9, 0.8), "bias_correction": True}),
+}
+
+
+def train(opt: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> list[Tensor]:
+    """Gradients that depend on the parameters, so that no error heals."""
+    path = []
+    for step in steps:
+        give(params, noise(D, seed=step) + 0.1 * flat(params))
+        opt.step()
+        path.append(flat(params))
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_bit_exact(kind: str, dtype: torch.dtype) -> None:
+    """Saved with a full ring whose seam lies in the middle; the next 2m + 1 steps cross it twice."""
+    cls, keywords = KINDS[kind]
+    params, others = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
+    opt = cls(params, lr=1e-3, window_size=M, **keywords)
+    train(opt, params, range(M + 2))
+    saved = from_disk(opt)
+    put(others, flat(params))
+    twin = cls(others, lr=1e-3, window_size=M, **keywords)
+    twin.load_state_dict(saved)
+    assert differences(opt.state_dict(), twin.state_dict()) == set()
+    steps = range(M + 2, 3 * M + 3)
+    assert all(torch.equal(a, b) for a, b in zip(train(opt, params, steps), train(twin, others, steps), strict=True))
+    assert differences(opt.state_dict(), twin.state_dict()) == set()
+
+
+def test_resume_before_the_window_is_full() -> None:
+    for kept in range(4):
+        params, others = parameters(SHAPES), parameters(SHAPES)
+        opt, twin = (MFAC(p, lr=1e-3, window_size=M) for p in (params, others))
+        train(opt, params, range(kept))
+        put(others, flat(params))
+        twin.load_state_dict(from_disk(opt))
+        steps = range(kept, 2 * M + 3)
+        assert torch.equal(train(opt, params, steps)[-1], train(twin, others, steps)[-1])
+
+
+@pytest.mark.parametrize("saved_at", [6, 12, 17, 21, 28])
+def test_resume_while_the_chosen_solver_lags_behind(saved_at: int) -> None:
+    """Repeated gradients make "auto" change its solver some steps later; a resumed run changes at the same step."""
+
+    def steps(opt: torch.optim.Optimizer, params: list[nn.Parameter], which: range) -> list[Tensor]:
+        return [push(opt, params, noise(D, seed=0 if 2 <= step < 16 else step)) for step in which]
+
+    params, others = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
+    opt, twin = (MFAC(p, lr=1.0, window_size=8, damping=1e-8) for p in (params, others))
+    steps(opt, params, range(saved_at))
+    twin.load_state_dict(from_disk(opt))
+    rest = range(saved_at, 45)
+    assert all(torch.equal(a, b) for a, b in zip(steps(opt, params, rest), steps(twin, others, rest), strict=True))
+
+
+def test_no_memory_is_shared_with_what_was_loaded() -> None:
+    for storage in FEW:
+        params, others = parameters(SHAPES), parameters(SHAPES)
+        opt, twin = (MFAC(p, lr=1.0, window_size=M, **STORAGES[storage].keywords) for p in (params, others))
+        for step in range(M + 2):
+            push(opt, params, noise(D, seed=step))
+        saved = opt.state_dict()
+        twin.load_state_dict(saved)
+        before = snapshot(twin)
+        for step in range(2):
+            push(opt, params, noise(D, seed=step))
+        assert differences(before, twin.state_dict()) == set()
+
+
+@pytest.mark.parametrize("steps", [2, 11])
+@pytest.mark.parametrize("wanted", [1, 3, 8])
+@pytest.mark.parametrize("storage", ["dense", "topk-4-bit", "rank-1"])
+@pytest.mark.parametrize("method", METHODS)
+def test_another_window_size_keeps_the_newest_rows(method: str, storage: str, wanted: int, steps: int) -> None:
+    kind, params, others = STORAGES[storage], parameters(SHAPES), parameters(SHAPES)
+    own = {**regular(method, 1e-2), **({"betas": (0.0, 0.9)} if method == "ggt" else {})}
+    opt = METHODS[method](params, lr=1.0, window_size=M, **own, **kind.keywords)
+    twin = METHODS[method](others, lr=1.0, window_size=wanted, **own, **kind.keywords)
+    for step in range(steps):
+        push(opt, params, noise(D, seed=step))
+    kept, every = history(opt, params, [0, 1, 2], kind.block_size), [0, 1, 2]
+    twin.load_state_dict(from_disk(opt))
+    assert twin.param_groups[0]["window_size"] == wanted
+    assert torch.equal(history(twin, others, every, kind.block_size), kept[-wanted:])
+    for i in every:
+        for key in ("error", "error_range", "tail_error", "tail_error_range", "q_prev"):
+            assert key not in states(opt)[i] or torch.equal(states(twin)[i][key], states(opt)[i][key])
+    seen = list(kept[-wanted:])
+    for step in range(steps, steps + 2 * wanted + 1):
+        u = push(twin, others, noise(D, seed=step))
+        seen.append(history(twin, others, every, kind.block_size)[-1])
+        rows = torch.stack(seen[-wanted:])
+        assert torch.equal(history(twin, others, every, kind.block_size), rows)
+        assert_near(u, explicit(method, rows, rows[-1], 1e-2, 0.9), 1e-9, step)
+
+
+@pytest.mark.parametrize("wanted", [2, 3, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_another_window_size_under_momentum_on_gradients(method: str, wanted: int) -> None:
+    """Rows that leave the window at loading stay in the average."""
+    keywords = {"lr": 1.0, **averaging(method, 0.9, 0.8), **regular(method, 1e-3)}
+    params, others = parameters(SHAPES), parameters(SHAPES)
+    opt, twin = (METHODS[method](p, window_size=m, **keywords) for p, m in ((params, M), (others, wanted)))
+    g, average = noise(40, D), Average(D, 0.9)
+    for step in range(12):
+        push(opt, params, g[step])
+        average.add(g[step])
+    twin.load_state_dict(from_disk(opt))
+    seen = list(g[12 - min(wanted, M) : 12])
+    for step in range(12, 12 + 2 * wanted + 3):
+        seen.append(g[step])
+        rows, v = torch.stack(seen[-wanted:]), average.add(g[step])
+        assert_near(push(twin, others, g[step]), explicit(method, rows, v, 1e-3, 0.8), 1e-9, step)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+TOPK = {"density": 0.25, "block_size": 8}
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "block size": (TopK(**TOPK), TopK(density=0.25, block_size=16)),
+    "block size, same number of entries": (TopK(density=0.25, block_size=8), TopK(density=0.5, block_size=4)),
+    "density": (TopK(**TOPK), TopK(density=0.5, block_size=8)),
+    "dense": (TopK(**TOPK), None),
+    "from dense": (None, TopK(**TOPK)),
+    "rank": (LowRank(1), LowRank(2)),
+    "factors to dense": (LowRank(1), None),
+    "entries to factors": (TopK(**TOPK), LowRank(1)),
+    "dense bits": (TopK(error_bits=4, **TOPK), TopK(error_bits=8, **TOPK)),
+}
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (5, 3)], ids=str)
+@pytest.mark.parametrize("case", OTHERS)
+def test_another_compression_is_refused_before_anything_changes(case: str, sizes: tuple[int, int]) -> None:
+    one, other = OTHERS[case]
+    params, others = parameters(SHAPES), parameters(SHAPES)
+    opt = MFAC(params, lr=1.0, window_size=sizes[0], compression=one)
+    twin = MFAC(others, lr=0.5, window_size=sizes[1], compression=other)
+    for step in range(7):
+        push(opt, params, noise(D, seed=step))
+        push(twin, others, noise(D, seed=20 + step))
+    before, groups = snapshot(twin), str(twin.param_groups)
+    with pytest.raises(ValueError):
+        twin.load_state_dict(from_disk(opt))
+    assert differences(before, twin.state_dict()) == set()
+    assert str(twin.param_groups) == groups
+    push(twin, others, noise(D))
+
+
+# --------------------------------------------------------------------------------------------------------------- dtypes
+def dtypes(opt: torch.optim.Optimizer) -> list[dict[str, torch.dtype]]:
+    every = states(opt).values()
+    return [{key: value.dtype for key, value in state.items() if isinstance(value, Tensor)} for state in every]
+
+
+@pytest.mark.parametrize("storage", ["topk-bfloat16", "topk-8-bit", *FEW])
+def test_a_model_in_bfloat16_keeps_the_dtypes_of_the_state(storage: str) -> None:
+    """``Optimizer.load_state_dict`` casts floating state to the dtype of the parameter."""
+    kind = STORAGES[storage]
+    params, others = parameters(SHAPES, torch.bfloat16), parameters(SHAPES, torch.bfloat16)
+    opt, twin = (MFAC(p, lr=1.0, window_size=M, **kind.keywords) for p in (params, others))
+    for step in range(M + 2):
+        push(opt, params, noise(D, seed=step))
+    twin.load_state_dict(from_disk(opt))
+    assert dtypes(twin) == dtypes(opt)
+    assert differences(opt.state_dict(), twin.state_dict()) == set()
+    first = dtypes(twin)[0]
+    assert first["gram"] == torch.float64
+    if kind.topk:
+        assert first["window_idx"] == torch.int16
+        assert first["window_val"] == kind.topk.get("value_dtype", torch.float32)
+        assert first.get("error", torch.float32) == (torch.uint8 if kind.quantised else torch.float32)
+    elif "window" in first:
+        assert first["window"] == (kind.window_dtype or torch.float32)
+    for step in range(2 * M + 1):
+        g = noise(D, seed=100 + step)
+        assert torch.equal(push(opt, params, g), push(twin, others, g))
+
+
+@pytest.mark.parametrize("storage", ["topk", "topk-bfloat16", "dense", "rank-1"])
+def test_from_a_model_in_float32_to_one_in_bfloat16(storage: str) -> None:
+    kind = STORAGES[storage]
+    params, others = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.bfloat16)
+    opt, twin = (MFAC(p, lr=1.0, window_size=M, **kind.keywords) for p in (params, others))
+    for step in range(M + 2):
+        push(opt, params, noise(D, seed=step))
+    twin.load_state_dict(from_disk(opt))
+    found = differences(opt.state_dict(), twin.state_dict())
+    assert not [key for key in found if key.startswith(("window", "tail", "error", "gram", "q_prev"))]
+
+
+def test_wide_indices_keep_32_bits() -> None:
+    params, others = parameters([(65536,)], torch.bfloat16), parameters([(65536,)], torch.bfloat16)
+    spec = {"density": 1e-4, "block_size": 65536, "value_dtype": torch.bfloat16}
+    opt, twin = (MFAC(p, lr=1.0, window_size=2, compression=TopK(**spec)) for p in (params, others))
+    g = 1e-3 * noise(65536)
+    g[40000] = 2.0
+    push(opt, params, g)
+    twin.load_state_dict(from_disk(opt))
+    assert states(twin)[0]["window_idx"].dtype == torch.int32
+    assert 40000 in states(twin)[0]["window_idx"][0, 0]

@@ -1,0 +1,270 @@
+"""Weight decay in all its modes, clipping, grafting, inner rules, and parameters that leave the window."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from secondorder import GGT, MFAC
+from tests.window.definitions import Average, extended, fisher_direction
+from tests.window.driver import assert_near, columns_of, flat, give, history, noise, parameters, push, put, states
+from tests.window.storages import METHODS, STORAGES, averaging, explicit, regular
+
+SHAPES, D, M, LR, DECAY = [(4, 5), (3,)], 23, 5, 0.5, 0.1
+SPLIT = {"global": [[0, 1]], "layer": [[0], [1]]}
+MODES: dict[str, dict[str, Any]] = {
+    "standard": {},
+    "decoupled": {"decoupled_weight_decay": True},
+    "legacy": {"weight_decay_mode": "legacy"},
+    "reg": {"weight_decay_mode": "reg"},
+    "both": {"weight_decay_mode": "both"},
+}
+SHRINKS = {"standard": 0.0, "decoupled": LR * DECAY, "legacy": DECAY, "reg": 0.0, "both": DECAY}
+
+
+def step_from(opt: torch.optim.Optimizer, params: list[nn.Parameter], p: Tensor, gradient: Tensor) -> Tensor:
+    """What a step subtracts from parameters that stand at ``p``."""
+    put(params, p)
+    give(params, gradient)
+    opt.step()
+    return p - flat(params)
+
+
+@pytest.mark.parametrize("partition", SPLIT)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("method", METHODS)
+def test_modes_of_weight_decay(method: str, mode: str, partition: str) -> None:
+    """λ = 1e-6 (ε = 1e-4): preconditioning g + wd·p with the dots of g would let p/λ through unsolved."""
+    params, small = parameters(SHAPES), 1e-6 if method == "mfac" else 1e-4
+    keywords = {"weight_decay": DECAY, "partition": partition, **regular(method, small), **MODES[mode]}
+    opt = METHODS[method](params, lr=LR, window_size=M, **keywords)
+    seen: list[Tensor] = []
+    for step in range(3 * M + 2):
+        g, p = noise(D, seed=step), noise(D, seed=100 + step)
+        moved = step_from(opt, params, p, g)
+        seen.append(g + DECAY * p if mode == "standard" else g)
+        x = g if mode in ("legacy", "decoupled") else g + DECAY * p
+        for unit in SPLIT[partition]:
+            c = columns_of(params, unit)
+            if len(c) <= M and mode in ("reg", "both"):
+                continue  # rows span the unit: nothing but cancellation is left of x/λ, see below
+            u = explicit(method, torch.stack(seen[-M:])[:, c], x[c], small)
+            assert_near(moved[c], LR * u + SHRINKS[mode] * p[c], 1e-9, f"step {step}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_decay_inside_a_window_that_spans_everything(method: str) -> None:
+    params, m, damping = parameters([(4,)]), 9, 1e-4
+    keywords = {"weight_decay": DECAY, "weight_decay_mode": "reg", **regular(method, damping)}
+    opt = METHODS[method](params, lr=1.0, window_size=m, **keywords)
+    g = noise(20, 4)
+    for step in range(20):
+        p = noise(4, seed=step)
+        moved = step_from(opt, params, p, g[step])
+        if step >= 4:
+            rows = g[max(0, step + 1 - m) : step + 1]
+            assert_near(moved, explicit(method, rows, g[step] + DECAY * p, damping), 1e-9, step)
+
+
+@pytest.mark.parametrize("mode", ["reg", "both"])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "topk", "rank-2"])
+def test_decay_beside_a_compressed_window(storage: str, mode: str) -> None:
+    """What is preconditioned is the row as stored, and the decay."""
+    kind, params = STORAGES[storage], parameters(SHAPES)
+    opt = MFAC(params, lr=LR, window_size=M, damping=1e-6, weight_decay=DECAY, weight_decay_mode=mode, **kind.keywords)
+    for step in range(3 * M + 2):
+        g, p = noise(D, seed=step), noise(D, seed=100 + step)
+        moved = step_from(opt, params, p, g)
+        rows = history(opt, params, [0, 1], kind.block_size)
+        u = fisher_direction(rows, rows[-1] + DECAY * p, 1e-6)
+        assert_near(moved, LR * u + SHRINKS[mode] * p, 1e-9, f"step {step}")
+
+
+@pytest.mark.parametrize("mode", ["standard", "reg"])
+def test_groups_of_one_unit_have_decays_of_their_own(mode: str) -> None:
+    params = parameters(SHAPES)
+    groups = [{"params": params[:1], "weight_decay": 0.3}, {"params": params[1:]}]
+    opt = MFAC(groups, lr=1.0, window_size=M, damping=1e-6, weight_decay_mode=mode)
+    decay = torch.cat([torch.full((20,), 0.3, dtype=torch.float64), torch.zeros(3)])
+    seen: list[Tensor] = []
+    for step in range(12):
+        g, p = noise(D, seed=step), noise(D, seed=100 + step)
+        moved = step_from(opt, params, p, g)
+        seen.append(g if mode == "reg" else g + decay * p)
+        assert_near(moved, fisher_direction(torch.stack(seen[-M:]), g + decay * p, 1e-6), 1e-9, step)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_reg_with_momentum_before_preconditioning(method: str) -> None:
+    """Average of gradients, and decay on top of it."""
+    own = {**averaging(method, 0.9, 0.8), **regular(method, 1e-3)}
+    params, average = parameters(SHAPES), Average(D, 0.9)
+    opt = METHODS[method](params, lr=1.0, window_size=M, weight_decay=DECAY, weight_decay_mode="reg", **own)
+    g = noise(17, D)
+    for step in range(17):
+        p, v = noise(D, seed=100 + step), average.add(g[step])
+        rows = g[max(0, step + 1 - M) : step + 1]
+        u = explicit(method, rows, v + extended(DECAY * p), 1e-3, 0.8)
+        assert_near(step_from(opt, params, p, g[step]), u, 1e-9, step)
+
+
+@pytest.mark.parametrize("cls", [MFAC, GGT])
+def test_decoupled_decay_is_multiplied_by_the_learning_rate(cls: Any) -> None:
+    params = parameters(SHAPES)
+    opt = cls(params, lr=0.0, weight_decay=0.1, decoupled_weight_decay=True, window_size=3)
+    p = noise(D)
+    for step in range(3):
+        assert not step_from(opt, params, p, noise(D, seed=step)).any()
+
+
+@pytest.mark.parametrize("mode", ["legacy", "reg", "both"])
+def test_decoupled_decay_and_another_mode_exclude_each_other(mode: str) -> None:
+    with pytest.raises(ValueError):
+        MFAC(parameters(SHAPES), decoupled_weight_decay=True, weight_decay_mode=mode, window_size=3)
+
+
+# ------------------------------------------------------------------------------------------------ clipping and grafting
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("partition", SPLIT)
+@pytest.mark.parametrize("storage", ["dense", "topk"])
+@pytest.mark.parametrize("method", METHODS)
+def test_clipping_by_norm(method: str, storage: str, partition: str, momentum: float) -> None:
+    """The direction of all parameters together, before momentum."""
+    keywords = {"lr": 1.0, "window_size": M, "partition": partition, **STORAGES[storage].keywords}
+    (plain, clipped), limit = (parameters(SHAPES), parameters(SHAPES)), 0.1
+    opt = METHODS[method](plain, **keywords)
+    twin = METHODS[method](clipped, clip_norm=limit, momentum=momentum, **keywords)
+    v, factors = torch.zeros(D, dtype=torch.float64), []
+    for step in range(12):
+        g = noise(D, seed=step) * 4.0 ** (step % 3)
+        u = push(opt, plain, g)
+        factors.append(min(1.0, limit / (float(u.norm()) + 1e-12)))
+        v = momentum * v + u * factors[-1]
+        assert_near(push(twin, clipped, g), v, 1e-10)
+    assert min(factors) < 1
+
+
+def test_clipping_by_value() -> None:
+    plain, clipped = parameters(SHAPES), parameters(SHAPES)
+    opt = MFAC(plain, lr=1.0, window_size=M)
+    twin = MFAC(clipped, lr=1.0, window_size=M, clip_value=0.05)
+    for step in range(8):
+        u = push(opt, plain, noise(D, seed=step))
+        assert u.abs().max() > 0.05
+        assert_near(push(twin, clipped, noise(D, seed=step)), u.clamp(-0.05, 0.05), 1e-12)
+
+
+@pytest.mark.parametrize("partition", SPLIT)
+@pytest.mark.parametrize("method", METHODS)
+def test_sgd_graft(method: str, partition: str) -> None:
+    """Every unit moves as far as SGD would move it."""
+    keywords = {"lr": 1.0, "window_size": M, "partition": partition}
+    plain, grafted = parameters(SHAPES), parameters(SHAPES)
+    opt, twin = METHODS[method](plain, **keywords), METHODS[method](grafted, graft="sgd", **keywords)
+    for step in range(12):
+        g = noise(D, seed=step)
+        u, moved = push(opt, plain, g), push(twin, grafted, g)
+        for unit in SPLIT[partition]:
+            c = columns_of(plain, unit)
+            assert_near(moved[c], u[c] * g[c].norm() / u[c].norm(), 1e-10)
+
+
+@pytest.mark.parametrize("partition", SPLIT)
+@pytest.mark.parametrize("method", METHODS)
+def test_adam_graft(method: str, partition: str) -> None:
+    """The direction is the method's for Adam's first moment, the size of every unit is Adam's; no momentum on top."""
+    params, (beta1, beta2), eps = parameters(SHAPES), (0.8, 0.9), 1e-3
+    opt = METHODS[method](
+        params, lr=1.0, momentum=0.5, window_size=M, partition=partition, graft="adam",
+        fallback_betas=(beta1, beta2), fallback_eps=eps, **regular(method, 1e-3),
+    )  # fmt: skip
+    g, mean, square = noise(17, D), torch.zeros(D, dtype=torch.float64), torch.zeros(D, dtype=torch.float64)
+    for step in range(17):
+        mean = beta1 * mean + (1 - beta1) * g[step]
+        square = beta2 * square + (1 - beta2) * g[step] ** 2
+        m_hat, v_hat = mean / (1 - beta1 ** (step + 1)), square / (1 - beta2 ** (step + 1))
+        size, moved = m_hat / (v_hat.sqrt() + eps), push(opt, params, g[step])
+        rows = g[max(0, step + 1 - M) : step + 1]
+        for unit in SPLIT[partition]:
+            c = columns_of(params, unit)
+            u = explicit(method, rows[:, c], m_hat[c], 1e-3)
+            assert_near(moved[c], u * size[c].norm() / u.norm(), 1e-8, step)
+
+
+def test_adamw_inside() -> None:
+    """AdamW takes the direction for its gradient."""
+    plain, inner, theirs = parameters(SHAPES), parameters(SHAPES), parameters(SHAPES)
+    opt = MFAC(plain, lr=1.0, window_size=M)
+    twin = MFAC(inner, lr=0.01, window_size=M, inner="adamw", weight_decay=0.1)
+    adamw = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.1)
+    start = noise(D, seed=50)
+    put(inner, start)
+    put(theirs, start)
+    for step in range(10):
+        g = noise(D, seed=step)
+        give(theirs, push(opt, plain, g))
+        give(inner, g)
+        twin.step()
+        adamw.step()
+        assert_near(flat(inner), flat(theirs), 1e-10)
+
+
+# ----------------------------------------------------------------------------------------------------------- exclusions
+def normalised() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 2)
+    ).double()
+
+
+EXCLUSIONS = {
+    "norms": ({"skip_norm_layers": True}, ["1.weight", "1.bias", "4.weight", "4.bias"]),
+    "norms-and-biases": (
+        {"skip_norm_layers": True, "skip_biases": True},
+        ["0.bias", "1.weight", "1.bias", "3.bias", "4.weight", "4.bias", "5.bias"],
+    ),
+}
+FALLBACKS: dict[str, tuple[dict[str, Any], Any]] = {
+    "sgd": ({}, lambda p: torch.optim.SGD(p, 1.0)),
+    "adamw": ({"fallback": "adamw", "fallback_lr": 0.02}, lambda p: torch.optim.AdamW(p, 0.02, weight_decay=0.0)),
+}
+
+
+@pytest.mark.parametrize("fallback", FALLBACKS)
+@pytest.mark.parametrize("which", EXCLUSIONS)
+@pytest.mark.parametrize("method", METHODS)
+def test_norm_layers_and_biases_leave_the_window_and_still_move(method: str, which: str, fallback: str) -> None:
+    (skips, names), (keywords, rule), model = EXCLUSIONS[which], FALLBACKS[fallback], normalised()
+    params = dict(model.named_parameters())
+    opt = METHODS[method](model, lr=1.0, window_size=3, **regular(method, 1e-3), **skips, **keywords)
+    outside = [params[name] for name in names]
+    inside = [p for name, p in params.items() if name not in names]
+    twins = [nn.Parameter(p.detach().clone()) for p in outside]
+    theirs = rule(twins)
+    seen: list[Tensor] = []
+    for step in range(8):
+        put(inside, torch.zeros(len(flat(inside))))
+        g, h = noise(len(flat(inside)), seed=step), noise(len(flat(outside)), seed=100 + step)
+        seen.append(g)
+        give(inside, g)
+        give(outside, h)
+        give(twins, h)
+        opt.step()
+        theirs.step()
+        assert_near(-flat(inside), explicit(method, torch.stack(seen[-3:]), g, 1e-3))
+        assert torch.equal(flat(outside), flat(twins))
+    held = states(opt)
+    assert [i for i, name in enumerate(params) if "window" in held[i]] == [
+        i for i, name in enumerate(params) if name not in names
+    ]
+
+
+def test_without_a_module_vectors_count_as_norm_layers() -> None:
+    params = parameters([(3, 4), (4,), (2, 2, 2), ()])
+    opt = MFAC(params, lr=1.0, window_size=3, skip_norm_layers=True)
+    g = noise(25)
+    u = push(opt, params, g)
+    assert torch.equal(u[12:16], g[12:16])
+    assert "window" in states(opt)[0]
+    assert "window" in states(opt)[2]
+    assert "window" not in states(opt)[1]

@@ -1,0 +1,165 @@
+"""Directions are those of the explicit matrix of what was stored, and what was stored is what a plain loop says."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from secondorder import GGT, MFAC
+from tests.window.definitions import fisher_direction
+from tests.window.driver import (
+    assert_near,
+    columns_of,
+    gram,
+    history,
+    noise,
+    parameters,
+    push,
+    ring,
+    size,
+    slots,
+    spans,
+    states,
+)
+from tests.window.storages import FEW, METHODS, STORAGES, explicit, regular
+
+SHAPES = [(4, 6), (5,), (3, 2, 4), (7,)]
+UNITS = {"global": [[0, 1, 2, 3]], "group": [[0, 1], [2, 3]], "layer": [[0], [1], [2], [3]]}
+M = 4
+STEPS = 3 * M + 2
+
+
+def build(method: str, params: list[nn.Parameter], **keywords: Any) -> torch.optim.Optimizer:
+    """Two groups, steps along the direction."""
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    return METHODS[method](groups, **{"lr": 1.0, "window_size": M, **regular(method, 1e-2), **keywords})
+
+
+CASES = [(storage, dtype, "global") for storage in STORAGES for dtype in (torch.float64, torch.float32)]
+CASES += [(storage, torch.float64, partition) for storage in FEW for partition in ("group", "layer")]
+CASES += [(storage, torch.bfloat16, "group") for storage in ("dense", "topk-bfloat16", "rank-1")]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("storage", "dtype", "partition"), CASES, ids=str)
+def test_every_storage_and_partition(method: str, storage: str, dtype: torch.dtype, partition: str) -> None:
+    """Over more than three turns of the ring, at every step."""
+    kind, params = STORAGES[storage], parameters(SHAPES, dtype)
+    opt = build(method, params, partition=partition, **kind.keywords)
+    senders = kind.senders(opt, params)
+    sent: list[Tensor] = []
+    # The direction of a bfloat16 parameter is read off a rounded parameter; factors of a low rank are roundings too.
+    exact = dtype == torch.float64
+    tolerance = 1e-9 if exact else 1e-5 if dtype == torch.float32 else 4e-3
+    for step in range(STEPS):
+        gradient = noise(size(SHAPES), seed=step).to(dtype).double()
+        u = push(opt, params, gradient)
+        sent.append(torch.cat([s.send(gradient[c].to(dtype)) for s, c in zip(senders, spans(params), strict=True)]))
+        for unit in UNITS[partition]:
+            rows, columns = history(opt, params, unit, kind.block_size), columns_of(params, unit)
+            assert len(rows) == min(step + 1, M)
+            if not kind.quantised:
+                loop = torch.stack(sent[-M:])[:, columns]
+                assert_near(rows, loop, 1e-9 if exact else 1e-4 if kind.rank else 0.0, f"rows at step {step}")
+            assert_near(u[columns], explicit(method, rows, rows[-1], 1e-2), tolerance, f"direction at step {step}")
+
+
+@pytest.mark.parametrize("partition", UNITS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_gram_matrix_is_that_of_the_stored_rows(storage: str, partition: str) -> None:
+    """A row filled with dots of the raw gradient would make it indefinite."""
+    kind, params = STORAGES[storage], parameters(SHAPES)
+    opt = build("mfac", params, partition=partition, **kind.keywords)
+    for step in range(M + 3):
+        push(opt, params, noise(size(SHAPES), seed=step))
+    for unit in UNITS[partition]:
+        rows, state = ring(opt, params, unit, kind.block_size), states(opt)[unit[0]]
+        assert_near(gram(state), rows @ rows.mT, 1e-12)
+        assert float(torch.linalg.eigvalsh(gram(state)).min()) > 0
+        assert (int(state["pos"]), int(state["count"])) == ((M + 3) % M, M + 3)
+        assert slots(opt, unit)[-1] == (M + 2) % M
+        assert all("gram" not in states(opt)[i] for i in unit[1:])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_layer_takes_weight_and_bias_of_a_module_together(method: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Conv1d(2, 3, 2), nn.Linear(4, 2, bias=False)).double()
+    params = list(model.parameters())
+    opt = METHODS[method](model, lr=1.0, window_size=3, partition="layer", **regular(method, 1e-2))
+    bare = METHODS[method](params, lr=1.0, window_size=3, partition="layer", module=model, **regular(method, 1e-2))
+    assert sum("gram" in state for state in states(opt).values()) == 3
+    for step in range(8):
+        gradient = noise(sum(p.numel() for p in params), seed=step)
+        u, other = push(opt, params, gradient), push(bare, params, gradient)
+        assert torch.equal(u, other)
+        for unit in ([0, 1], [2, 3], [4]):
+            columns = columns_of(params, unit)
+            rows = history(opt, params, unit)
+            assert_near(u[columns], explicit(method, rows, rows[-1], 1e-2))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("storage", ["dense", "topk", "rank-2"])
+def test_layer_with_one_layer_is_global(method: str, storage: str) -> None:
+    results = []
+    for partition in UNITS:
+        params = parameters([(5, 7)])
+        opt = METHODS[method](
+            params, lr=1.0, window_size=M, partition=partition, **regular(method, 1e-2), **STORAGES[storage].keywords
+        )
+        results.append([push(opt, params, noise(35, seed=step)) for step in range(STEPS)])
+    for one, two, three in zip(*results, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("cls", [MFAC, GGT])
+def test_groups_of_one_unit_have_learning_rates_of_their_own(cls: Any) -> None:
+    params = parameters(SHAPES)
+    groups = [{"params": params[:2], "lr": 0.5}, {"params": params[2:], "lr": 0.125}]
+    opt = cls(groups, window_size=M)
+    twins = parameters(SHAPES)
+    plain = cls(twins, lr=1.0, window_size=M)
+    rates = torch.cat([torch.full((29,), 0.5), torch.full((31,), 0.125)])
+    for step in range(STEPS):
+        gradient = noise(60, seed=step)
+        assert_near(push(opt, params, gradient), rates * push(plain, twins, gradient), 1e-12)
+
+
+@pytest.mark.parametrize("cls", [MFAC, GGT])
+def test_complex_parameters_are_pairs_of_real_numbers(cls: Any) -> None:
+    complexes, reals = parameters([(3, 2), (4,)], torch.complex128), parameters([(3, 2, 2), (4, 2)])
+    opt, twin = cls(complexes, lr=1.0, window_size=3), cls(reals, lr=1.0, window_size=3)
+    for step in range(11):
+        gradient = noise(20, seed=step)
+        u = push(twin, reals, gradient)
+        for p, q in zip(complexes, reals, strict=True):
+            p.data.zero_()
+            p.grad = torch.view_as_complex(q.grad)
+        opt.step()
+        moved = torch.cat([-torch.view_as_real(p.detach()).reshape(-1) for p in complexes])
+        assert_near(moved, u, 1e-12)
+    assert states(opt)[0]["window"].shape == (3, 3, 2, 2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_unit_of_parameters_of_several_dtypes(method: str) -> None:
+    """Flat buffers are per dtype, dots are of all of them."""
+    params = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in ((5, torch.float32), (4, torch.float64))]
+    params += parameters([(2, 2)], torch.bfloat16)
+    opt = METHODS[method](params, lr=1.0, window_size=3, **regular(method, 1e-2))
+    for step in range(11):
+        u = push(opt, params, noise(13, seed=step).bfloat16().double())
+        rows = history(opt, params, [0, 1, 2])
+        assert_near(u[:9], explicit(method, rows, rows[-1], 1e-2)[:9], 1e-6)
+
+
+@pytest.mark.parametrize("storage", ["dense", "topk", "rank-1"])
+def test_parameters_without_entries(storage: str) -> None:
+    kind, params = STORAGES[storage], parameters([(4,), (0, 3), (2, 3)])
+    opt = MFAC(params, lr=1.0, window_size=3, damping=1e-2, **kind.keywords)
+    for step in range(7):
+        u = push(opt, params, noise(10, seed=step))
+        rows = history(opt, params, [0, 2], kind.block_size)
+        assert_near(u, fisher_direction(rows, rows[-1], 1e-2))

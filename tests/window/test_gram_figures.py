@@ -1,0 +1,82 @@
+"""Figures that come from the Gram matrix alone are those of the vectors themselves."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from secondorder import GGT, MFAC
+from tests.window.driver import assert_near, gram, history, noise, parameters, push, residual, states
+from tests.window.storages import STORAGES
+
+SHAPES, D, M = [(4, 5), (3,)], 23, 4
+
+
+@pytest.mark.parametrize("storage", ["dense", "bfloat16", "topk", "rank-1"])
+@pytest.mark.parametrize("cls", [MFAC, GGT])
+def test_cosine_angle_and_norms(cls: Any, storage: str) -> None:
+    kind, params = STORAGES[storage], parameters(SHAPES)
+    opt = cls(params, lr=1.0, window_size=M, **kind.keywords)
+    for step in range(3 * M):
+        u = push(opt, params, noise(D, seed=step))
+        (figures,) = opt.diagnostics()["units"].values()
+        g = history(opt, params, [0, 1], kind.block_size)[-1]
+        cosine = float(g @ u / (g.norm() * u.norm()))
+        assert figures["cos"] == pytest.approx(cosine, abs=1e-9)
+        assert figures["angle"] == pytest.approx(math.degrees(math.acos(min(1.0, cosine))), abs=1e-4)
+        assert figures["norm_ratio"] == pytest.approx(float(u.norm() / g.norm()), rel=1e-9)
+        assert figures["count"] == step + 1
+
+
+@pytest.mark.parametrize("damping", [1e-2, 1e-5])
+def test_amplification_and_effective_rank(damping: float) -> None:
+    params = parameters(SHAPES)
+    opt = MFAC(params, lr=1.0, window_size=M, damping=damping)
+    for step in range(3 * M):
+        push(opt, params, noise(D, seed=step // 2) + 1e-2 * noise(D, seed=99 + step))
+        (figures,) = opt.diagnostics()["units"].values()
+        rows = history(opt, params, [0, 1])
+        S, n = rows @ rows.mT, len(rows)
+        a = torch.linalg.solve(
+            damping * torch.eye(n, dtype=torch.float64) + S / n, torch.eye(n, dtype=torch.float64)[-1]
+        )
+        spectrum = torch.linalg.eigvalsh(S)
+        expected = float(a.norm() * spectrum.max().sqrt() / (a @ S @ a).sqrt())
+        assert figures["amplification"] == pytest.approx(expected, rel=1e-6)
+        share = spectrum / spectrum.sum()
+        assert figures["effective_rank"] == pytest.approx(float(torch.exp(-(share * share.log()).sum())), rel=1e-6)
+
+
+@pytest.mark.parametrize("storage", ["topk", "topk-bfloat16", "rank-1"])
+def test_sent_energy_and_length_of_the_residual(storage: str) -> None:
+    """‖ĝ‖² / ‖e + g‖², ‖e‖ and ‖e‖ / ‖g‖."""
+    kind, params = STORAGES[storage], parameters(SHAPES)
+    opt, left = MFAC(params, lr=1.0, window_size=M, **kind.keywords), torch.zeros(D, dtype=torch.float64)
+    for step in range(3 * M):
+        g = noise(D, seed=step)
+        push(opt, params, g)
+        (figures,) = opt.diagnostics()["units"].values()
+        row, accumulated = history(opt, params, [0, 1], kind.block_size)[-1], left + g
+        left = torch.cat([residual(s, p.numel()) for s, p in zip(states(opt).values(), params, strict=True)])
+        assert figures["sent_energy"] == pytest.approx(float(row @ row / (accumulated @ accumulated)), rel=5e-3)
+        assert figures["residual_norm"] == pytest.approx(float(left.norm()), rel=1e-5)
+        assert figures["residual_ratio"] == pytest.approx(float(left.norm() / g.norm()), rel=1e-5)
+
+
+def test_kept_directions_are_those_before_momentum() -> None:
+    params, others = parameters(SHAPES), parameters(SHAPES)
+    opt, plain = MFAC(params, lr=0.5, window_size=M, momentum=0.9), MFAC(others, lr=1.0, window_size=M)
+    for step in range(6):
+        with opt.keep_directions() as kept:
+            push(opt, params, noise(D, seed=step))
+        assert_near(torch.cat([u.reshape(-1) for u in kept.values()]), push(plain, others, noise(D, seed=step)), 1e-12)
+
+
+def test_gram_matrix_is_symmetric_in_the_slots() -> None:
+    params = parameters(SHAPES)
+    opt = GGT(params, window_size=M)
+    for step in range(M + 1):
+        push(opt, params, noise(D, seed=step))
+    window = torch.cat([states(opt)[i]["window"].reshape(M, -1) for i in (0, 1)], dim=1)
+    assert_near(gram(states(opt)[0]), window @ window.mT, 1e-13)

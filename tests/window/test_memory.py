@@ -1,0 +1,137 @@
+"""Bytes by the formulas, before and after steps; and the shares of a dense float32 window that sparse ones reach."""
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from secondorder import GGT, MFAC, LowRank, TopK
+from tests.window.definitions import kept_entries
+from tests.window.driver import noise, parameters, push, size
+from tests.window.storages import METHODS
+
+SHAPES, M = [(40, 30), (70,), (8, 3, 5), (64,), (), (6,)], 5
+BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}
+
+
+def dense(width: int) -> tuple[int, int]:
+    return M * size(SHAPES) * width, 0
+
+
+def sparse(density: float, block: int, width: int, bits: int | None, feedback: bool) -> tuple[int, int]:
+    """m Σ k (value + index), and 4 bytes of residual per entry or a few bits and two bfloat16 per 128 entries."""
+    index = 0 if density >= 1 else 2 if block <= 32768 else 4
+    feedback = feedback and (density < 1 or width < 4)  # nothing is left over otherwise
+    window = error = 0
+    for shape in SHAPES:
+        numel = prod(shape)
+        for start in range(0, numel, block):
+            length = min(block, numel - start)
+            window += M * kept_entries(length, density, block) * (width + index)
+            if feedback:
+                error += 4 * length if bits is None else -(-length * bits // 8) + 4 * -(-length // 128)
+    return window, error
+
+
+def factors(rank: int) -> tuple[int, int]:
+    window = error = 0
+    for shape in SHAPES:
+        n0, n1 = (shape[0], prod(shape[1:])) if len(shape) > 1 else (prod(shape), 1)
+        r = min(rank, n0, n1)
+        if len(shape) < 2 or r * (n0 + n1) >= n0 * n1:
+            window += M * n0 * n1 * 4
+        else:
+            window += M * r * (n0 + n1) * 4
+            error += 4 * n0 * n1
+    return window, error
+
+
+CASES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "dense": ({}, dense(4)),
+    "bfloat16": ({"window_dtype": torch.bfloat16}, dense(2)),
+    "float64": ({"window_dtype": torch.float64}, dense(8)),
+    "topk": ({"compression": TopK(0.3, 64)}, sparse(0.3, 64, 4, None, True)),
+    "topk-defaults": ({"compression": TopK()}, sparse(0.01, 4096, 4, None, True)),
+    "topk-odd": ({"compression": TopK(0.3, 7)}, sparse(0.3, 7, 4, None, True)),
+    "topk-wide": ({"compression": TopK(0.25, 65536)}, sparse(0.25, 65536, 4, None, True)),
+    "topk-bfloat16": ({"compression": TopK(0.3, 64, torch.bfloat16)}, sparse(0.3, 64, 2, None, True)),
+    "topk-forgetful": ({"compression": TopK(0.3, 64, error_feedback=False)}, sparse(0.3, 64, 4, None, False)),
+    "topk-4-bit": ({"compression": TopK(0.3, 300, torch.bfloat16, error_bits=4)}, sparse(0.3, 300, 2, 4, True)),
+    "topk-8-bit": ({"compression": TopK(0.3, 300, error_bits=8)}, sparse(0.3, 300, 4, 8, True)),
+    "topk-all": ({"compression": TopK(1.0, 64)}, sparse(1.0, 64, 4, None, True)),
+    "topk-all-bfloat16": ({"compression": TopK(1.0, 64, torch.bfloat16)}, sparse(1.0, 64, 2, None, True)),
+    "rank-1": ({"compression": LowRank(1)}, factors(1)),
+    "rank-4": ({"compression": LowRank(4)}, factors(4)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_those_of_the_formulas(case: str, method: str) -> None:
+    keywords, (window, error) = CASES[case]
+    params = parameters(SHAPES, torch.float32)
+    opt = METHODS[method](params, window_size=M, **keywords)
+    for steps in (0, 2):
+        for step in range(steps):
+            push(opt, params, noise(size(SHAPES), seed=step))
+        used = opt.memory_usage()
+        assert used["window"] == window
+        assert used["error"] - _powers(opt) == error
+        assert used["gram"] == 8 * M * (M + 1) // 2
+        assert used["total"] == sum(value for key, value in used.items() if key != "total")
+
+
+def _powers(opt: torch.optim.Optimizer) -> int:
+    """Bytes of ``q_prev``, wherever they are counted: r · n₁ numbers that the formula leaves out."""
+    held = sum(
+        s["q_prev"].numel() * s["q_prev"].element_size() for s in opt.state_dict()["state"].values() if "q_prev" in s
+    )
+    used, error = opt.memory_usage()["error"], 0
+    for state in opt.state_dict()["state"].values():
+        for key, value in state.items():
+            if "error" in key:
+                error += value.numel() * value.element_size()
+    return held if used == error + held else 0
+
+
+@pytest.mark.parametrize("partition", ["global", "group", "layer"])
+def test_a_gram_matrix_per_unit(partition: str) -> None:
+    params = parameters(SHAPES, torch.float32)
+    opt = MFAC([{"params": params[:2]}, {"params": params[2:]}], window_size=M, partition=partition)
+    units = {"global": 1, "group": 2, "layer": len(SHAPES)}[partition]
+    assert opt.memory_usage()["gram"] == units * 8 * M * (M + 1) // 2
+
+
+@pytest.mark.parametrize("cls", [MFAC, GGT])
+def test_momentum_costs_a_parameter_only_where_there_is_one(cls: Any) -> None:
+    d = size(SHAPES)
+    averaging = {"momentum": 0.9, "momentum_mode": "pre"} if cls is MFAC else {"betas": (0.9, 1.0)}
+    for keywords, expected in (({}, 0), ({"momentum": 0.9}, 4 * d), (averaging, 4 * d)):
+        params = parameters(SHAPES, torch.float32)
+        opt = cls(params, window_size=M, **keywords)
+        push(opt, params, noise(d))
+        extra = opt.memory_usage()["momentum"] - expected
+        assert 0 <= extra <= 8 * (2 * M + 2), keywords  # dots and coefficients of the average
+
+
+SHARES = {
+    "float32 values": (60, {}),
+    "bfloat16 values": (90, {"value_dtype": torch.bfloat16}),
+    "bfloat16 values, residual of 4 bits": (95, {"value_dtype": torch.bfloat16, "error_bits": 4}),
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_share_of_the_dense_window(case: str) -> None:
+    """Of one flat parameter, residual and Gram matrix included. Zeros that nobody has touched cost no memory here."""
+    share, keywords = SHARES[case]
+    m, d = 1024, 2_800_000
+    opt = MFAC([torch.nn.Parameter(torch.empty(d))], window_size=m, compression=TopK(density=0.01, **keywords))
+    assert opt.memory_usage()["total"] <= 4 * m * d / share
+
+
+def test_a_window_that_cannot_fit_is_refused_with_bytes_and_mend() -> None:
+    params = parameters([(1000, 1000)], torch.float32)
+    with pytest.raises(RuntimeError, match=r"(?s)\d.*(TopK|window_size)"):
+        MFAC(params, window_size=100_000_000)

@@ -1,0 +1,250 @@
+"""Window sizes, parameter sizes, block sizes and ranks at which indexing goes wrong."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from secondorder import GGT, MFAC, LowRank, TopK
+from tests.window.definitions import TopKRows, fisher_direction, root_direction, woodbury
+from tests.window.driver import (
+    assert_near,
+    differences,
+    gram,
+    history,
+    noise,
+    parameters,
+    push,
+    residual,
+    snapshot,
+    states,
+    stored_rows,
+)
+from tests.window.storages import STORAGES
+
+CHECKED = 4  # last steps of a run that are compared with the explicit matrix
+
+
+SIZES = [(storage, m) for storage in ("dense", "topk") for m in (1, 3, 31, 96, 160)]
+SIZES += [(storage, m) for storage in ("bfloat16", "topk-4-bit", "rank-1") for m in (1, 3, 31)]
+
+
+@pytest.mark.parametrize(("storage", "m"), SIZES)
+def test_window_sizes_of_mfac(storage: str, m: int) -> None:
+    kind, params = STORAGES[storage], parameters([(3, 5), (4,)])
+    opt = MFAC(params, lr=1.0, window_size=m, damping=1e-2, **kind.keywords)
+    steps = 3 * m + 2 if m < 90 else m + 7
+    for step in range(steps):
+        u = push(opt, params, noise(19, seed=step))
+        if step >= steps - CHECKED:
+            rows = history(opt, params, [0, 1], kind.block_size)
+            assert len(rows) == min(m, step + 1)
+            assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
+
+
+@pytest.mark.parametrize("m", [31, 96])
+@pytest.mark.parametrize("storage", ["dense", "topk"])
+def test_window_sizes_of_ggt(storage: str, m: int) -> None:
+    kind, params = STORAGES[storage], parameters([(3, 5), (4,)])
+    opt = GGT(params, lr=1.0, window_size=m, eps=1e-2, betas=(0.0, 0.99), **kind.keywords)
+    for step in range(m + 7):
+        u = push(opt, params, noise(19, seed=step))
+        if step >= m + 7 - CHECKED:
+            rows = history(opt, params, [0, 1], kind.block_size)
+            assert_near(u, root_direction(rows, rows[-1], 1e-2, 0.99))
+
+
+@pytest.mark.parametrize("topk", [None, {"density": 0.5, "block_size": 4}])
+def test_a_window_above_1024_rows(topk: dict[str, Any] | None) -> None:
+    """Filled through a checkpoint: more than a thousand growing solves would say no more."""
+    m, d = 1100, 6
+    params = parameters([(d,)])
+    keywords = {} if topk is None else {"compression": TopK(**topk)}
+    opt = MFAC(params, lr=1.0, window_size=m, damping=1e-2, **keywords)
+    push(opt, params, noise(d))
+    saved, rows = snapshot(opt), noise(m, d, seed=1)
+    state = saved["state"][0]
+    if topk is None:
+        state["window"].copy_(rows)
+    else:
+        for key, block in (("window", rows[:, :4]), ("tail", rows[:, 4:])):
+            index = block.abs().argsort(dim=1, descending=True)[:, : state[f"{key}_idx"].shape[2]].sort().values
+            state[f"{key}_idx"].copy_(index[None])
+            state[f"{key}_val"].copy_(block.gather(1, index)[None])
+    full = stored_rows(state, d, 4 if topk else 0)
+    row, column = torch.tril_indices(m, m)
+    state["gram"] = (full @ full.mT)[row, column]
+    state["count"], state["pos"] = (torch.as_tensor(state[key]) * 0 + n for key, n in (("count", 2500), ("pos", 300)))
+    opt.load_state_dict(saved)
+    for step in range(2):
+        u = push(opt, params, noise(d, seed=2 + step))
+        rows = history(opt, params, [0], 4 if topk else 0)
+        assert len(rows) == m
+        assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
+        assert_near(gram(states(opt)[0]), _in_slots(rows, 301 + step), 1e-12)
+
+
+def _in_slots(rows: Tensor, pos: int) -> Tensor:
+    """Gram matrix of rows from the oldest to the newest, which lie in a ring whose next slot is ``pos``."""
+    lying = rows.roll(pos, dims=0)
+    return lying @ lying.mT
+
+
+@pytest.mark.parametrize("offset", ["one", "seven", "B-1", "B", "B+1", "3B+5"])
+@pytest.mark.parametrize(("block", "density"), [(16, 0.25), (16, 0.01), (64, 0.3), (64, 0.01), (100, 0.99)])
+def test_parameters_smaller_and_larger_than_a_block(block: int, density: float, offset: str) -> None:
+    sizes = {"one": 1, "seven": 7, "B-1": block - 1, "B": block, "B+1": block + 1, "3B+5": 3 * block + 5}
+    N, spec = sizes[offset], {"density": density, "block_size": block}
+    params = parameters([(N,)])
+    opt, sender = (
+        MFAC(params, lr=1.0, window_size=3, damping=1e-2, compression=TopK(**spec)),
+        TopKRows(N, spec, torch.float64),
+    )
+    sent: list[Tensor] = []
+    for step in range(11):
+        g = noise(N, seed=step)
+        u = push(opt, params, g)
+        sent.append(sender.send(g))
+        rows = history(opt, params, [0], block)
+        assert torch.equal(rows, torch.stack(sent[-3:]))
+        if step >= 11 - CHECKED:
+            assert_near(u, woodbury(rows, rows[-1], 1e-2, len(rows)))
+    assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
+    state = states(opt)[0]
+    assert ("window_idx" in state) == (block <= N)
+    assert ("tail_idx" in state) == (N % block > 0)
+
+
+@pytest.mark.parametrize(("block", "dtype"), [(32768, torch.int16), (65536, torch.int32)])
+def test_offsets_above_the_range_of_16_bits(block: int, dtype: torch.dtype) -> None:
+    """40000 as a signed 16 bit number is -25536."""
+    N, far = 65536 + 11, 40000
+    params = parameters([(N,)])
+    opt = MFAC(params, lr=1.0, window_size=3, damping=1e-2, compression=TopK(density=1e-4, block_size=block))
+    for step in range(5):
+        g = 1e-3 * noise(N, seed=step)
+        g[far], g[block - 1], g[N - 1] = 3.0, -2.0, 1.0
+        u = push(opt, params, g)
+        state, rows = states(opt)[0], history(opt, params, [0], block)
+        assert state["window_idx"].dtype == state["tail_idx"].dtype == dtype
+        assert state["window_idx"].shape == (65536 // block, 3, 8)
+        assert (rows[-1, far], rows[-1, block - 1], rows[-1, N - 1]) == (3.0, -2.0, 1.0)
+        assert_near(u, woodbury(rows, rows[-1], 1e-2, len(rows)))
+        assert u[far]
+        assert not u[(rows == 0).all(dim=0)].any()
+
+
+def test_more_than_1024_entries_of_a_block() -> None:
+    block = 4096
+    spec, N = {"density": 0.5, "block_size": block}, 2 * block + 5
+    params = parameters([(N,)])
+    opt, sender = (
+        MFAC(params, lr=1.0, window_size=3, damping=1e-2, compression=TopK(**spec)),
+        TopKRows(N, spec, torch.float64),
+    )
+    sent: list[Tensor] = []
+    for step in range(7):
+        g = noise(N, seed=step)
+        u = push(opt, params, g)
+        sent.append(sender.send(g))
+        rows = torch.stack(sent[-3:])
+        assert torch.equal(history(opt, params, [0], block), rows)
+        assert_near(u, woodbury(rows, rows[-1], 1e-2, len(rows)))
+    assert states(opt)[0]["window_idx"].shape == (2, 3, 2048)
+
+
+@pytest.mark.parametrize("cls", [MFAC, GGT])
+@pytest.mark.parametrize("block", [7, 64, 4096])
+def test_every_entry_kept_is_the_dense_window_bitwise(cls: Any, block: int) -> None:
+    shapes = [(6, 12), (5,), (64,)]
+    dense, sparse = parameters(shapes), parameters(shapes)
+    opt = cls(dense, lr=1.0, window_size=4)
+    twin = cls(
+        sparse, lr=1.0, window_size=4, compression=TopK(density=1.0, block_size=block, value_dtype=torch.float64)
+    )
+    for step in range(14):
+        g = noise(141, seed=step)
+        assert torch.equal(push(twin, sparse, g), push(opt, dense, g))
+    one, two = states(opt), states(twin)
+    assert torch.equal(one[0]["gram"], two[0]["gram"])
+    assert not any(two[i][key].any() for i in two for key in two[i] if "error" in key)
+
+
+@pytest.mark.parametrize("cls", [MFAC, GGT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_entry_kept_in_another_dtype_is_the_window_of_that_dtype(cls: Any, dtype: torch.dtype) -> None:
+    """Without error feedback, which would send the rounding later."""
+    shapes = [(6, 4), (5,)]
+    dense, sparse = parameters(shapes, torch.float32), parameters(shapes, torch.float32)
+    opt = cls(dense, lr=1.0, window_size=4, window_dtype=dtype)
+    compression = TopK(density=1.0, block_size=8, value_dtype=dtype, error_feedback=False)
+    twin = cls(sparse, lr=1.0, window_size=4, compression=compression)
+    for step in range(10):
+        g = noise(29, seed=step)
+        assert_near(push(twin, sparse, g), push(opt, dense, g), 1e-6)
+
+
+@pytest.mark.parametrize("cls", [MFAC, GGT])
+@pytest.mark.parametrize("rank", [3, 7])
+def test_full_rank_is_the_dense_window(cls: Any, rank: int) -> None:
+    shapes = [(3, 5), (3, 2, 4), (5,), ()]
+    dense, factors = parameters(shapes), parameters(shapes)
+    opt = cls(dense, lr=1.0, window_size=4)
+    twin = cls(factors, lr=1.0, window_size=4, compression=LowRank(rank=rank))
+    for step in range(14):
+        g = noise(45, seed=step)
+        assert_near(push(twin, factors, g), push(opt, dense, g), 1e-9)
+
+
+def test_low_rank_keeps_dense_what_factors_would_not_shorten() -> None:
+    """r(n₀ + n₁) ≥ n₀ n₁, and tensors of less than two dimensions."""
+    params = parameters([(4, 4), (5, 4), (6,), (), (2, 3, 4)])
+    opt = MFAC(params, lr=1.0, window_size=2, compression=LowRank(rank=2))
+    push(opt, params, noise(67))
+    assert [i for i, state in states(opt).items() if "window_p" in state] == [1]
+    assert states(opt)[1]["window_p"].shape == (2, 2, 5)
+    assert states(opt)[1]["window_q"].shape == (2, 2, 4)
+    assert states(opt)[1]["q_prev"].shape == (4, 2)
+    assert states(opt)[1]["error"].shape == (5, 4)
+
+
+def test_low_rank_of_a_zero_gradient_keeps_its_start() -> None:
+    params = parameters([(6, 7)])
+    opt = MFAC(params, lr=1.0, window_size=3, compression=LowRank(rank=2))
+    before = snapshot(opt)["state"][0]["q_prev"]
+    assert before.any()
+    u = push(opt, params, torch.zeros(42))
+    state = states(opt)[0]
+    assert torch.equal(state["q_prev"], before)
+    assert not (u.any())
+    assert not (state["error"].any())
+    assert not (stored_rows(state, 42).any())
+    push(opt, params, noise(42))
+    assert_near(history(opt, params, [0])[-1].reshape(6, 7) + states(opt)[0]["error"], noise(42).reshape(6, 7), 1e-12)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_low_rank_rows_and_residual_add_up_to_the_gradients(rank: int) -> None:
+    params = parameters([(6, 7), (5,), (4, 3, 3)])
+    opt = MFAC(params, lr=1.0, window_size=2, compression=LowRank(rank=rank))
+    sent, total = torch.zeros(83, dtype=torch.float64), torch.zeros(83, dtype=torch.float64)
+    for step in range(12):
+        g = noise(83, seed=step)
+        push(opt, params, g)
+        sent, total = sent + history(opt, params, [0, 1, 2])[-1], total + g
+        left = torch.cat([residual(state, p.numel()) for state, p in zip(states(opt).values(), params, strict=True)])
+        assert left.any()
+        assert_near(sent + left, total, 1e-13)
+
+
+def test_low_rank_starts_from_its_seed() -> None:
+    def trained(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed + 10)  # of no account
+        params = parameters([(6, 7)])
+        opt = MFAC(params, lr=1.0, window_size=3, compression=LowRank(rank=2), deterministic_seed=seed)
+        push(opt, params, noise(42))
+        return snapshot(opt)
+
+    assert differences(trained(0), trained(0)) == set()
+    assert "window_p" in differences(trained(0), trained(1))

@@ -1,0 +1,261 @@
+"""What the sparse window sends and what it keeps for later."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from secondorder import GGT, MFAC, TopK
+from tests.window.definitions import TopKRows, fisher_direction
+from tests.window.driver import (
+    assert_near,
+    history,
+    noise,
+    parameters,
+    push,
+    residual,
+    size,
+    snapshot,
+    spans,
+    states,
+)
+
+SHAPES = [(9, 15), (64,), (5,), (3, 1)]  # in blocks of 64: two and a short one, one exactly, short ones
+D = size(SHAPES)
+SPECS: dict[str, dict[str, Any]] = {
+    "float32": {"density": 0.3},
+    "float64": {"density": 0.3, "value_dtype": torch.float64},
+    "bfloat16": {"density": 0.3, "value_dtype": torch.bfloat16},
+    "one-in-a-hundred": {"density": 0.01},
+    "forgetful": {"density": 0.3, "error_feedback": False},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_largest_entries_of_every_block_are_sent(spec: str, dtype: torch.dtype) -> None:
+    """Compared with a loop over blocks, at a learning rate that changes."""
+    settings, params = {"block_size": 64, **SPECS[spec]}, parameters(SHAPES, dtype)
+    opt = MFAC(params, lr=0.25, window_size=3, compression=TopK(**settings))
+    loops = [TopKRows(p.numel(), settings, dtype) for p in params]
+    for step in range(11):
+        lr = opt.param_groups[0]["lr"] = 0.25 * 2.0 ** (step % 3)
+        g = noise(D, seed=step)
+        push(opt, params, g)
+        for i, (loop, columns) in enumerate(zip(loops, spans(params), strict=True)):
+            row = loop.send(g[columns], lr)
+            assert torch.equal(history(opt, params, [0, 1, 2, 3], 64)[-1, columns], row)
+            if settings.get("error_feedback", True):
+                assert torch.equal(residual(states(opt)[i], len(columns)), loop.error.double())
+            else:
+                assert not any("error" in key for key in states(opt)[i])
+
+
+def test_indices_ascend_and_count_as_the_rule_says() -> None:
+    params = parameters(SHAPES)
+    opt = MFAC(params, window_size=3, compression=TopK(density=0.3, block_size=64))
+    for step in range(5):
+        push(opt, params, noise(D, seed=step))
+    shapes = {}
+    for i, state in states(opt).items():
+        for key in ("window", "tail"):
+            if f"{key}_idx" in state:
+                index = state[f"{key}_idx"]
+                assert index.dtype == torch.int16
+                assert (index.diff(dim=2) > 0).all()
+                assert state[f"{key}_val"].shape == index.shape
+                shapes[i, key] = tuple(index.shape)
+    # A full block keeps 16 (19.2, in eights), short ones of 7, 5 and 3 entries keep 3, 2 and 1.
+    assert shapes == {
+        (0, "window"): (2, 3, 16), (0, "tail"): (1, 3, 3), (1, "window"): (1, 3, 16), (2, "tail"): (1, 3, 2),
+        (3, "tail"): (1, 3, 1),
+    }  # fmt: skip
+
+
+def test_coordinates_that_were_never_sent_stay() -> None:
+    params = parameters([(64,), (9,)])
+    opt = MFAC(params, lr=1.0, window_size=6, compression=TopK(density=0.125, block_size=64))
+    ever = torch.zeros(73, dtype=torch.bool)
+    for step in range(4):
+        u = push(opt, params, noise(73, seed=step))
+        ever |= history(opt, params, [0, 1], 64).ne(0).any(dim=0)
+        assert torch.equal(u.ne(0), ever)
+    assert not ever.all()
+
+
+# ---------------------------------------------------------------------------------------------------------- telescoping
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[int], dict[str, Any], int, Tensor]:
+    """Sizes of parameters, a compression, a window size and gradients of small integers, ties and zeros among them."""
+    sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    spec = {
+        "block_size": draw(st.integers(1, 16)),
+        "density": draw(st.sampled_from([0.01, 0.1, 0.25, 0.5, 0.9, 1.0])),
+        "value_dtype": draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16])),
+    }
+    steps = draw(st.integers(1, 7))
+    seed, span = draw(st.integers(0, 2**20)), draw(st.sampled_from([1, 3, 2000]))
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        sizes,
+        spec,
+        draw(st.integers(1, 4)),
+        torch.randint(-span, span + 1, (steps, sum(sizes)), generator=generator).double(),
+    )
+
+
+@given(runs(), st.sampled_from([torch.float64, torch.float32]), st.sampled_from([MFAC, GGT]))
+def test_sent_and_residual_add_up_to_the_gradients(
+    run: tuple[list[int], dict[str, Any], int, Tensor], dtype: torch.dtype, cls: Any
+) -> None:
+    """Exactly: sums of these integers are exact in float32. And no residual is longer than what was left out allows."""
+    sizes, spec, m, gradients = run
+    params = parameters([(n,) for n in sizes], dtype)
+    opt = cls(params, window_size=m, compression=TopK(**spec))
+    sent = torch.zeros(sum(sizes), dtype=torch.float64)
+    left = torch.zeros(sum(sizes), dtype=torch.float64)
+    for step, g in enumerate(gradients):
+        accumulated = left + g
+        push(opt, params, g)
+        held, unit = states(opt), list(range(len(sizes)))
+        row = history(opt, params, unit, spec["block_size"])[-1]
+        sent += row
+        left = torch.cat([residual(held[i], n) for i, n in enumerate(sizes)])
+        assert torch.equal(sent + left, gradients[: step + 1].sum(dim=0))
+        for (start, stop), k in blocks(sizes, held, spec):
+            energy, kept = accumulated[start:stop].square().sum(), left[start:stop].square().sum()
+            assert row[start:stop].count_nonzero() <= k
+            rounding = 2.0**-16 if spec["value_dtype"] == torch.bfloat16 else 0.0
+            assert kept <= (1 - k / (stop - start) + rounding) * energy * (1 + 1e-12)
+
+
+def blocks(
+    sizes: list[int], held: dict[int, dict[str, Any]], spec: dict[str, Any]
+) -> list[tuple[tuple[int, int], int]]:
+    """Ranges of the flat vector, and the number of entries that each row stores of them."""
+    found, start, B = [], 0, spec["block_size"]
+    for i, n in enumerate(sizes):
+        for a in range(0, n, B):
+            b = min(a + B, n)
+            key = "window_idx" if b - a == B else "tail_idx"
+            found.append(((start + a, start + b), held[i][key].shape[2] if key in held[i] else b - a))
+        start += n
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16])
+def test_telescoping_of_real_numbers_up_to_rounding(dtype: torch.dtype, value_dtype: torch.dtype) -> None:
+    params, steps = parameters(SHAPES, dtype), 50
+    opt = MFAC(params, window_size=2, compression=TopK(density=0.1, block_size=64, value_dtype=value_dtype))
+    sent, total = torch.zeros(D, dtype=torch.float64), torch.zeros(D, dtype=torch.float64)
+    largest = 0.0
+    for step in range(steps):
+        g = noise(D, seed=step)
+        push(opt, params, g)
+        sent, total = sent + history(opt, params, [0, 1, 2, 3], 64)[-1], total + g
+        left = torch.cat([residual(state, p.numel()) for state, p in zip(states(opt).values(), params, strict=True)])
+        largest = max(largest, float(left.abs().max()))
+    bound = steps * torch.finfo(dtype).eps * (largest + 5)
+    assert (sent + left - total).abs().max() <= bound
+
+
+# ------------------------------------------------------------------------------------------------ residuals of few bits
+def unpacked(packed: Tensor, bits: int, length: int, high_first: bool) -> Tensor:
+    if bits == 8:
+        return packed.long()
+    low, high = packed.long() & 15, packed.long() >> 4
+    pair = (high, low) if high_first else (low, high)
+    return torch.stack(pair, dim=2).reshape(len(packed), -1)[:, :length]
+
+
+def decoded(state: dict[str, Any], key: str, bits: int, length: int, high_first: bool) -> tuple[Tensor, Tensor]:
+    """Residual ``[n, length]`` and hi − lo of every entry."""
+    bounds = state[f"{key}_range"].double()
+    assert state[key].dtype == torch.uint8
+    assert state[f"{key}_range"].dtype == torch.bfloat16
+    assert state[key].shape == (len(bounds), -(-length * bits // 8))
+    assert bounds.shape == (len(bounds), -(-length // 128), 2)
+    low, high = (bounds[:, :, side].repeat_interleave(128, dim=1)[:, :length] for side in (0, 1))
+    steps = unpacked(state[key], bits, length, high_first)
+    return low + steps * (high - low) / (2**bits - 1), high - low
+
+
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("N", "block"), [(200, 200), (2 * 300 + 133, 300), (77, 4096), (1, 64)])
+def test_loss_of_a_residual_of_few_bits(N: int, block: int, bits: int, value_dtype: torch.dtype) -> None:
+    """Each step loses at most half a level: |sent + e − (e_old + g)| ≤ (hi − lo)/(2 (2^bits − 1)), entry by entry."""
+    fits = {False, True} if bits == 4 else {False}  # which half of a byte comes first is not written down
+    params = parameters([(N,)], torch.float32)
+    spec = {"density": 0.1, "block_size": block, "value_dtype": value_dtype, "error_bits": bits}
+    opt = MFAC(params, window_size=2, compression=TopK(**spec))
+    lengths = [("error", block)] * (block <= N) + [("tail_error", N % block)] * (N % block > 0)
+    old = dict.fromkeys(fits, torch.zeros(N, dtype=torch.float64))
+    for step in range(12):
+        g = noise(N, seed=step)
+        push(opt, params, g)
+        row, state = history(opt, params, [0], block)[-1], states(opt)[0]
+        for order in sorted(fits):
+            parts = [decoded(state, key, bits, length, order) for key, length in lengths]
+            left, width = (torch.cat([part[side].reshape(-1) for part in parts]) for side in (0, 1))
+            accumulated = old[order] + g
+            slack = 1e-6 * accumulated.abs() + 1e-12
+            loss = (row + left - accumulated).abs()
+            if (loss > width / (2 * (2**bits - 1)) * (1 + 1e-5) + slack).any():
+                fits = fits - {order}
+            old[order] = left
+        assert fits, f"step {step}: more than half a level is lost"
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_ends_of_the_range_of_few_bits_are_exact(bits: int) -> None:
+    """lo and hi, and lo = hi, where bfloat16 holds them."""
+    params = parameters([(64,)], torch.float32)
+    opt = MFAC(params, window_size=2, compression=TopK(density=0.125, block_size=64, error_bits=bits))
+    push(opt, params, torch.zeros(64))
+    assert not states(opt)[0]["error_range"].any()
+    g = torch.full((64,), 1.5)
+    g[:8] = 4.0
+    push(opt, params, g)
+    row = history(opt, params, [0], 64)[-1]
+    assert torch.equal(row[:8], torch.full((8,), 4.0, dtype=torch.float64))
+    assert not row[8:].any()
+    push(opt, params, 2 * g)
+    row = history(opt, params, [0], 64)[-1]
+    assert torch.equal(row[:8].double(), torch.full((8,), 8.0, dtype=torch.float64))
+
+
+# ----------------------------------------------------------------------------------------------------------------- ties
+def test_ties_keep_the_invariants() -> None:
+    params = parameters([(64,), (10,)])
+    opt = MFAC(params, lr=1.0, window_size=3, damping=1e-2, compression=TopK(density=0.125, block_size=64))
+    g, sent = torch.ones(74, dtype=torch.float64), torch.zeros(74, dtype=torch.float64)
+    for step in range(9):
+        u, rows = push(opt, params, g), history(opt, params, [0, 1], 64)
+        sent = sent + rows[-1]
+        assert rows[-1, :64].count_nonzero() == 8
+        assert rows[-1, 64:].count_nonzero() == 2
+        left = torch.cat([residual(states(opt)[i], n) for i, n in ((0, 64), (1, 10))])
+        assert torch.equal(sent + left, (step + 1) * g)
+        assert_near(u, fisher_direction(rows, rows[-1], 1e-2))
+
+
+@pytest.mark.parametrize("bad", [{"density": 0.0}, {"density": -0.1}, {"block_size": 0}, {"error_bits": 3}])
+def test_bad_settings_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        MFAC(parameters([(64,)]), window_size=3, compression=TopK(**bad))
+
+
+def test_the_window_of_one_run_is_not_that_of_another() -> None:
+    """One compression object may serve several optimizers."""
+    compression = TopK(density=0.25, block_size=8)
+    params, others = parameters([(20,)]), parameters([(20,)])
+    opt = MFAC(params, window_size=3, compression=compression)
+    twin = MFAC(others, window_size=3, compression=compression)
+    before = snapshot(twin)
+    push(opt, params, noise(20))
+    assert str(snapshot(twin)) == str(before)
