@@ -135,6 +135,9 @@ class Spectrum(NamedTuple):
             f_less_outside: ``φ(θ)`` less what the complement of the span is multiplied with ``[k, t]``.
             b: Coefficients of x on the rows ``[k, t]``.
             q: Dots of the rows with r ``[k, t]``, or None.
+
+        Returns:
+            Coefficients.
         """
         y = f * (self.into @ b[..., None])[..., 0]
         if q is not None:

@@ -299,6 +299,7 @@ def test_group_dicts_that_are_replaced_are_followed(method: Method, mlp: Task) -
         if replaced:
             optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
         optimizer.param_groups[0]["lr"] = 0.0125
-        train(model, optimizer, mlp, 2, start=1)
+        optimizer.param_groups[0][method.damping] = 0.75
+        train(model, optimizer, mlp, 5, start=1)
         results.append([p.detach().clone() for p in model.parameters()])
     assert_identical(*results)

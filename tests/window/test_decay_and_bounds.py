@@ -173,7 +173,7 @@ def test_sgd_graft(method: str, partition: str) -> None:
 @pytest.mark.parametrize("partition", SPLIT)
 @pytest.mark.parametrize("method", METHODS)
 def test_adam_graft(method: str, partition: str) -> None:
-    """The direction is the method's for Adam's first moment, the size of every unit is Adam's; no momentum on top."""
+    """The direction is the method's for Adam's first moment as far as the window remembers it, the size is Adam's."""
     params, (beta1, beta2), eps = parameters(SHAPES), (0.8, 0.9), 1e-3
     opt = METHODS[method](
         params, lr=1.0, momentum=0.5, window_size=M, partition=partition, graft="adam",
@@ -186,9 +186,10 @@ def test_adam_graft(method: str, partition: str) -> None:
         m_hat, v_hat = mean / (1 - beta1 ** (step + 1)), square / (1 - beta2 ** (step + 1))
         size, moved = m_hat / (v_hat.sqrt() + eps), push(opt, params, g[step])
         rows = g[max(0, step + 1 - M) : step + 1]
+        remembered = (beta1 ** torch.arange(len(rows) - 1, -1, -1, dtype=torch.float64)) @ rows
         for unit in SPLIT[partition]:
             c = columns_of(params, unit)
-            u = explicit(method, rows[:, c], m_hat[c], 1e-3)
+            u = explicit(method, rows[:, c], remembered[c], 1e-3)
             assert_near(moved[c], u * size[c].norm() / u.norm(), 1e-8, step)
 
 
