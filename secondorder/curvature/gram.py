@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from secondorder.linalg import cholesky
+
 #: Relative error of a dot, by the precision in which rows are multiplied: eigenvalues of S below this are noise.
 NOISE = {torch.float32: 2e-7, torch.float64: 1e-13}
 
@@ -64,12 +66,7 @@ def mfac_damping(lower: Tensor, damping: float, mode: str, n: Tensor) -> Tensor:
     if mode == "absolute":
         return torch.full_like(n, damping)
     # A window of zeros has no scale of its own; what it preconditions is zero whatever λ is.
-    return (damping * trace(lower) / n).clamp(min=1e-36)
-
-
-def trace(lower: Tensor) -> Tensor:
-    """``tr S`` of ``[..., t, t]``."""
-    return lower.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return (damping * lower.diagonal(dim1=-2, dim2=-1).sum(-1) / n).clamp(min=1e-36)
 
 
 def mfac_cholesky(lower: Tensor, b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +87,7 @@ def mfac_cholesky(lower: Tensor, b: Tensor, q: Tensor | None, damping: Tensor, n
     rhs = mfac_right_side(b, q, damping, n)
     matrix = lower / n[:, None, None]
     matrix.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
-    factor, info = torch.linalg.cholesky_ex(matrix)
+    factor, info = cholesky(matrix)
     a = torch.cholesky_solve(rhs[..., None], factor)[..., 0]
     return a, (info == 0) & torch.isfinite(a).all(-1)
 
@@ -229,11 +226,11 @@ def metrics(lower: Tensor, a: Tensor, slot: Tensor) -> dict[str, Tensor]:
         ``coefficient_norm``, ``amplification`` and ``effective_rank`` (the exponential of the entropy of S's spectrum).
     """
     s = symmetric(lower)
-    row, spectrum = s @ a, torch.linalg.eigvalsh(lower).clamp(min=0)
+    row, eigenvalues = s @ a, torch.linalg.eigvalsh(lower).clamp(min=0)
     size, own = (a @ row).clamp(min=0).sqrt(), lower.diagonal().index_select(0, slot.reshape(1))[0].sqrt()
     tiny = torch.finfo(s.dtype).tiny
     cosine = (row.index_select(0, slot.reshape(1))[0] / (size * own).clamp(min=tiny)).clamp(-1, 1)
-    share = spectrum / spectrum.sum().clamp(min=tiny)
+    share = eigenvalues / eigenvalues.sum().clamp(min=tiny)
     return {
         "cos": cosine,
         "angle": torch.rad2deg(torch.arccos(cosine)),
@@ -241,6 +238,6 @@ def metrics(lower: Tensor, a: Tensor, slot: Tensor) -> dict[str, Tensor]:
         "gradient_norm": own,
         "direction_norm": size,
         "coefficient_norm": a.norm(),
-        "amplification": a.norm() * spectrum[-1].sqrt() / size.clamp(min=tiny),
+        "amplification": (a * s.diagonal().sqrt()).norm() / size.clamp(min=tiny),
         "effective_rank": torch.exp(-torch.special.xlogy(share, share).sum()),
     }

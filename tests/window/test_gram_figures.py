@@ -42,7 +42,7 @@ def test_amplification_and_effective_rank(damping: float) -> None:
             damping * torch.eye(n, dtype=torch.float64) + S / n, torch.eye(n, dtype=torch.float64)[-1]
         )
         spectrum = torch.linalg.eigvalsh(S)
-        expected = float(a.norm() * spectrum.max().sqrt() / (a @ S @ a).sqrt())
+        expected = float((a * rows.norm(dim=1)).norm() / (a @ S @ a).sqrt())
         assert figures["amplification"] == pytest.approx(expected, rel=1e-6)
         share = spectrum / spectrum.sum()
         assert figures["effective_rank"] == pytest.approx(float(torch.exp(-(share * share.log()).sum())), rel=1e-6)
