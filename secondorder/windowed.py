@@ -120,7 +120,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
     def _acceptable(self, gradients: Directions) -> Tensor:
         norms = update.norms(list(gradients.values()))
         self._gradient_norms = dict(zip(gradients, norms.unbind(), strict=True))
-        precise = all(self._precision(p) == torch.float64 for p in self._unit_of)
+        precise = all(self._working(p) == torch.float64 for p in self._unit_of)
         limit = _LARGEST_NORM[torch.float64 if precise else torch.float32]
         small: Tensor = torch.linalg.vector_norm(norms) < limit
         return small
@@ -178,9 +178,10 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
         b, q = window.unit_vector(), None
         r: list[Tensor | None] | None = None
         if window.outside is not None:
-            weight = window.outside.weight if self.corrects_bias(group) else torch.ones_like(window.outside.weight)
-            b, q = window.outside.b[:t] / weight, window.outside.q[:t] / weight
-            r = [x / weight.to(x.device, x.dtype) for x in window.outside.r]
+            b, q, r = window.outside.b[:t], window.outside.q[:t], list(window.outside.r)
+            if self.corrects_bias(group):
+                weight = window.outside.weight
+                b, q, r = b / weight, q / weight, [x / weight.to(x.device, x.dtype) for x in window.outside.r]
         elif group["graft"] == "adam":
             # The direction of Adam's first moment, as far as the window remembers it: only the direction is wanted, and
             # what has left the window would be multiplied with f(0), which is huge.
@@ -200,7 +201,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
         for p, x in zip(unit.params, unit.inputs, strict=True):
             group = self._group[p]
             wanted = x is not None and group["weight_decay"] and group["weight_decay_mode"] in ("reg", "both")
-            found.append(real(p.detach()).to(self._precision(p)) * group["weight_decay"] if wanted else None)
+            found.append(real(p.detach()).to(self._working(p)) * group["weight_decay"] if wanted else None)
         return found if any(x is not None for x in found) else None
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
@@ -264,7 +265,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
         unit = self._unit_of.get(p)
         if unit is None:
             return "", "", ""
-        form = unit.window.form.describe(self._precision(p))
+        form = unit.window.form.describe(self._working(p))
         owner = f"rank {self.comm.owner(self._units.index(unit))}"
         return f"window '{unit.name}' ({form})", f"{unit.window.m} × {real(p).numel()}", owner
 

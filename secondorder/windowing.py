@@ -154,11 +154,15 @@ class Windowing(Checkpointing):
         return Unit(name, params, self._meta_window(params, form, self.momentum_of_gradients(group) > 0), group)
 
     def _meta_window(self, params: Sequence[nn.Parameter], form: Form, momentum: bool) -> GradientWindow:
-        places = [Place(real(p).shape, self._precision(p), torch.device("meta")) for p in params]
+        places = [Place(real(p).shape, self._working(p), torch.device("meta")) for p in params]
         return GradientWindow(places, form, momentum)
 
+    def _working(self, p: nn.Parameter) -> torch.dtype:
+        """Precision of products: the parameter's, or float64 where rows are kept in it."""
+        return torch.float64 if self._window_dtype == torch.float64 else self._precision(p)
+
     def _window(self, unit: Unit, form: Form, momentum: bool) -> GradientWindow:
-        places = [Place(real(p).shape, self._precision(p), p.device) for p in unit.params]
+        places = [Place(real(p).shape, self._working(p), p.device) for p in unit.params]
         return GradientWindow(places, form, momentum)
 
     def _fill(self, unit: Unit) -> None:
@@ -215,7 +219,7 @@ class Windowing(Checkpointing):
         if self._partition == "group":
             return f"group {group_index}"
         name = self._names[p]
-        return name if _MADE_UP_NAME.match(name) else name.rpartition(".")[0] or "root"
+        return name if _MADE_UP_NAME.match(name) else name.rpartition(".")[0] or "(root)"
 
     def _exclude(self) -> None:
         """Parameters that the user leaves to the fallback; decided once for each."""
@@ -250,7 +254,7 @@ class Windowing(Checkpointing):
                 less = sum(self._meta_window(unit.params, sparse, False).nbytes for unit in units)
                 raise RuntimeError(
                     f"the gradient window needs {human_bytes(nbytes)} (window_size={m}, {entries:,} parameters, "
-                    f"{first.window.form.describe(self._precision(first.params[0]))}) and {human_bytes(free)} are free "
+                    f"{first.window.form.describe(self._working(first.params[0]))}) and {human_bytes(free)} are free "
                     f"on {device}. Use compression=TopK() ({human_bytes(less)}), or a window_size of at most {fits}."
                 )
 

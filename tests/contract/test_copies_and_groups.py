@@ -18,6 +18,7 @@ from torch.optim import AdamW
 
 from tests.contract.methods import Method, Variant
 from tests.contract.tasks import (
+    TRANSFORMER,
     Shadow,
     Task,
     assert_changed,
@@ -66,6 +67,23 @@ def test_a_layer_left_out_as_a_module_stays_out_of_copies(
     train(model, optimizer, mlp, 3, start=2)
     train(other, second, mlp, 3, start=2)
     assert_identical(values(other), values(model))
+
+
+@pytest.mark.option("skip_norm_layers", "skip_biases")
+@COPIERS
+@pytest.mark.parametrize("attached", [False, True])
+def test_what_a_window_leaves_out_stays_out_of_copies(method: Method, copier: Copier, attached: bool) -> None:
+    model = TRANSFORMER.model()
+    optimizer = method.build(model, skip_norm_layers=True, skip_biases=True)
+    train(model, optimizer, TRANSFORMER, 3)
+    other, second = copier((model, optimizer))
+    if attached:
+        second.attach(other)
+    assert [state.keys() for state in second.state.values()] == [state.keys() for state in optimizer.state.values()]
+    train(model, optimizer, TRANSFORMER, 4, start=3)
+    train(other, second, TRANSFORMER, 4, start=3)
+    assert_identical(values(other), values(model))
+    assert second.describe().count("fallback") == optimizer.describe().count("fallback")
 
 
 @pytest.mark.option("module", "skip_layers")

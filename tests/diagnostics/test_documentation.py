@@ -38,4 +38,4 @@ def test_every_key_has_a_row() -> None:
 
 @pytest.mark.parametrize("cls", [MFAC, GGT])
 def test_a_dense_window_lacks_only_what_belongs_to_compression(cls: Any) -> None:
-    assert of_a_window(SparseMFAC) - of_a_window(cls) == {"sent_energy", "residual_norm"}
+    assert of_a_window(SparseMFAC) - of_a_window(cls) == {"sent_energy", "residual_norm", "residual_ratio"}
