@@ -335,8 +335,21 @@ class Windowing(Checkpointing):
         return key in _MOMENTUM_KEYS and not self.momentum_of_gradients(group)
 
     def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], spec: State) -> dict[str, Any]:
+        self._refuse(self._bad_offsets(p, theirs))
         rest = super()._private(p, {k: v for k, v in theirs.items() if k not in self.kinds}, spec)
         return {**theirs, **rest}  # curvature is copied straight into the window
+
+    def _bad_offsets(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:
+        """Offsets of sparse rows that point out of their block: a damaged file must not be read past its end."""
+        if not isinstance(self._compression, TopK):
+            return []
+        block = self._compression.block_size
+        lines = []
+        for key, length in (("window_idx", block), ("tail_idx", real(p).numel() % block)):
+            idx = theirs.get(key)
+            if isinstance(idx, Tensor) and idx.numel() and not (idx.min() >= 0 and idx.max() < length):
+                lines.append(f"parameter '{self._names[p]}': {key} points outside of its block of {length} entries")
+        return lines
 
     def _install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         for p, found in loaded.items():

@@ -238,3 +238,21 @@ def test_wide_indices_keep_32_bits() -> None:
     twin.load_state_dict(from_disk(opt))
     assert states(twin)[0]["window_idx"].dtype == torch.int32
     assert 40000 in states(twin)[0]["window_idx"][0, 0]
+
+
+@pytest.mark.parametrize("key", ["window_idx", "tail_idx"])
+@pytest.mark.parametrize("offset", [-1, 8])
+def test_offsets_outside_of_their_block_are_refused(key: str, offset: int) -> None:
+    opt, params = _sparse()
+    push(opt, params, noise(20))
+    before, damaged = snapshot(opt), snapshot(opt)
+    damaged["state"][0][key].view(-1)[3] = offset
+    with pytest.raises(ValueError, match=key):
+        opt.load_state_dict(damaged)
+    for name, value in before["state"][0].items():
+        assert torch.equal(torch.as_tensor(states(opt)[0][name]), torch.as_tensor(value))
+
+
+def _sparse() -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
+    params = parameters([(20,)])
+    return MFAC(params, window_size=3, compression=TopK(density=0.5, block_size=8)), params
