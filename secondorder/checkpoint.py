@@ -63,7 +63,7 @@ class Checkpointing(Lifecycle):
             live.clear()
             live.update({k: _copied(v) for k, v in given.items() if k != "param_names"}, **kept)
         self._install(loaded)
-        self._t = int(self.state[self._first].get("global_step", 0))
+        self._t = 0 if self._first is None else int(self.state[self._first].get("global_step", 0))
         self._finish_load()
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)

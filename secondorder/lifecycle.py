@@ -71,6 +71,7 @@ class Lifecycle(Optimizer):
         self._root: nn.Module | None = None
         self._closed = False
         self._group: dict[nn.Parameter, Group] = {}
+        self._first: nn.Parameter | None = None
         self._reasons: dict[nn.Parameter, str] = {}
         self._names: dict[nn.Parameter, str] = {}
         self._skipped_by_user: set[nn.Parameter] = set()
@@ -85,7 +86,7 @@ class Lifecycle(Optimizer):
         self._begin_life(kept["comm"])
         self._names, self._t = kept["names"], kept["t"]
         self._group = {p: g for g in self.param_groups for p in g["params"]}
-        self._first = next(iter(self._group))
+        self._first = next(iter(self._group), None)
 
     def _rebuild(self) -> bool:
         """Plan anew and allocate what is missing; state that still fits is kept.
@@ -94,13 +95,14 @@ class Lifecycle(Optimizer):
             Whether the plan changed.
         """
         self._group = {p: g for g in self.param_groups for p in g["params"]}
-        self._first = next(iter(self._group))
-        changed = self._plan()
+        changed = self._plan() if self._group else False
+        self._first = next(iter(self._group), None)
         self._name_parameters()
         self._signature = self._layout()
         for p in self._group:
             self._init_parameter(p)
-        self.state[self._first].setdefault("global_step", self._t)
+        if self._first is not None:
+            self.state[self._first].setdefault("global_step", self._t)
         return changed
 
     def _inside(self) -> dict[nn.Parameter, str]:

@@ -190,28 +190,29 @@ def inverse_pd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor]:
     return inverse, ok
 
 
-def cholesky(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Cholesky factor of ``[..., n, n]``, of which only the lower triangle is read, without waiting for a device.
+def cholesky_(x: Tensor) -> Tensor:
+    """Cholesky factor of ``[..., n, n]`` in place of its lower triangle, without waiting for a device.
 
-    On a CPU large matrices are halved until LAPACK gets small ones: most of the work then is in matrix products, which
-    takes a third to a half less time at n = 1024.
+    Only the lower triangle is read, and what is above the diagonal is undefined afterwards. On a CPU large matrices are
+    halved until LAPACK gets small ones: most of the work then is in matrix products, which are several times faster.
 
     Args:
         x: Symmetric positive definite matrices, float32 or float64.
 
     Returns:
-        The factor, and ``info [...]``, 0 where it succeeded.
+        ``info [...]``, 0 where it succeeded.
     """
     n = x.shape[-1]
     if x.device.type != "cpu" or n < 2 * _LAPACK_SIDE:
-        return torch.linalg.cholesky_ex(x)  # type: ignore[no-any-return]
+        factor, info = torch.linalg.cholesky_ex(x)
+        x.copy_(factor)
+        return info  # type: ignore[no-any-return]
     h = n // 2
-    factor = torch.zeros_like(x)
-    first, info = cholesky(x[..., :h, :h])
-    below = torch.linalg.solve_triangular(first, x[..., h:, :h].mT, upper=False).mT
-    second, info2 = cholesky(x[..., h:, h:] - below @ below.mT)
-    factor[..., :h, :h], factor[..., h:, :h], factor[..., h:, h:] = first, below, second
-    return factor, torch.maximum(info, info2)
+    first, below, second = x[..., :h, :h], x[..., h:, :h], x[..., h:, h:]
+    info = cholesky_(first)
+    below.copy_(torch.linalg.solve_triangular(first, below.mT, upper=False).mT)
+    second.sub_(below @ below.mT)
+    return torch.maximum(info, cholesky_(second))
 
 
 def all_true_on_cpu(flags: Tensor) -> bool:

@@ -129,7 +129,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    grad = p.grad.to_dense() if p.grad.layout != torch.strided else p.grad
+                    grad = p.grad.to_dense() if p.grad.layout != torch.strided else p.grad.resolve_conj()
                     found[p] = -grad if group["maximize"] else grad
         return found
 
@@ -245,7 +245,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
 
     def _advance(self) -> None:
         self._t += 1
-        self.state[self._first]["global_step"] = self._t
+        if self._first is not None:
+            self.state[self._first]["global_step"] = self._t
         self._synchronize()
 
 

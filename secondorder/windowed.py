@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from secondorder import options, update
 from secondorder.comm import CommStrategy
 from secondorder.curvature import gram
 from secondorder.curvature.lowrank import LowRank
+from secondorder.curvature.rows import gated
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import Compression
 from secondorder.lifecycle import Group, module_of
@@ -23,6 +24,8 @@ from secondorder.windowing import Source, Unit, Windowing, real
 
 #: Norm of a gradient above which its products overflow, by working precision.
 _LARGEST_NORM = {torch.float32: 1e15, torch.float64: 1e150}
+#: Entries of the matrices that are factorised in one batch.
+_BATCH = 1 << 20
 
 
 def window_betas(name: str, value: Any) -> None:
@@ -106,7 +109,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
 
         Args:
             units: Units whose windows hold equally many rows.
-            lower: Their lower triangles of S ``[k, t, t]``.
+            lower: Their lower triangles of S ``[k, t, t]``, which may be overwritten.
         """
 
     @abstractmethod
@@ -116,6 +119,8 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
     # ------------------------------------------------------------------ stages 1 to 3: the window
     def _require_ready(self) -> None:
         self._synchronize()  # a parameter may have been frozen, unfrozen or moved since the last step
+        for group in self.param_groups[1:]:
+            self._require_agreement(group)
 
     def _acceptable(self, gradients: Directions) -> Tensor:
         norms = update.norms(list(gradients.values()))
@@ -138,12 +143,21 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             unit.inputs = inputs if any(x is not None for x in inputs) else None
             if unit.inputs is None:
                 continue
-            beta = self.momentum_of_gradients(unit.group)
-            if beta > 0 and unit.window.outside is None:
-                unit.window.keep_outside()
-                self._expose(unit)
+            beta = self._momentum_if_wanted(unit)
+            unit.norm = torch.linalg.vector_norm(
+                torch.stack([self._gradient_norms[p] for p in unit.params if p in self._gradient_norms])
+            )
             with full_precision(unit.window.device):
                 unit.window.push(unit.inputs, gate, beta)
+        self._gradient_norms = {}
+
+    def _momentum_if_wanted(self, unit: Unit) -> float:
+        """β of a unit's momentum on gradients; its state is made when a schedule first turns it on."""
+        beta = self.momentum_of_gradients(unit.group)
+        if beta > 0 and unit.window.outside is None:
+            unit.window.keep_outside()
+            self._expose(unit)
+        return beta
 
     def _input(self, p: nn.Parameter, options: Group, gradients: Directions) -> Tensor | None:
         """What enters the window: the gradient, with coupled weight decay."""
@@ -163,8 +177,9 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             if unit.inputs is not None:
                 unit.source = self._source(unit)
                 alike.setdefault(self._solve_key(unit), []).append(unit)
-        for units in alike.values():
-            lower = torch.stack([unit.window.lower() for unit in units])
+        for units in _batches(alike.values()):
+            parts = [unit.window.lower() for unit in units]
+            lower = parts[0][None] if len(parts) == 1 else torch.stack(parts)
             for unit, a in zip(units, self.coefficients(units, lower), strict=True):
                 unit.a = a
         return []
@@ -217,7 +232,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             if unit.source.r is not None:
                 for u, r in zip(found, unit.source.r, strict=True):
                     if r is not None:
-                        u.addcmul_(r, torch.as_tensor(unit.outside, dtype=u.dtype, device=u.device))
+                        u.addcmul_(r.to(u.dtype), torch.as_tensor(unit.outside, dtype=u.dtype, device=u.device))
             raw: Directions = {}
             for p, u, x in zip(unit.params, found, unit.inputs, strict=True):
                 if x is not None:
@@ -238,9 +253,8 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             mode = group["weight_decay_mode"]
             if mode in ("legacy", "both") and group["weight_decay"]:
                 kept = 1 - group["weight_decay"]
-                factor = kept if gate is None else torch.where(gate, kept, 1.0)
                 for p in params:
-                    p.mul_(factor)
+                    p.mul_(gated(gate, kept, 1.0))
             in_window = mode != "standard" or (rule == "sgd" and not group["decoupled_weight_decay"])
             momentum, factor = self.momentum_after(group)
             if factor != 1:
@@ -250,7 +264,9 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter and group options, as ``torch.optim``; each parameter shows its part of the window."""
+        self._synchronize()
         for unit in self._units:
+            self._momentum_if_wanted(unit)
             for event in unit.arrivals.values():
                 event.synchronize()
         return super().state_dict()
@@ -341,9 +357,15 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             sent = numbers["gradient_norm"] ** 2
             numbers["sent_energy"] = sent / (sent + square).clamp(min=torch.finfo(torch.float64).tiny)
             numbers["residual_norm"] = square.sqrt()
-            norms = [self._gradient_norms[p] for p in unit.params if p in self._gradient_norms]
-            numbers["residual_ratio"] = square.sqrt() / torch.linalg.vector_norm(torch.stack(norms))
+            numbers["residual_ratio"] = square.sqrt() / unit.norm
         yield from ((key, float(value)) for key, value in numbers.items())
+
+
+def _batches(alike: Iterable[list[Unit]]) -> Iterator[list[Unit]]:
+    """Units to solve together: of one size, and few enough that their matrices stay a bounded temporary."""
+    for units in alike:
+        count = max(1, _BATCH // max(units[0].window.filled, 1) ** 2)
+        yield from (units[i : i + count] for i in range(0, len(units), count))
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -351,4 +373,7 @@ def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
 
 
 def _like(direction: Tensor, p: nn.Parameter) -> Tensor:
-    return torch.view_as_complex(direction) if p.is_complex() and not direction.is_complex() else direction
+    if not p.is_complex():
+        return direction
+    # A copy, because pairs of numbers must start at an even place.
+    return torch.view_as_complex(direction.to(torch.promote_types(direction.dtype, torch.float32)).clone())

@@ -52,8 +52,10 @@ class Unit:
         source: What is preconditioned.
         a: Coefficients of the last direction.
         outside: Factor of ``source.r``, 0-dim or a number.
+        norm: Length of the last gradient, 0-dim.
         lagged: Amplification of the last solves, on the host.
         arrivals: When each of them arrives there.
+        signature: What the window was made for: it does not change with its parameters.
     """
 
     name: str
@@ -64,14 +66,15 @@ class Unit:
     source: Source | None = None
     a: Tensor | None = None
     outside: Tensor | float = 0.0
+    norm: Tensor | float = 0.0
     lagged: Tensor = field(default_factory=lambda: torch.zeros(0))
     arrivals: dict[int, torch.Event] = field(default_factory=dict)
+    signature: tuple[object, ...] = ()
 
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """What the window was made for."""
+    def __post_init__(self) -> None:
+        """Note what the window is made for."""
         places = [(id(p), tuple(p.shape), p.dtype, p.device) for p in self.params]
-        return self.name, tuple(places), self.window.form
+        self.signature = self.name, tuple(places), self.window.form
 
 
 class Windowing(Checkpointing):
@@ -121,6 +124,8 @@ class Windowing(Checkpointing):
         self._rebuild()
 
     def _plan(self) -> bool:
+        for group in self.param_groups:
+            self.checks["window_size"]("window_size", group["window_size"])
         self._name_parameters()
         self._exclude()
         before = {unit.signature: unit for unit in self._units}
@@ -133,10 +138,13 @@ class Windowing(Checkpointing):
             units.append(kept or unit)
         fresh = [unit for unit in units if unit.signature not in before]
         self._require_memory(fresh)
+        sources = {p: unit for unit in self._units for p in unit.params}
         for unit in fresh:
-            self._fill(unit)
+            self._fill(unit, sources)
         self._units = units
         self._unit_of = {p: unit for unit in units for p in unit.params}
+        for p in sources.keys() - self._unit_of.keys():  # it left; its columns must not keep the old rows alive
+            self.state[p] = {k: v for k, v in self.state[p].items() if k not in self.kinds}
         if fresh:
             self.comm.bind([unit.name for unit in units])
         return bool(fresh)
@@ -165,14 +173,23 @@ class Windowing(Checkpointing):
         places = [Place(real(p).shape, self._working(p), p.device) for p in unit.params]
         return GradientWindow(places, form, momentum)
 
-    def _fill(self, unit: Unit) -> None:
-        """Allocate the window of a new unit and take over what the state of its parameters holds."""
+    def _fill(self, unit: Unit, sources: Mapping[nn.Parameter, Unit]) -> None:
+        """Allocate the window of a new unit and take over what its parameters had in those of before."""
         states = [{k: v for k, v in self.state[p].items() if k in self.kinds} for p in unit.params]
-        shared = next((state for state in states if "gram" in state), {})
+        old = list(dict.fromkeys(sources[p] for p in unit.params if p in sources))
+        if old:
+            shared = {**old[0].window.shared_state(), "amplification": old[0].lagged}
+            places = {tuple(int(u.window.counters[k]) for k in ("pos", "count")) + (u.window.m,) for u in old}
+            if len(places) > 1:  # windows that were not filled together have no common rows
+                states, shared = [{} for _ in states], {}
+        else:  # a copy, or a new optimizer
+            shared = next((state for state in states if "gram" in state), {})
         momentum = unit.window.outside is not None or "momentum_weight" in shared
         unit.window = self._window(unit, unit.window.form, momentum)
         unit.lagged = torch.zeros(LAG, dtype=torch.float64, pin_memory=unit.params[0].device.type == "cuda")
         self._take_over(unit, states, shared)
+        if old and (len(old) > 1 or not set(old[0].params) <= set(unit.params)):
+            unit.window.recompute_gram()  # columns left, or came with rows of their own
         for p in unit.params:
             for key in [k for k in self.state[p] if k in self.kinds]:
                 del self.state[p][key]
@@ -278,14 +295,19 @@ class Windowing(Checkpointing):
             raise ValueError(f"weight_decay_mode={mode!r} and decoupled_weight_decay=True exclude each other")
         if mode != "standard" and (group["inner"] == "adamw" or group["graft"] == "adam"):
             raise ValueError(f"weight_decay_mode={mode!r} is for SGD's rule; with Adam's, decay is decoupled: drop it")
-        if self._partition == "global" and self.param_groups:
-            first = self.param_groups[0]
-            for key in self.shared_options:
-                if group[key] != first[key]:
-                    raise ValueError(
-                        f"all groups share one window and must agree on {key}, got {first[key]!r} and {group[key]!r}; "
-                        "use partition='group' for one window per group"
-                    )
+        self._require_agreement(group)
+
+    def _require_agreement(self, group: Group) -> None:
+        """Refuse a group that differs from the first in what defines their common window."""
+        if self._partition != "global" or not self.param_groups:
+            return
+        first = self.param_groups[0]
+        for key in self.shared_options:
+            if group[key] != first[key]:
+                raise ValueError(
+                    f"all groups share one window and must agree on {key}, got {first[key]!r} and {group[key]!r}; "
+                    "use partition='group' for one window per group"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; their columns are zero in the rows that are there.
@@ -294,15 +316,27 @@ class Windowing(Checkpointing):
             RuntimeError: If the larger window does not fit into free memory; the group is not added then.
         """
         count = len(self.param_groups)
+        if self._partition == "global" and self._group and isinstance(param_group, dict):
+            # What defines the common window may have been scheduled since: the new group takes it as it is now.
+            param_group = {key: self.param_groups[0][key] for key in self.shared_options} | param_group
         try:
             super().add_param_group(param_group)
         except RuntimeError:
             if self._group and len(self.param_groups) > count:
                 for p in self.param_groups.pop()["params"]:
-                    self._names.pop(p, None)
-                    self.state.pop(p, None)
+                    self._skipped_by_user.discard(p)
+                    for known in (self._names, self.state, self._excluded, self._reasons):
+                        known.pop(p, None)
                 self._group = {p: g for g in self.param_groups for p in g["params"]}
             raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles keep; each parameter gets its own part of the window, not a view of all of it."""
+        kept = super().__getstate__()
+        kept["state"] = type(self.state)(dict)
+        for p, found in self.state.items():
+            kept["state"][p] = {k: v.clone() if k in self.kinds else v for k, v in found.items()}
+        return kept
 
     def _kept_by_copies(self) -> dict[str, Any]:
         return {**super()._kept_by_copies(), "structure": self._structure, "excluded": dict(self._excluded)}
@@ -377,4 +411,7 @@ def _has_rows(state: Mapping[str, Any]) -> bool:
 
 
 def _is_norm(p: nn.Parameter, layer: nn.Module | None) -> bool:
-    return p.dim() <= 1 if layer is None else bool(_NORM_LAYER.search(type(layer).__name__))
+    if layer is None:
+        return p.dim() <= 1
+    # By name, so that those of other libraries count too (LlamaRMSNorm), with what is derived from them.
+    return any(_NORM_LAYER.search(kind.__name__) for kind in type(layer).__mro__)

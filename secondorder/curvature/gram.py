@@ -21,10 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secondorder.linalg import cholesky
-
-#: Relative error of a dot, by the precision in which rows are multiplied: eigenvalues of S below this are noise.
-NOISE = {torch.float32: 2e-7, torch.float64: 1e-13}
+from secondorder.linalg import cholesky_
 
 
 def packed_size(m: int) -> int:
@@ -61,34 +58,29 @@ def newest(pos: Tensor, m: int) -> Tensor:
     return (pos - 1) % m
 
 
-def mfac_damping(lower: Tensor, damping: float, mode: str, n: Tensor) -> Tensor:
+def mfac_damping(squares: Tensor, damping: float, mode: str, n: Tensor) -> Tensor:
     """λ ``[k]``: ``damping``, or its multiple of the mean squared row norm tr(S)/n."""
     if mode == "absolute":
         return torch.full_like(n, damping)
     # A window of zeros has no scale of its own; what it preconditions is zero whatever λ is.
-    return (damping * lower.diagonal(dim1=-2, dim2=-1).sum(-1) / n).clamp(min=1e-36)
+    return (damping * squares.sum(-1) / n).clamp(min=1e-36)
 
 
-def mfac_cholesky(lower: Tensor, b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """Coefficients of M-FAC by Cholesky.
-
-    ``f(S) b + h(S) q = (λI + S/n)⁻¹ (b − q/(nλ))``: one solve for both parts.
+def mfac_cholesky_(lower: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients of M-FAC by Cholesky: ``f(S) b + h(S) q = (λI + S/n)⁻¹ (b − q/(nλ))``, one solve for both parts.
 
     Args:
-        lower: Lower triangles of S ``[k, t, t]``.
-        b: Coefficients of x on the rows ``[k, t]``.
-        q: Dots of the rows with the rest of x ``[k, t]``, or None.
+        lower: Lower triangles of S ``[k, t, t]``, overwritten.
+        rhs: :func:`mfac_right_side` ``[k, t]``.
         damping: λ ``[k]``.
         n: Number that the sum over rows is divided by ``[k]``.
 
     Returns:
         Coefficients ``[k, t]`` and whether the factorisation succeeded ``[k]``.
     """
-    rhs = mfac_right_side(b, q, damping, n)
-    matrix = lower / n[:, None, None]
-    matrix.diagonal(dim1=-2, dim2=-1).add_(damping[:, None])
-    factor, info = cholesky(matrix)
-    a = torch.cholesky_solve(rhs[..., None], factor)[..., 0]
+    lower.diagonal(dim1=-2, dim2=-1).add_((n * damping)[:, None])
+    info = cholesky_(lower)
+    a = torch.cholesky_solve((rhs * n[:, None])[..., None], lower)[..., 0]
     return a, (info == 0) & torch.isfinite(a).all(-1)
 
 
@@ -97,15 +89,22 @@ def mfac_right_side(b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor) -> 
     return b if q is None else b - q / (n * damping)[:, None]
 
 
-def mfac_amplification(lower: Tensor, a: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> Tensor:
+def mfac_amplification(squares: Tensor, a: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> Tensor:
     """``‖D a‖ / √(aᵀSa)`` ``[k]``, D the lengths of the rows: how much larger the terms of ``Gᵀa`` are than their sum.
 
     The relative error of the direction is about float32's epsilon times this. ``S a = n (rhs − λ a)`` saves a product.
 
+    Args:
+        squares: Squared lengths of the rows ``[k, t]``, the diagonal of S.
+        a: Coefficients ``[k, t]``.
+        rhs: What they solve for ``[k, t]``.
+        damping: λ ``[k]``.
+        n: Number that the sum over rows is divided by ``[k]``.
+
     Returns:
         The amplification; 0 for a direction of zeros.
     """
-    terms = (a * a * lower.diagonal(dim1=-2, dim2=-1)).sum(-1)
+    terms = (a * a * squares).sum(-1)
     gain = (a * rhs).sum(-1)
     together = torch.maximum(n * (gain - damping * (a * a).sum(-1)), torch.finfo(a.dtype).eps * n * gain.abs())
     return torch.where(terms > 0, (terms / together).sqrt(), 0.0)
@@ -172,7 +171,7 @@ def spectrum(lower: Tensor, noise: float, w: Tensor | None = None) -> Spectrum:
 
 
 def mfac_filtered(lower: Tensor, b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor, noise: float) -> Tensor:
-    """Coefficients ``[k, t]`` of M-FAC without the directions that are rounding; as :func:`mfac_cholesky`."""
+    """Coefficients ``[k, t]`` of M-FAC without the directions that are rounding; as :func:`mfac_cholesky_`."""
     found, damping, n = spectrum(lower, noise), damping[:, None], n[:, None]
     f = 1 / (damping + found.values / n)
     return found.apply(f, -f * found.values / (n * damping), b, q)

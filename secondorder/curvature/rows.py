@@ -28,6 +28,9 @@ _WIDE = 16384
 #: Entries of a temporary.
 TILE = 1 << 22
 
+#: A dense window of at most so many entries is multiplied in float64: that costs nothing there.
+EXACT = 1 << 19
+
 Parts = Sequence[Tensor | None]
 
 
@@ -43,6 +46,11 @@ class Rows(ABC):
 
     def __init__(self, shapes: Sequence[torch.Size], m: int, working: torch.dtype, device: torch.device) -> None:
         self.shapes, self.m, self.working, self.device = list(shapes), m, working, device
+
+    @property
+    def noise(self) -> float:
+        """Relative error of a dot: eigenvalues of the Gram matrix below this, for rows of length 1, are rounding."""
+        return 1e-13 if self.working == torch.float64 else 2e-7
 
     @abstractmethod
     def state(self, i: int) -> dict[str, Tensor]:
@@ -82,6 +90,14 @@ def store(target: Tensor, dim: int, slot: Tensor, value: Tensor, gate: Tensor | 
     if gate is not None:
         value = torch.where(gate, value, target.index_select(dim, slot))
     target.index_copy_(dim, slot, value)
+
+
+def gated(gate: Tensor | None, value: float, otherwise: float) -> Tensor | float:
+    """``value``, or ``otherwise`` where the gate is closed, in float64."""
+    if gate is None:
+        return value
+    blocked = torch.full_like(gate, otherwise, dtype=torch.float64)
+    return torch.where(gate, torch.full_like(blocked, value), blocked)
 
 
 def flatten(x: Parts, shapes: Sequence[torch.Size], like: Tensor) -> Tensor:
@@ -148,10 +164,11 @@ class DenseRows(Rows):
         dtype: torch.dtype,
         feedback: bool = False,
     ) -> None:
-        super().__init__(shapes, m, working, device)
         d = sum(math.prod(shape) for shape in shapes)
+        super().__init__(shapes, m, torch.float64 if m * d <= EXACT else working, device)
         self.flat = torch.zeros(m, d, dtype=dtype, device=device)
         self.error = torch.zeros(d, dtype=working, device=device) if feedback and dtype != working else None
+        self._written: Tensor | None = None
 
     def state(self, i: int) -> dict[str, Tensor]:
         start = sum(math.prod(shape) for shape in self.shapes[:i])
@@ -167,6 +184,7 @@ class DenseRows(Rows):
         row = flatten(x, self.shapes, self.flat.new_empty(0, dtype=self.working))
         if self.error is None:
             store(self.flat, 0, slot, row[None], gate)
+            self._written = row.to(self.flat.dtype).to(self.working)
             return
         waiting = split(self.error, self.shapes)  # that of a tensor without a gradient goes on waiting
         row += flatten([e if g is not None else None for e, g in zip(waiting, x, strict=True)], self.shapes, row)
@@ -188,7 +206,8 @@ class DenseRows(Rows):
             yield columns, self.flat[:t, columns].to(self.working)
 
     def newest_dots(self, slot: Tensor, t: int) -> Tensor:
-        return self._dots(self._row(slot), t)
+        row, self._written = self._written, None  # what was just written need not be read again
+        return self._dots(self._row(slot) if row is None else row, t)
 
     def dots(self, x: Parts, t: int) -> Tensor:
         return self._dots(flatten(x, self.shapes, self.flat.new_empty(0, dtype=self.working)), t)

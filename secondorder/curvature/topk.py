@@ -72,6 +72,8 @@ class TopK:
             raise ValueError(f"error_bits must be None, 4 or 8, got {self.error_bits!r}")
         if self.error_bits is not None and not self.error_feedback:
             raise ValueError(f"error_bits={self.error_bits} needs error_feedback=True")
+        if self.error_bits is not None and self.density == 1:
+            raise ValueError(f"error_bits={self.error_bits} needs density < 1: dense rows leave nothing to pack")
 
     def kept(self, length: int) -> int:
         """Entries kept of a block: of a full one a multiple of 8, so that rows are aligned."""
@@ -220,11 +222,11 @@ class TopKRows(Rows):
     def newest_dots(self, slot: Tensor, t: int) -> Tensor:
         total = torch.zeros(t, dtype=torch.float64, device=self.device)
         for panel in self.panels:
-            for blocks, where, scratch in self._tiles(panel, t):
+            for blocks, rows, where, scratch in self._tiles(panel, t):
                 row = torch.zeros(len(where), panel.length, dtype=self.working, device=self.device)
                 idx, val = (part[blocks].index_select(1, slot)[:, 0] for part in (panel.idx, panel.val))
                 row.scatter_(1, idx.long(), val.to(self.working))
-                total += _tile_dots(row, where, panel.val[blocks, :t], scratch)
+                total[rows] += _tile_dots(row, where, panel.val[blocks, rows], scratch)
         return total
 
     def dots(self, x: Parts, t: int) -> Tensor:
@@ -232,35 +234,45 @@ class TopKRows(Rows):
         for panel in self.panels:
             dense = torch.zeros(len(panel.idx), panel.length, dtype=self.working, device=self.device)
             self._add(panel, dense, x)
-            for blocks, where, scratch in self._tiles(panel, t):
-                total += _tile_dots(dense[blocks], where, panel.val[blocks, :t], scratch)
+            for blocks, rows, where, scratch in self._tiles(panel, t):
+                total[rows] += _tile_dots(dense[blocks], where, panel.val[blocks, rows], scratch)
         return total
 
     def combine(self, a: Tensor) -> list[Tensor]:
         t, a = len(a), a.to(self.working)
-        pieces: list[list[Tensor]] = [[] for _ in self.shapes]
+        found = [torch.zeros(shape, dtype=self.working, device=self.device) for shape in self.shapes]
         for panel in self.panels:
-            out = torch.zeros(len(panel.idx), panel.length, dtype=self.working, device=self.device)
-            for blocks, where, scratch in self._tiles(panel, t):
-                torch.mul(panel.val[blocks, :t], a[:, None], out=scratch)
-                out[blocks].scatter_add_(1, where, scratch.flatten(1))
-            for tensor, _, first, n in panel.members:
-                pieces[tensor].append(out[first : first + n].view(-1))
-        return [
-            (torch.cat(parts) if len(parts) > 1 else parts[0] if parts else a.new_zeros(0)).view(shape)
-            for parts, shape in zip(pieces, self.shapes, strict=True)
-        ]
+            for blocks, rows, where, scratch in self._tiles(panel, t):
+                torch.mul(panel.val[blocks, rows], a[rows, None], out=scratch)
+                terms = scratch.flatten(1)
+                for target, part in self._shares(panel, blocks, found):
+                    target.scatter_add_(1, where[part], terms[part])
+        return found
 
-    def _tiles(self, panel: Panel, t: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Tiles of blocks: their offsets as ``[b, t·k]`` int64, and scratch ``[b, t, k]``."""
+    def _shares(self, panel: Panel, blocks: slice, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, slice]]:
+        """Views ``[b, length]`` of the tensors that the blocks of a tile lie in, and which blocks of the tile."""
+        for tensor, start, first, n in panel.members:
+            begin, end = max(first, blocks.start), min(first + n, blocks.stop)
+            if begin < end:
+                entry = start + (begin - first) * panel.length
+                flat = tensors[tensor].view(-1)[entry : entry + (end - begin) * panel.length]
+                yield flat.view(end - begin, panel.length), slice(begin - blocks.start, end - blocks.start)
+
+    def _tiles(self, panel: Panel, t: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Tiles of blocks and rows: their offsets as ``[b, rows·k]`` int64, and scratch ``[b, rows, k]``."""
         n, k = len(panel.idx), panel.k
-        per_tile = min(n, max(1, _PRODUCT // (t * k)))
-        where = torch.empty(per_tile, t, k, dtype=torch.int64, device=self.device)
-        scratch = torch.empty(per_tile, t, k, dtype=self.working, device=self.device)
-        for b in range(0, n, per_tile):
-            stop = min(b + per_tile, n)
-            where[: stop - b].copy_(panel.idx[b:stop, :t])
-            yield slice(b, stop), where[: stop - b].flatten(1), scratch[: stop - b]
+        high = min(t, max(1, _PRODUCT // k))
+        wide = min(n, max(1, _PRODUCT // (high * k)))
+        offsets = torch.empty(wide * high * k, dtype=torch.int64, device=self.device)
+        scratch = torch.empty(wide * high * k, dtype=self.working, device=self.device)
+        for b in range(0, n, wide):
+            blocks = slice(b, min(b + wide, n))
+            for i in range(0, t, high):
+                rows = slice(i, min(i + high, t))
+                shape = (blocks.stop - b, rows.stop - i, k)
+                where, free = (buffer[: math.prod(shape)].view(shape) for buffer in (offsets, scratch))
+                where.copy_(panel.idx[blocks, rows])
+                yield blocks, rows, where.flatten(1), free
 
     def add_row(self, out: Sequence[Tensor], slot: Tensor, scale: Tensor) -> None:
         for panel in self.panels:

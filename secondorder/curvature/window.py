@@ -19,7 +19,7 @@ from torch import Tensor
 
 from secondorder.curvature import gram
 from secondorder.curvature.lowrank import LowRank, LowRankRows
-from secondorder.curvature.rows import DenseRows, Parts, Rows, row_dots
+from secondorder.curvature.rows import DenseRows, Parts, Rows, gated, row_dots
 from secondorder.curvature.topk import TopK, TopKRows
 
 Compression = TopK | LowRank | None
@@ -63,6 +63,8 @@ class Form:
     def describe(self, working: torch.dtype) -> str:
         """In words."""
         kind = self.compression
+        if isinstance(kind, TopK) and kind.density == 1:
+            return f"dense {str(kind.value_dtype).removeprefix('torch.')}"
         if isinstance(kind, TopK):
             return f"top {kind.density:.3g} of {kind.block_size}"
         if isinstance(kind, LowRank):
@@ -131,7 +133,7 @@ class GradientWindow:
             self.keep_outside()
         #: Most rows that can be filled, as far as the host knows.
         self.filled = 0
-        self.noise = max(gram.NOISE[place.working] for place in places)
+        self.noise = max(part.rows.noise for part in self._parts)
 
     # ------------------------------------------------------------------ state
     def keep_outside(self) -> Outside:
@@ -159,17 +161,30 @@ class GradientWindow:
             found["momentum_weight"] = self.outside.weight
         return found
 
+    def recompute_gram(self) -> None:
+        """The Gram matrix anew from the rows as they are stored: a pass over the window per row, so rarely."""
+        for j in range(self.filled):
+            slot = torch.tensor(j, device=self.device)
+            dots = self._dots_with(slot, self.filled)
+            self.gram.index_copy_(0, gram.packed_row(slot, self.m)[: self.filled], dots)
+
+    def _dots_with(self, slot: Tensor, t: int) -> Tensor:
+        slot = slot.reshape(1)
+        return self._sum(part.rows.newest_dots(slot.to(part.rows.device), t) for part in self._parts)
+
     def adopt(self, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
         """Take over the state of a window of the same form; what it lacks becomes zeros, but for warm starts.
 
-        The state may be this window's own.
+        The state may be this window's own. Rows that a narrower dtype rounds get a Gram matrix of what is stored.
         """
+        rounded = False
         if not any("q_prev" in state for state in states):
             for part in self._parts:
                 part.rows.restart()
         for i, state in enumerate(states):
             for key, value in self.state(i).items():
                 if key in state:
+                    rounded |= key in SLOT_DIM and state[key].dtype != value.dtype
                     value.copy_(state[key])
                 elif key != "q_prev":
                     value.zero_()
@@ -179,6 +194,8 @@ class GradientWindow:
             else:
                 value.zero_()
         self.recount()
+        if rounded:
+            self.recompute_gram()
 
     def adopt_resized(self, old: GradientWindow) -> None:
         """Take over the newest rows of a window of another size; what does not fit stays in the momentum."""
@@ -246,7 +263,7 @@ class GradientWindow:
             part.rows.write([x[i] for i in part.members], slot.reshape(1).to(part.rows.device), there)
         self.filled = min(self.filled + 1, self.m)
         t = self.filled
-        dots = self._sum(part.rows.newest_dots(slot.reshape(1).to(part.rows.device), t) for part in self._parts)
+        dots = self._dots_with(slot, t)
         where = gram.packed_row(slot, self.m)[:t]
         if gate is not None:
             dots = torch.where(gate, dots, self.gram.index_select(0, where))
@@ -304,11 +321,11 @@ class GradientWindow:
                 leaving = torch.where(gate, leaving, 0.0)
             self.add_row(outside.r, slot.reshape(1), leaving)
             outside.q.add_(self.gram.index_select(0, gram.packed_row(slot, self.m)) * leaving)
-        kept = beta if gate is None else torch.where(gate, beta, 1.0).to(torch.float64)
+        kept = gated(gate, beta, 1.0)
         for value in (outside.b, outside.q, outside.weight):
             value.mul_(kept)
         for r in outside.r:
-            r.mul_(kept if isinstance(kept, float) else kept.to(r.device))
+            r.mul_(kept.to(r.device) if isinstance(kept, Tensor) else kept)
 
     def _take_in(self, outside: Outside, slot: Tensor, gate: Tensor | None, beta: float) -> None:
         """Give the new row its share, and its dot with what is outside."""
@@ -319,7 +336,7 @@ class GradientWindow:
             if gate is not None:
                 value = torch.where(gate, value, target.index_select(0, index))
             target.index_copy_(0, index, value)
-        outside.weight.add_(1 - beta if gate is None else torch.where(gate, 1 - beta, 0.0))
+        outside.weight.add_(gated(gate, 1 - beta, 0.0))
 
     def unit_dots(self, x: Parts, slot: Tensor) -> Tensor:
         """Dot of x with the row at a slot, ``[1]`` float64."""

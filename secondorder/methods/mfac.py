@@ -61,7 +61,7 @@ class MFAC(WindowOptimizer):
         compression: None, ``TopK(...)`` or ``LowRank(...)``.
         window_dtype: Of dense rows and low-rank factors; None: float32, for float64 parameters float64.
         solver: ``"cholesky"``, ``"eigh"`` (leaves out directions that are rounding), or ``"auto"``: Cholesky, and eigh
-            while nearly dependent rows would cost more than 3 digits.
+            where nearly dependent rows would cost more than 3 digits (on a GPU, ten steps later).
         momentum_mode: ``"heavy_ball"`` (v ← μv + u), ``"ema"`` (v ← μv + (1−μ)u) or ``"pre"`` (v ← μv + (1−μ)g is
             preconditioned).
         nesterov: Nesterov momentum, for ``"heavy_ball"``.
@@ -177,19 +177,22 @@ class MFAC(WindowOptimizer):
     def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
         """``(λI + S/n)⁻¹ (b − q/(nλ))``."""
         n = torch.stack([self._rows_counted(unit) for unit in units])
+        squares = lower.diagonal(dim1=-2, dim2=-1).clone()
         damping = torch.cat([
             gram.mfac_damping(part[None], unit.group["damping"], unit.group["damping_mode"], own[None])
-            for unit, part, own in zip(units, lower, n, strict=True)
+            for unit, part, own in zip(units, squares, n, strict=True)
         ])  # fmt: skip
         b, q = _stacked(units)
         rhs = gram.mfac_right_side(b, q, damping, n)
-        a, ok = gram.mfac_cholesky(lower, b, q, damping, n)
-        amplification = torch.where(ok, gram.mfac_amplification(lower, a, rhs, damping, n), torch.inf)
-        if self._filters(units[0]) or (ok.device.type == "cpu" and not all_true_on_cpu(ok)):
-            a = self._filtered(units, lower, (b, q, damping, n))
-            ok = torch.isfinite(a).all(-1)
+        a, ok = gram.mfac_cholesky_(lower, rhs, damping, n)
+        amplification = torch.where(ok, gram.mfac_amplification(squares, a, rhs, damping, n), torch.inf)
+        wanted = self._filtering(units, amplification)
+        if wanted is not None:
+            filtered = self._filtered(units, (b, q, damping, n))
+            a = torch.where(wanted[:, None], filtered, a)
+            ok = torch.where(wanted, torch.isfinite(filtered).all(-1), ok)
         # The last resort takes each row by itself: for the newest one, the answer of a window of one row.
-        alone = rhs / (damping[:, None] + lower.diagonal(dim1=-2, dim2=-1) / n[:, None])
+        alone = rhs / (damping[:, None] + squares / n[:, None])
         for unit, good, size, own in zip(units, ok, amplification, damping, strict=True):
             unit.window.counters["solve_failures"].add_((~good).to(torch.int64))
             unit.outside = 1 / own
@@ -206,23 +209,40 @@ class MFAC(WindowOptimizer):
         count = unit.window.counters["count"].clamp(1, unit.window.m).to(torch.float64)
         return torch.full_like(count, unit.window.m) if unit.group["scale"] == "window" else count
 
-    def _filtered(
-        self, units: Sequence[Unit], lower: Tensor, problem: tuple[Tensor, Tensor | None, Tensor, Tensor]
-    ) -> Tensor:
+    def _filtered(self, units: Sequence[Unit], problem: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> Tensor:
         """Coefficients without the directions that are rounding; not finite if they cannot be found."""
+        lower = torch.stack([unit.window.lower() for unit in units])
         try:
             return gram.mfac_filtered(lower, *problem, noise=units[0].window.noise)
         except LinAlgError:
             return torch.full_like(problem[0], torch.nan)
 
+    def _filtering(self, units: Sequence[Unit], amplification: Tensor) -> Tensor | None:
+        """Which units take the answer without the directions that are rounding.
+
+        A CPU looks at the amplification of this very step, a device at that of some steps ago.
+
+        Returns:
+            Flags ``[k]``; None for none of them.
+        """
+        solver, on_cpu = units[0].group["solver"], amplification.device.type == "cpu"
+        if solver == "eigh":
+            return torch.ones_like(amplification, dtype=torch.bool)
+        if not on_cpu:
+            return torch.ones_like(amplification, dtype=torch.bool) if self._filters(units[0]) else None
+        limit = _LARGEST_ERROR / units[0].window.noise if solver == "auto" else torch.inf
+        fine = amplification <= limit if solver == "auto" else torch.isfinite(amplification)
+        return None if all_true_on_cpu(fine) else ~fine
+
     def _filters(self, unit: Unit) -> bool:
-        """Whether a unit's solve leaves out small eigenvalues, from what was measured some steps ago."""
-        if unit.group["solver"] != "auto":
+        """On a device: whether a unit leaves out what is rounding, from what was measured some steps ago."""
+        if unit.window.device.type == "cpu" or unit.group["solver"] != "auto":
             return bool(unit.group["solver"] == "eigh")
         arrival = unit.arrivals.pop(self._t % LAG, None)
         if arrival is not None:
             arrival.synchronize()
-        return bool(unit.lagged.numpy()[self._t % LAG] * unit.window.noise > _LARGEST_ERROR)
+        few = unit.window.filled <= LAG  # nothing was measured yet, and the eigenvalues of few rows cost little
+        return few or bool(unit.lagged.numpy()[self._t % LAG] * unit.window.noise > _LARGEST_ERROR)
 
     def _note(self, unit: Unit, amplification: Tensor) -> None:
         """Send the amplification of this step to the host, which looks at it some steps later."""
@@ -233,7 +253,7 @@ class MFAC(WindowOptimizer):
             unit.arrivals[i].record()
 
     def _solve_key(self, unit: Unit) -> tuple[object, ...]:
-        return *super()._solve_key(unit), self._filters(unit), unit.window.noise
+        return *super()._solve_key(unit), unit.group["solver"], self._filters(unit), unit.window.noise
 
     def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
         """μ, and 1 − μ in mode ``"ema"``; nothing follows in mode ``"pre"``."""

@@ -175,7 +175,7 @@ def test_dependent_gradients(kind: str, damping: float, solver: str) -> None:
         elif kind == "nearly":
             g = g + 1e-5 * jitter[step]
         seen.append(g)
-        rows, tolerance = torch.stack(seen[-6:]), 1e-11 + 1e-14 / damping  # of coefficients that grow as 1/λ
+        rows, tolerance = torch.stack(seen[-6:]), 1e-11 + 3e-14 / damping  # of coefficients that grow as 1/λ
         assert_near(push(opt, params, g), fisher_direction(rows, g, damping), tolerance, step)
 
 
