@@ -26,9 +26,6 @@ _STRIP = 128
 #: Elements to which rows are aligned.
 _ALIGNMENT = 16
 
-#: Side of the matrices that are left to LAPACK's Cholesky on a CPU.
-_LAPACK_SIDE = 128
-
 Factorisation = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -188,31 +185,6 @@ def inverse_pd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor]:
         return x.reciprocal(), torch.isfinite(x[..., 0, 0]) & (x[..., 0, 0] > 0)
     (inverse,), ok = _with_ladder(x, _cholesky_inverse, host_checks)
     return inverse, ok
-
-
-def cholesky_(x: Tensor) -> Tensor:
-    """Cholesky factor of ``[..., n, n]`` in place of its lower triangle, without waiting for a device.
-
-    Only the lower triangle is read, and what is above the diagonal is undefined afterwards. On a CPU large matrices are
-    halved until LAPACK gets small ones: most of the work then is in matrix products, which are several times faster.
-
-    Args:
-        x: Symmetric positive definite matrices, float32 or float64.
-
-    Returns:
-        ``info [...]``, 0 where it succeeded.
-    """
-    n = x.shape[-1]
-    if x.device.type != "cpu" or n < 2 * _LAPACK_SIDE:
-        factor, info = torch.linalg.cholesky_ex(x)
-        x.copy_(factor)
-        return info  # type: ignore[no-any-return]
-    h = n // 2
-    first, below, second = x[..., :h, :h], x[..., h:, :h], x[..., h:, h:]
-    info = cholesky_(first)
-    below.copy_(torch.linalg.solve_triangular(first, below.mT, upper=False).mT)
-    second.sub_(below @ below.mT)
-    return torch.maximum(info, cholesky_(second))
 
 
 def all_true_on_cpu(flags: Tensor) -> bool:

@@ -119,7 +119,8 @@ class Windowing(Checkpointing):
     # ------------------------------------------------------------------ units
     def _connect(self, root: nn.Module | None) -> None:
         self._root = None if root is None else unwrap(root)
-        self._units, self._unit_of = [], {}
+        if not self._unit_of.keys() <= {p for group in self.param_groups for p in group["params"]}:
+            self._units, self._unit_of = [], {}  # other parameters took their place, with their state
         self._closed = False
         self._rebuild()
 

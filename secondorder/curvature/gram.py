@@ -21,8 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secondorder.linalg import cholesky_
-
 
 def packed_size(m: int) -> int:
     """Entries of a packed lower triangle."""
@@ -79,8 +77,8 @@ def mfac_cholesky_(lower: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> tu
         Coefficients ``[k, t]`` and whether the factorisation succeeded ``[k]``.
     """
     lower.diagonal(dim1=-2, dim2=-1).add_((n * damping)[:, None])
-    info = cholesky_(lower)
-    a = torch.cholesky_solve((rhs * n[:, None])[..., None], lower)[..., 0]
+    factor, info = torch.linalg.cholesky_ex(lower)  # does not wait for a device
+    a = torch.cholesky_solve((rhs * n[:, None])[..., None], factor)[..., 0]
     return a, (info == 0) & torch.isfinite(a).all(-1)
 
 
@@ -92,7 +90,8 @@ def mfac_right_side(b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor) -> 
 def mfac_amplification(squares: Tensor, a: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> Tensor:
     """``‖D a‖ / √(aᵀSa)`` ``[k]``, D the lengths of the rows: how much larger the terms of ``Gᵀa`` are than their sum.
 
-    The relative error of the direction is about float32's epsilon times this. ``S a = n (rhs − λ a)`` saves a product.
+    The relative error of the direction is about float32's epsilon times the square of this.
+    ``S a = n (rhs − λ a)`` saves a product.
 
     Args:
         squares: Squared lengths of the rows ``[k, t]``, the diagonal of S.

@@ -25,6 +25,8 @@ from torch import Tensor
 CHUNK = 4096
 #: Columns of one chunk of a combination, which sums over rows: wider is faster.
 _WIDE = 16384
+#: Rows of one product on a CPU.
+_ROWS = 256
 #: Entries of a temporary.
 TILE = 1 << 22
 
@@ -118,6 +120,8 @@ def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
 def row_dots(rows: Tensor, x: Tensor) -> Tensor:
     """``rows @ x`` of ``[t, d]`` and ``[d]`` of one dtype, summed in float64 across chunks; ``[t]`` float64."""
     t, d = rows.shape
+    if t > _ROWS and rows.device.type == "cpu":  # the pages of more rows at a time do not fit into the TLB
+        return torch.cat([row_dots(part, x) for part in rows.split(_ROWS)])
     total = torch.zeros(t, dtype=torch.float64, device=rows.device)
     whole, per_tile = d // CHUNK, max(1, TILE // max(t, 1))
     for first in range(0, whole, per_tile):

@@ -222,11 +222,9 @@ class TopKRows(Rows):
     def newest_dots(self, slot: Tensor, t: int) -> Tensor:
         total = torch.zeros(t, dtype=torch.float64, device=self.device)
         for panel in self.panels:
-            for blocks, rows, where, scratch in self._tiles(panel, t):
-                row = torch.zeros(len(where), panel.length, dtype=self.working, device=self.device)
-                idx, val = (part[blocks].index_select(1, slot)[:, 0] for part in (panel.idx, panel.val))
-                row.scatter_(1, idx.long(), val.to(self.working))
-                total[rows] += _tile_dots(row, where, panel.val[blocks, rows], scratch)
+            dense = torch.zeros(len(panel.idx), panel.length, dtype=self.working, device=self.device)
+            idx, val = (part.index_select(1, slot)[:, 0] for part in (panel.idx, panel.val))
+            self._add_dots(total, panel, dense.scatter_(1, idx.long(), val.to(self.working)))
         return total
 
     def dots(self, x: Parts, t: int) -> Tensor:
@@ -234,9 +232,14 @@ class TopKRows(Rows):
         for panel in self.panels:
             dense = torch.zeros(len(panel.idx), panel.length, dtype=self.working, device=self.device)
             self._add(panel, dense, x)
-            for blocks, rows, where, scratch in self._tiles(panel, t):
-                total[rows] += _tile_dots(dense[blocks], where, panel.val[blocks, rows], scratch)
+            self._add_dots(total, panel, dense)
         return total
+
+    def _add_dots(self, total: Tensor, panel: Panel, x: Tensor) -> None:
+        """Add the dots of ``x [n, length]`` with the rows of a panel to ``total [t]``."""
+        for blocks, rows, where, scratch in self._tiles(panel, len(total)):
+            torch.gather(x[blocks], 1, where, out=scratch.view(where.shape))
+            total[rows] += scratch.mul_(panel.val[blocks, rows]).sum(-1).sum(0, dtype=torch.float64)
 
     def combine(self, a: Tensor) -> list[Tensor]:
         t, a = len(a), a.to(self.working)
@@ -306,12 +309,6 @@ def _cut(size: int, block: int) -> Iterator[tuple[int, int, int]]:
         yield block, 0, whole
     if rest:
         yield rest, whole * block, 1
-
-
-def _tile_dots(x: Tensor, where: Tensor, val: Tensor, scratch: Tensor) -> Tensor:
-    """Dots of ``x [b, length]`` with sparse rows ``[b, t, k]`` at offsets ``[b, t·k]``: ``[t]`` float64."""
-    torch.gather(x, 1, where, out=scratch.view(where.shape))
-    return scratch.mul_(val).sum(-1).sum(0, dtype=torch.float64)
 
 
 def pack(entries: Tensor, bits: int) -> tuple[Tensor, Tensor]:

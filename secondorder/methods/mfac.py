@@ -37,8 +37,9 @@ from secondorder.linalg import all_true_on_cpu
 from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer
 from secondorder.windowing import Unit
 
-#: Error of the direction, as far as the amplification tells, above which ``solver="auto"`` filters the spectrum.
-_LARGEST_ERROR = 2e-3
+#: Error of the direction above which ``solver="auto"`` filters the spectrum: the error of a dot times the amplification
+#: squared, since the dots are wrong too.
+_LARGEST_ERROR = 2e-2
 
 
 class MFAC(WindowOptimizer):
@@ -61,7 +62,7 @@ class MFAC(WindowOptimizer):
         compression: None, ``TopK(...)`` or ``LowRank(...)``.
         window_dtype: Of dense rows and low-rank factors; None: float32, for float64 parameters float64.
         solver: ``"cholesky"``, ``"eigh"`` (leaves out directions that are rounding), or ``"auto"``: Cholesky, and eigh
-            where nearly dependent rows would cost more than 3 digits (on a GPU, ten steps later).
+            where nearly dependent rows would leave less than 2 digits (on a GPU, ten steps later).
         momentum_mode: ``"heavy_ball"`` (v ← μv + u), ``"ema"`` (v ← μv + (1−μ)u) or ``"pre"`` (v ← μv + (1−μ)g is
             preconditioned).
         nesterov: Nesterov momentum, for ``"heavy_ball"``.
@@ -230,7 +231,7 @@ class MFAC(WindowOptimizer):
             return torch.ones_like(amplification, dtype=torch.bool)
         if not on_cpu:
             return torch.ones_like(amplification, dtype=torch.bool) if self._filters(units[0]) else None
-        limit = _LARGEST_ERROR / units[0].window.noise if solver == "auto" else torch.inf
+        limit = (_LARGEST_ERROR / units[0].window.noise) ** 0.5
         fine = amplification <= limit if solver == "auto" else torch.isfinite(amplification)
         return None if all_true_on_cpu(fine) else ~fine
 
@@ -242,7 +243,7 @@ class MFAC(WindowOptimizer):
         if arrival is not None:
             arrival.synchronize()
         few = unit.window.filled <= LAG  # nothing was measured yet, and the eigenvalues of few rows cost little
-        return few or bool(unit.lagged.numpy()[self._t % LAG] * unit.window.noise > _LARGEST_ERROR)
+        return few or bool(unit.lagged.numpy()[self._t % LAG] ** 2 * unit.window.noise > _LARGEST_ERROR)
 
     def _note(self, unit: Unit, amplification: Tensor) -> None:
         """Send the amplification of this step to the host, which looks at it some steps later."""

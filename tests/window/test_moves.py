@@ -1,0 +1,328 @@
+"""What a window does when its parameters are cast, moved, removed or added, and when its options change on the way."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from secondorder import GGT, MFAC, TopK, windowing
+from tests.window.driver import (
+    assert_near,
+    differences,
+    flat,
+    give,
+    gram,
+    noise,
+    parameters,
+    push,
+    put,
+    ring,
+    size,
+    snapshot,
+    states,
+    stored_rows,
+)
+from tests.window.storages import METHODS, STORAGES, Storage
+
+SHAPES, D, M = [(4, 5), (3,), (3, 7)], 44, 4
+KINDS = ("dense", "topk", "rank-1")
+MOVED = (*KINDS, "bfloat16", "topk-4-bit")
+
+
+def mfac(params: Any, **keywords: Any) -> MFAC:
+    return MFAC(params, **{"lr": 1.0, "window_size": M, "damping": 1e-2, **keywords})
+
+
+def live_rows(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], kind: Storage) -> Tensor:
+    return torch.cat([stored_rows(opt.state[p], p.numel(), kind.block_size) for p in params], dim=1)
+
+
+def assert_consistent(opt: Any, params: Sequence[nn.Parameter], kind: Storage, tolerance: float = 1e-12) -> Tensor:
+    """The Gram matrix of the window of ``params`` is that of the rows that it holds."""
+    rows = live_rows(opt, params, kind)
+    assert_near(gram(opt.state[params[0]]), rows @ rows.mT, tolerance)
+    return rows
+
+
+def random_step(opt: torch.optim.Optimizer, params: Sequence[nn.Parameter], seed: int) -> Tensor:
+    return push(opt, params, noise(sum(p.numel() for p in params), seed=seed))
+
+
+def network(dtype: torch.dtype) -> tuple[nn.Module, list[nn.Parameter]]:
+    net = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).to(dtype)
+    return net, list(net.parameters())
+
+
+# ---------------------------------------------------------------------------------------------------------------- casts
+@pytest.mark.parametrize("steps", [2, 7])
+@pytest.mark.parametrize("storage", [*KINDS, "topk-odd-blocks"])
+@pytest.mark.parametrize("to", [torch.float64, torch.float32], ids=str)
+def test_casting_the_model(to: torch.dtype, storage: str, steps: int) -> None:
+    kind = STORAGES[storage]
+    net, params = network(torch.float32 if to == torch.float64 else torch.float64)
+    opt = mfac(net, **kind.keywords)
+    for step in range(steps):
+        random_step(opt, params, step)
+    before = live_rows(opt, params, kind)
+    net.double() if to == torch.float64 else net.float()
+    d = sum(p.numel() for p in params)
+    state = states(opt)
+    for i in range(len(params)):
+        rows = {key for key in state[i] if key in {"window", "window_val", "tail_val", "window_p", "window_q"}}
+        errors = {key for key in state[i] if key in {"error", "tail_error"}}
+        assert rows
+        assert bool(errors) == (storage != "dense" and (storage != "rank-1" or params[i].dim() > 1))
+        assert {state[i][key].dtype for key in rows | errors} == {to}
+    assert int(state[0]["count"]) == steps
+    narrow_products = to == torch.float32 and storage != "dense"
+    after = assert_consistent(opt, params, kind, 5e-7 if narrow_products else 1e-14)
+    assert_near(after, before, 1e-6)
+    twin = copy.deepcopy(opt)
+    theirs = [p for group in twin.param_groups for p in group["params"]]
+    g = noise(d, seed=99)
+    u, expected = push(opt, params, g), push(twin, theirs, g)
+    assert u.any()
+    assert torch.equal(u, expected)
+    assert differences(snapshot(opt), snapshot(twin)) == set()
+
+
+@pytest.mark.parametrize("storage", KINDS)
+def test_a_copy_of_a_model_that_was_just_cast(storage: str) -> None:
+    """The copy is made before the optimizer noticed."""
+    net, params = network(torch.float64)
+    opt = mfac(net, **STORAGES[storage].keywords)
+    for step in range(3):
+        random_step(opt, params, step)
+    net.float()
+    twin = copy.deepcopy(opt)
+    theirs = [p for group in twin.param_groups for p in group["params"]]
+    assert torch.equal(random_step(opt, params, 9), random_step(twin, theirs, 9))
+    assert differences(snapshot(opt), snapshot(twin)) == set()
+
+
+@pytest.mark.parametrize("steps", [3, 6])
+def test_float32_rows_loaded_as_bfloat16(steps: int) -> None:
+    params, others = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
+    wide, narrow = mfac(params), mfac(others, window_dtype=torch.bfloat16)
+    for step in range(steps):
+        random_step(wide, params, step)
+    narrow.load_state_dict(snapshot(wide))
+    rows = assert_consistent(narrow, others, STORAGES["bfloat16"])
+    assert torch.equal(rows, ring(wide, params, [0, 1, 2]).bfloat16().double())
+    random_step(narrow, others, 9)
+    assert_consistent(narrow, others, STORAGES["bfloat16"])
+
+
+# ------------------------------------------------------------------------------------- parameters that leave or change
+@pytest.mark.parametrize("steps", [2, 7])
+@pytest.mark.parametrize("gone", [0, 2])
+@pytest.mark.parametrize("storage", MOVED)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_parameter_that_was_removed(method: str, storage: str, gone: int, steps: int) -> None:
+    kind, params = STORAGES[storage], parameters(SHAPES)
+    opt = METHODS[method](params, lr=1.0, window_size=M, **kind.keywords)
+    for step in range(steps):
+        random_step(opt, params, step)
+    kept = [p for i, p in enumerate(params) if i != gone]
+    before = live_rows(opt, kept, kind)
+    del opt.param_groups[0]["params"][gone]
+    left = params[gone]
+    left.grad = None
+    g = noise(size(SHAPES) - left.numel(), seed=50)
+    give(kept, torch.zeros_like(g))
+    for p in kept:
+        p.grad = None
+    opt.step()  # without gradients: the plan follows, the rows stay
+    assert torch.equal(assert_consistent(opt, kept, kind), before)
+    assert torch.isfinite(push(opt, kept, g)).all()
+    assert_consistent(opt, kept, kind)
+    assert not set(opt.state[left]) & set(opt.kinds)
+
+
+@pytest.mark.parametrize("storage", MOVED)
+def test_a_parameter_that_moves_to_another_group(storage: str) -> None:
+    kind, params = STORAGES[storage], parameters([(4, 5), (3,), (3, 7), (2, 3)])
+    opt = mfac([{"params": params[:2]}, {"params": params[2:]}], partition="group", **kind.keywords)
+    for step in range(6):
+        random_step(opt, params, step)
+    before = live_rows(opt, params, kind)
+    moved = opt.param_groups[0]["params"].pop(0)
+    opt.param_groups[1]["params"].append(moved)
+    for p in params:
+        p.grad = None
+    opt.step()
+    order = [params[1], params[2], params[3], params[0]]
+    assert torch.equal(live_rows(opt, params, kind), before)
+    for unit in (order[:1], order[1:]):
+        assert_consistent(opt, unit, kind)
+    u = random_step(opt, params, 9)
+    assert torch.isfinite(u).all()
+    assert u.any()
+    for unit in (order[:1], order[1:]):
+        assert_consistent(opt, unit, kind)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("storage", MOVED)
+def test_attach_merges_windows_of_parameters_into_those_of_layers(storage: str, together: bool) -> None:
+    """Windows that were not filled in the same steps have no rows in common: they begin anew."""
+    kind = STORAGES[storage]
+    net, params = network(torch.float64)
+    opt = mfac(net.parameters(), partition="layer", **kind.keywords)
+    for step in range(6):
+        put(params, torch.zeros(39))
+        give(params, noise(39, seed=step))
+        if step == 3 and not together:
+            params[0].grad = None
+        opt.step()
+    assert len(opt.diagnostics()["units"]) == 4
+    before = live_rows(opt, params, kind)
+    opt.attach(net)
+    assert set(opt.diagnostics()["units"]) == {"0", "1"}
+    after = live_rows(opt, params, kind)
+    assert torch.equal(after[:, 24:], before[:, 24:])
+    assert torch.equal(after[:, :24], before[:, :24] if together else torch.zeros(M, 24, dtype=torch.float64))
+    for seed in (None, 8, 9):
+        if seed is not None:
+            assert torch.isfinite(random_step(opt, params, seed)).all()
+        assert_consistent(opt, params[:2], kind)
+        assert_consistent(opt, params[2:], kind)
+
+
+# ------------------------------------------------------------------------------------------------- groups and schedules
+def one_cycle(opt: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=20)
+
+
+def test_a_late_group_takes_the_betas_of_now() -> None:
+    params, late = parameters(SHAPES), parameters([(6,)])
+    opt = GGT(params, lr=0.1, window_size=M)
+    schedule = one_cycle(opt)
+    random_step(opt, params, 0)
+    schedule.step()
+    betas = opt.param_groups[0]["betas"]
+    assert betas != opt.defaults["betas"]
+    opt.add_param_group({"params": late})
+    assert opt.param_groups[1]["betas"] == betas
+    u = random_step(opt, params + late, 1)
+    assert torch.isfinite(u).all()
+    assert u[D:].any()
+
+
+def test_groups_of_one_window_must_go_on_to_agree() -> None:
+    params = parameters(SHAPES)
+    opt = mfac([{"params": params[:1]}, {"params": params[1:]}])
+    random_step(opt, params, 0)
+    before = snapshot(opt)
+    opt.param_groups[1]["damping"] = 0.5
+    with pytest.raises(ValueError, match="damping"):
+        random_step(opt, params, 1)
+    assert differences(snapshot(opt), before) == set()
+    opt.param_groups[0]["damping"] = 0.5
+    assert torch.isfinite(random_step(opt, params, 1)).all()
+
+
+def test_state_before_the_first_step_of_a_schedule() -> None:
+    params, others = parameters(SHAPES), parameters(SHAPES)
+    opt, new = GGT(params, lr=0.1, window_size=M), GGT(others, lr=0.1, window_size=M)
+    one_cycle(opt)
+    assert opt.param_groups[0]["betas"][0] > 0
+    saved = snapshot(opt)
+    opt.load_state_dict(saved)
+    new.load_state_dict(saved)
+    assert new.param_groups[0]["betas"] == opt.param_groups[0]["betas"]
+    for step in range(6):
+        u = random_step(opt, params, step)
+        assert u.any()
+        assert torch.equal(u, random_step(new, others, step))
+
+
+@pytest.mark.parametrize("m", [2, 7])
+@pytest.mark.parametrize("storage", KINDS)
+def test_window_size_changed_just_before_saving(storage: str, m: int) -> None:
+    kind, params, others = STORAGES[storage], parameters(SHAPES), parameters(SHAPES)
+    opt = mfac(params, momentum=0.5, momentum_mode="pre", **kind.keywords)
+    for step in range(6):
+        random_step(opt, params, step)
+    opt.param_groups[0]["window_size"] = m
+    saved = snapshot(opt)
+    rows = torch.cat([stored_rows(saved["state"][i], p.numel(), kind.block_size) for i, p in enumerate(params)], dim=1)
+    assert rows.shape == (m, D)
+    assert saved["param_groups"][0]["window_size"] == m
+    assert saved["state"][0]["gram"].numel() == m * (m + 1) // 2
+    assert_near(gram(saved["state"][0]), rows @ rows.mT, 1e-12)
+    new = mfac(others, window_size=m, momentum=0.5, momentum_mode="pre", **kind.keywords)
+    new.load_state_dict(saved)
+    assert torch.equal(random_step(opt, params, 9), random_step(new, others, 9))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (2.0, TypeError)])
+def test_a_bad_window_size_in_a_group(value: Any, error: type[Exception], late: bool) -> None:
+    params = parameters(SHAPES)
+    opt = mfac(params)
+    if late:
+        random_step(opt, params, 0)
+    opt.param_groups[0]["window_size"] = value
+    with pytest.raises(error, match="window_size"):
+        random_step(opt, params, 1)
+
+
+def test_a_group_without_parameters() -> None:
+    opt = MFAC([{"params": []}])
+    opt.step()
+    saved = opt.state_dict()
+    assert saved["state"] == {}
+    opt.load_state_dict(saved)
+    params = parameters(SHAPES)
+    opt.add_param_group({"params": params})
+    assert torch.isfinite(random_step(opt, params, 0)).all()
+
+
+@pytest.mark.parametrize("storage", ["dense", "topk"])
+def test_a_refused_group_leaves_no_trace(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = parameters(SHAPES)
+    opt = mfac(params, **STORAGES[storage].keywords)
+    for step in range(3):
+        random_step(opt, params, step)
+    before, known, told = snapshot(opt), set(opt.state), opt.describe()
+
+    def refused() -> weakref.ref[nn.Parameter]:
+        p = nn.Parameter(torch.zeros(300, 7, dtype=torch.float64))
+        with pytest.raises(RuntimeError, match="window"):
+            opt.add_param_group({"params": [p]})
+        return weakref.ref(p)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(windowing, "free_bytes", lambda device: 2000)
+        trace = refused()
+    gc.collect()
+    assert trace() is None
+    assert len(opt.param_groups) == 1
+    assert set(opt.state) == known
+    assert opt.describe() == told
+    assert differences(snapshot(opt), before) == set()
+    assert torch.isfinite(random_step(opt, params, 4)).all()
+    opt.add_param_group({"params": parameters([(5,)])})
+    assert len(opt.param_groups) == 2
+
+
+@pytest.mark.parametrize("compression", [None, TopK(density=0.25, block_size=32)])
+def test_a_pickle_holds_the_window_once(compression: TopK | None) -> None:
+    params = parameters([(80,)] * 30, torch.float32)
+    opt = mfac(params, window_size=32, compression=compression)
+    random_step(opt, params, 0)
+    kinds = opt.memory_usage()
+    assert kinds["window"] > 1e5
+    limit = 3 * kinds["window"]
+    assert len(pickle.dumps(opt.__getstate__())) < limit
+    assert len(pickle.dumps(opt)) < limit
+    copied = pickle.loads(pickle.dumps(opt))
+    assert torch.equal(flat(copied.param_groups[0]["params"]), flat(params))
+    assert differences(snapshot(copied), snapshot(opt)) == set()
