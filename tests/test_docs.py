@@ -58,10 +58,10 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_SLOW_EXAMPLES, ids=name_of)
-def test_slow_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run(page, slow=True)
+    for page in WITH_SLOW_EXAMPLES:
+        run(page, slow=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
