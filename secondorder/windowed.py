@@ -341,6 +341,8 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             the gradient).
         """
         found = super().diagnostics()
+        if self._units:  # counted in the state, so that copies and checkpoints keep it
+            found["skipped_steps"] = max(int(unit.window.counters["skipped"]) for unit in self._units)
         found["solve_failures"] = sum(int(unit.window.counters["solve_failures"]) for unit in self._units)
         found["units"] = {unit.name: dict(self._unit_metrics(unit)) for unit in self._units}
         return found

@@ -256,3 +256,12 @@ def test_offsets_outside_of_their_block_are_refused(key: str, offset: int) -> No
 def _sparse() -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     params = parameters([(20,)])
     return MFAC(params, window_size=3, compression=TopK(density=0.5, block_size=8)), params
+
+
+def test_dropped_steps_stay_counted_after_a_load() -> None:
+    opt, params = _sparse()
+    push(opt, params, noise(20))
+    push(opt, params, noise(20) * float("nan"))
+    other, _ = _sparse()
+    other.load_state_dict(snapshot(opt))
+    assert opt.diagnostics()["skipped_steps"] == other.diagnostics()["skipped_steps"] == 1
