@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets of one optimizer step."""
@@ -54,6 +55,23 @@ class Workload(Protocol):
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return :attr:`metric` on held-out data, on all of it or on a part; the model's mode is left as it was."""
+
+
+class Classification:
+    """What workloads on labelled images have in common."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross-entropy of one batch.
+
+        Args:
+            model: The classifier.
+            batch: Images and labels.
+
+        Returns:
+            A 0-dim tensor.
+        """
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
 
 
 def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, hint: str = "") -> Path:

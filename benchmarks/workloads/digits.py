@@ -8,17 +8,16 @@ from typing import ClassVar
 
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-from benchmarks.workloads.base import Batch, Size, accuracy, seeded, shuffled_indices
+from benchmarks.workloads.base import Batch, Classification, Size, accuracy, seeded, shuffled_indices
 
 TEST_EXAMPLES = 360  # of 1797: one fifth
 _SPLIT_SEED = 0  # the split is part of the workload, not of a run
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(Classification):
     """Cross-entropy on scikit-learn's digits: 1437 training and 360 test images."""
 
     data_dir: Path | None = None
@@ -77,19 +76,6 @@ class Digits:
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(images), self.batch_size, generator):
             yield images[index], labels[index]
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of one batch.
-
-        Args:
-            model: The classifier.
-            batch: Images and labels.
-
-        Returns:
-            A 0-dim tensor.
-        """
-        images, labels = batch
-        return F.cross_entropy(model(images), labels)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the accuracy on the test images.

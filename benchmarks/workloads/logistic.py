@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Size, accuracy, seeded, shuffled_indices
+from benchmarks.workloads.base import Batch, Classification, Size, accuracy, seeded, shuffled_indices
 from benchmarks.workloads.mnist import (
     PIXELS,
     TEST_IMAGES,
@@ -48,7 +48,7 @@ class _RandomFeatures(nn.Module):
 
 
 @dataclass(frozen=True)
-class Logistic:
+class Logistic(Classification):
     """Cross-entropy of a linear classifier over random features of the pixels."""
 
     data_dir: Path
@@ -96,19 +96,6 @@ class Logistic:
         generator = torch.Generator().manual_seed(seed)
         for index in shuffled_indices(len(images), self.batch_size, generator):
             yield _normalise(images[index]), labels[index]
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of one batch.
-
-        Args:
-            model: The classifier.
-            batch: Images and labels.
-
-        Returns:
-            A 0-dim tensor.
-        """
-        images, labels = batch
-        return F.cross_entropy(model(images), labels)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the accuracy on the test images.

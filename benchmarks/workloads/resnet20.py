@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Size, accuracy, find_folder, seeded, shuffled_indices
+from benchmarks.workloads.base import Batch, Classification, Size, accuracy, find_folder, seeded, shuffled_indices
 from benchmarks.workloads.readers import read_cifar_batch
 
 FOLDER = "cifar-10-batches-py"
@@ -69,7 +69,7 @@ def _resnet(depth: int, channels: tuple[int, int, int]) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class ResNet20:
+class ResNet20(Classification):
     """Cross-entropy on CIFAR-10 with horizontal flips."""
 
     data_dir: Path
@@ -121,19 +121,6 @@ class ResNet20:
             batch = images[index]
             batch[flip] = batch[flip].flip(-1)
             yield _normalise(batch), labels[index]
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of one batch.
-
-        Args:
-            model: The classifier.
-            batch: Images and labels.
-
-        Returns:
-            A 0-dim tensor.
-        """
-        images, labels = batch
-        return F.cross_entropy(model(images), labels)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the accuracy on the first 2,000 test images: a forward pass on a CPU takes its time.

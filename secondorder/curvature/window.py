@@ -64,7 +64,8 @@ class Form:
         """In words."""
         kind = self.compression
         if isinstance(kind, TopK) and kind.density == 1:
-            return f"dense {str(kind.value_dtype).removeprefix('torch.')}"
+            value = working if kind.value_dtype == torch.float32 else kind.value_dtype
+            return f"dense {str(value).removeprefix('torch.')}"
         if isinstance(kind, TopK):
             return f"top {kind.density:.3g} of {kind.block_size}"
         if isinstance(kind, LowRank):

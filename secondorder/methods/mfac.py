@@ -236,9 +236,9 @@ class MFAC(WindowOptimizer):
         return None if all_true_on_cpu(fine) else ~fine
 
     def _filters(self, unit: Unit) -> bool:
-        """On a device: whether a unit leaves out what is rounding, from what was measured some steps ago."""
+        """On a device, for ``"auto"``: whether a unit filters, from what was measured some steps ago."""
         if unit.window.device.type == "cpu" or unit.group["solver"] != "auto":
-            return bool(unit.group["solver"] == "eigh")
+            return False
         arrival = unit.arrivals.pop(self._t % LAG, None)
         if arrival is not None:
             arrival.synchronize()

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from secondorder import GGT, MFAC
+from secondorder.curvature import rows
 from tests.window.definitions import Average, fisher_direction, root_direction
 from tests.window.driver import error_of, give, history, noise, parameters, push, put
 from tests.window.storages import METHODS, STORAGES, averaging, explicit, regular
@@ -31,6 +32,13 @@ def worst(g: Tensor, damping: float, checked: int, **keywords: str) -> float:
         if step >= len(g) - checked:
             errors.append(error_of(u, fisher_direction(g[step + 1 - M : step + 1], g[step], damping)))
     return max(errors)
+
+
+@pytest.fixture(autouse=True, params=[None, 0], ids=["float64-products", "working-precision"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense windows as small as these are multiplied in float64; larger ones, in their working precision, are not."""
+    if request.param is not None:
+        monkeypatch.setattr(rows, "EXACT", request.param)
 
 
 @pytest.mark.parametrize("solver", ["auto", "eigh"])
