@@ -1,24 +1,37 @@
 """Second-order training for PyTorch by changing one line: each method is a ``torch.optim.Optimizer``."""
 
 from secondorder.curvature.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
+from secondorder.curvature.layers import Adapter
+from secondorder.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from secondorder.curvature.lowrank import LowRank
+from secondorder.curvature.registry import register_layer
 from secondorder.curvature.topk import TopK
+from secondorder.methods.ekfac import EKFAC
 from secondorder.methods.ggt import GGT
 from secondorder.methods.kfac import KFAC
 from secondorder.methods.mfac import MFAC, SparseMFAC
 from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.schedule import ParamScheduler
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "EKFAC",
     "GGT",
     "KFAC",
     "MFAC",
+    "Adapter",
+    "Bernoulli",
+    "Categorical",
+    "Gaussian",
+    "Likelihood",
     "LowRank",
+    "ParamScheduler",
     "SecondOrderOptimizer",
     "SparseMFAC",
     "TopK",
     "__version__",
     "inverse_fisher_diagonal",
     "inverse_fisher_vector_product",
+    "register_layer",
 ]

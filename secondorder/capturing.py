@@ -6,14 +6,61 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.curvature.block import Block, SkipRule, clean_name, plan_blocks, unwrap
+from secondorder import options
+from secondorder.curvature.block import Block, Choices, SkipRule, clean_name, plan_blocks, unwrap
 from secondorder.curvature.capture import Capture, Site, Statistic
+from secondorder.curvature.parts import watched_attention
 from secondorder.lifecycle import Group, Lifecycle, State, shape_of
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What is chosen once for all layers, at construction.
+
+    Attributes:
+        skip_layers: Layers to leave out.
+        stagger: Spread refreshes over the interval.
+        refresh_warmup: Refresh often at first.
+        max_failures: Failed refreshes of a block in a row before an error.
+        tied: Which use of a weight tied between an embedding and a head has the block.
+        norm_curvature: ``"unit"`` or ``"diagonal"``.
+        batch_dim: Dimension of the model's first input that counts examples.
+        deterministic_seed: Seed of every random choice.
+    """
+
+    skip_layers: Sequence[SkipRule] | SkipRule = ()
+    stagger: bool = False
+    refresh_warmup: bool = False
+    max_failures: int = 10
+    tied: str | None = None
+    norm_curvature: str = "unit"
+    batch_dim: int = 0
+    deterministic_seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if not isinstance(self.skip_layers, (str, type, nn.Module, Iterable)):
+            raise TypeError(f"skip_layers must be a rule or a sequence of rules, got {self.skip_layers!r}")
+        options.flag("stagger", self.stagger)
+        options.flag("refresh_warmup", self.refresh_warmup)
+        options.whole(1)("max_failures", self.max_failures)
+        options.choice(None, "embedding", "head")("tied", self.tied)
+        options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)
+        options.whole(0)("batch_dim", self.batch_dim)
+        options.whole(0)("deterministic_seed", self.deterministic_seed)
+
+    @property
+    def choices(self) -> Choices:
+        """What the plan of blocks needs."""
+        skip = self.skip_layers
+        rules = [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
+        return Choices(rules, self.tied, self.norm_curvature)
 
 
 class Capturing(Lifecycle):
@@ -29,15 +76,8 @@ class Capturing(Lifecycle):
         """An empty pending statistic of a block."""
 
     # ------------------------------------------------------------------ birth
-    def _begin_capture(
-        self, skip: Sequence[SkipRule] | SkipRule, stagger: bool, refresh_warmup: bool, max_failures: int
-    ) -> None:
-        if isinstance(skip, (str, type, nn.Module)):
-            skip = [skip]
-        if not isinstance(skip, Iterable):
-            raise TypeError(f"skip_layers must be a rule or a sequence of rules, got {skip!r}")
-        self._skip: list[SkipRule] = list(skip)
-        self._stagger, self._refresh_warmup, self._max_failures = stagger, refresh_warmup, max_failures
+    def _begin_capture(self, layer_options: LayerOptions) -> None:
+        self._layer_options = layer_options
         self._capture: Capture | None = None
         self._blocks: list[Block] = []
         self._block_of: dict[nn.Parameter, Block] = {}
@@ -64,7 +104,9 @@ class Capturing(Lifecycle):
         if self._capture is None:
             self._capture = Capture([self._root])
             self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
-        self._capture.set_sites(self._site(b) for b in self._blocks)
+            self._capture.batch_dim = self._layer_options.batch_dim
+        sites = [self._site(b) for b in self._blocks]
+        self._capture.set_sites(sites, watched_attention(self._root) if sites else [])
         self._closed = False
         self._arm()
 
@@ -76,7 +118,7 @@ class Capturing(Lifecycle):
             assert optimizer is not None
             return optimizer.new_statistic(block, block.group)
 
-        return Site(block.name, block.modules, block.adapter, block.owner, new_statistic)
+        return Site(block.name, block.taps, block.adapter, block.owner, new_statistic)
 
     # ------------------------------------------------------------------ blocks
     def _plan(self) -> bool:
@@ -86,7 +128,7 @@ class Capturing(Lifecycle):
             Whether the blocks changed.
         """
         assert self._root is not None
-        plan = plan_blocks(self._root, [p for p in self._group if p.requires_grad], self._skip)
+        plan = plan_blocks(self._root, [p for p in self._group if p.requires_grad], self._layer_options.choices)
         changed = [b.signature for b in plan.blocks] != [b.signature for b in self._blocks]
         if changed:
             self._blocks = plan.blocks
@@ -172,7 +214,7 @@ class Capturing(Lifecycle):
         group = block.group
         if group["inv_update_steps"] == 0:
             return False
-        warming = self._refresh_warmup and self._t < group["inv_update_steps"]
+        warming = self._layer_options.refresh_warmup and self._t < group["inv_update_steps"]
         due: bool = warming or self._t % group["factor_update_steps"] == 0
         return due or self.state[block.owner]["factor_updates"] == 0
 
@@ -197,19 +239,42 @@ class Capturing(Lifecycle):
         with capture.paused():
             yield
 
+    @contextmanager
+    def mask(self, keep: Tensor | None) -> Iterator[None]:
+        """Keep padding out of the statistics of the forwards that run inside the ``with`` block.
+
+        Rows of layers whose input has the leading dimensions of the mask (or its transpose, or both in one) are left
+        out where it is False; other layers, such as those after pooling, are not touched.
+
+        Args:
+            keep: ``[N, S]`` bool (or 0 and 1, as an attention mask has them), True for real positions.
+
+        Raises:
+            TypeError: If it is no tensor.
+            ValueError: If it has no positions.
+        """
+        if keep is not None and not isinstance(keep, Tensor):
+            raise TypeError(f"mask takes a tensor of shape [N, S], got {type(keep).__name__}")
+        if keep is not None and keep.dim() < 2:
+            raise ValueError(f"mask takes a tensor of shape [N, S], got shape {tuple(keep.shape)}")
+        if self._capture is None:
+            yield
+            return
+        with self._capture.masked(None if keep is None else keep.bool()):
+            yield
+
+    # ------------------------------------------------------------------ what may change between steps
+    def _layout(self) -> list[tuple[object, ...]]:
+        return [*super()._layout(), *((g.get("max_factor_dim"),) for g in self.param_groups)]
+
     # ------------------------------------------------------------------ copies
     def _kept_by_copies(self) -> dict[str, Any]:
-        return {
-            **super()._kept_by_copies(),
-            "skip": [self._name_of(rule) if isinstance(rule, nn.Module) else rule for rule in self._skip],
-            "stagger": self._stagger,
-            "refresh_warmup": self._refresh_warmup,
-            "max_failures": self._max_failures,
-        }
+        rules = [self._name_of(r) if isinstance(r, nn.Module) else r for r in self._layer_options.choices.skip]
+        return {**super()._kept_by_copies(), "layer_options": replace(self._layer_options, skip_layers=rules)}
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
-        self._begin_capture(kept["skip"], kept["stagger"], kept["refresh_warmup"], kept["max_failures"])
+        self._begin_capture(kept["layer_options"])
 
     def _name_of(self, module: nn.Module) -> str:
         assert self._root is not None

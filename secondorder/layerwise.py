@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from secondorder import options, update
-from secondorder.capturing import Capturing
+from secondorder import update
+from secondorder.capturing import Capturing, LayerOptions
 from secondorder.comm import CommStrategy
-from secondorder.curvature.block import Block, SkipRule, find_name
+from secondorder.curvature.block import Block, find_name
 from secondorder.curvature.capture import Captured, Statistic
 from secondorder.lifecycle import Group, module_of
 from secondorder.linalg import all_true_on_cpu, full_precision
@@ -35,11 +35,8 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         defaults: Group options.
         module: Module to hook when ``params`` is not one.
         comm: Communication strategy; None means one process.
-        skip_layers: Layers to leave out.
-        stagger: Spread refreshes over the interval.
-        refresh_warmup: Refresh often at first.
+        layer_options: What is chosen for all layers.
         grad_scaler: Loss scaler of float16 training.
-        max_failures: Failed refreshes of a block in a row before an error.
 
     Raises:
         ValueError: Without a module, or for a bad option.
@@ -55,18 +52,12 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         *,
         module: nn.Module | None,
         comm: CommStrategy | None,
-        skip_layers: Sequence[SkipRule] | SkipRule,
-        stagger: bool,
-        refresh_warmup: bool,
+        layer_options: LayerOptions,
         grad_scaler: Any,
-        max_failures: int,
     ) -> None:
         root, given = _module_to_hook(type(self).__name__, params, module)
-        options.flag("stagger", stagger)
-        options.flag("refresh_warmup", refresh_warmup)
-        options.whole(1)("max_failures", max_failures)
         self._begin_life(comm)
-        self._begin_capture(skip_layers, stagger, refresh_warmup, max_failures)
+        self._begin_capture(layer_options)
         super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
 
     # ------------------------------------------------------------------ what a method supplies
@@ -117,19 +108,24 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             if dropped is not False:
                 self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + dropped
             if dropped is not True:
-                self.state[block.owner]["factor_updates"] += 1
+                self.count_update(block, statistic)
+
+    def count_update(self, block: Block, statistic: Statistic) -> None:
+        """Count a statistic that was folded in."""
+        self.state[block.owner]["factor_updates"] += 1
 
     def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
         """Say once, by name, which layers have a gradient but nothing captured though it was due."""
         assert self._capture is not None
         missed = {}
+        missing = "observe() was not called" if self._capture.observes else "its hooks did not run"
         if self._capture.was_paused:
             self._capture.was_paused = False
             return
         for i in self._capture.due | set(self._capture.refused):
             block = self._blocks[i]
             if i not in captured.statistics and block.name not in self._warned and block.owner in gradients:
-                missed[block.name] = self._capture.refused.get(i, "its hooks did not run")
+                missed[block.name] = self._capture.refused.get(i, missing)
         if missed:
             self._warned.update(missed)
             lines = "; ".join(f"{name}: {reason}" for name, reason in missed.items())
@@ -195,9 +191,9 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             return False
         if state["refreshes"] == 0:  # the same factors would only fail again
             return bool(state["factor_updates"] > self._failed_at.get(block.name, 0))
-        if self._refresh_warmup and self._t < interval:
+        if self._layer_options.refresh_warmup and self._t < interval:
             return self._t & (self._t - 1) == 0
-        phase = block.index * interval // len(self._blocks) if self._stagger else 0
+        phase = block.index * interval // len(self._blocks) if self._layer_options.stagger else 0
         return bool((self._t - phase) % interval == 0)
 
     def _judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
@@ -209,7 +205,7 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             count = self._failures[block.name] = self._failures.get(block.name, 0) + 1
             self._failed_refreshes += 1
             log.warning("refresh of layer %r failed (%d in a row); its last good one stays", block.name, count)
-            if count >= self._max_failures:
+            if count >= self._layer_options.max_failures:
                 raise RuntimeError(
                     f"the factors of layer '{block.name}' could not be factorised {count} times in a row, even with "
                     "jitter and in float64. Raise damping, lower lr, or leave the layer out with skip_layers."
@@ -323,7 +319,7 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         if block is None:
             return "", "", ""
         refused = self._capture.refused.get(block.index) if self._capture is not None else None
-        treatment = f"block '{block.name}' ({type(block.modules[0]).__name__})"
+        treatment = f"block '{block.name}' ({block.kind})"
         if refused and self.state[p].get("refreshes", 0) == 0:
             treatment = f"{self._group[p]['fallback']} fallback: {refused}"
         lead = f"{block.adapter.groups}×" if block.adapter.groups > 1 else ""

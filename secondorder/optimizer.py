@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast, overload
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from secondorder.lifecycle import Group
 from secondorder.linalg import all_true_on_cpu
 
 Directions = dict[nn.Parameter, Tensor]
+ReturnedT = TypeVar("ReturnedT")
 
 
 class SecondOrderOptimizer(Checkpointing, Reporting):
@@ -76,36 +78,46 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         """Whether the curvature of a covered parameter is in use, if not in this step."""
         return True
 
+    # ------------------------------------------------------------------ the stages that may be wrapped
+    def _evaluate(self, closure: Callable[[], ReturnedT] | None) -> ReturnedT | None:
+        """Call the closure, if there is one, with gradients enabled."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def _trial(self, gradients: Directions, gate: Tensor | None) -> AbstractContextManager[None]:
+        """Prepare the stages that move parameters, and judge what they did."""
+        return nullcontext()
+
     # ------------------------------------------------------------------ the step
     @overload
     def step(self, closure: None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], ReturnedT]) -> ReturnedT: ...
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], ReturnedT] | None = None) -> ReturnedT | None:
         """Perform one optimization step.
 
         Args:
-            closure: Re-evaluates the model and returns the loss; called once, with gradients enabled.
+            closure: Re-evaluates the model and returns the loss; called once, with gradients enabled. Options that
+                judge a step by its loss call it again, and take ``(loss, outputs)`` too.
 
         Returns:
             What the closure returned.
 
         Raises:
-            RuntimeError: If a layer method lost its module (after a copy), or its refresh failed ``max_failures``
-                times.
+            RuntimeError: If a layer method lost its module (after a copy), its refresh failed ``max_failures`` times,
+                or an option needs a closure and there is none.
         """
         self._require_ready()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        returned = self._evaluate(closure)
         gradients = self._gradients()
         if not gradients:
             self._discard()
-            return loss
+            return returned
         with record_function("secondorder.statistics"):
             statistics = self.comm.reduce_statistics(self._take())
             ok, gate = self._inspect(gradients)
@@ -114,13 +126,14 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         if ok:
             with record_function("secondorder.refresh"):
                 self.comm.share_curvature(self._refresh_due())
-            self._count_updates(gradients)
-            with record_function("secondorder.precondition"):
-                directions = self._keep(self._precondition(gradients, gate))
-            with record_function("secondorder.update"):
-                self._apply(gradients, directions, gate)
+            with self._trial(gradients, gate):
+                self._count_updates(gradients)
+                with record_function("secondorder.precondition"):
+                    directions = self._keep(self._precondition(gradients, gate))
+                with record_function("secondorder.update"):
+                    self._apply(gradients, directions, gate)
         self._advance()
-        return loss
+        return returned
 
     # ------------------------------------------------------------------ stages 0 and 1: gradients
     def _gradients(self) -> Directions:

@@ -44,6 +44,16 @@ def whole(low: int) -> Check:
     return check
 
 
+def optional_whole(low: int) -> Check:
+    """A check for None or an integer of at least ``low``."""
+
+    def check(name: str, value: Any) -> None:
+        if value is not None:
+            whole(low)(name, value)
+
+    return check
+
+
 def choice(*allowed: str | None) -> Check:
     """A check for one of some strings (or None)."""
 

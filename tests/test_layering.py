@@ -23,23 +23,33 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # part → parts it may import (itself always)
 MAY_IMPORT = {
     # of comm only the name, see below
-    "methods": {"layerwise", "windowed", "windowing", "lifecycle", "curvature", "linalg", "options", "comm"},
+    "methods": {
+        "factored", "trial", "layerwise", "capturing", "windowed", "windowing", "lifecycle", "curvature", "linalg",
+        "options", "comm",
+    },
+    # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
+    "factored": {"adaptive", "layerwise", "lifecycle", "curvature", "linalg", "options"},
+    "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
+    "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update"},
+    "trial": {"curvature", "options"},
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
     "layerwise": {"optimizer", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
-    "capturing": {"lifecycle", "curvature"},
+    "capturing": {"lifecycle", "curvature", "options"},
     "windowed": {"optimizer", "windowing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
     "windowing": {"checkpoint", "diagnostics", "lifecycle", "curvature"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
     "optimizer": {"checkpoint", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options"},
     "diagnostics": {"lifecycle", "curvature"},
     "checkpoint": {"lifecycle", "options"},
+    "schedule": {"lifecycle", "options"},
     "lifecycle": {"comm", "curvature", "linalg", "options"},
+    "nn": {"curvature"},
     "curvature": {"linalg"},
     "comm": set(),
     "linalg": set(),
     "options": set(),
     "update": set(),
-}
+}  # fmt: skip
 # A constructor's signature names the type of `comm=` so that tools can resolve it; what a strategy does is for
 # optimizer.py alone.
 METHODS_MAY_NAME = {"secondorder.comm.CommStrategy"}
@@ -50,6 +60,9 @@ PURE = {
     "curvature/gram.py": set(),
     "curvature/rows.py": set(),
     "curvature/inverse_fisher.py": {"linalg"},
+    "curvature/likelihood.py": set(),
+    "curvature/quadratic.py": set(),
+    "curvature/scale.py": {"linalg"},
     "comm/placement.py": set(),
 }
 PURE_FORBIDDEN = {"Module", "Parameter", "Optimizer", "param_groups"}

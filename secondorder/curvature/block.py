@@ -5,11 +5,12 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from secondorder.curvature.layers import Adapter, find_adapter
+from secondorder.curvature.layers import Adapter
+from secondorder.curvature.parts import Part, inner_modules, parts_of
 from secondorder.linalg import Workspace
 
 #: What ``skip_layers`` takes: a module name or shell-style pattern, a module type, or a module of the model.
@@ -22,7 +23,9 @@ class Block:
 
     Attributes:
         name: Module name as in ``named_modules()``, without wrapper prefixes.
-        modules: The modules that share the parameters; more than one when weights are tied.
+        kind: Type of the module that holds the parameters, in words.
+        taps: Modules whose calls are captured, and which of the Γ blocks each fills (-1 for all); more than one when
+            weights are tied or a module applies its weight in pieces.
         adapter: Rows and shapes of the layer.
         weight: Trained weight, or None when it is frozen.
         bias: Trained bias, or None.
@@ -32,7 +35,8 @@ class Block:
     """
 
     name: str
-    modules: tuple[nn.Module, ...]
+    kind: str
+    taps: tuple[tuple[nn.Module, int], ...]
     adapter: Adapter
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -42,8 +46,8 @@ class Block:
     @property
     def signature(self) -> tuple[object, ...]:
         """What makes two blocks the same one."""
-        shapes = self.adapter.factor_shapes()
-        return self.name, *map(id, self.modules), id(self.weight), id(self.bias), type(self.adapter), shapes
+        taps = [(id(module), part) for module, part in self.taps]
+        return self.name, *taps, id(self.weight), id(self.bias), type(self.adapter), self.adapter.factor_shapes()
 
     @property
     def owner(self) -> nn.Parameter:
@@ -78,6 +82,41 @@ class Plan:
     skipped_by_user: set[nn.Parameter]
 
 
+class Choices(NamedTuple):
+    """What a user may choose about the blocks of a model.
+
+    Attributes:
+        skip: ``skip_layers``.
+        tied: Which use of a weight tied between an embedding and a head has the block: ``"embedding"``, ``"head"`` or
+            None.
+        norm_curvature: ``"unit"`` or ``"diagonal"``.
+    """
+
+    skip: Sequence[SkipRule] = ()
+    tied: str | None = None
+    norm_curvature: str = "unit"
+
+
+class _Use(NamedTuple):
+    """One layer that applies a weight."""
+
+    module: str
+    part: Part
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    @property
+    def owner(self) -> nn.Parameter | None:
+        return self.weight if self.weight is not None else self.bias
+
+    @property
+    def name(self) -> str:
+        return ".".join(word for word in (self.module, self.part.suffix) if word)
+
+    def adapter(self) -> Adapter:
+        return self.part.make(self.weight is not None, self.bias is not None)
+
+
 def clean_name(name: str) -> str:
     """Name of a module or parameter without the parts that ``torch.compile`` inserts."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
@@ -106,13 +145,13 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def plan_blocks(root: nn.Module, trained: Iterable[nn.Parameter], skip: Sequence[SkipRule]) -> Plan:
+def plan_blocks(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choices) -> Plan:
     """Find the blocks of a model.
 
     Args:
         root: The user's module, unwrapped.
         trained: Parameters of the optimizer that require a gradient.
-        skip: ``skip_layers`` as the user gave it.
+        choices: What the user chose.
 
     Returns:
         Blocks in the order of ``named_modules()`` and reasons for what is left.
@@ -122,74 +161,75 @@ def plan_blocks(root: nn.Module, trained: Iterable[nn.Parameter], skip: Sequence
         TypeError: If a rule is of a wrong kind.
     """
     wanted = set(trained)
-    skipped = _skipped_modules(root, skip)
+    skipped = _skipped_modules(root, choices.skip)
     reasons: dict[nn.Parameter, str] = {}
     by_user: set[nn.Parameter] = set()
-    uses: dict[nn.Parameter, list[tuple[str, nn.Module, nn.Parameter | None, nn.Parameter | None]]] = {}
-    attention = {child for m in root.modules() if isinstance(m, nn.MultiheadAttention) for child in m.modules()}
+    uses: dict[nn.Parameter, list[_Use]] = {}
+    inner = inner_modules(root)
     for name, module in root.named_modules():
-        own = [p for p in module._parameters.values() if p is not None and p in wanted]
-        if not own:
+        own = [p for p in module.parameters(recurse=_has_inner(module, inner)) if p in wanted]
+        if not own or module in inner:
             continue
-        reason = _reason(module, skipped, attention)
-        if reason:
-            for p in own:
+        parts, reason = parts_of(module, choices.norm_curvature)
+        if any(part.holder in skipped for part in parts) or module in skipped:
+            parts, reason = [p for p in parts if p.holder not in skipped], "left out by skip_layers"
+            by_user.update(own)
+        for part in parts:
+            use = _Use(clean_name(name), part, _trained(part.weight, wanted), _trained(part.bias, wanted))
+            if use.owner is not None:
+                uses.setdefault(use.owner, []).append(use)
+        covered = {p for part in parts for p in (part.weight, part.bias)}
+        for p in own:
+            if p not in covered:
                 reasons.setdefault(p, reason)
-                if module in skipped:
-                    by_user.add(p)
-            continue
-        weight = _trained(module, "weight", wanted)
-        bias = _trained(module, "bias", wanted)
-        uses.setdefault(weight if weight is not None else own[0], []).append((clean_name(name), module, weight, bias))
-    blocks = list(_blocks(uses, reasons))
+    blocks = list(_blocks(uses, reasons, choices))
     for i, block in enumerate(blocks):
         block.index = i
     return Plan(blocks, reasons, by_user)
 
 
-def _reason(module: nn.Module, skipped: set[nn.Module], attention: set[nn.Module]) -> str:
-    if module in skipped:
-        return "left out by skip_layers"
-    if module in attention:
-        return "MultiheadAttention computes its projections without calling the layers, so nothing can be captured"
-    kind, reason = find_adapter(module)
-    if kind is None:
-        return reason
-    if "weight" not in module._parameters:
-        return f"{type(module).__name__}.weight is parametrized"
-    if any(p is not None and p.is_complex() for p in module._parameters.values()):
-        return "its parameters are complex"
-    if {n for n, p in module._parameters.items() if p is not None} - {"weight", "bias"}:
-        return f"{type(module).__name__} has parameters besides weight and bias"
-    return ""
+def _has_inner(module: nn.Module, inner: set[nn.Module]) -> bool:
+    return any(child in inner for child in module.children())
 
 
 def _blocks(
-    uses: dict[nn.Parameter, list[tuple[str, nn.Module, nn.Parameter | None, nn.Parameter | None]]],
-    reasons: dict[nn.Parameter, str],
+    uses: dict[nn.Parameter, list[_Use]], reasons: dict[nn.Parameter, str], choices: Choices
 ) -> Iterator[Block]:
     """One block per distinct weight; tied weights share one when their layers agree, else none."""
     for owner, found in uses.items():
-        name, module, weight, bias = found[0]
-        conflict = ""
+        chosen, conflict = _agreeing(found, choices.tied)
         if owner in reasons:
             conflict = f"tied to a parameter with another use ({reasons[owner]})"
-        elif any(type(m) is not type(module) or b is not bias for _, m, _, b in found[1:]):
-            conflict = f"tied across layers that differ: {', '.join(n for n, *_ in found)}"
         if conflict:
-            for _, _, w, b in found:
-                for p in (w, b):
-                    if p is not None:
-                        reasons[p] = conflict
+            for use in found:
+                reasons.update({p: conflict for p in (use.weight, use.bias) if p is not None})
             continue
-        kind, _ = find_adapter(module)
-        assert kind is not None
-        adapter = kind(module, weight is not None, bias is not None)
-        yield Block(name, tuple(m for _, m, _, _ in found), adapter, weight, bias)
+        first = chosen[0]
+        for use in found:
+            if use.bias is not None and use.bias is not first.bias:
+                reasons[use.bias] = "its weight is tied, and another use of the weight has the block"
+        taps = tuple(tap for use in chosen for tap in use.part.taps)
+        kind = first.part.suffix or type(first.part.taps[0][0]).__name__
+        yield Block(first.name, kind, taps, first.adapter(), first.weight, first.bias)
 
 
-def _trained(module: nn.Module, name: str, wanted: set[nn.Parameter]) -> nn.Parameter | None:
-    parameter = module._parameters.get(name)
+def _agreeing(found: list[_Use], tied: str | None) -> tuple[list[_Use], str]:
+    """The uses of a weight that can share a block, or why there are none."""
+    if _differ(found) and tied is not None:
+        found = [use for use in found if use.adapter().one_hot == (tied == "embedding")]
+    if found and not _differ(found):
+        return found, ""
+    names = ", ".join(use.name for use in found)
+    hint = "" if tied is not None else "; tied='embedding' or 'head' chooses one"
+    return [], f"tied across layers that differ ({names}{hint})"
+
+
+def _differ(uses: list[_Use]) -> bool:
+    kinds = {(type(use.adapter()), use.adapter().factor_shapes(), use.bias) for use in uses}
+    return len(kinds) > 1
+
+
+def _trained(parameter: nn.Parameter | None, wanted: set[nn.Parameter]) -> nn.Parameter | None:
     return parameter if parameter is not None and parameter in wanted else None
 
 

@@ -17,17 +17,28 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import Adapter
-from secondorder.curvature.taps import CAPTURES, SECOND_BACKWARD, LayerHook, RootEnter, RootLeave, Switch, in_backward
+from secondorder.curvature.projections import WatchedAttention
+from secondorder.curvature.taps import (
+    CAPTURES,
+    SECOND_BACKWARD,
+    LayerHook,
+    RootEnter,
+    RootLeave,
+    Seen,
+    Switch,
+    in_backward,
+)
 
 _KEYS = itertools.count()
 #: Forwards without a backward that are remembered.
@@ -41,6 +52,16 @@ _HIGHER_ORDER = (
 _NO_SCALER = (
     "its gradients are float16 and the loss scale is not known: pass grad_scaler= to the optimizer (for float16 "
     "without a scaler, GradScaler(enabled=False))"
+)
+
+_NOTHING_TO_OBSERVE = (
+    "observe: no covered layer of a forward that was captured leads to these outputs. Pass what the model itself "
+    "returned in train mode, once per forward (several heads in one call) and before its backward; a compiled model "
+    "cannot be observed."
+)
+_NO_GRAPH = (
+    "observe: the graph behind the outputs is gone or was never built. Call observe between the forward and "
+    "loss.backward(), outside torch.no_grad()."
 )
 
 
@@ -60,14 +81,14 @@ class Site(NamedTuple):
 
     Attributes:
         name: Module name, for messages.
-        modules: The modules that share the layer's parameters (one, unless weights are tied).
+        taps: The modules whose calls are captured, and which of the Γ blocks each fills (-1 for all).
         adapter: Its shapes and rows.
         owner: The parameter whose gradient decides whether a backward counts.
         new_statistic: Makes the pending statistic of a step.
     """
 
     name: str
-    modules: tuple[nn.Module, ...]
+    taps: tuple[tuple[nn.Module, int], ...]
     adapter: Adapter
     owner: nn.Parameter
     new_statistic: Callable[[], Statistic]
@@ -76,23 +97,43 @@ class Site(NamedTuple):
 class Pass:
     """One forward of the root module.
 
+    Args:
+        shape: Shape of the first input tensor.
+        batch_dim: The dimension that counts examples.
+        keep: ``[N, S]``, True for real and False for padded positions, or None.
+
     Attributes:
         examples: N, or None if it could not be read (then each layer counts its own).
+        edges: Where the gradients of layer outputs can be asked for, if they are to be observed.
     """
 
-    def __init__(self, examples: int | None, input_dim: int) -> None:
-        self.examples = examples
+    def __init__(self, shape: torch.Size, batch_dim: int, keep: Tensor | None) -> None:
+        self.examples = shape[batch_dim] if -len(shape) <= batch_dim < len(shape) else None
+        self.keep = keep
         self.counted = False
-        self._input_dim = input_dim
+        self._input_dim = len(shape)
         self.calls: dict[int, int] = {}
         self.fired: dict[int, list[Call]] = {}
         self.done: dict[int, int] = {}
+        self.edges: list[tuple[GradientEdge, Seen]] = []
+        self.observed = False
 
     def see(self, index: int, adapter: Adapter, x: Tensor) -> None:
         """Note a call of a layer; an unbatched input to the whole model is one example."""
         self.calls[index] = self.calls.get(index, 0) + 1
         if x.dim() == self._input_dim and adapter.is_unbatched(x):
             self.examples = 1
+
+    def mask_for(self, g: Tensor) -> Tensor | None:
+        """``keep`` shaped like the leading dimensions of a gradient, if its positions are those of the mask."""
+        keep = self.keep
+        if keep is None:
+            return None
+        if g.dim() > keep.dim() and g.shape[: keep.dim()] == keep.shape:
+            return keep
+        if keep.dim() == 2 and g.dim() > 2 and g.shape[:2] == keep.shape[::-1]:
+            return keep.T
+        return keep.reshape(-1) if g.dim() == 2 and len(g) == keep.numel() else None
 
 
 class Captured(NamedTuple):
@@ -118,6 +159,11 @@ class Capture:
         self.sites: list[Site] = []
         self.refused: dict[int, str] = {}
         self.grad_scaler: Any = None
+        #: Whether statistics come from :meth:`observe` instead of the backward pass of the loss.
+        self.observes = False
+        self.batch_dim = 0
+        self._keep: Tensor | None = None
+        self._backward_ran = False
         self.before_forward: Callable[[], Callable[[], None] | None] = lambda: None
         self.switch = Switch(next(_KEYS))
         CAPTURES[self.switch.key] = self
@@ -126,6 +172,7 @@ class Capture:
         self._latest: Pass | None = None
         self._lock = threading.Lock()
         self._pauses = 0
+        self._observing = False
         #: Whether capture was paused since the last step: then a layer without statistics is no surprise.
         self.was_paused = False
         self._due: set[int] = set()
@@ -146,8 +193,13 @@ class Capture:
         weakref.finalize(self, _retire, self.switch, self._tap_handles, self._root_handles)
 
     # ------------------------------------------------------------------ lifecycle
-    def set_sites(self, sites: Iterable[Site]) -> None:
-        """Tap these layers and no others; what is pending for the old ones is dropped."""
+    def set_sites(self, sites: Iterable[Site], watched: Iterable[WatchedAttention] = ()) -> None:
+        """Tap these layers and no others; what is pending for the old ones is dropped.
+
+        Args:
+            sites: The layers.
+            watched: Attention modules among whose projections some of the taps are.
+        """
         for handle in self._tap_handles:
             handle.remove()
         self._tap_handles.clear()
@@ -156,18 +208,21 @@ class Capture:
         self._due.clear()
         self.refused.clear()
         self.sites = list(sites)
-        self._taps = [LayerHook(self.switch, i) for i in range(len(self.sites))]
-        self._tap_handles += [
-            module.register_forward_hook(tap, with_kwargs=True)
-            for site, tap in zip(self.sites, self._taps, strict=True)
-            for module in site.modules
-        ]
+        self._taps.clear()
+        for i, site in enumerate(self.sites):
+            for module, part in site.taps:
+                tap = LayerHook(self.switch, i, site.adapter, part)
+                self._taps.append(tap)
+                self._tap_handles.append(module.register_forward_hook(tap, with_kwargs=True))
+        switch = self.switch
+        for attention in watched:
+            self._tap_handles += attention.install(lambda: switch.armed)
 
     def arm(self, due: Iterable[int]) -> None:
         """Capture the given sites from now on, and no others."""
         self._due = set(due)
-        for i, tap in enumerate(self._taps):
-            tap.armed = i in self._due
+        for tap in self._taps:
+            tap.armed = tap.index in self._due
         self.switch.armed = bool(self._due) and not self._pauses
         self.switch.depth, self.switch.token = 0, None
         self._nodes = {i: _gradient_node(self.sites[i].owner) for i in self._due}
@@ -184,6 +239,15 @@ class Capture:
             self._pauses -= 1
             self.switch.armed = bool(self._due) and not self._pauses
 
+    @contextmanager
+    def masked(self, keep: Tensor | None) -> Iterator[None]:
+        """Let forwards inside the block know which positions are real."""
+        before, self._keep = self._keep, keep
+        try:
+            yield
+        finally:
+            self._keep = before
+
     def close(self) -> None:
         """Remove every hook and drop what is pending."""
         self.arm(())
@@ -195,8 +259,14 @@ class Capture:
     def discard(self) -> None:
         """Forget the pending statistics (their gradients were discarded)."""
         self._pending, self._examples, self._own_examples = {}, 0, {}
+        self._backward_ran = False
         self._void.clear()
         self._passes = {i: p for i, p in self._passes.items() if not p.counted}
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether forwards pass untapped."""
+        return self._pauses > 0
 
     @property
     def due(self) -> frozenset[int]:
@@ -223,13 +293,13 @@ class Capture:
     # ------------------------------------------------------------------ forward
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's)."""
-        if self._pending and all(site.owner.grad is None for site in self.sites):
+        if self._pending and self._backward_ran and all(site.owner.grad is None for site in self.sites):
             self.discard()
 
-    def open_pass(self, examples: int | None, input_dim: int) -> int:
-        """Begin a forward pass; returns its id."""
+    def open_pass(self, shape: torch.Size) -> int:
+        """Begin a forward pass whose first input has this shape; returns its id."""
         number = next(self._pass_ids)
-        current = self._passes[number] = Pass(examples, input_dim)
+        current = self._passes[number] = Pass(shape, self.batch_dim, self._keep)
         if not in_backward():
             self._flush()
             self._latest = current
@@ -247,6 +317,7 @@ class Capture:
     def enter_backward(self, current: Pass) -> None:
         """The gradient has reached the output of ``current``: recomputed layers belong to it."""
         self._latest = current
+        self._backward_ran = self._backward_ran or not self._observing
 
     # ------------------------------------------------------------------ backward
     def wants(self, index: int) -> bool:
@@ -258,7 +329,7 @@ class Capture:
         Raises:
             RuntimeError: If that backward is itself being differentiated.
         """
-        if index not in self._due or self._pauses:
+        if index not in self._due or self._pauses or self.observes:
             return False
         if torch.is_grad_enabled():
             raise RuntimeError(_HIGHER_ORDER.format(name=self.sites[index].name))
@@ -270,25 +341,27 @@ class Capture:
         self._void.add(index)
         self._pending.pop(index, None)
 
-    def record(self, index: int, x: Tensor | None, g: Tensor, current: Pass | None) -> None:
+    def record(self, index: int, part: int, x: Tensor | None, g: Tensor, current: Pass | None) -> None:
         """Take in the gradient ``g`` at the output of a layer whose input was ``x``.
 
         Raises:
             RuntimeError: If this is the second backward through one forward.
         """
+        self._backward_ran = True
         if g.dtype == torch.float16 and self.grad_scaler is None:
             self.refuse(index, _NO_SCALER)
             return
-        call = Call(x if self.sites[index].adapter.has_weight else None, g.detach(), self._unscale(g.device))
+        x = x if self.sites[index].adapter.needs_input else None
+        keep = None if current is None else current.mask_for(g)
+        call = Call(x, g.detach(), self._unscale(g.device), keep, part)
         if current is None:
             self._record_alone(index, call)
         else:
             self._record_in_pass(index, call, current)
 
     def _record_alone(self, index: int, call: Call) -> None:
-        adapter = self.sites[index].adapter
-        shape = call.g.shape
-        examples = 1 if adapter.is_unbatched(call.g) else shape[0]
+        adapter, seen = self.sites[index].adapter, call.g if call.x is None else call.x
+        examples = 1 if adapter.is_unbatched(seen) else call.g.shape[0]
         self._own_examples[index] = self._own_examples.get(index, 0) + examples
         self._add(index, [call], examples)
 
@@ -316,7 +389,71 @@ class Capture:
             del current.fired[index]
         else:
             # Copies: a compiled backward reuses the memory of its activations.
-            waiting.append(Call(None if call.x is None else call.x.clone(), call.g.clone(), call.unscale))
+            waiting.append(call._replace(x=None if call.x is None else call.x.clone(), g=call.g.clone()))
+
+    # ------------------------------------------------------------------ observation
+    def observable(self) -> list[Pass]:
+        """Forward passes whose layer outputs are waiting to be observed."""
+        return [current for current in self._passes.values() if current.edges]
+
+    def observe(self, outputs: list[Tensor], vectors: Iterable[list[Tensor]], count: int) -> None:
+        """Push vectors back to the layer outputs and take in what arrives.
+
+        Args:
+            outputs: Model outputs.
+            vectors: For each backward pass, one tensor per output, scaled for a mean over loss terms.
+            count: Vectors over whose squares the curvature is a mean (1 for columns of a square root, which add up).
+
+        Raises:
+            RuntimeError: If the outputs do not depend on a layer that is waiting, or their graph is gone.
+        """
+        waiting = [(current, edge, seen) for current in self.observable() for edge, seen in current.edges]
+        if not waiting:
+            raise RuntimeError(_NOTHING_TO_OBSERVE)
+        self._observing, reached, scale = True, set[int](), None
+        try:
+            for number, vector in enumerate(vectors):
+                gradients = _pull_back(outputs, [edge for _, edge, _ in waiting], vector)
+                if scale is None:
+                    reached = {id(w[0]) for w, g in zip(waiting, gradients, strict=True) if g is not None}
+                    scale = self._count_observed([p for p in self.observable() if id(p) in reached], count)
+                self._take_in(waiting, gradients, scale, number > 0)
+        finally:
+            self._observing = False
+        for current in self.observable():
+            if id(current) in reached:
+                current.edges.clear()
+                current.observed = True
+
+    def _count_observed(self, passes: list[Pass], count: int) -> Tensor:
+        """Count the examples of some passes; returns the factor that makes their statistics per datum."""
+        if not passes:
+            raise RuntimeError(_NOTHING_TO_OBSERVE)
+        examples = sum(current.examples or 0 for current in passes)
+        self._examples += examples
+        for current in passes:
+            current.counted = True
+        return torch.tensor(examples / count).sqrt()
+
+    def _take_in(
+        self,
+        waiting: list[tuple[Pass, GradientEdge, Seen]],
+        gradients: Sequence[Tensor | None],
+        scale: Tensor,
+        again: bool,
+    ) -> None:
+        calls: dict[tuple[int, int], tuple[Pass, list[Call]]] = {}
+        for (current, _, seen), g in zip(waiting, gradients, strict=True):
+            if g is None or g.numel() == 0 or seen.site not in self._due:
+                continue
+            if seen.is_stale:
+                self.refuse(seen.site, "its input is modified in place before it is observed")
+                continue
+            g = g.reshape(seen.shape)
+            call = Call(seen.x, g, scale, current.mask_for(g), seen.part, again)
+            calls.setdefault((id(current), seen.site), (current, []))[1].append(call)
+        for (_, index), (current, found) in calls.items():
+            self._add(index, found, current.examples or 0)
 
     def _flush(self) -> None:
         """Add calls that waited for others of their pass (a branch without backward, a recomputed layer)."""
@@ -344,6 +481,16 @@ class Capture:
         # `scale` is the public way to the loss scale as a device tensor: `get_scale` would wait for the device.
         scale: Tensor = self.grad_scaler.scale(torch.ones((), device=device))
         return scale.reciprocal()
+
+
+def _pull_back(outputs: list[Tensor], edges: list[GradientEdge], vectors: list[Tensor]) -> tuple[Tensor | None, ...]:
+    try:
+        with torch.enable_grad():
+            return torch.autograd.grad(outputs, edges, vectors, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "second time" in str(error) or "does not require grad" in str(error):
+            raise RuntimeError(_NO_GRAPH) from error
+        raise
 
 
 def _retire(switch: Switch, *handles: list[RemovableHandle]) -> None:

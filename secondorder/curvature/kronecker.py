@@ -15,33 +15,64 @@ class Call(NamedTuple):
     """One use of a layer in a forward pass, as its backward sees it.
 
     Attributes:
-        x: Layer input; None when only the bias is trained.
+        x: What the adapter prepared from the layer's input; None where it needs none.
         g: Gradient of the accumulated objective at the layer output.
-        unscale: Reciprocal of the loss scale at capture, a 0-dim tensor, or None.
+        unscale: Factor that turns g into that of the objective (the reciprocal of a loss scale), 0-dim, or None.
+        keep: 1 for real and 0 for padded rows, shaped like the leading dimensions of ``g``, or None.
+        part: Which of the Γ blocks the call fills; -1 for all.
+        again: Whether the input was already taken in (another vector pushed back through one forward).
     """
 
     x: Tensor | None
     g: Tensor
-    unscale: Tensor | None
+    unscale: Tensor | None = None
+    keep: Tensor | None = None
+    part: int = -1
+    again: bool = False
+
+    def gradient(self, dtype: torch.dtype) -> Tensor:
+        """``g`` unscaled and without padded rows, in the precision of the factor."""
+        g = self.g.to(dtype)  # before any product: the square of a scaled gradient would overflow a half
+        if self.unscale is not None:
+            g = g * self.unscale.to(g.device, dtype)
+        return g if self.keep is None else g * self.keep.to(dtype)[..., None]
 
 
 class KroneckerSums:
     """``Σ a aᵀ`` and ``Σ g° g°ᵀ`` of a layer since the last step.
 
+    Args:
+        adapter: The layer's shapes and rows.
+        approx: ``"expand"`` or ``"reduce"``.
+        like_a: Tensor of the shape, dtype and device of A (its diagonal, if that is what is kept).
+        like_g: Likewise for G.
+        sampler: Draws of rows to use, if not all are.
+        constant_g: Leave G at the identity.
+
     Attributes:
-        a: ``[(Γ,) n_a, n_a]``, valid on and above the diagonal until :meth:`finish`.
-        g: ``[(Γ,) n_g, n_g]``, likewise.
-        rows: Rows in ``a``: N·S for expand, N for reduce.
+        a: Valid on and above the diagonal until :meth:`finish`.
+        g: Likewise.
     """
 
-    def __init__(self, adapter: Adapter, approx: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        approx: str,
+        like_a: Tensor,
+        like_g: Tensor,
+        sampler: Sampler | None = None,
+        constant_g: bool = False,
+    ) -> None:
         self._adapter = adapter
-        self._reduce = approx == "reduce"
-        self._dtype = dtype
-        shape_a, shape_g = adapter.factor_shapes()
-        self.a = torch.zeros(shape_a, dtype=dtype, device=device)
-        self.g = torch.zeros(shape_g, dtype=dtype, device=device)
-        self.rows = 0
+        # The mean of one-hot rows has no diagonal second moment: indices are always expanded.
+        self._reduce = approx == "reduce" and not adapter.one_hot
+        self._sampler = sampler
+        self._constant_g = constant_g
+        self.a, self.g = torch.zeros_like(like_a), torch.zeros_like(like_g)
+        lead = int(adapter.groups > 1)
+        self._diagonal_a, self._diagonal_g = self.a.dim() == 1 + lead, self.g.dim() == 1 + lead
+        self._rows: float | Tensor = 0.0
+        self._part_rows: dict[int, float | Tensor] = {}
 
     @property
     def wants_whole_pass(self) -> bool:
@@ -61,43 +92,143 @@ class KroneckerSums:
         """
         with full_precision(self.a.device):
             if self._reduce:
-                self._add_reduced(calls, examples)
+                for part in {call.part for call in calls}:
+                    self._add_reduced([call for call in calls if call.part == part], examples)
             else:
                 for call in calls:
-                    self._add_expanded(call)
+                    self._add_expanded(call, examples)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The two sums, completed below the diagonal."""
-        return mirror_upper_(self.a), mirror_upper_(self.g)
+        """The mean of ``a aᵀ`` over rows and the sum of ``g° g°ᵀ``, completed below the diagonal."""
+        if not self._diagonal_a:
+            mirror_upper_(self.a)
+        if not self._diagonal_g:
+            mirror_upper_(self.g)
+        self.a /= self._row_count()
+        return self.a, self.g
 
-    def _add_expanded(self, call: Call) -> None:
-        adapter = self._adapter
-        g = self._unscaled(adapter.output_rows(call.g), call)
-        add_gram_(self.g, g)
-        if call.x is None:
-            self.a += g.shape[-2]
+    def _row_count(self) -> Tensor:
+        """Rows in ``a``, at least 1, shaped to divide it."""
+        if not self._part_rows:
+            return torch.as_tensor(self._rows, dtype=self.a.dtype, device=self.a.device).clamp(min=1)
+        rows = [self._rows + self._part_rows.get(part, 0.0) for part in range(self._adapter.groups)]
+        counts = torch.stack([torch.as_tensor(r, dtype=self.a.dtype, device=self.a.device) for r in rows])
+        return counts.clamp(min=1).view(-1, *[1] * (self.a.dim() - 1))
+
+    def _add_expanded(self, call: Call, examples: int) -> None:
+        adapter, weight = self._adapter, 1.0
+        x, g, chosen = call.x, call.gradient(self.a.dtype), None
+        if self._sampler is not None and call.keep is None and x is not None and not adapter.constant_input:
+            x, g, examples, weight, chosen = self._sampler.draw(adapter, x, g, examples)
+        rows = adapter.output_rows(g, x, examples) if chosen is None else chosen[1]
+        self._add_outputs(rows if weight == 1.0 else rows * weight**0.5, call.part)
+        if call.again:
+            return
+        out, count = _part(self.a, call.part), rows.shape[-2]
+        if adapter.constant_input:
+            out += count
+            self._count(count, call.part)
+        elif chosen is not None:
+            self._add_rows(out, chosen[0])
+            self._count(count, call.part)
         else:
-            for rows in adapter.input_rows(call.x):
-                add_outer_rows_(self.a, rows.to(self._dtype), adapter.has_bias)
-        self.rows += g.shape[-2]
+            assert x is not None
+            self._count(self._add_inputs(out, x, call.keep, count), call.part)
+
+    def _add_inputs(self, out: Tensor, x: Tensor, keep: Tensor | None, rows: int) -> float | Tensor:
+        """Add ``Σ a aᵀ`` of a layer input; returns the number of real rows."""
+        adapter, count = self._adapter, rows if keep is None else keep.sum(dtype=out.dtype)
+        if keep is not None:
+            x = adapter.masked(x, keep)
+        if adapter.one_hot:
+            squares, found = adapter.input_squares(x)
+            out += squares.to(out.dtype)
+            return found if keep is None else count
+        for part in adapter.input_rows(x):
+            self._add_rows(out, part)
+        if adapter.has_bias and keep is not None:  # padded rows are 0, their appended 1 is not
+            (out[..., -1] if self._diagonal_a else out[..., -1, -1]).add_(count - rows)
+        return count
+
+    def _add_rows(self, out: Tensor, rows: Tensor) -> None:
+        rows = rows.to(out.dtype)
+        if not self._diagonal_a:
+            add_outer_rows_(out, rows, self._adapter.has_bias)
+            return
+        out[..., : rows.shape[-1]] += rows.square().sum(-2)
+        out[..., rows.shape[-1] :] += rows.shape[-2]
+
+    def _add_outputs(self, rows: Tensor, part: int) -> None:
+        if self._constant_g:
+            return
+        out = _part(self.g, part)
+        if self._diagonal_g:
+            out += rows.square().sum(-2)
+        else:
+            add_gram_(out, rows)
+
+    def _count(self, rows: float | Tensor, part: int) -> None:
+        if part < 0:
+            self._rows = self._rows + rows
+        else:
+            self._part_rows[part] = self._part_rows.get(part, 0.0) + rows
 
     def _add_reduced(self, calls: list[Call], examples: int) -> None:
-        adapter = self._adapter
-        g = sum(self._unscaled(adapter.output_sums(call.g, examples), call) for call in calls)
-        assert isinstance(g, Tensor)  # `sum` starts from 0
-        if calls[0].x is None:
-            means = None
+        adapter, dtype, part = self._adapter, self.a.dtype, calls[0].part
+        if any(call.keep is not None for call in calls):
+            raise ValueError("padded rows cannot be told apart by approx='reduce'; use approx='expand' with mask()")
+        outputs = [adapter.output_sums(c.gradient(dtype), c.x, examples) for c in calls]
+        self._add_outputs(torch.stack(outputs).sum(0), part)
+        if calls[0].again:
+            return
+        out = _part(self.a, part)
+        if adapter.constant_input:
+            out += examples
+        elif adapter.one_hot:
+            raise ValueError("approx='reduce' is not defined for inputs that are indices")
         else:
-            sums = [adapter.input_sums(call.x.to(self._dtype), examples) for call in calls if call.x is not None]
+            sums = [adapter.input_sums(call.x.to(dtype), examples) for call in calls if call.x is not None]
             means = torch.stack([total for total, _ in sums]).sum(0) / sum(positions for _, positions in sums)
-        if means is None:
-            self.a += examples
-        else:
-            add_outer_rows_(self.a, means, adapter.has_bias)
-        add_gram_(self.g, g)
-        self.rows += examples
+            self._add_rows(out, means)
+        self._count(examples, part)
 
-    def _unscaled(self, g: Tensor, call: Call) -> Tensor:
-        # In the precision of the factor before the outer product: its square would overflow a half.
-        g = g.to(self._dtype)
-        return g if call.unscale is None else g * call.unscale.to(g.device, g.dtype)
+
+class Sampler:
+    """Draws the examples and positions whose rows enter the statistics, when not all do.
+
+    Args:
+        examples: Examples to keep of each micro-batch, or None.
+        positions: Positions to keep of each example, or None.
+        generator: CPU generator of the draws.
+    """
+
+    def __init__(self, examples: int | None, positions: int | None, generator: torch.Generator) -> None:
+        self._examples, self._positions, self._generator = examples, positions, generator
+
+    def draw(
+        self, adapter: Adapter, x: Tensor, g: Tensor, examples: int
+    ) -> tuple[Tensor, Tensor, int, float, tuple[Tensor, Tensor] | None]:
+        """What to use of a call.
+
+        Args:
+            adapter: The layer's shapes and rows.
+            x: What it prepared from its input.
+            g: Gradient at its output.
+            examples: N.
+
+        Returns:
+            Input, output gradient and number of the examples to use, what makes ``Σ g gᵀ`` over them unbiased, and
+            rows a and g where positions were drawn.
+        """
+        weight, chosen = 1.0, None
+        if self._examples is not None and examples > self._examples:
+            x, g, examples, weight = adapter.pick_examples(x, g, self._examples, examples, self._generator)
+        if self._positions is not None:
+            sampled = adapter.sample_rows(x, g, self._positions, examples, self._generator)
+            if sampled is not None:
+                chosen, weight = sampled[:2], weight * sampled[2]
+        return x, g, examples, weight, chosen
+
+
+def _part(total: Tensor, part: int) -> Tensor:
+    return total if part < 0 else total[part]

@@ -3,8 +3,8 @@
 The identity that every adapter keeps: with rows ``a`` of :meth:`Adapter.input_rows` (1 appended last for a bias) and
 rows ``g`` of :meth:`Adapter.output_rows` in the same order, ``Σ g aᵀ`` is the gradient of ``[W | b]``.
 
-**A new layer type** is one class here plus its line in ``ADAPTERS``. An adapter holds numbers, never the module: it is
-used inside backward hooks, where reading a module's parameters is unsafe under sharding.
+**A new layer type** is one subclass of :class:`Adapter`, registered with ``register_layer``. An adapter holds numbers,
+never the module: it is used inside backward hooks, where reading a module's parameters is unsafe under sharding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,21 +27,39 @@ CHUNK_BYTES = 16 * 2**20
 class Adapter(ABC):
     """Shapes and rows of one layer.
 
+    Args:
+        module: The layer.
+        has_weight: Whether its weight is trained.
+        has_bias: Whether its bias is trained.
+
     Attributes:
         groups: Γ independent blocks of equal shape (grouped convolutions); with Γ > 1 tensors lead with ``[Γ, …]``.
         d_in: Input features per group, without the appended 1 (0 when the weight is frozen).
         d_out: Output features per group.
         has_weight: Whether the weight is trained.
         has_bias: Whether the bias is trained; it is the last column of the matrix.
+        one_hot: Whether rows a have one entry that is not 0: A is then diagonal, and only :meth:`input_squares` is
+            asked for.
+        positions_are_tokens: Whether positions of an example may be taken as data of their own.
     """
 
     groups: int = 1
     d_in: int
     d_out: int
+    one_hot: bool = False
+    positions_are_tokens: bool = False
+    #: Names of the parameters that the layer applies, None for none.
+    weight_name: str = "weight"
+    bias_name: str | None = "bias"
 
     def __init__(self, module: nn.Module, has_weight: bool, has_bias: bool) -> None:
         self.has_weight = has_weight
         self.has_bias = has_bias
+
+    @staticmethod
+    def refusal(module: nn.Module) -> str:
+        """Why a module of the registered type cannot be covered, in words; empty if it can."""
+        return ""
 
     @property
     def n_a(self) -> int:
@@ -51,38 +71,106 @@ class Adapter(ABC):
         """Size of the output factor G."""
         return self.d_out
 
+    @property
+    def constant_input(self) -> bool:
+        """Whether a is the constant 1, so that no input rows are needed."""
+        return not self.has_weight
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether the layer's input must be kept until backward."""
+        return self.has_weight
+
     def factor_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of A and G."""
         lead = (self.groups,) if self.groups > 1 else ()
         return (*lead, self.n_a, self.n_a), (*lead, self.n_g, self.n_g)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The one tensor of a call that backward needs, from the arguments of ``forward``."""
+        x: Tensor = args[0] if args else kwargs["input"]
+        return x
 
     @abstractmethod
     def is_unbatched(self, x: Tensor) -> bool:
         """Whether ``x`` is a single example without a batch dimension."""
 
     @abstractmethod
-    def row_count(self, x: Tensor) -> int:
-        """N·S, the number of rows that ``x`` yields."""
-
-    @abstractmethod
     def input_rows(self, x: Tensor) -> Iterator[Tensor]:
         """Rows a, in chunks ``[rows, d_in]`` or ``[Γ, rows, d_in]``."""
 
     @abstractmethod
-    def output_rows(self, g: Tensor) -> Tensor:
-        """Rows g, ``[rows, d_out]`` or ``[Γ, rows, d_out]``."""
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        """Rows g, ``[rows, d_out]`` or ``[Γ, rows, d_out]``; ``x`` is given if :attr:`needs_input`."""
 
-    @abstractmethod
-    def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        """Per-example sums over positions ``[(Γ,) N, d_in]`` and the number of positions S.
+    def masked(self, x: Tensor, keep: Tensor) -> Tensor:
+        """``x`` with padded rows at 0; ``keep`` has the leading dimensions of the layer's output."""
+        return x * keep.to(x.dtype)[..., None]
 
-        Raises:
-            ValueError: If the rows cannot be told apart by example.
+    def pick_examples(
+        self, x: Tensor, g: Tensor, kept: int, examples: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, int, float]:
+        """Input and output gradient of some examples drawn at random, where they can be told apart.
+
+        Args:
+            x: What :meth:`prepare` returned.
+            g: Gradient at the output.
+            kept: Examples to keep.
+            examples: N.
+            generator: CPU generator.
+
+        Returns:
+            ``x`` and ``g`` of those examples, their number, and the ratio of all examples to them.
         """
+        if g.shape[0] % examples or x.shape[0] % examples:
+            return x, g, examples, 1.0
+        chosen = draw(examples, kept, generator, g.device)
+        x = x.unflatten(0, (examples, -1))[chosen].flatten(0, 1)
+        return x, g.unflatten(0, (examples, -1))[chosen].flatten(0, 1), kept, examples / kept
+
+    def sample_rows(
+        self, x: Tensor, g: Tensor, positions: int, examples: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, float] | None:
+        """Rows at positions drawn at random, where the layer has more than are to be kept.
+
+        Args:
+            x: What :meth:`prepare` returned.
+            g: Gradient at the output.
+            positions: Positions to keep per example.
+            examples: N.
+            generator: CPU generator.
+
+        Returns:
+            Rows a and g ``[(Γ,) rows, d]`` and the ratio of all rows to them, or None to use all.
+        """
+        return None
 
     @abstractmethod
-    def output_sums(self, g: Tensor, examples: int) -> Tensor:
+    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
+        """Rows a by example, ``[(Γ,) N, S, d_in]``, or a ``ValueError`` if they cannot be told apart."""
+
+    @abstractmethod
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        """Rows g by example, ``[(Γ,) N, S, d_out]``, or a ``ValueError`` if they cannot be told apart."""
+
+    def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
+        """Per-example sums over positions ``[(Γ,) N, d_in]`` and the number of positions S, or a ``ValueError``."""
+        rows = self.example_inputs(x, examples)
+        return rows.sum(-2), rows.shape[-2]
+
+    def output_sums(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
         """Per-example sums of g over positions ``[(Γ,) N, d_out]``."""
+        return self.example_outputs(g, x, examples).sum(-2)
+
+    def input_squares(self, x: Tensor) -> tuple[Tensor, int]:
+        """``Σ a∘a`` over the rows ``[(Γ,) d_in]``, for a diagonal A, and the number of rows."""
+        total, count = None, 0
+        for rows in self.input_rows(x):
+            squares = rows.square().sum(-2)
+            total = squares if total is None else total + squares
+            count += rows.shape[-2]
+        assert total is not None
+        return total, count
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None, workspace: Workspace | None = None) -> Tensor:
         """Gradients in the shapes of the parameters as one matrix ``[(Γ,) n_g, n_a]``."""
@@ -104,9 +192,15 @@ class Adapter(ABC):
         bias = matrix[..., -1].reshape(-1).contiguous() if self.has_bias else None
         return weight, bias
 
+    def natural_order(self, dense: Tensor) -> Tensor:
+        """A matrix ``[n, n]`` over ``vec`` of :meth:`to_matrix`, in the order in which it is shown to the user."""
+        return dense
+
 
 class LinearAdapter(Adapter):
     """``nn.Linear`` on any leading dimensions; all but the last are positions or the batch."""
+
+    positions_are_tokens = True
 
     def __init__(self, module: nn.Linear, has_weight: bool, has_bias: bool) -> None:
         super().__init__(module, has_weight, has_bias)
@@ -115,24 +209,39 @@ class LinearAdapter(Adapter):
     def is_unbatched(self, x: Tensor) -> bool:
         return x.dim() == 1
 
-    def row_count(self, x: Tensor) -> int:
-        return x.numel() // max(self.d_in, 1)
-
     def input_rows(self, x: Tensor) -> Iterator[Tensor]:
         yield x.reshape(-1, self.d_in)
 
-    def output_rows(self, g: Tensor) -> Tensor:
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
         return g.reshape(-1, self.d_out)
 
-    def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        by_example = _split_examples(x, examples)
-        return by_example.sum(1), by_example.shape[1]
+    def sample_rows(
+        self, x: Tensor, g: Tensor, positions: int, examples: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, float] | None:
+        rows, kept = g.numel() // self.d_out, positions * examples
+        if rows <= kept:
+            return None
+        at = draw(rows, kept, generator, g.device)
+        return x.reshape(-1, self.d_in)[at], g.reshape(-1, self.d_out)[at], rows / kept
 
-    def output_sums(self, g: Tensor, examples: int) -> Tensor:
-        return _split_examples(g, examples).sum(1)
+    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
+        return split_examples(x, examples)
+
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return split_examples(g, examples)
 
 
-def _split_examples(x: Tensor, examples: int) -> Tensor:
+def draw(count: int, kept: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    """``kept`` different indices below ``count``, at random."""
+    return torch.randperm(count, generator=generator)[:kept].sort().values.to(device)
+
+
+def widened(x: Tensor) -> Tensor:
+    """``x`` in at least float32."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def split_examples(x: Tensor, examples: int) -> Tensor:
     """View ``[..., d]`` as ``[N, S, d]``, for ``[N, …, d]``, ``[S, N, d]`` and rows flattened from N examples.
 
     Returns:
@@ -145,11 +254,11 @@ def _split_examples(x: Tensor, examples: int) -> Tensor:
         x = x.transpose(0, 1)
     if x.dim() == 1:
         x = x[None]
-    positions = _positions(x, examples) * math.prod(x.shape[1:-1])
+    positions = positions_of(x, examples) * math.prod(x.shape[1:-1])
     return x.reshape(examples, positions, x.shape[-1])
 
 
-def _positions(x: Tensor, examples: int) -> int:
+def positions_of(x: Tensor, examples: int) -> int:
     """How many entries of dim 0 belong to each example.
 
     Returns:
@@ -184,9 +293,14 @@ class ConvAdapter(Adapter):
         return x.dim() == len(self.kernel) + 1
 
     def row_count(self, x: Tensor) -> int:
+        """N·S, the number of rows that ``x`` yields."""
         x = self._batched(x)
+        return x.shape[0] * math.prod(self.output_size(x))
+
+    def output_size(self, x: Tensor) -> list[int]:
+        """Size of the output image."""
         sizes = zip(x.shape[2:], self.padding, self.kernel, self.dilation, self.stride, strict=True)
-        return x.shape[0] * math.prod((n + lo + hi - d * (k - 1) - 1) // s + 1 for n, (lo, hi), k, d, s in sizes)
+        return [(n + lo + hi - d * (k - 1) - 1) // s + 1 for n, (lo, hi), k, d, s in sizes]
 
     def input_rows(self, x: Tensor) -> Iterator[Tensor]:
         x = self._batched(x)
@@ -198,22 +312,44 @@ class ConvAdapter(Adapter):
             rows = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
             yield rows if self.groups > 1 else rows[0]
 
-    def output_rows(self, g: Tensor) -> Tensor:
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
         g = self._batched(g)
         rows = g.transpose(0, 1).reshape(self.groups, self.d_out, -1).mT
         return rows if self.groups > 1 else rows[0]
 
+    def sample_rows(
+        self, x: Tensor, g: Tensor, positions: int, examples: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, float] | None:
+        g = self._batched(g)
+        total = math.prod(g.shape[2:])
+        if total <= positions:
+            return None
+        at = draw(total, positions, generator, g.device)
+        patches = self._patches(self._batched(x))[(slice(None),) * 3 + torch.unravel_index(at, g.shape[2:])]
+        order = (1, 2, *range(4, 4 + self._axes), 0, 3)
+        a = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
+        b = g.flatten(2)[:, :, at].transpose(0, 1).reshape(self.groups, self.d_out, -1).mT
+        return (a, b, total / positions) if self.groups > 1 else (a[0], b[0], total / positions)
+
+    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
+        x = self._batched(x)
+        folds = positions_of(x, examples)
+        patches = self._patches(x)
+        order = (0, 1, *range(3, 3 + self._axes), 2, *range(3 + self._axes, 3 + 2 * self._axes))
+        rows = patches.permute(order).reshape(examples, folds, self.groups, -1, self.d_in)
+        return self._group_major(rows.transpose(1, 2).flatten(2, 3))
+
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        g = self._batched(g)
+        shape = (examples, positions_of(g, examples), self.groups, self.d_out, math.prod(g.shape[2:]))
+        return self._group_major(g.reshape(shape).permute(0, 2, 1, 4, 3).flatten(2, 3))
+
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
         x = self._batched(x)
-        folds = _positions(x, examples)
+        folds = positions_of(x, examples)
         patches = self._patches(x)
         sums = patches.sum(tuple(range(3, 3 + self._axes))).reshape(examples, folds, self.groups, self.d_in).sum(1)
         return self._group_major(sums), self.row_count(x) // examples
-
-    def output_sums(self, g: Tensor, examples: int) -> Tensor:
-        g = self._batched(g)
-        shape = (examples, _positions(g, examples), self.groups, self.d_out, math.prod(g.shape[2:]))
-        return self._group_major(g.reshape(shape).sum((1, 4)))
 
     @property
     def _axes(self) -> int:
@@ -244,24 +380,3 @@ def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axis: int) -> tuple[int,
         return total // 2, total - total // 2
     size = int(module.padding[axis])
     return size, size
-
-
-#: The one place to register a layer type; subclasses count as long as they keep their base's ``forward``.
-ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
-    nn.Linear: LinearAdapter,
-    nn.Conv1d: ConvAdapter,
-    nn.Conv2d: ConvAdapter,
-    nn.Conv3d: ConvAdapter,
-}
-
-
-def find_adapter(module: nn.Module) -> tuple[type[Adapter] | None, str]:
-    """The adapter class for a module, or None and the reason in words."""
-    name = type(module).__name__
-    for kind, adapter in ADAPTERS.items():
-        if not isinstance(module, kind):
-            continue
-        if type(module).forward is not kind.forward:
-            return None, f"{name} overrides {kind.__name__}.forward"
-        return adapter, ""
-    return None, f"{name} has no adapter"

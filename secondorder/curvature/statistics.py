@@ -76,11 +76,6 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
     return torch.isfinite(torch.stack([s.to(sums[0].device) for s in sums])).all()
 
 
-def mean_eigenvalue(a: Tensor, g: Tensor) -> Tensor:
-    """Mean eigenvalue of ``G ⊗ A``, ``tr A · tr G / (n_a n_g)``, from factors ``[..., n, n]``; shape ``[...]``."""
-    return a.diagonal(dim1=-2, dim2=-1).mean(-1) * g.diagonal(dim1=-2, dim2=-1).mean(-1)
-
-
 def effective_damping(damping: float, mode: str, mean_value: Tensor) -> Tensor:
     """λ of a block: ``damping`` itself, or in ``"relative"`` mode its multiple of the block's mean eigenvalue.
 
@@ -112,45 +107,21 @@ def pi_damping(mean_a: Tensor, mean_g: Tensor, damping: Tensor) -> tuple[Tensor,
     return pi * root, root / pi
 
 
-def add_to_diagonal(x: Tensor, value: Tensor) -> Tensor:
-    """``x + value·I`` as a new tensor; ``x [..., n, n]``, ``value [...]``."""
+def add_to_diagonal(x: Tensor, value: Tensor, diagonal: bool = False) -> Tensor:
+    """``x + value·I`` as a new tensor; ``x [..., n, n]`` (or its diagonal ``[..., n]``), ``value [...]``."""
+    if diagonal:
+        return x + value[..., None]
     damped = x.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(value[..., None])
     return damped
 
 
-def solve_eigen(
-    grad: Tensor,
-    basis_a: Tensor,
-    values_a: Tensor,
-    basis_g: Tensor,
-    values_g: Tensor,
-    damping: Tensor,
-    workspace: Workspace,
-) -> Tensor:
-    """Solve ``(G ⊗ A + λI) vec(V) = vec(grad)`` in the Kronecker eigenbasis.
-
-    Args:
-        grad: Gradient matrix ``[..., n_g, n_a]``.
-        basis_a: Eigenvectors of A ``[..., n_a, n_a]``, in columns.
-        values_a: Eigenvalues of A ``[..., n_a]``.
-        basis_g: Eigenvectors of G ``[..., n_g, n_g]``.
-        values_g: Eigenvalues of G ``[..., n_g]``.
-        damping: λ ``[...]``, used no smaller than the rounding error of the largest eigenvalue of ``G ⊗ A``.
-        workspace: Memory for temporaries.
-
-    Returns:
-        V, of the shape of ``grad``.
-    """
-    basis_a, basis_g = aligned(basis_a, workspace), aligned(basis_g, workspace)
-    rotated = product(product(basis_g.mT, grad, workspace), basis_a, workspace)
-    # Below rounding of the largest eigenvalue there is no curvature to divide by, only noise.
-    largest = values_a.amax(-1) * values_g.amax(-1)
-    floor = torch.maximum(damping, torch.finfo(grad.dtype).eps * largest)
-    rotated /= values_g[..., :, None] * values_a[..., None, :] + floor[..., None, None]
-    return product(product(basis_g, rotated, workspace), basis_a.mT)
-
-
 def solve_factored(grad: Tensor, inverse_a: Tensor, inverse_g: Tensor, workspace: Workspace) -> Tensor:
-    """``G⁻¹ grad A⁻¹`` from the inverses of the damped factors, shapes as in :func:`solve_eigen`."""
-    return product(product(aligned(inverse_g, workspace), grad, workspace), aligned(inverse_a, workspace))
+    """``G⁻¹ grad A⁻¹`` from the inverses of the damped factors ``[..., n, n]``, or of diagonal ones ``[..., n]``."""
+    if inverse_g.dim() < grad.dim():
+        grad = grad * inverse_g[..., :, None]
+    else:
+        grad = product(aligned(inverse_g, workspace), grad, workspace)
+    if inverse_a.dim() < grad.dim():
+        return grad * inverse_a[..., None, :]
+    return product(grad, aligned(inverse_a, workspace), workspace)

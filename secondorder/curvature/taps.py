@@ -10,13 +10,16 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.utils.rnn import PackedSequence
 
 if TYPE_CHECKING:
     from secondorder.curvature.capture import Capture, Pass
+    from secondorder.curvature.layers import Adapter
 
 #: Captures by the key that their hooks hold.
 CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
@@ -93,9 +96,11 @@ class RootLeave(RootEnter):
 class LayerHook:
     """Forward hook of a layer: puts the tap on its output."""
 
-    def __init__(self, switch: Switch, index: int) -> None:
+    def __init__(self, switch: Switch, index: int, adapter: Adapter, part: int) -> None:
         self.switch = switch
         self.index = index
+        self.adapter = adapter
+        self.part = part
         self.armed = False
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
@@ -104,16 +109,16 @@ class LayerHook:
             return None
         if not isinstance(output, Tensor) or not output.requires_grad:
             return None
-        x = args[0] if args else kwargs["input"]
+        x = self.adapter.prepare(args, kwargs)
         switch = self.switch
         if torch.compiler.is_compiling():
             token = switch.token
             if token is None:
                 token = torch.full((), -1, dtype=torch.int64, device="cpu")
-            return torch.ops.secondorder.tap(output, x.detach(), token, switch.key, self.index)
+            return torch.ops.secondorder.tap(output, x.detach(), token, switch.key, self.index, self.part)
         capture = CAPTURES.get(switch.key)
         if capture is not None and not _in_transform():
-            _tap(capture, self.index, x.detach(), output)
+            _tap(capture, self.index, self.part, x.detach(), output)
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
@@ -130,43 +135,72 @@ class Inert:
         """Do nothing."""
 
 
+class Seen(NamedTuple):
+    """A use of a layer in a forward pass.
+
+    Attributes:
+        site: Index of the site.
+        part: Which of the Γ blocks the use fills, -1 for all.
+        x: What the adapter prepared from the input; None where it needs none.
+        version: Version counter of ``x``.
+        shape: Shape of the output.
+    """
+
+    site: int
+    part: int
+    x: Tensor | None
+    version: int
+    shape: torch.Size
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the input was changed in place since (legal where autograd saved a copy, as under autocast)."""
+        return self.x is not None and self.x._version != self.version
+
+
 class EagerTap:
     """Hook on the gradient of a layer output; lets go of the input as soon as it has fired."""
 
-    __slots__ = ("capture", "current", "fired", "index", "shape", "version", "x")
+    __slots__ = ("capture", "current", "fired", "seen")
 
-    def __init__(self, capture: Capture, index: int, x: Tensor | None, current: Pass | None, shape: torch.Size) -> None:
-        self.capture, self.index, self.x, self.current, self.shape = capture, index, x, current, shape
-        self.version = 0 if x is None else x._version
-        self.fired = False
+    def __init__(self, capture: Capture, seen: Seen, current: Pass | None) -> None:
+        self.capture, self.current = capture, current
+        self.seen: Seen | None = seen
+        self.fired = seen.site
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Record the gradient at the layer output."""
         g = gradients[0]
         if g is None:
             return
-        if not self.capture.wants(self.index):
+        if not self.capture.wants(self.fired):
             return
-        if self.fired:
-            raise RuntimeError(SECOND_BACKWARD.format(name=self.capture.sites[self.index].name))
-        x, self.x, self.fired = self.x, None, True
-        if x is not None and x._version != self.version:
-            # Legal where autograd saved a copy (autocast); our reference has changed under us.
-            self.capture.refuse(self.index, "its input is modified in place before the backward pass")
+        seen, self.seen = self.seen, None
+        if seen is None:
+            raise RuntimeError(SECOND_BACKWARD.format(name=self.capture.sites[self.fired].name))
+        if seen.is_stale:
+            self.capture.refuse(seen.site, "its input is modified in place before the backward pass")
             return
-        self.capture.record(self.index, x, g.reshape(self.shape), self.current)
+        self.capture.record(seen.site, seen.part, seen.x, g.reshape(seen.shape), self.current)
 
 
-def _tap(capture: Capture, index: int, x: Tensor, output: Tensor) -> None:
+def _tap(capture: Capture, index: int, part: int, x: Tensor, output: Tensor) -> None:
     current = capture.find_pass(capture.switch.token)
     adapter = capture.sites[index].adapter
     if current is not None and not in_backward():
         current.see(index, adapter, x)
-    tap = EagerTap(capture, index, x if adapter.has_weight else None, current, output.shape)
+    kept = x if adapter.needs_input else None
+    seen = Seen(index, part, kept, 0 if kept is None else kept._version, output.shape)
     # On the node that computed the values, not on the tensor: an in-place activation behind a view (a Linear on 3-D
     # input returns one) takes the gradient past the view's own hooks.
     source = output._base if output._is_view() else output
-    if source is not None and source.grad_fn is not None and source.numel() == output.numel():
+    whole = source is not None and source.grad_fn is not None and source.numel() == output.numel()
+    if capture.observes:
+        if current is not None and not in_backward():
+            current.edges.append((get_gradient_edge(source if source is not None and whole else output), seen))
+        return
+    tap = EagerTap(capture, seen, current)
+    if whole and source is not None and source.grad_fn is not None:
         source.grad_fn.register_prehook(tap)
     else:
         output.register_hook(lambda g: tap((g,)))
@@ -199,7 +233,7 @@ def _mark_output(switch: Switch, output: Any) -> None:
 # ------------------------------------------------------------------ operators for compiled models
 def _open_pass(x: Tensor, key: int) -> Tensor:
     capture = CAPTURES.get(key)
-    number = -1 if capture is None else capture.open_pass(x.shape[0] if x.dim() else None, x.dim())
+    number = -1 if capture is None else capture.open_pass(x.shape)
     return torch.full((), number, dtype=torch.int64)
 
 
@@ -209,7 +243,7 @@ def _open_pass_op(x: Tensor, key: int) -> Tensor:
 
 
 @torch.library.custom_op("secondorder::tap", mutates_args=())
-def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, index: int) -> Tensor:
+def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, index: int, part: int) -> Tensor:
     capture = CAPTURES.get(key)
     if capture is not None:
         current = capture.find_pass(token)
@@ -219,26 +253,27 @@ def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, index: int) -> T
 
 
 @torch.library.custom_op("secondorder::tap_backward", mutates_args=())
-def _tap_backward_op(g: Tensor, x: Tensor, token: Tensor, key: int, index: int) -> Tensor:
+def _tap_backward_op(g: Tensor, x: Tensor, token: Tensor, key: int, index: int, part: int) -> Tensor:
     capture = CAPTURES.get(key)
     if capture is not None and capture.wants(index):
-        capture.record(index, x, g, capture.find_pass(token))
+        capture.record(index, part, x, g, capture.find_pass(token))
     return g.clone()
 
 
 def _tap_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, x, token, ctx.key, ctx.index = inputs
+    _, x, token, ctx.key, ctx.index, ctx.part = inputs
     ctx.save_for_backward(x, token)
 
 
 def _tap_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, token = ctx.saved_tensors
-    return torch.ops.secondorder.tap_backward(g, x, token, ctx.key, ctx.index), None, None, None, None
+    g = torch.ops.secondorder.tap_backward(g, x, token, ctx.key, ctx.index, ctx.part)
+    return g, None, None, None, None, None
 
 
 _open_pass_op.register_fake(lambda x, key: torch.empty((), dtype=torch.int64))
-_tap_op.register_fake(lambda output, x, token, key, index: torch.empty_like(output))
-_tap_backward_op.register_fake(lambda g, x, token, key, index: torch.empty_like(g))
+_tap_op.register_fake(lambda output, x, token, key, index, part: torch.empty_like(output))
+_tap_backward_op.register_fake(lambda g, x, token, key, index, part: torch.empty_like(g))
 _tap_op.register_autograd(_tap_gradient, setup_context=_tap_setup)
 
 
@@ -247,6 +282,8 @@ def _first_tensor(value: Any, with_gradient: bool = False) -> Tensor | None:
     """The first tensor in nested containers; the first that requires a gradient, if asked for."""
     if isinstance(value, Tensor):
         return value if value.requires_grad or not with_gradient else None
+    if isinstance(value, PackedSequence) and not with_gradient:
+        return value.data[: int(value.batch_sizes[0])]  # as many rows as there are sequences
     children: Iterable[Any] = ()
     if isinstance(value, (tuple, list)):
         children = value

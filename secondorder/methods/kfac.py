@@ -20,8 +20,8 @@ example: Eschenhagen et al. 2023 (2311.00636); ``ν``: Pauloski et al. 2020 (200
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -29,24 +29,20 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import linalg, options
+from secondorder.capturing import LayerOptions
 from secondorder.comm import CommStrategy
-from secondorder.curvature import statistics
+from secondorder.curvature import factors, scale, statistics
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.kronecker import KroneckerSums
-from secondorder.layerwise import LayerOptimizer
-from secondorder.lifecycle import Group
-
-#: Matrices above this size are factorised one by one: a batch would only cost memory.
-_BATCH_LIMIT = 512
-#: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
-_RELATIVE, _ABSOLUTE = 10.0, 1e-3
-#: Intervals when none is given.
-_INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
+from secondorder.curvature.likelihood import Likelihood
+from secondorder.factored import FactoredOptimizer, joint_ok, pack, warms_up
+from secondorder.lifecycle import Group, State
+from secondorder.trial import Adaptation
 
 
-class KFAC(LayerOptimizer):
-    """K-FAC on ``Linear`` and convolution layers; every other parameter follows the fallback rule.
+class KFAC(FactoredOptimizer):
+    """K-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
         params: A module, or what ``torch.optim`` takes together with ``module``.
@@ -70,10 +66,42 @@ class KFAC(LayerOptimizer):
             curvature of a fresh network changes a thousandfold in its first hundred steps. Unset: on unless an interval
             is given, which is then kept to exactly.
         approx: ``"expand"`` treats shared positions as independent, ``"reduce"`` averages inputs and sums gradients.
+        fisher: ``"empirical"`` from the gradients of the loss; ``"mc"`` from targets drawn from the model,
+            ``"curvature_prop"`` from random signs, ``"exact"`` with every column of the loss curvature, all three by
+            :meth:`observe`; ``"forward_only"`` takes G = I.
+        fisher_samples: Draws per example of ``"mc"`` and ``"curvature_prop"``.
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
         loss_terms: Scalar loss terms per example that a mean runs over (tokens).
+        batch_dim: Dimension of the model's first input that counts examples.
         skip_layers: Names, patterns, types or modules to leave out, with all below them.
+        norm_curvature: Blocks of normalisation layers: ``"unit"``, scale and shift of a unit together, or
+            ``"diagonal"``.
+        tied: Which use of a weight tied between an embedding and a head has the block, ``"embedding"`` or ``"head"``;
+            unset: neither, it follows the fallback.
+        max_factor_dim: Factors beyond this size are kept as their diagonal; None for no bound.
+        weighting: Weight of a batch in the running means, its ``"samples"`` or 1 per ``"update"``.
+        burnin_steps: First updates of the running means that all weigh the same (β = 1).
+        decay_per_step: Raise β to the power of the interval, so that it is a decay per step.
+        factor_batch_size: Examples of each micro-batch, drawn at random, that enter the factors; unset: all.
+        factor_positions: Positions of each example (pixels, tokens), drawn at random, that do; unset: all.
+        weight_decay_in_curvature: Count ``weight_decay`` as curvature: λ grows by it.
+        power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens. Below 1 it needs the eigenvalues,
+            ``inverse_method="eigen"``.
         kl_clip: κ, bound on the step in the Fisher metric; None disables.
+        adaptive_damping: Move λ every ``damping_interval`` steps by how well the quadratic model predicted the change
+            of the loss; needs ``step(closure)``, and calls the closure once more on those steps.
+        damping_interval: T, steps between two changes of λ.
+        min_damping: Floor of an adapted λ.
+        max_damping: Ceiling of an adapted λ.
+        include_damping_in_model: Judge the model with ``½ λ ‖δ‖²`` in it.
+        reject_steps: Undo a step that raised the loss or made it non-finite, and raise λ; calls the closure once more
+            on every step.
+        quadratic_model: Take rate and momentum of each step from the quadratic model; ``lr`` then multiplies its step,
+            so that 1.0 is the pure one, and momentum 0 leaves the previous step out.
+        likelihood: What the loss is to the outputs, ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or an object:
+            with a closure that returns ``(loss, outputs)`` the model is then exact.
+        calibrate_damping: Try damping from a thousandth to a thousandfold of ``damping`` at the first refresh, and keep
+            the best.
         nesterov: Nesterov momentum.
         weight_decay: Weight decay.
         decoupled_weight_decay: Apply decay to the parameter instead of the direction.
@@ -92,6 +120,7 @@ class KFAC(LayerOptimizer):
         checkpoint_curvature: What ``state_dict`` holds: ``"all"``, ``"factors"`` (inverses are recomputed at load) or
             ``"none"`` (estimated anew).
         max_failures: Failed refreshes of a layer in a row before an error.
+        deterministic_seed: Seed of every random choice.
 
     Raises:
         ValueError: For a value out of range, a pattern that matches nothing, or without a module.
@@ -107,34 +136,15 @@ class KFAC(LayerOptimizer):
     """
 
     checks: ClassVar[dict[str, options.Check]] = {
-        "damping": options.number(0.0, low_open=True),
-        "damping_mode": options.choice("absolute", "relative"),
+        **FactoredOptimizer.checks,
         "damping_split": options.choice(None, "exact", "pi"),
         "inverse_method": options.choice("eigen", "cholesky"),
-        "factor_decay": options.number(0.0, 1.0),
-        "factor_update_steps": options.whole(1),
-        "inv_update_steps": options.whole(0),
-        "approx": options.choice("expand", "reduce"),
-        "loss_reduction": options.choice("mean", "sum"),
-        "loss_terms": options.number(0.0, low_open=True),
-        "kl_clip": options.number(0.0, low_open=True, optional=True),
     }
     kinds: ClassVar[dict[str, str]] = {
-        "factor_a": "factors",
-        "factor_g": "factors",
-        "factor_weight": "buffers",
-        "factor_updates": "buffers",
-        "refreshes": "buffers",
-        "basis_a": "second_order",
-        "basis_g": "second_order",
-        "eigenvalues_a": "second_order",
-        "eigenvalues_g": "second_order",
+        **FactoredOptimizer.kinds,
         "inverse_a": "second_order",
         "inverse_g": "second_order",
     }
-
-    #: Whether `damping_mode` was left to the constructor.
-    _mode_by_default = False
 
     def __init__(
         self,
@@ -154,10 +164,32 @@ class KFAC(LayerOptimizer):
         stagger: bool = False,
         refresh_warmup: bool | None = None,
         approx: str = "expand",
+        fisher: str = "empirical",
+        fisher_samples: int = 1,
         loss_reduction: str = "mean",
         loss_terms: float = 1,
+        batch_dim: int = 0,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
+        norm_curvature: str = "unit",
+        tied: str | None = None,
+        max_factor_dim: int | None = 8192,
+        weighting: str = "samples",
+        burnin_steps: int = 0,
+        decay_per_step: bool = False,
+        factor_batch_size: int | None = None,
+        factor_positions: int | None = None,
+        weight_decay_in_curvature: bool = False,
+        power: float = 1.0,
         kl_clip: float | None = 1e-3,
+        adaptive_damping: bool = False,
+        damping_interval: int = 5,
+        min_damping: float = 1e-8,
+        max_damping: float = math.inf,
+        include_damping_in_model: bool = False,
+        reject_steps: bool = False,
+        quadratic_model: bool = False,
+        likelihood: str | Likelihood | None = None,
+        calibrate_damping: bool = False,
         nesterov: bool = False,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
@@ -174,198 +206,109 @@ class KFAC(LayerOptimizer):
         grad_scaler: Any = None,
         checkpoint_curvature: str = "all",
         max_failures: int = 10,
+        deterministic_seed: int = 0,
     ) -> None:
         given = locals()
-        group_options = (*options.COMMON, *self.checks)
-        defaults = {name: given[name] for name in group_options}
-        if refresh_warmup is None:
-            refresh_warmup = factor_update_steps is None and inv_update_steps is None
-        for name, steps in _INTERVALS.items():
-            defaults[name] = steps if defaults[name] is None else defaults[name]
-        self._mode_by_default = damping_mode is None  # before the base class adds the groups
-        defaults["damping"], defaults["damping_mode"] = _resolve_damping(damping, damping_mode)
+        layer_options = LayerOptions(
+            skip_layers, stagger, warms_up(given), max_failures, tied, norm_curvature, batch_dim, deterministic_seed
+        )
+        self._begin_adaptation(
+            Adaptation(
+                adaptive_damping, damping_interval, min_damping, max_damping, include_damping_in_model, reject_steps,
+                quadratic_model, likelihood, calibrate_damping,
+            )
+        )  # fmt: skip
         super().__init__(
             params,
-            defaults,
+            self._default_options(given),
             module=module,
             comm=comm,
-            skip_layers=skip_layers,
-            stagger=stagger,
-            refresh_warmup=refresh_warmup,
+            layer_options=layer_options,
             grad_scaler=grad_scaler,
-            max_failures=max_failures,
         )
         self._warn_intervals()
 
     # ------------------------------------------------------------------ the verbs
-    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> dict[str, Tensor | int]:
+    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
         """Factors, what is derived from them, and counters."""
-        shape_a, shape_g = block.adapter.factor_shapes()
-        dtype = self._precision(block.owner)
-
-        def zeros(shape: Sequence[int], dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(tuple(shape), dtype=dtype, device="meta")
-
-        spec: dict[str, Tensor | int] = {"factor_a": zeros(shape_a), "factor_g": zeros(shape_g)}
-        spec["factor_weight"] = zeros((), torch.float64)
-        spec["factor_updates"] = spec["refreshes"] = 0
+        spec = self.factor_spec(block, group)
         if group["inverse_method"] == "eigen":
-            spec |= {"basis_a": zeros(shape_a), "basis_g": zeros(shape_g)}
-            spec |= {"eigenvalues_a": zeros(shape_a[:-1]), "eigenvalues_g": zeros(shape_g[:-1])}
-        else:
-            spec |= {"inverse_a": zeros(shape_a), "inverse_g": zeros(shape_g)}
-        return spec
+            return spec | self.basis_spec(block, group)
+        return spec | {"inverse_a": spec["factor_a"], "inverse_g": spec["factor_g"]}
 
     def new_statistic(self, block: Block, group: Group) -> KroneckerSums:
         """Empty sums of a block."""
-        owner = block.owner
-        return KroneckerSums(block.adapter, group["approx"], self._precision(owner), owner.device)
+        return self.new_sums(block, group)
 
     def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
         """Scale the sums per datum and fold them into the running factors."""
-        sums, group, state = cast(KroneckerSums, statistic), block.group, self.state[block.owner]
-        totals = list(sums.finish())
-        scale_g = statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
-        scales = [1 / max(sums.rows, 1), scale_g]
-        finite = statistics.all_finite(totals)
-        ok = finite if gate is None else finite & gate
-        running, weight = [state["factor_a"], state["factor_g"]], state["factor_weight"]
-        statistics.ratio_ema_(running, weight, totals, scales, examples, group["factor_decay"], ok)
-        return finite
+        return self.update_factors(block, cast(KroneckerSums, statistic), examples, gate)
 
     def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Factorise the factors of some blocks; one that fails keeps its last good result."""
         ok: dict[Block, Tensor] = {}
-        for method, work in (("eigen", self._eigen_batches), ("cholesky", self._cholesky_batches)):
+        for method, work in (("eigen", self.refresh_bases), ("cholesky", self._invert)):
             chosen = [b for b in blocks if b.group["inverse_method"] == method]
             if chosen:
                 ok.update(zip(chosen, work(chosen, host_checks).unbind(), strict=True))
         return torch.stack([ok[b] for b in blocks])
 
     def precondition(self, block: Block, gradient: Tensor) -> Tensor:
-        """``(G ⊗ A + λI)⁻¹ vec(∇)``, or its factored form."""
+        """``(G ⊗ A + λI)^(-p) vec(∇)``, or its factored form."""
         state, group = self.state[block.owner], block.group
         if group["inverse_method"] == "cholesky":
             return statistics.solve_factored(gradient, state["inverse_a"], state["inverse_g"], self._workspace)
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
-        damping = statistics.effective_damping(
-            group["damping"], group["damping_mode"], values_a.mean(-1) * values_g.mean(-1)
-        )
+        damping = self.damping_of(block, values_a.mean(-1) * values_g.mean(-1))
         if group["damping_split"] == "pi":
             add_a, add_g = statistics.pi_damping(values_a.mean(-1), values_g.mean(-1), damping)
             values_a, values_g = values_a + add_a[..., None], values_g + add_g[..., None]
             damping = torch.zeros_like(damping)
-        bases = state["basis_a"], values_a, state["basis_g"], values_g
-        return statistics.solve_eigen(gradient, *bases, damping, self._workspace)
+        values = values_g[..., :, None] * values_a[..., None, :]
+        bases = self.basis(block, "a"), self.basis(block, "g")
+        return scale.precondition(gradient, *bases, values, damping, group["power"], self._workspace)
 
     def block_curvature(self, block: Block) -> Tensor:
         """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
-        a, g = self.state[block.owner]["factor_a"], self.state[block.owner]["factor_g"]
-        if block.adapter.groups == 1:
-            return torch.kron(g.contiguous(), a.contiguous())
-        return torch.block_diag(*(torch.kron(g_i, a_i) for g_i, a_i in zip(g, a, strict=True)))  # type: ignore[no-any-return]
+        state = self.state[block.owner]
+        a, g = (factors.as_dense(state[f"factor_{side}"], self.is_diagonal(block, side)) for side in "ag")
+        return block.adapter.natural_order(factors.kron(a, g))
+
+    def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
+        """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
+        state = self.state[block.owner]
+        return factors.times(factors.times(matrix, state["factor_g"], left=True), state["factor_a"], left=False)
 
     # ------------------------------------------------------------------ refresh in detail
-    def _eigen_batches(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
-        jobs = [(b, side, self.state[b.owner][f"factor_{side}"]) for b in blocks for side in "ag"]
-        found = _batched(
-            [matrix for *_, matrix in jobs],
-            lambda stack: _pack(linalg.eigh_psd(stack, host_checks)),
+    def _invert(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Invert the damped factors of some blocks; one that fails keeps its last good result."""
+        damped = {(b, side): x for b in blocks for side, x in zip("ag", self._damped_factors(b), strict=True)}
+        found = self.factorise(
+            damped, lambda stack: pack(linalg.inverse_pd(stack, host_checks)), lambda diagonal: diagonal.reciprocal()
         )
-        ok = torch.stack([good for _, good in found]).view(len(blocks), 2).all(1)
-        for (block, side, _), ((values, vectors), _) in zip(jobs, found, strict=True):
-            good = ok[blocks.index(block)]
-            _adopt(self.state[block.owner][f"eigenvalues_{side}"], values, good)
-            _adopt(self.state[block.owner][f"basis_{side}"], vectors, good)
-        return ok
-
-    def _cholesky_batches(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
-        damped = [x for b in blocks for x in self._damped_factors(b)]
-        found = _batched(damped, lambda stack: _pack(linalg.inverse_pd(stack, host_checks)))
-        ok = torch.stack([good for _, good in found]).view(len(blocks), 2).all(1)
-        for i, block in enumerate(blocks):
-            for side, ((inverse,), _) in zip("ag", found[2 * i : 2 * i + 2], strict=True):
-                _adopt(self.state[block.owner][f"inverse_{side}"], inverse, ok[i])
+        ok = joint_ok(found, blocks)
+        for block, good in zip(blocks, ok.unbind(), strict=True):
+            for side in "ag":
+                self.adopt(block, f"inverse_{side}", found[block, side][0][0], good)
         return ok
 
     def _damped_factors(self, block: Block) -> tuple[Tensor, Tensor]:
         """``A + π√λ I`` and ``G + √λ/π I``."""
-        state, group = self.state[block.owner], block.group
+        state = self.state[block.owner]
         a, g = state["factor_a"], state["factor_g"]
-        mean_a, mean_g = (x.diagonal(dim1=-2, dim2=-1).mean(-1) for x in (a, g))
-        damping = statistics.effective_damping(group["damping"], group["damping_mode"], mean_a * mean_g)
-        add_a, add_g = statistics.pi_damping(mean_a, mean_g, damping)
-        return statistics.add_to_diagonal(a, add_a), statistics.add_to_diagonal(g, add_g)
+        flat_a, flat_g = self.is_diagonal(block, "a"), self.is_diagonal(block, "g")
+        mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
+        add_a, add_g = statistics.pi_damping(mean_a, mean_g, self.damping_of(block, mean_a * mean_g))
+        return statistics.add_to_diagonal(a, add_a, flat_a), statistics.add_to_diagonal(g, add_g, flat_g)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see the base class.
-
-        Raises:
-            ValueError: If options of the group exclude each other.
-        """
-        if isinstance(param_group, dict):
-            param_group = dict(param_group)
-            for name in ("damping", "damping_mode", *_INTERVALS):
-                if name in param_group and param_group[name] is None:
-                    del param_group[name]
-            if self._mode_by_default and "damping" in param_group:
-                # A number given as damping is λ itself unless a mode is given with it.
-                param_group.setdefault("damping_mode", "absolute")
-        merged = {**self.defaults, **param_group} if isinstance(param_group, dict) else self.defaults
-        if merged["inverse_method"] == "cholesky" and merged["damping_split"] == "exact":
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        if group["inverse_method"] != "cholesky":
+            return
+        if group["damping_split"] == "exact":
             raise ValueError(
                 "damping_split='exact' needs the eigenvalues: use inverse_method='eigen', or damping_split='pi' with "
                 "inverse_method='cholesky'"
             )
-        super().add_param_group(param_group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies keep."""
-        return {**super().__getstate__(), "_mode_by_default": self._mode_by_default}
-
-    def _warn_intervals(self) -> None:
-        for i, group in enumerate(self.param_groups):
-            refresh, update = group["inv_update_steps"], group["factor_update_steps"]
-            if refresh % update:
-                warnings.warn(
-                    f"group {i}: inv_update_steps={refresh} is not a multiple of factor_update_steps={update}: some "
-                    "refreshes will use factors that are a few steps old",
-                    stacklevel=3,
-                )
-
-
-def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:
-    if damping is None:
-        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
-    return damping, "absolute" if mode is None else mode
-
-
-def _pack(results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
-    return results[:-1], results[-1]
-
-
-def _adopt(current: Tensor, found: Tensor, good: Tensor) -> None:
-    current.copy_(torch.where(good, found.reshape(current.shape), current))
-
-
-def _batched(matrices: Sequence[Tensor], factorise: Any) -> list[tuple[tuple[Tensor, ...], Tensor]]:
-    """Factorise matrices ``[(Γ,) n, n]`` in stacks of one size; results in the given order, ``ok`` 0-dim."""
-    results: list[tuple[tuple[Tensor, ...], Tensor] | None] = [None] * len(matrices)
-    for stack in _stacks(matrices):
-        parts = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in stack]
-        tensors, ok = factorise(parts[0] if len(parts) == 1 else torch.cat(parts))
-        start = 0
-        for i, part in zip(stack, parts, strict=True):
-            stop = start + len(part)
-            results[i] = tuple(t[start:stop] for t in tensors), ok[start:stop].all()
-            start = stop
-    return [r for r in results if r is not None]
-
-
-def _stacks(matrices: Sequence[Tensor]) -> Iterable[list[int]]:
-    sizes: dict[Any, list[int]] = {}
-    for i, matrix in enumerate(matrices):
-        n = matrix.shape[-1]
-        key: Any = (n, matrix.dtype, matrix.device) if n <= _BATCH_LIMIT else i
-        sizes.setdefault(key, []).append(i)
-    return sizes.values()
+        if group["power"] != 1.0:
+            raise ValueError(f"power={group['power']} needs the eigenvalues: use inverse_method='eigen'")

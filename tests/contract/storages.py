@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tests.contract.tasks import covered_layers
 
-Size = Callable[[int, int], int]
 Sizes = Callable[[nn.Module, torch.dtype], Mapping[str, set[int]]]
 
 
@@ -25,29 +25,54 @@ def compute_bytes(dtype: torch.dtype) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def dimensions(model: nn.Module) -> list[tuple[int, int]]:
-    """`(n_a, n_g)` of every Linear and ungrouped Conv layer."""
-    layers = [model.get_submodule(name) for name in covered_layers(model)]
-    return [(layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0]) for layer in layers]
+class Shape(NamedTuple):
+    """Sizes of a block: so many pairs of factors, of which the one of the inputs may be kept as its diagonal."""
+
+    n_a: int
+    n_g: int
+    pairs: int = 1
+    diagonal: bool = False
 
 
-def squares(n_a: int, n_g: int) -> int:
-    return n_a * n_a + n_g * n_g
+def shape_of(layer: nn.Module) -> Shape:
+    """Of a Linear, ungrouped Conv, Embedding or LayerNorm layer whose parameters are all trained."""
+    if isinstance(layer, nn.Embedding):
+        return Shape(layer.num_embeddings, layer.embedding_dim, diagonal=True)
+    if isinstance(layer, nn.LayerNorm):  # per unit: the gradients of gain and shift
+        return Shape(1, 1 + (layer.bias is not None), pairs=layer.weight.numel())
+    return Shape(layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0])
 
 
-def bases(n_a: int, n_g: int) -> int:
-    return squares(n_a, n_g) + n_a + n_g
+def shapes(model: nn.Module) -> list[Shape]:
+    """Of every block."""
+    return [shape_of(model.get_submodule(name)) for name in covered_layers(model)]
 
 
-def kronecker(numbers: Mapping[str, Size]) -> Sizes:
+def squares(block: Shape) -> int:
+    """Numbers of both factors, or of their inverses."""
+    return block.pairs * (block.n_a ** (1 if block.diagonal else 2) + block.n_g**2)
+
+
+def bases(block: Shape) -> int:
+    """Numbers of the eigenvectors and eigenvalues; a diagonal factor is its own eigenvalues."""
+    eigenvectors = squares(block) - (block.n_a if block.diagonal else 0)
+    return eigenvectors + block.pairs * (block.n_a + block.n_g)
+
+
+def entries(block: Shape) -> int:
+    """Numbers of something shaped like the gradient."""
+    return block.pairs * block.n_a * block.n_g
+
+
+def kronecker(numbers: Mapping[str, Callable[[Shape], int]]) -> Sizes:
     """By kind of `memory_usage()`: the bytes of all blocks, each of so many numbers."""
 
     def sizes(model: nn.Module, dtype: torch.dtype) -> dict[str, set[int]]:
-        found = dimensions(model)
+        found = shapes(model)
         weights = 8 * len(found)  # one float64 count of samples per block may be reported with the factors
         expected = {}
         for kind, of_block in numbers.items():
-            exact = compute_bytes(dtype) * sum(of_block(n_a, n_g) for n_a, n_g in found)
+            exact = compute_bytes(dtype) * sum(map(of_block, found))
             expected[kind] = {exact, exact + weights} if kind == "factors" else {exact}
         return expected
 

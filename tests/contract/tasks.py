@@ -1,6 +1,7 @@
 """Tiny deterministic models and batches, and the few functions that all contract tests share.
 
-Every model holds covered layers (Linear, Conv2d) and one `Scale`, whose bare parameter no layer method will ever cover.
+Every model holds covered layers (Linear, Conv2d, Embedding, LayerNorm) and one `Scale`, whose bare parameter no layer
+method will ever cover.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 Batch = tuple[Tensor, Tensor]
 CLASSES = 3
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm)
 TOKENS, WIDTH, LENGTH = 7, 4, 3
 
 
@@ -161,11 +163,11 @@ def displacements(
 
 
 def covered_layers(model: nn.Module) -> dict[str, list[str]]:
-    """Parameter names of every Linear and Conv layer, by layer name."""
+    """Parameter names of every layer with a block, by layer name."""
     return {
         name: [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        if isinstance(module, LAYERS)
     }
 
 

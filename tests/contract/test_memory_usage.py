@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.contract.methods import Method, Variant
-from tests.contract.storages import dimensions
+from tests.contract.storages import shapes, squares
 from tests.contract.tasks import Task, train
 
 KINDS = {
@@ -73,7 +73,7 @@ def test_the_workspace_holds_the_temporaries_of_the_largest_block(method: Method
     train(model, optimizer, mlp, 2)
     held = optimizer.memory_usage().get("workspace", 0)
     # the gradient matrix, both bases or inverses and two products, in rows of whole 16 elements
-    padded = [(n_a + 16, n_g + 16) for n_a, n_g in dimensions(model)]
+    padded = [(block.n_a + 16, block.n_g + 16) for block in shapes(model)]
     assert held <= 8 * max(a * a + g * g + 3 * g * a for a, g in padded)
     train(model, optimizer, mlp, 2, start=2)
     assert optimizer.memory_usage().get("workspace", 0) == held
@@ -109,8 +109,7 @@ def test_pending_statistics_are_counted_and_gone_after_the_step(method: Method, 
     at_rest = optimizer.memory_usage()["total"]
     optimizer.param_groups[0]["factor_update_steps"] = 1
     mlp.loss(model, 0).backward()
-    sizes = dimensions(model)
     during = optimizer.memory_usage()
-    assert during.get("pending", 0) >= 8 * sum(n_a * n_a + n_g * n_g for n_a, n_g in sizes)
+    assert during.get("pending", 0) >= 8 * sum(map(squares, shapes(model)))
     optimizer.step()
     assert optimizer.memory_usage()["total"] == at_rest

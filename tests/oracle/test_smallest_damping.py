@@ -2,7 +2,7 @@
 
 import torch
 
-from secondorder.curvature.statistics import solve_eigen
+from secondorder.curvature.scale import precondition
 from secondorder.linalg import Workspace
 
 
@@ -12,7 +12,8 @@ def test_a_vanishing_damping_is_replaced_by_the_rounding_error_of_the_largest_ei
     (values_a, basis_a), (values_g, basis_g) = torch.linalg.eigh(a), torch.linalg.eigh(g)
     values_a, values_g = values_a.clamp(min=0), values_g.clamp(min=0)
     vanishing = torch.tensor(1e-300, dtype=torch.float64)
-    found = solve_eigen(grad, basis_a, values_a, basis_g, values_g, vanishing, Workspace())
+    values = values_g[:, None] * values_a
+    found = precondition(grad, basis_a, basis_g, values, vanishing, workspace=Workspace())
     floor = torch.finfo(torch.float64).eps * values_a.max() * values_g.max()
     # Independently: the dense matrix in the same basis, rebuilt from clamped eigenvalues, solved by its own spectrum.
     basis, spectrum = torch.kron(basis_g, basis_a), torch.kron(values_g, values_a)

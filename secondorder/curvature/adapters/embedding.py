@@ -1,0 +1,273 @@
+"""Adapters of lookup tables: their input rows are one-hot, so the factor A is a diagonal by nature.
+
+A table ``[V, D]`` is multiplied by one-hot rows from the left, so its matrix is the gradient transposed, ``[D, V]``. No
+row of V numbers is ever formed: an *entry* (index, row, weight) says that a row ``a`` holds ``weight`` at ``index``,
+and everything is a sum over entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from secondorder.curvature.layers import Adapter, split_examples, widened
+from secondorder.linalg import Workspace
+
+
+class EmbeddingAdapter(Adapter):
+    """``nn.Embedding``: A is the diagonal of the relative frequencies of the indices.
+
+    Positions that hold ``padding_idx`` are in neither factor; they still count as positions in the mean that A is.
+    """
+
+    one_hot = True
+    positions_are_tokens = True
+
+    def __init__(self, module: nn.Embedding | nn.EmbeddingBag, has_weight: bool, has_bias: bool = False) -> None:
+        super().__init__(module, has_weight, has_bias)
+        self.d_in, self.d_out = module.num_embeddings, module.embedding_dim
+        self.padding_idx = module.padding_idx
+
+    @staticmethod
+    def refusal(module: nn.Module) -> str:
+        """Why such a module follows the fallback rule; empty if it need not."""
+        name = type(module).__name__
+        if module.sparse:
+            return f"{name}(sparse=True) has sparse gradients"
+        if module.max_norm is not None:
+            return f"{name}(max_norm=…) changes its weight in the forward pass"
+        if module.scale_grad_by_freq:
+            return f"{name}(scale_grad_by_freq=True) rescales its gradient row by row"
+        return ""
+
+    # ------------------------------------------------------------------ rows
+    def is_unbatched(self, x: Tensor) -> bool:
+        return x.dim() == 0
+
+    def row_count(self, x: Tensor) -> int:
+        return x.numel()
+
+    def input_rows(self, x: Tensor) -> Iterator[Tensor]:
+        raise NotImplementedError("rows of a lookup table are never formed: input_squares has their diagonal factor")
+
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        rows = g.reshape(-1, self.d_out)
+        if self.padding_idx is None or x is None:
+            return rows
+        return rows.masked_fill((x == self.padding_idx).reshape(-1, 1), 0)
+
+    def input_squares(self, x: Tensor) -> tuple[Tensor, int]:
+        index = x.reshape(-1).long()
+        counts = torch.zeros(self.d_in, dtype=torch.float32, device=x.device)
+        counts.index_add_(0, index, torch.ones_like(index, dtype=counts.dtype))
+        if self.padding_idx is not None:
+            counts[self.padding_idx] = 0
+        return counts, index.numel()
+
+    # ------------------------------------------------------------------ rows by example
+    def indices(self, x: Tensor, examples: int) -> Tensor:
+        """Indices by example, ``[N, S]``; with :meth:`keep`, what :meth:`example_inputs` would say with V numbers each.
+
+        Returns:
+            An int64 tensor.
+
+        Raises:
+            ValueError: If the positions cannot be told apart by example.
+        """
+        return split_examples(x[..., None], examples)[..., 0].long()
+
+    def keep(self, x: Tensor, examples: int) -> Tensor:
+        """Which of :meth:`indices` are not padding, bool ``[N, S]``."""
+        index = self.indices(x, examples)
+        return torch.ones_like(index, dtype=torch.bool) if self.padding_idx is None else index != self.padding_idx
+
+    def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
+        owner, positions = self._owners(x, examples)
+        index, row, weight = self.entries(x)
+        sums = torch.zeros(examples * self.d_in, dtype=weight.dtype, device=x.device)
+        sums.index_add_(0, owner[row] * self.d_in + index, weight)
+        return sums.view(examples, self.d_in), positions
+
+    def output_sums(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return widened(self.example_outputs(g, x, examples)).sum(1)
+
+    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
+        raise NotImplementedError("rows of a lookup table are never formed: use indices or example_squares")
+
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        rows = self.output_rows(g, x, examples)
+        return split_examples(rows.view(*g.shape[:-1], self.d_out), examples)
+
+    def example_squares(self, x: Tensor, rows: Tensor, examples: int) -> Tensor:
+        """``Σ_n (Σ_s g aᵀ)²``, squared elementwise, without a per-example gradient and without waiting for the device.
+
+        Args:
+            x: What :meth:`prepare` returned.
+            rows: ``[rows, d]``, the rows of :meth:`output_rows`, as they are or rotated; ones give ``Σ_n (Σ_s a)²``.
+            examples: N of the pass.
+
+        Returns:
+            ``[d, V]``.
+
+        Raises:
+            ValueError: If the positions cannot be told apart by example.
+        """
+        owner, _ = self._owners(x, examples)
+        index, row, weight = self.entries(x)
+        values = rows[row] * weight[:, None].to(rows.dtype)
+        column, sums = _sum_duplicates(owner[row] * self.d_in + index, values)
+        return rows.new_zeros(self.d_in, rows.shape[1]).index_add_(0, column % self.d_in, sums.square()).mT
+
+    def entries(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Index, row and weight ``[M]`` of each entry; places that occur twice add up.
+
+        Returns:
+            Two int64 tensors and the weights, 0 for what gives no gradient, such as padding.
+        """
+        index = x.reshape(-1).long()
+        if self.padding_idx is None:
+            weight = torch.ones_like(index, dtype=torch.float32)
+        else:
+            weight = (index != self.padding_idx).float()
+        return index, torch.arange(index.numel(), device=x.device), weight
+
+    def _owners(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
+        """The example of each row ``[rows]``, and how many rows an example has.
+
+        Returns:
+            Both.
+
+        Raises:
+            ValueError: If the positions cannot be told apart by example.
+        """
+        shape = self._row_shape(x)
+        by_example = split_examples(torch.arange(shape.numel(), device=x.device).view(*shape, 1), examples)[..., 0]
+        owner = torch.empty_like(by_example.reshape(-1))
+        numbers = torch.arange(examples, device=x.device)[:, None].expand_as(by_example)
+        return owner.scatter_(0, by_example.reshape(-1), numbers.reshape(-1)), by_example.shape[1]
+
+    def _row_shape(self, x: Tensor) -> torch.Size:
+        return x.shape
+
+    # ------------------------------------------------------------------ parameters
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None, workspace: Workspace | None = None) -> Tensor:
+        assert weight is not None
+        return weight.mT
+
+    def from_matrix(self, matrix: Tensor, like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        return matrix.mT.contiguous(), None
+
+    def natural_order(self, dense: Tensor) -> Tensor:
+        sizes = (self.d_out, self.d_in)
+        return dense.reshape(*sizes, *sizes).permute(1, 0, 3, 2).reshape(dense.shape)
+
+
+class EmbeddingBagAdapter(EmbeddingAdapter):
+    """``nn.EmbeddingBag`` of sums or means: a row is a bag, holding the weight of each index in it.
+
+    A is the diagonal of ``E[a ∘ a]``; what an index has to do with others of its bag is left out.
+    """
+
+    def __init__(self, module: nn.EmbeddingBag, has_weight: bool, has_bias: bool = False) -> None:
+        super().__init__(module, has_weight, has_bias)
+        self.mean = module.mode == "mean"
+        self.include_last_offset = bool(module.include_last_offset)
+
+    @staticmethod
+    def refusal(module: nn.Module) -> str:
+        """Why such a module follows the fallback rule; empty if it need not."""
+        if module.mode == "max":
+            return f'{type(module).__name__}(mode="max") is not linear in its weight'
+        return EmbeddingAdapter.refusal(module)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Pack indices, bags and weights of the entries.
+
+        Returns:
+            A tensor ``[bags, 3, K]``. An entry may stand anywhere along the first and last axis: these only say, by
+            their sizes, how many bags and how much room there is. What is left of the room has weight 0.
+        """
+        given = dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
+        index, offsets, weights = given["input"].detach(), given.get("offsets"), given.get("per_sample_weights")
+        if offsets is None:
+            bags = index.shape[0]
+            bag = torch.arange(bags, device=index.device)[:, None].expand_as(index).reshape(-1)
+            index = index.reshape(-1)
+            used = torch.ones_like(index, dtype=torch.bool)
+        else:
+            bags, bag, used = self._split_bags(index, offsets)
+        weight = self._weights(index, bag, bags, used, None if weights is None else weights.detach().reshape(-1))
+        packed = torch.stack([index.double(), bag.double(), weight])
+        room = -(-packed.shape[1] // bags) if bags else 0
+        return F.pad(packed, (0, bags * room - packed.shape[1])).reshape(3, bags, room).transpose(0, 1)
+
+    def _split_bags(self, index: Tensor, offsets: Tensor) -> tuple[int, Tensor, Tensor]:
+        """Number of bags, the bag of each entry, and whether it is in one at all."""
+        position = torch.arange(index.numel(), dtype=offsets.dtype, device=index.device)
+        starts = offsets[:-1] if self.include_last_offset else offsets
+        used = position < offsets[-1:] if self.include_last_offset else torch.ones_like(position, dtype=torch.bool)
+        # Empty bags begin where the next one does; the last of equal starts has the entries.
+        return starts.numel(), torch.searchsorted(starts.contiguous(), position, right=True) - 1, used
+
+    def _weights(self, index: Tensor, bag: Tensor, bags: int, used: Tensor, given: Tensor | None) -> Tensor:
+        if self.padding_idx is not None:
+            used = used & (index != self.padding_idx)
+        weight = used.double()
+        if self.mean:
+            sizes = weight.new_zeros(bags).index_add_(0, bag, weight)
+            weight = weight / sizes.clamp(min=1)[bag]
+        return weight if given is None else weight * given.double()
+
+    def is_unbatched(self, x: Tensor) -> bool:
+        return False
+
+    def row_count(self, x: Tensor) -> int:
+        return x.shape[0]
+
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        rows = g.reshape(-1, self.d_out)
+        if x is None:
+            return rows
+        _, bag, weight = self.entries(x)
+        filled = torch.zeros(len(rows), dtype=weight.dtype, device=x.device).index_add_(0, bag, weight.abs())
+        return rows.masked_fill((filled == 0)[:, None], 0)  # an empty bag, or one of padding, reaches no weight
+
+    def input_squares(self, x: Tensor) -> tuple[Tensor, int]:
+        index, bag, weight = self.entries(x)
+        column, sums = _sum_duplicates(bag * self.d_in + index, weight[:, None])
+        squares = weight.new_zeros(self.d_in).index_add_(0, column % self.d_in, sums[:, 0].square())
+        return squares, x.shape[0]
+
+    def indices(self, x: Tensor, examples: int) -> Tensor:
+        raise ValueError("bags hold different numbers of indices: use example_squares")
+
+    def entries(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        index, bag, weight = x.transpose(0, 1).reshape(3, -1)
+        return index.long(), bag.long(), weight
+
+    def _row_shape(self, x: Tensor) -> torch.Size:
+        return x.shape[:1]
+
+
+def _sum_duplicates(key: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the values of equal keys.
+
+    Shapes stay those of the input, so that the host need not know how many keys differ.
+
+    Args:
+        key: ``[M]``, int64.
+        values: ``[M, d]``.
+
+    Returns:
+        Keys ``[M]`` and sums ``[M, d]``: each key once, then zeros.
+    """
+    ordered, order = key.sort(stable=True)
+    new = torch.ones_like(ordered)
+    new[1:] = ordered[1:] != ordered[:-1]
+    place = new.cumsum(0) - 1
+    sums = torch.zeros_like(values).index_add_(0, place, values[order])
+    return torch.zeros_like(key).scatter_(0, place, ordered), sums

@@ -1,0 +1,73 @@
+"""Forms of a Kronecker factor: a dense matrix ``[(Γ,) n, n]``, or its diagonal ``[(Γ,) n]``.
+
+A factor is diagonal by nature when rows are one-hot (an embedding's A), and by decision beyond ``max_factor_dim``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from secondorder.curvature.layers import Adapter
+
+
+class Side(NamedTuple):
+    """Form of one factor of a layer.
+
+    Attributes:
+        n: Size.
+        lead: ``(Γ,)``, or ``()`` for a single block.
+        diagonal: Whether only the diagonal is kept.
+        by_nature: Whether the factor has nothing off its diagonal.
+    """
+
+    n: int
+    lead: tuple[int, ...]
+    diagonal: bool
+    by_nature: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the factor."""
+        return (*self.lead, self.n) if self.diagonal else (*self.lead, self.n, self.n)
+
+
+def sides(adapter: Adapter, max_dim: int | None) -> tuple[Side, Side]:
+    """Forms of A and G of a layer, neither being dense beyond ``max_dim``."""
+    lead = (adapter.groups,) if adapter.groups > 1 else ()
+
+    def side(n: int, by_nature: bool) -> Side:
+        return Side(n, lead, by_nature or (max_dim is not None and n > max_dim), by_nature)
+
+    return side(adapter.n_a, adapter.one_hot), side(adapter.n_g, False)
+
+
+def is_diagonal(factor: Tensor, adapter: Adapter) -> bool:
+    """Whether a factor of a layer is stored as its diagonal."""
+    return factor.dim() == 1 + (adapter.groups > 1)
+
+
+def mean_diagonal(factor: Tensor, diagonal: bool) -> Tensor:
+    """Mean eigenvalue ``tr X / n`` of a factor, ``[...]``."""
+    return factor.mean(-1) if diagonal else factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def as_dense(factor: Tensor, diagonal: bool) -> Tensor:
+    """The factor as a matrix ``[..., n, n]``."""
+    return torch.diag_embed(factor) if diagonal else factor
+
+
+def kron(a: Tensor, g: Tensor) -> Tensor:
+    """``G ⊗ A`` of matrices ``[(Γ,) n, n]``; block-diagonal over Γ."""
+    if a.dim() == 2:
+        return torch.kron(g.contiguous(), a.contiguous())
+    return torch.block_diag(*(torch.kron(g_i, a_i) for g_i, a_i in zip(g, a, strict=True)))  # type: ignore[no-any-return]
+
+
+def times(x: Tensor, factor: Tensor, *, left: bool) -> Tensor:
+    """``factor · x`` (left) or ``x · factor`` of matrices ``x [(Γ,) n_g, n_a]``, the factor dense or diagonal."""
+    if factor.dim() < x.dim():
+        return x * (factor[..., :, None] if left else factor[..., None, :])
+    return factor @ x if left else x @ factor

@@ -1,0 +1,137 @@
+r"""The local quadratic model of the loss: it sizes a step, judges one, and its failures move the damping.
+
+.. math::
+    q(\delta) = \nabla^\top \delta + \tfrac12\, \delta^\top (C + \lambda I)\, \delta, \qquad \delta = \sum_i x_i d_i
+
+Along one or two directions ``d_i`` the model is a quadratic in ``x [k]``. Its pieces are kept apart, so that damping
+and decay can be left out, or changed, without another product with C.
+
+Levenberg-Marquardt: with ``ρ = (L(θ+δ) − L(θ)) / (q(δ) − q(0))``, the change that happened over the change that was
+predicted, λ falls where the model is trustworthy (ρ > 3/4) and rises where it is not (ρ < 1/4). Martens & Grosse 2015
+(arXiv 1503.05671), sections 6.4 to 7.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: λ changes by this factor per step of the interval.
+DECAY = 0.95
+#: Ratios between which λ stays.
+LOWER, UPPER = 0.25, 0.75
+
+
+@dataclass(frozen=True)
+class QuadraticModel:
+    """The model along k directions ``d_i``, piece by piece; decay is that of the objective ``L + ½ Σ w θ²``.
+
+    Attributes:
+        gradient: ``⟨∇, d_i⟩ [k]``.
+        curvature: ``⟨d_i, C d_j⟩ [k, k]``.
+        damping: ``⟨d_i, λ d_j⟩ [k, k]``.
+        decay_gradient: ``⟨w θ, d_i⟩ [k]``.
+        decay: ``⟨d_i, w d_j⟩ [k, k]``.
+    """
+
+    gradient: Tensor
+    curvature: Tensor
+    damping: Tensor
+    decay_gradient: Tensor
+    decay: Tensor
+
+    def minimum(self, tolerance: float) -> Tensor:
+        """Coefficients ``x [k]`` of the lowest point of the damped model with decay, see :func:`minimise`."""
+        matrix = self.curvature + self.damping + self.decay
+        return minimise(matrix, self.gradient + self.decay_gradient, tolerance)
+
+    def change(self, x: Tensor, *, damped: bool) -> Tensor:
+        """``q(δ) − q(0)`` of the loss alone, without decay.
+
+        Args:
+            x: Coefficients ``[k]``.
+            damped: Whether ``½ λ ‖δ‖²`` counts.
+
+        Returns:
+            The predicted change, 0-dim.
+        """
+        matrix = self.curvature + self.damping if damped else self.curvature
+        return torch.dot(self.gradient, x) + 0.5 * torch.dot(x, matrix @ x)
+
+
+def minimise(matrix: Tensor, linear: Tensor, tolerance: float) -> Tensor:
+    """``x = −M⁻¹ c`` for one or two directions, without waiting for the device.
+
+    The second direction is dropped where M is close to singular (it adds nothing to the first) or not positive. Where
+    the first has no positive curvature either, the model cannot size it: then ``x = −1``, the step as it is.
+
+    Args:
+        matrix: M ``[k, k]``, k = 1 or 2.
+        linear: c ``[k]``.
+        tolerance: Smallest ``1 − cos²`` of the angle between two directions, in the metric M, that are solved for.
+
+    Returns:
+        x ``[k]``.
+    """
+    first = -linear[0] / matrix[0, 0]
+    usable = (matrix[0, 0] > 0) & torch.isfinite(matrix[0, 0]) & torch.isfinite(first)
+    first = torch.where(usable, first, -torch.ones_like(first))
+    if len(linear) == 1:
+        return first[None]
+    # In units of each direction's own length, so that a vanishing previous step is no reason to drop it.
+    length = matrix.diagonal().clamp(min=0).sqrt()
+    cosine, (c1, c2) = matrix[0, 1] / (length[0] * length[1]), (linear / length).unbind()
+    sine = 1 - cosine * cosine
+    both = torch.stack([cosine * c2 - c1, cosine * c1 - c2]) / (sine * length)
+    good = usable & (matrix[1, 1] > 0) & (sine > tolerance) & torch.isfinite(both).all()
+    return torch.where(good, both, torch.stack([first, torch.zeros_like(first)]))
+
+
+def reduction_ratio(actual: float, predicted: float) -> float:
+    """ρ: the change of the loss over the predicted one; NaN where nothing was predicted."""
+    return actual / predicted if predicted else math.nan
+
+
+def damping_factor(actual: float, predicted: float, interval: int) -> float:
+    """What the verdict on a step multiplies λ with.
+
+    Args:
+        actual: ``L(θ+δ) − L(θ)``.
+        predicted: ``q(δ) − q(0)``.
+        interval: T, steps between two verdicts.
+
+    Returns:
+        ``ω = 0.95^T`` where the model is trusted, or is too pessimistic (the loss fell against a predicted rise);
+        ``1/ω`` where it is not, or ρ is not finite; else 1.
+    """
+    omega, ratio = DECAY**interval, reduction_ratio(actual, predicted)
+    if not math.isfinite(ratio):
+        return 1 / omega
+    if ratio > UPPER or actual < 0 < predicted:
+        return omega
+    return 1 / omega if ratio < LOWER else 1.0
+
+
+def bounded(damping: float, factor: float, low: float, high: float) -> float:
+    """``factor·λ`` in ``[low, high]``, always finite."""
+    return min(max(damping * factor, low), high, sys.float_info.max)
+
+
+def is_rounding(loss: float, actual: float, predicted: float, epsilon: float) -> bool:
+    """Whether both changes are lost in the rounding of the loss, so that their ratio is noise.
+
+    Args:
+        loss: ``L(θ)``.
+        actual: Change of the loss.
+        predicted: Predicted change.
+        epsilon: Spacing of floating-point numbers at 1 in the precision of the loss.
+
+    Returns:
+        True if neither can be told from zero.
+    """
+    bound = 10 * epsilon * abs(loss)
+    return abs(actual) <= bound and abs(predicted) <= bound < math.inf

@@ -1,0 +1,421 @@
+"""Methods with Kronecker factors: how A and G of a layer are estimated and brought into their eigenbasis."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from secondorder import linalg, options
+from secondorder.adaptive import AdaptiveOptimizer
+from secondorder.curvature import factors, statistics
+from secondorder.curvature.block import Block
+from secondorder.curvature.kronecker import KroneckerSums, Sampler
+from secondorder.curvature.likelihood import Likelihood, resolve
+from secondorder.lifecycle import Group, State
+
+#: Matrices above this size are factorised one by one: a batch would only cost memory.
+_BATCH_LIMIT = 512
+#: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
+_RELATIVE, _ABSOLUTE = 10.0, 1e-3
+#: Intervals when none is given.
+INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
+#: Backward passes that the exact Fisher may take for one ``observe``.
+_MAX_COLUMNS = 1000
+_FISHERS = ("empirical", "mc", "exact", "curvature_prop", "forward_only")
+
+Found = tuple[tuple[Tensor, ...], Tensor]
+
+
+@dataclass(frozen=True)
+class FisherOptions:
+    """Which Fisher is estimated.
+
+    Attributes:
+        fisher: Its type.
+        fisher_samples: Vectors drawn per example.
+    """
+
+    fisher: str = "empirical"
+    fisher_samples: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        options.choice(*_FISHERS)("fisher", self.fisher)
+        options.whole(1)("fisher_samples", self.fisher_samples)
+        if self.fisher_samples > 1 and self.fisher not in ("mc", "curvature_prop"):
+            raise ValueError(f"fisher_samples={self.fisher_samples} needs fisher='mc' or 'curvature_prop'")
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether ``observe`` supplies the statistics."""
+        return self.fisher in ("mc", "exact", "curvature_prop")
+
+
+class FactoredOptimizer(AdaptiveOptimizer):
+    """Base of the methods with factors A and G per layer, and an eigenbasis of each."""
+
+    checks: ClassVar[dict[str, options.Check]] = {
+        "damping": options.number(0.0, low_open=True),
+        "damping_mode": options.choice("absolute", "relative"),
+        "factor_decay": options.number(0.0, 1.0),
+        "factor_update_steps": options.whole(1),
+        "inv_update_steps": options.whole(0),
+        "approx": options.choice("expand", "reduce"),
+        "loss_reduction": options.choice("mean", "sum"),
+        "loss_terms": options.number(0.0, low_open=True),
+        "kl_clip": options.number(0.0, low_open=True, optional=True),
+        "power": options.number(0.0, 1.0, low_open=True),
+        "max_factor_dim": options.optional_whole(1),
+        "weighting": options.choice("samples", "update"),
+        "burnin_steps": options.whole(0),
+        "decay_per_step": options.flag,
+        "factor_batch_size": options.optional_whole(1),
+        "factor_positions": options.optional_whole(1),
+        "weight_decay_in_curvature": options.flag,
+    }
+    kinds: ClassVar[dict[str, str]] = {
+        "factor_a": "factors",
+        "factor_g": "factors",
+        "factor_weight": "buffers",
+        "factor_updates": "buffers",
+        "refreshes": "buffers",
+        "basis_a": "second_order",
+        "basis_g": "second_order",
+        "eigenvalues_a": "second_order",
+        "eigenvalues_g": "second_order",
+    }
+    #: Whether `damping_mode` was left to the constructor.
+    _mode_by_default = False
+    _fisher = FisherOptions()
+    #: Calls of `observe` since the last step.
+    _observations = 0
+
+    def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Group options from the arguments of a constructor, with what is unset resolved."""
+        defaults = {name: given[name] for name in (*options.COMMON, *self.checks)}
+        for name, steps in INTERVALS.items():
+            defaults[name] = steps if defaults[name] is None else defaults[name]
+        self._mode_by_default = given["damping_mode"] is None  # before the base class adds the groups
+        defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
+        self._fisher = FisherOptions(given["fisher"], given["fisher_samples"])
+        return defaults
+
+    # ------------------------------------------------------------------ observation
+    def _hook(self) -> None:
+        super()._hook()
+        assert self._capture is not None
+        self._capture.observes = self._fisher.is_observed
+
+    def observe(
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        likelihood: str | Likelihood | Sequence[str | Likelihood],
+        targets: Tensor | None | Sequence[Tensor | None] = None,
+    ) -> None:
+        """Estimate the Fisher of the model's own predictions, for ``fisher`` other than ``"empirical"``.
+
+        To be called between the forward and ``loss.backward()``, for every micro-batch. It pulls vectors of the loss
+        curvature back to the layers in passes of its own, which leave ``.grad``, the graph and the random state of
+        the program as they were. Where the Fisher needs no such pass, or nothing is due, it does nothing.
+
+        Args:
+            outputs: What the model returned, logits ``[N, …]``; a sequence for a model with several heads.
+            likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (a summed squared error) or an object, such
+                as ``Categorical(class_dim=1)``; one per head.
+            targets: Only to find entries that the loss ignores; one per head.
+
+        Raises:
+            ValueError: If a likelihood is unknown, or the exact Fisher needs too many passes.
+            TypeError: If an argument is of a wrong kind.
+            RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
+        """
+        heads: list[Tensor] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        kinds, given = _one_each(likelihood, len(heads)), _one_each(targets, len(heads))
+        if not heads or not all(isinstance(head, Tensor) for head in heads):
+            raise TypeError("observe takes the output of the model, a tensor or a sequence of tensors")
+        if not len(heads) == len(kinds) == len(given):
+            raise ValueError(f"observe: {len(heads)} outputs, {len(kinds)} likelihoods and {len(given)} targets")
+        resolved = [resolve(kind) for kind in kinds]
+        capture = self._capture
+        if not self._fisher.is_observed or capture is None or capture.is_paused or not capture.due:
+            return
+        triples = list(zip(heads, resolved, given, strict=True))
+        detached = [(head.detach(), kind, target) for head, kind, target in triples]
+        vectors = self._exact_vectors(detached) if self._fisher.fisher == "exact" else self._drawn_vectors(detached)
+        capture.observe(heads, vectors, self._fisher.fisher_samples)
+        self._observations += 1
+
+    def _drawn_vectors(self, heads: Sequence[tuple[Tensor, Likelihood, Any]]) -> Iterator[list[Tensor]]:
+        """Random vectors whose second moment is the loss curvature of one example."""
+        generator = torch.Generator(heads[0][0].device).manual_seed(self.seed(-1 - self._observations))
+        for _ in range(self._fisher.fisher_samples):
+            drawn = []
+            for outputs, kind, target in heads:
+                draw = kind.sample if self._fisher.fisher == "mc" else kind.rademacher
+                drawn.append(_per_term(draw(outputs, target, generator), kind.terms(outputs, target)))
+            yield drawn
+
+    def _exact_vectors(self, heads: Sequence[tuple[Tensor, Likelihood, Any]]) -> Iterator[list[Tensor]]:
+        """Columns of a square root of the loss curvature, those of one head after those of another."""
+        counts = [kind.columns(outputs) for outputs, kind, _ in heads]
+        if sum(counts) > _MAX_COLUMNS:
+            raise ValueError(
+                f"fisher='exact' would take {sum(counts)} backward passes, more than {_MAX_COLUMNS}: use fisher='mc' "
+                "or 'curvature_prop', which take one"
+            )
+        for i, (outputs, kind, target) in enumerate(heads):
+            terms = kind.terms(outputs, target)
+            for column in range(counts[i]):
+                vectors = [torch.zeros_like(other) for other, *_ in heads]
+                vectors[i] = _per_term(kind.column(outputs, target, column), terms)
+                yield vectors
+
+    def _advance(self) -> None:
+        self._observations = 0
+        super()._advance()
+
+    # ------------------------------------------------------------------ state
+    def factor_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """Factors and their counters, as ``meta`` tensors and numbers."""
+        side_a, side_g = factors.sides(block.adapter, group["max_factor_dim"])
+        spec: State = {
+            "factor_a": self.zeros(block, side_a.shape),
+            "factor_g": self.zeros(block, side_g.shape),
+            "factor_weight": self.zeros(block, (), torch.float64),
+        }
+        spec["factor_updates"] = spec["refreshes"] = 0
+        return spec
+
+    def basis_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """Eigenbases and eigenvalues; a diagonal factor has no basis."""
+        spec: State = {}
+        for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
+            if not side.diagonal:
+                spec[f"basis_{name}"] = self.zeros(block, side.shape)
+            spec[f"eigenvalues_{name}"] = self.zeros(block, (*side.lead, side.n))
+        return spec
+
+    def zeros(self, block: Block, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """A ``meta`` tensor in the precision of a block's curvature."""
+        return torch.empty(tuple(shape), dtype=dtype or self._precision(block.owner), device="meta")
+
+    def is_diagonal(self, block: Block, side: str) -> bool:
+        """Whether a factor is kept as its diagonal."""
+        factor: Tensor = self.state[block.owner][f"factor_{side}"]
+        return factors.is_diagonal(factor, block.adapter)
+
+    def basis(self, block: Block, side: str) -> Tensor | None:
+        """Eigenvectors of a factor, None for the identity."""
+        basis: Tensor | None = self.state[block.owner].get(f"basis_{side}")
+        return basis
+
+    # ------------------------------------------------------------------ statistics
+    def new_sums(self, block: Block, group: Group) -> KroneckerSums:
+        """Empty sums of a block."""
+        state, sampler = self.state[block.owner], None
+        if group["factor_batch_size"] is not None or group["factor_positions"] is not None:
+            generator = torch.Generator().manual_seed(self.seed(block.index))
+            sampler = Sampler(group["factor_batch_size"], group["factor_positions"], generator)
+        constant_g = self._fisher.fisher == "forward_only"
+        return KroneckerSums(block.adapter, group["approx"], state["factor_a"], state["factor_g"], sampler, constant_g)
+
+    def seed(self, stream: int) -> int:
+        """Seed of a random choice in this step: the same after a resume, different in every step and stream."""
+        mixed = self._layer_options.deterministic_seed
+        for number in (self._t, stream):
+            mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)
+        return mixed
+
+    def gradient_scale(self, group: Group, examples: int) -> float:
+        """Factor from sums over captured gradients to means over per-example ones."""
+        if self._fisher.is_observed:  # vectors are of unit scale
+            return 1.0 / examples
+        return statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
+
+    def update_factors(self, block: Block, sums: KroneckerSums, examples: int, gate: Tensor | None) -> Tensor:
+        """Scale the sums per datum and fold them into the running factors; returns whether they were finite."""
+        group, state = block.group, self.state[block.owner]
+        totals = list(sums.finish())
+        scale_g = self.gradient_scale(group, examples)
+        if self._fisher.fisher == "forward_only":
+            totals[1], scale_g = _identity_like(totals[1], self.is_diagonal(block, "g")), 1.0
+        finite = statistics.all_finite(totals)
+        ok = finite if gate is None else finite & gate
+        running, weight = [state["factor_a"], state["factor_g"]], state["factor_weight"]
+        decay = self.decay(group, group["factor_decay"], state["factor_updates"], group["factor_update_steps"])
+        statistics.ratio_ema_(running, weight, totals, [1.0, scale_g], self.batch_weight(group, examples), decay, ok)
+        return finite
+
+    def decay(self, group: Group, decay: float, updates: int, interval: int) -> float:
+        """β of the coming update of a running estimate."""
+        if updates < group["burnin_steps"]:
+            return 1.0
+        return float(decay**interval) if group["decay_per_step"] else decay
+
+    def batch_weight(self, group: Group, examples: int) -> float:
+        """W of a batch in the running estimates."""
+        return float(examples) if group["weighting"] == "samples" else 1.0
+
+    # ------------------------------------------------------------------ damping
+    def damping_of(self, block: Block, mean_value: Tensor) -> Tensor:
+        """λ of a block whose mean eigenvalue is ``mean_value [...]``."""
+        group = block.group
+        damping = statistics.effective_damping(group["damping"], group["damping_mode"], mean_value)
+        if group["weight_decay_in_curvature"]:
+            damping = damping + group["weight_decay"]
+        return damping
+
+    def block_damping(self, block: Block) -> Tensor:
+        """λ of a block as the damping of its quadratic model."""
+        state, group = self.state[block.owner], block.group
+        means = [factors.mean_diagonal(state[f"factor_{side}"], self.is_diagonal(block, side)) for side in "ag"]
+        return statistics.effective_damping(group["damping"], group["damping_mode"], means[0] * means[1])
+
+    # ------------------------------------------------------------------ refresh
+    def refresh_bases(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Eigendecompose the factors of some blocks; one that fails keeps its last good result.
+
+        Returns:
+            ``ok [len(blocks)]``.
+        """
+        wanted = {(b, side): self.state[b.owner][f"factor_{side}"] for b in blocks for side in "ag"}
+        found = self.factorise(
+            wanted, lambda stack: pack(linalg.eigh_psd(stack, host_checks)), lambda diagonal: diagonal.clamp(min=0)
+        )
+        ok = joint_ok(found, blocks)
+        for block, good in zip(blocks, ok.unbind(), strict=True):
+            for side in "ag":
+                values, *vectors = found[block, side][0]
+                self.adopt(block, f"eigenvalues_{side}", values, good)
+                for basis in vectors:
+                    self.adopt(block, f"basis_{side}", basis, good)
+        return ok
+
+    def factorise(
+        self,
+        matrices: Mapping[tuple[Block, str], Tensor],
+        dense: Callable[[Tensor], Found],
+        flat: Callable[[Tensor], Tensor],
+    ) -> dict[tuple[Block, str], Found]:
+        """Factorise factors in batches, dense and diagonal ones each in their way."""
+        diagonal = {key: matrix for key, matrix in matrices.items() if self.is_diagonal(*key)}
+        rest = {key: matrix for key, matrix in matrices.items() if key not in diagonal}
+        found: dict[tuple[Block, str], Found] = dict(zip(rest, batched(list(rest.values()), dense), strict=True))
+        for key, matrix in diagonal.items():
+            result = flat(matrix)
+            found[key] = (result,), torch.isfinite(result).all()
+        return found
+
+    def adopt(self, block: Block, key: str, found: Tensor, good: Tensor) -> None:
+        """Take a result over if it is good."""
+        current: Tensor = self.state[block.owner][key]
+        current.copy_(torch.where(good, found.reshape(current.shape), current))
+
+    # ------------------------------------------------------------------ what it tells
+    def _coverage(self, p: Any) -> tuple[str, str, str]:
+        treatment, sizes, owner = super()._coverage(p)
+        block = self._block_of.get(p)
+        if block is None:
+            return treatment, sizes, owner
+        lead = f"{block.adapter.groups}×" if block.adapter.groups > 1 else ""
+        names = [
+            f"diagonal {n}" if self.is_diagonal(block, side) else str(n)
+            for side, n in zip("ag", (block.adapter.n_a, block.adapter.n_g), strict=True)
+        ]
+        return treatment, lead + ", ".join(names), owner
+
+    # ------------------------------------------------------------------ groups and copies
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see the base class.
+
+        Raises:
+            ValueError: If options of the group exclude each other.
+        """
+        if isinstance(param_group, dict):
+            param_group = dict(param_group)
+            for name in ("damping", "damping_mode", *INTERVALS):
+                if name in param_group and param_group[name] is None:
+                    del param_group[name]
+            if self._mode_by_default and "damping" in param_group:
+                # A number given as damping is λ itself unless a mode is given with it.
+                param_group.setdefault("damping_mode", "absolute")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies keep."""
+        return {**super().__getstate__(), "_mode_by_default": self._mode_by_default, "_fisher": self._fisher}
+
+    def _warn_intervals(self) -> None:
+        for i, group in enumerate(self.param_groups):
+            refresh, update = group["inv_update_steps"], group["factor_update_steps"]
+            if refresh % update:
+                warnings.warn(
+                    f"group {i}: inv_update_steps={refresh} is not a multiple of factor_update_steps={update}: some "
+                    "refreshes will use factors that are a few steps old",
+                    stacklevel=3,
+                )
+
+
+def warms_up(given: Mapping[str, Any]) -> bool:
+    """Whether refreshes are frequent at first: as asked for, else unless an interval was given."""
+    asked = given["refresh_warmup"]
+    return all(given[name] is None for name in INTERVALS) if asked is None else asked
+
+
+def joint_ok(found: Mapping[tuple[Block, str], Found], blocks: Sequence[Block]) -> Tensor:
+    """``[len(blocks)]``: whether both factors of a block came out well."""
+    return torch.stack([found[block, "a"][1] & found[block, "g"][1] for block in blocks])
+
+
+def pack(results: tuple[Tensor, ...]) -> Found:
+    """Results and their flag apart."""
+    return results[:-1], results[-1]
+
+
+def batched(matrices: Sequence[Tensor], factorise: Callable[[Tensor], Found]) -> list[Found]:
+    """Factorise matrices ``[(Γ,) n, n]`` in stacks of one size; results in the given order, ``ok`` 0-dim."""
+    results: list[Found | None] = [None] * len(matrices)
+    for stack in _stacks(matrices):
+        parts = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in stack]
+        tensors, ok = factorise(parts[0] if len(parts) == 1 else torch.cat(parts))
+        start = 0
+        for i, part in zip(stack, parts, strict=True):
+            stop = start + len(part)
+            results[i] = tuple(t[start:stop] for t in tensors), ok[start:stop].all()
+            start = stop
+    return [r for r in results if r is not None]
+
+
+def _stacks(matrices: Sequence[Tensor]) -> Iterable[list[int]]:
+    sizes: dict[Any, list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        n = matrix.shape[-1]
+        key: Any = (n, matrix.dtype, matrix.device) if n <= _BATCH_LIMIT else i
+        sizes.setdefault(key, []).append(i)
+    return sizes.values()
+
+
+def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:
+    if damping is None:
+        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
+    return damping, "absolute" if mode is None else mode
+
+
+def _one_each(given: Any, heads: int) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given] * heads
+
+
+def _per_term(vector: Tensor, terms: float | Tensor) -> Tensor:
+    """A vector of unit scale as that of a mean over so many terms."""
+    return vector / torch.as_tensor(terms, dtype=torch.float32, device=vector.device).sqrt().to(vector.dtype)
+
+
+def _identity_like(factor: Tensor, diagonal: bool) -> Tensor:
+    if diagonal:
+        return torch.ones_like(factor)
+    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)

@@ -1,0 +1,628 @@
+r"""EK-FAC: eigenvalue-corrected Kronecker factorisation.
+
+K-FAC's factors give bases ``Q_A`` and ``Q_G``. K-FAC takes the products of their eigenvalues for the curvature along
+each pair of eigenvectors; EK-FAC measures it there, as the second moment of per-example gradients:
+
+.. math::
+    s = \tfrac1N \sum_n (Q_G^\top \nabla_n Q_A)^{\circ 2}, \qquad
+    V = Q_G \left[ (Q_G^\top \nabla Q_A) \oslash (s + \lambda)^p \right] Q_A^\top .
+
+Of all curvatures that are diagonal in that basis this one is the closest to the exact block, and it has its trace.
+
+=======================  =======================================================
+``damping``              λ
+``power``                p: 1 is the natural gradient, 1/2 whitens as Adam does
+``scale_decay``          β of s, weight of the old
+``momentum``             with ``momentum_mode="pre"``: β₁ of the gradient's mean
+=======================  =======================================================
+
+With ``estimator="running"``, ``power=0.5`` and ``momentum_mode="pre"`` it is Adam in the eigenbasis of the Fisher,
+where SOAP (Vyas et al. 2024, arXiv 2409.11321) is Adam in that of gradient products::
+
+    m ← β₁ m + (1 − β₁) ∇        v ← β v + (1 − β)(Q_Gᵀ ∇ Q_A)²        V = Q_G [(Q_Gᵀ m̂ Q_A) ⊘ (√v̂ + ε)] Q_Aᵀ
+
+George et al. 2018 (arXiv 1806.03884); positions of an example: Eschenhagen et al. 2023 (2311.00636).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from secondorder import linalg, options
+from secondorder.capturing import LayerOptions
+from secondorder.comm import CommStrategy
+from secondorder.curvature import scale, statistics
+from secondorder.curvature.block import Block, SkipRule
+from secondorder.curvature.capture import Captured, Statistic
+from secondorder.curvature.eigensums import EigenSums, ScaleSums
+from secondorder.curvature.likelihood import Likelihood
+from secondorder.factored import FactoredOptimizer, Found, batched, joint_ok, pack, warms_up
+from secondorder.lifecycle import Group, State
+from secondorder.optimizer import Directions
+from secondorder.trial import Adaptation
+
+#: Part of a factor off the diagonal of its basis above which the next QR refresh takes another sweep.
+_FAR_FROM_DIAGONAL = 0.1
+
+
+class EKFAC(FactoredOptimizer):
+    """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
+
+    Args:
+        params: A module, or what ``torch.optim`` takes together with ``module``.
+        lr: Learning rate η, a number or a tensor of one element.
+        momentum: Momentum, see ``momentum_mode``.
+        module: Module to hook when ``params`` is not one.
+        comm: Communication strategy; None means one process.
+        damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
+            times the mean eigenvalue of each block, which is safe whatever the scale of the loss.
+        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block. Unset: absolute when
+            ``damping`` is given.
+        factor_decay: β, weight of the old factors in the running mean.
+        factor_update_steps: F, steps between updates of the factors. Unset: 10.
+        inv_update_steps: K, steps between refreshes; 0 turns preconditioning off. Unset: 100.
+        stagger: Spread the refreshes of the blocks over the interval.
+        refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it: the
+            curvature of a fresh network changes a thousandfold in its first hundred steps. Unset: on unless an interval
+            is given, which is then kept to exactly.
+        estimator: Of the scale: ``"intra"`` squares per-example gradients; ``"running"`` squares the mean gradient, at
+            no cost, with a bias that grows with the batch.
+        scale_decay: β of the scale. Unset: ``factor_decay``.
+        scale_update_steps: Steps between updates of the scale.
+        scale_batch_size: Examples of each micro-batch, drawn at random, that enter the scale; unset: all.
+        token_is_example: Take each position of linear layers and embeddings for an example of its own.
+        transport: How the scale follows a new basis: ``"project"`` keeps the operator, ``"kfac"`` starts again from
+            products of eigenvalues, ``"recompute"`` from the batch of the step, ``"none"`` keeps it by index.
+        basis_update: ``"eigh"``, or ``"qr"``: orthogonal iteration from the last basis.
+        full_every: With ``"qr"``, refreshes between two by eigh.
+        approx: Of the bases: ``"expand"`` treats shared positions as independent, ``"reduce"`` averages inputs and sums
+            gradients. The scale is exact for both.
+        fisher: ``"empirical"`` from the gradients of the loss; ``"mc"`` from targets drawn from the model,
+            ``"curvature_prop"`` from random signs, ``"exact"`` with every column of the loss curvature, all three by
+            :meth:`observe`; it must be the same for bases and scale, and ``"forward_only"`` has none.
+        fisher_samples: Draws per example of ``"mc"`` and ``"curvature_prop"``.
+        loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
+        loss_terms: Outputs that the loss of an example is a mean over (squared error, binary cross-entropy). Leave it
+            at 1 for a mean over tokens, which is the loss of the example itself.
+        batch_dim: Dimension of the model's first input that counts examples.
+        skip_layers: Names, patterns, types or modules to leave out, with all below them.
+        norm_curvature: Blocks of normalisation layers: ``"unit"``, scale and shift of a unit together, or
+            ``"diagonal"``.
+        tied: Which use of a weight tied between an embedding and a head has the block, ``"embedding"`` or ``"head"``;
+            unset: neither, it follows the fallback.
+        max_factor_dim: Factors beyond this size are kept as their diagonal; None for no bound.
+        weighting: Weight of a batch in the running means, its ``"samples"`` or 1 per ``"update"``.
+        burnin_steps: First updates of the running means that all weigh the same (β = 1).
+        decay_per_step: Raise β to the power of the interval, so that it is a decay per step.
+        factor_batch_size: Examples of each micro-batch, drawn at random, that enter the factors; unset: all.
+        factor_positions: Positions of each example (pixels, tokens), drawn at random, that do; unset: all.
+        weight_decay_in_curvature: Count ``weight_decay`` as curvature: λ grows by it.
+        power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens.
+        kl_clip: κ, bound on the step in the Fisher metric; None disables.
+        adaptive_damping: Move λ every ``damping_interval`` steps by how well the quadratic model predicted the change
+            of the loss; needs ``step(closure)``, and calls the closure once more on those steps.
+        damping_interval: T, steps between two changes of λ.
+        min_damping: Floor of an adapted λ.
+        max_damping: Ceiling of an adapted λ.
+        include_damping_in_model: Judge the model with ``½ λ ‖δ‖²`` in it.
+        reject_steps: Undo a step that raised the loss or made it non-finite, and raise λ; calls the closure once more
+            on every step.
+        quadratic_model: Take rate and momentum of each step from the quadratic model; ``lr`` then multiplies its step,
+            so that 1.0 is the pure one, and momentum 0 leaves the previous step out.
+        likelihood: What the loss is to the outputs, ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or an object:
+            with a closure that returns ``(loss, outputs)`` the model is then exact.
+        calibrate_damping: Try damping from a thousandth to a thousandfold of ``damping`` at the first refresh, and keep
+            the best.
+        momentum_mode: ``"post"``, heavy-ball momentum on the preconditioned gradient, or ``"pre"``: the running mean of
+            gradients is preconditioned. With ``estimator="running"`` the scale is then that of the mean gradient, so
+            that with ``power=0.5`` steps are as long as Adam's, with ``fallback_eps`` for ε.
+        nesterov: Nesterov momentum.
+        weight_decay: Weight decay.
+        decoupled_weight_decay: Apply decay to the parameter instead of the direction.
+        maximize: Maximize the objective.
+        foreach: As in ``torch.optim``.
+        fallback: Rule of parameters without a block, ``"sgd"`` or ``"adamw"``; unset follows ``graft``, else SGD.
+        fallback_lr: Learning rate of the AdamW fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
+            grafting, else 1e-3.
+        fallback_betas: Its β₁ and β₂.
+        fallback_eps: Its ε.
+        inner: Rule that takes the preconditioned gradient, ``"sgd"`` or ``"adamw"``.
+        graft: ``"sgd"`` or ``"adam"``: each block takes the step size of that rule, so that its schedule carries over.
+        clip_norm: Bound on the norm of the direction over all blocks.
+        clip_value: Bound on each entry of the direction.
+        grad_scaler: ``torch.amp.GradScaler`` of float16 training.
+        checkpoint_curvature: What ``state_dict`` holds: ``"all"``, ``"factors"`` (inverses are recomputed at load) or
+            ``"none"`` (estimated anew).
+        max_failures: Failed refreshes of a layer in a row before an error.
+        deterministic_seed: Seed of every random choice.
+
+    Raises:
+        ValueError: For a value out of range, a pattern that matches nothing, options that exclude each other, or
+            without a module.
+        TypeError: For a value of a wrong kind.
+        NotImplementedError: In a process group of more than one rank.
+
+    Example:
+        >>> import torch, secondorder
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = secondorder.EKFAC(model, lr=0.1)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    checks: ClassVar[dict[str, options.Check]] = {
+        **FactoredOptimizer.checks,
+        "estimator": options.choice("intra", "running"),
+        "scale_decay": options.number(0.0, 1.0, optional=True),
+        "scale_update_steps": options.whole(1),
+        "scale_batch_size": options.optional_whole(1),
+        "token_is_example": options.flag,
+        "transport": options.choice("project", "kfac", "none", "recompute"),
+        "basis_update": options.choice("eigh", "qr"),
+        "full_every": options.whole(1),
+        "momentum_mode": options.choice("post", "pre"),
+    }
+    kinds: ClassVar[dict[str, str]] = {
+        **FactoredOptimizer.kinds,
+        "scale": "scale",
+        "scale_weight": "buffers",
+        "scale_updates": "buffers",
+        "off_diagonal": "buffers",
+        "gradient_momentum": "momentum",
+    }
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.9,
+        *,
+        module: nn.Module | None = None,
+        comm: CommStrategy | None = None,
+        damping: float | None = None,
+        damping_mode: str | None = None,
+        factor_decay: float = 0.95,
+        factor_update_steps: int | None = None,
+        inv_update_steps: int | None = None,
+        stagger: bool = False,
+        refresh_warmup: bool | None = None,
+        estimator: str = "intra",
+        scale_decay: float | None = None,
+        scale_update_steps: int = 1,
+        scale_batch_size: int | None = None,
+        token_is_example: bool = False,
+        transport: str = "project",
+        basis_update: str = "eigh",
+        full_every: int = 20,
+        approx: str = "expand",
+        fisher: str = "empirical",
+        fisher_samples: int = 1,
+        loss_reduction: str = "mean",
+        loss_terms: float = 1,
+        batch_dim: int = 0,
+        skip_layers: Sequence[SkipRule] | SkipRule = (),
+        norm_curvature: str = "unit",
+        tied: str | None = None,
+        max_factor_dim: int | None = 8192,
+        weighting: str = "samples",
+        burnin_steps: int = 0,
+        decay_per_step: bool = False,
+        factor_batch_size: int | None = None,
+        factor_positions: int | None = None,
+        weight_decay_in_curvature: bool = False,
+        power: float = 1.0,
+        kl_clip: float | None = 1e-3,
+        adaptive_damping: bool = False,
+        damping_interval: int = 5,
+        min_damping: float = 1e-8,
+        max_damping: float = math.inf,
+        include_damping_in_model: bool = False,
+        reject_steps: bool = False,
+        quadratic_model: bool = False,
+        likelihood: str | Likelihood | None = None,
+        calibrate_damping: bool = False,
+        momentum_mode: str = "post",
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fallback: str | None = None,
+        fallback_lr: float | None = None,
+        fallback_betas: tuple[float, float] = (0.9, 0.999),
+        fallback_eps: float = 1e-8,
+        inner: str = "sgd",
+        graft: str | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        grad_scaler: Any = None,
+        checkpoint_curvature: str = "all",
+        max_failures: int = 10,
+        deterministic_seed: int = 0,
+    ) -> None:
+        given = locals()
+        layer_options = LayerOptions(
+            skip_layers, stagger, warms_up(given), max_failures, tied, norm_curvature, batch_dim, deterministic_seed
+        )
+        self._begin_adaptation(
+            Adaptation(
+                adaptive_damping, damping_interval, min_damping, max_damping, include_damping_in_model, reject_steps,
+                quadratic_model, likelihood, calibrate_damping,
+            )
+        )  # fmt: skip
+        self._begin_eigen()
+        super().__init__(
+            params,
+            self._default_options(given),
+            module=module,
+            comm=comm,
+            layer_options=layer_options,
+            grad_scaler=grad_scaler,
+        )
+        self._warn_intervals()
+
+    def _begin_eigen(self) -> None:
+        #: Examples of this step by block, where `estimator="running"` needs their number.
+        self._step_examples: dict[Block, int] = {}
+        #: What was captured in this step, where the scale is to be measured in the basis that it finds.
+        self._late: dict[Block, tuple[EigenSums, int]] = {}
+        self._rotated: dict[Block, Tensor] = {}
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        super()._restore(kept)
+        self._begin_eigen()
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        fisher, running = self._fisher.fisher, group["estimator"] == "running"
+        if fisher == "forward_only":
+            raise ValueError("fisher='forward_only' measures no gradients, of which EKFAC's scale is made: use KFAC")
+        if running and fisher != "empirical":
+            raise ValueError(
+                f"estimator='running' squares the gradient of the loss, which is no sample of fisher={fisher!r}: use "
+                "estimator='intra'"
+            )
+        if group["momentum_mode"] == "pre":
+            clashes = {
+                f"graft={group['graft']!r}": group["graft"] is not None,
+                "nesterov=True": group["nesterov"],
+                "inner='adamw'": group["inner"] == "adamw",
+                "quadratic_model=True": self._adaptation.quadratic_model,
+                f"momentum={group['momentum']}": group["momentum"] >= 1,
+            }
+            found = [name for name, clash in clashes.items() if clash]
+            if found:
+                raise ValueError(f"momentum_mode='pre' excludes {', '.join(found)}")
+
+    # ------------------------------------------------------------------ state
+    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """Factors, bases, scale and counters."""
+        adapter = block.adapter
+        lead = (adapter.groups,) if adapter.groups > 1 else ()
+        spec = self.factor_spec(block, group) | self.basis_spec(block, group)
+        spec |= {
+            "scale": self.zeros(block, (*lead, adapter.n_g, adapter.n_a)),
+            "scale_weight": self.zeros(block, (), torch.float64),
+            "scale_updates": 0,
+        }
+        if group["basis_update"] == "qr":
+            spec["off_diagonal"] = self.zeros(block, (2,))
+        return spec
+
+    def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
+        found = super()._curvature_state(p, group)
+        block = self._block_of.get(p)
+        if block is not None and group["momentum_mode"] == "pre":
+            found = found | {"gradient_momentum": torch.empty(p.shape, dtype=self._precision(p), device="meta")}
+        return found
+
+    def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
+        if self._covers(p) and self._options(p)["momentum_mode"] == "pre":
+            return ()
+        return super()._rule_keys(p, group)
+
+    # ------------------------------------------------------------------ stages 1 to 4: statistics
+    def _capture_is_due(self, block: Block) -> bool:
+        group = block.group
+        if group["inv_update_steps"] == 0:
+            return False
+        if super()._capture_is_due(block) or self._scale_is_due(block):
+            return group["estimator"] == "intra" or self._factors_are_due(block) or self._counts(block)
+        return False
+
+    def _factors_are_due(self, block: Block) -> bool:
+        return super()._capture_is_due(block)
+
+    def _scale_is_due(self, block: Block) -> bool:
+        steps: int = block.group["scale_update_steps"]
+        return self._t % steps == 0
+
+    def _counts(self, block: Block) -> bool:
+        """Whether this block counts the examples of a step for all that need their number: the first one does."""
+        return not _like_adam(block.group) and block is next(b for b in self._blocks if b.group is block.group)
+
+    def new_statistic(self, block: Block, group: Group) -> EigenSums:
+        """Empty sums of what is due."""
+        factors = self.new_sums(block, group) if self._factors_are_due(block) else None
+        scales, late = None, False
+        if group["estimator"] == "intra":
+            ready = self.state[block.owner]["refreshes"] > 0
+            late = group["transport"] == "recompute" and self._refresh_comes(block)
+            scales = self._new_scales(block) if ready and self._scale_is_due(block) and not late else None
+        return EigenSums(factors, scales, late)
+
+    def _refresh_comes(self, block: Block) -> bool:
+        """Whether this step will refresh the basis of a block, its factors being captured."""
+        return self.state[block.owner]["refreshes"] == 0 or self._refresh_is_due(block)
+
+    def _new_scales(self, block: Block) -> ScaleSums:
+        group, generator = block.group, None
+        if group["scale_batch_size"] is not None:
+            generator = torch.Generator().manual_seed(self.seed(len(self._blocks) + block.index))
+        bases = self.basis(block, "a"), self.basis(block, "g")
+        like = self.state[block.owner]["scale"]
+        return ScaleSums(block.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
+
+    def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
+        self._step_examples = {self._blocks[i]: count for i, count in statistics.examples.items()}
+        self._late.clear()
+        super()._learn(statistics, gradients, gate)
+
+    def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
+        """Fold what was captured into the running factors and, in the basis of now, into the scale."""
+        sums = cast(EigenSums, statistic)
+        finite = torch.ones((), dtype=torch.bool, device=block.owner.device)
+        if sums.factors is not None:
+            finite = self.update_factors(block, sums.factors, examples, gate)
+        if sums.calls:
+            self._late[block] = sums, examples
+        if sums.scales is not None:
+            measured = statistics.all_finite([sums.scales.total])
+            self._fold_scale(block, sums.scales, examples, measured if gate is None else measured & gate)
+            finite = finite & measured
+        return finite
+
+    def count_update(self, block: Block, statistic: Statistic) -> None:
+        """Count a statistic that was folded in."""
+        sums, state = cast(EigenSums, statistic), self.state[block.owner]
+        state["factor_updates"] += sums.factors is not None
+        state["scale_updates"] += sums.scales is not None
+
+    def _fold_scale(self, block: Block, sums: ScaleSums, examples: int, ok: Tensor) -> None:
+        group = block.group
+        factor = self.gradient_scale(group, examples)
+        if not self._fisher.is_observed:
+            tokens = sums.tokens_per_example
+            factor *= tokens if group["loss_reduction"] == "mean" else 1.0 / tokens
+        self._fold(block, sums.total, factor, self.batch_weight(group, examples), ok)
+
+    def _fold(self, block: Block, total: Tensor, factor: float, weight: float, ok: Tensor) -> None:
+        group, state = block.group, self.state[block.owner]
+        own = group["scale_decay"]
+        decay = self.decay(
+            group, group["factor_decay"] if own is None else own, state["scale_updates"], group["scale_update_steps"]
+        )
+        statistics.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, decay, ok)
+
+    # ------------------------------------------------------------------ refresh
+    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Bring the bases of some blocks up to date, and their scales into the new bases."""
+        found = self._new_bases(blocks, host_checks)
+        ok = joint_ok(found, blocks)
+        for block, good in zip(blocks, ok.unbind(), strict=True):
+            state = self.state[block.owner]
+            values = {side: found[block, side][0][0] for side in "ag"}
+            shape = [_shape(state[f"eigenvalues_{side}"]) for side in "ag"]
+            product = values["g"].reshape(shape[1])[..., :, None] * values["a"].reshape(shape[0])[..., None, :]
+            if state["refreshes"] == 0 and state["scale_updates"] == 0:
+                # A placeholder of weight 0: nothing of it survives the first measurement.
+                self.adopt(block, "scale", product, good)
+            else:
+                self._carry_over(block, found, product, good)
+            for side in "ag":
+                for key, tensor in zip((f"eigenvalues_{side}", f"basis_{side}"), found[block, side][0], strict=False):
+                    self.adopt(block, key, tensor, good)
+        for block, (sums, examples) in self._late.items():
+            if block in blocks:
+                self._measure_late(block, sums, examples, ok[blocks.index(block)])
+        return ok
+
+    def _carry_over(
+        self, block: Block, found: Mapping[tuple[Block, str], Found], product: Tensor, good: Tensor
+    ) -> None:
+        """Bring the scale from the old bases into those that were found."""
+        state, mode = self.state[block.owner], block.group["transport"]
+        if mode == "kfac":
+            self.adopt(block, "scale", product, good)
+            self.adopt(block, "scale_weight", self._weight_of_one(block), good)
+            return
+        if mode == "none":
+            moved = state["scale"]
+            for side, axis in (("a", -1), ("g", -2)):
+                for order in found[block, side][0][2:3]:  # the columns that a QR refresh sorted
+                    index = order.reshape(_shape(state[f"eigenvalues_{side}"]))
+                    index = index[..., None, :] if axis == -1 else index[..., :, None]
+                    moved = moved.gather(axis, index.expand_as(moved))
+        else:
+            overlaps = []
+            for side in "ag":
+                old, new = self.basis(block, side), found[block, side][0][1:2]
+                overlaps.append(scale.overlap(old, new[0].reshape(old.shape)) if old is not None and new else None)
+            moved = scale.transport(state["scale"], *overlaps)
+        self.adopt(block, "scale", moved, good)
+
+    def _weight_of_one(self, block: Block) -> Tensor:
+        """Weight of a single update in the running mean, from that of all."""
+        state, group = self.state[block.owner], block.group
+        decay, updates = group["scale_decay"], state["scale_updates"]
+        decay = group["factor_decay"] if decay is None else decay
+        share = 1 / max(updates, 1) if decay == 1 else (1 - decay) / (1 - decay ** max(updates, 1))
+        weight: Tensor = state["scale_weight"] * share
+        return weight
+
+    def _measure_late(self, block: Block, sums: EigenSums, examples: int, good: Tensor) -> None:
+        """Measure the scale of this step's batch alone, in the basis just found (``transport="recompute"``)."""
+        scales, state = self._new_scales(block), self.state[block.owner]
+        for calls, count in sums.calls:
+            scales.add(calls, count)
+        ok = good & statistics.all_finite([scales.total])
+        state["scale_weight"].mul_(~ok)
+        self._fold_scale(block, scales, examples, ok)
+        state["scale_updates"] += 1
+
+    def _new_bases(self, blocks: Sequence[Block], host_checks: bool) -> dict[tuple[Block, str], Found]:
+        """Eigenvalues and bases by block and side; a third tensor is the order of columns that a QR refresh made."""
+
+        def decompose(chosen: Sequence[Block]) -> dict[tuple[Block, str], Found]:
+            wanted = {(b, side): self.state[b.owner][f"factor_{side}"] for b in chosen for side in "ag"}
+            return self.factorise(
+                wanted, lambda stack: pack(linalg.eigh_psd(stack, host_checks)), lambda diagonal: diagonal.clamp(min=0)
+            )
+
+        warm = [b for b in blocks if self._is_warm(b)]
+        found = decompose([b for b in blocks if b not in warm])
+        if warm:
+            iterated = self._iterate(warm)
+            if host_checks:  # a basis that lost its orthogonality starts anew
+                lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
+                iterated.update(decompose(lost))
+            found.update(iterated)
+        return found
+
+    def _is_warm(self, block: Block) -> bool:
+        refreshes = self.state[block.owner]["refreshes"]
+        return bool(
+            block.group["basis_update"] == "qr" and refreshes > 0 and refreshes % block.group["full_every"] != 0
+        )
+
+    def _iterate(self, blocks: Sequence[Block]) -> dict[tuple[Block, str], Found]:
+        """Orthogonal iteration from the bases of now; a second sweep where the last one did not get close enough."""
+        found: dict[tuple[Block, str], Found] = {}
+        far = torch.stack([self.state[b.owner]["off_diagonal"] for b in blocks]).cpu() > _FAR_FROM_DIAGONAL
+        jobs: dict[int, list[tuple[Block, str]]] = {}
+        for block, row in zip(blocks, far.tolist(), strict=True):
+            for side, is_far in zip("ag", row, strict=True):
+                factor = self.state[block.owner][f"factor_{side}"]
+                if self.is_diagonal(block, side):
+                    found[block, side] = (factor.clamp(min=0),), torch.isfinite(factor).all()
+                else:
+                    jobs.setdefault(2 if is_far else 1, []).append((block, side))
+        for sweeps, members in jobs.items():
+            pairs = [
+                torch.cat([self.state[b.owner][f"factor_{side}"], self.state[b.owner][f"basis_{side}"]], -2)
+                for b, side in members
+            ]
+            results = batched(pairs, lambda stack, sweeps=sweeps: _sweep(stack, sweeps))  # type: ignore[misc]
+            for (block, side), ((values, basis, order, off), ok) in zip(members, results, strict=True):
+                found[block, side] = (values, basis, order), ok
+                self.state[block.owner]["off_diagonal"]["ag".index(side)] = off.max()
+        return found
+
+    # ------------------------------------------------------------------ stage 5: directions
+    def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
+        self._rotated.clear()
+        for block in self._blocks:
+            if block.group["estimator"] == "running" and self._active(block, gradients) and self._scale_is_due(block):
+                self._measure_running(block, gradients, gate)
+        return super()._precondition(gradients, gate)
+
+    def _measure_running(self, block: Block, gradients: Directions, gate: Tensor | None) -> None:
+        """Fold the squared gradient into the scale: no per-example work at all."""
+        group, state = block.group, self.state[block.owner]
+        examples = 1.0 if _like_adam(group) else self._examples_of(block)
+        if examples == 0:
+            return
+        with linalg.full_precision(block.owner.device):
+            self._workspace.reset()
+            matrix = block.matrix([gradients[p].to(self._precision(p)) for p in block.params], self._workspace)
+            rotated = scale.rotate(matrix, self.basis(block, "a"), self.basis(block, "g"), self._workspace).clone()
+        ok = statistics.all_finite([rotated])
+        if group["loss_reduction"] == "sum":
+            examples = 1 / examples
+        squares = scale.scale_running(rotated, examples * (group["loss_terms"] if not _like_adam(group) else 1.0))
+        weight = 1.0 if _like_adam(group) else self.batch_weight(group, max(int(examples), 1))
+        self._fold(block, squares, 1.0, weight, ok if gate is None else ok & gate)
+        state["scale_updates"] += 1
+        if group["graft"] != "adam" and group["momentum_mode"] == "post":
+            self._rotated[block] = rotated
+
+    def _examples_of(self, block: Block) -> float:
+        counted = [n for b, n in self._step_examples.items() if b.group is block.group]
+        return float(max(counted, default=0))
+
+    def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
+        """What to precondition; with ``momentum_mode="pre"`` the bias-corrected running mean of gradients."""
+        source = super()._sources(blocks, gradients, gate)
+        for block in blocks:
+            if block.group["momentum_mode"] != "pre":
+                continue
+            for p in block.params:
+                beta, mean = self._group[p]["momentum"], self.state[p]["gradient_momentum"]
+                gradient = gradients[p].to(mean.dtype)
+                mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
+                source[p] = mean / (1 - beta ** self._steps_of(p))
+        return source
+
+    def precondition(self, block: Block, gradient: Tensor) -> Tensor:
+        """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``."""
+        group, s = block.group, self.state[block.owner]["scale"]
+        rotated = self._rotated.get(block)
+        like_adam = _like_adam(group) and group["power"] == 0.5
+        mean = s.mean((-2, -1))
+        damping = torch.full_like(mean, group["fallback_eps"]) if like_adam else self.damping_of(block, mean)
+        return scale.precondition(
+            gradient if rotated is None else rotated,
+            self.basis(block, "a"),
+            self.basis(block, "g"),
+            s,
+            damping,
+            group["power"],
+            self._workspace,
+            damp_root=like_adam,
+            is_rotated=rotated is not None,
+        )
+
+    def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
+        if preconditioned and self._options(p)["momentum_mode"] == "pre":
+            return "plain"
+        return super()._rule(p, group, preconditioned)
+
+    # ------------------------------------------------------------------ what it tells
+    def block_curvature(self, block: Block) -> Tensor:
+        """``(Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ``; block-diagonal over the groups of a grouped convolution."""
+        found = scale.dense(self.state[block.owner]["scale"], self.basis(block, "a"), self.basis(block, "g"))
+        if block.adapter.groups > 1:
+            found = cast(Tensor, torch.block_diag(*found))
+        return block.adapter.natural_order(found)
+
+    def block_damping(self, block: Block) -> Tensor:
+        """λ of a block as the damping of its quadratic model."""
+        mean, group = self.state[block.owner]["scale"].mean((-2, -1)), block.group
+        return statistics.effective_damping(group["damping"], group["damping_mode"], mean)
+
+    def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
+        """``Q_G ((Q_Gᵀ X Q_A) ∘ s) Q_Aᵀ`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
+        bases = self.basis(block, "a"), self.basis(block, "g")
+        return scale.rotate_back(scale.rotate(matrix, *bases) * self.state[block.owner]["scale"], *bases)
+
+
+def _like_adam(group: Mapping[str, Any]) -> bool:
+    """Whether the scale is that of the mean gradient, whose steps have Adam's size whatever the batch."""
+    return bool(group["estimator"] == "running" and group["momentum_mode"] == "pre")
+
+
+def _shape(x: Tensor) -> torch.Size:
+    return x.shape
+
+
+def _sweep(pairs: Tensor, sweeps: int) -> Found:
+    """Factor over basis ``[k, 2n, n]`` to eigenvalues, basis, order of columns, what is off the diagonal, and ok."""
+    factor, basis = pairs.chunk(2, -2)
+    *results, ok = scale.qr_refresh(factor, basis, sweeps)
+    return tuple(results), ok

@@ -1,0 +1,236 @@
+"""Schedules of group options: damping, intervals, decay or any other value of the groups, as a function of the step.
+
+A value is a function of the step alone, never of the value before it: after n calls of ``step()`` an option is f(n),
+whatever happened to it in between, so schedules neither compound nor drift, and a resumed run goes on exactly.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from secondorder import options
+from secondorder.lifecycle import Group, Lifecycle
+
+#: A function of the step, or milestones ``{step: value}``.
+Schedule: TypeAlias = Callable[[int], Any] | Mapping[int, Any]
+
+#: What stands in a group and is no option: parameters, and what schedulers and optimizers note there for themselves.
+_RESERVED = frozenset({"params", "param_names", "initial_lr", "fallback_base_lr"})
+#: Options of our methods that decide what the state of a layer holds, which is laid out once.
+_ALLOCATING = frozenset({"inverse_method", "max_factor_dim"})
+#: Stands for "no value yet": before the first milestone.
+_UNSET = object()
+
+
+class ParamScheduler:
+    """Schedule any options of an optimizer's groups, each by a function or by milestones of the step.
+
+    Sets f(0) when it is built and f(n) in the n-th call of :meth:`step`, once per optimizer step. Works with every
+    ``torch.optim.Optimizer``, and beside the schedulers of ``torch.optim.lr_scheduler``. What the optimizers of this
+    package refuse in their constructors is refused here too, before any group is changed; all milestones are checked
+    at once, when the scheduler is built.
+
+    Args:
+        optimizer: Whose groups are scheduled.
+        **schedules: By option: a function of the step; or milestones ``{step: value}``, each value holding until the
+            next milestone, the initial one until the first; or a list of these, one per group, for the groups that
+            there are (one added later then keeps its value). A tensor (``lr``) is filled in place and never replaced.
+
+    Raises:
+        TypeError: For what is no optimizer or no schedule, and a value of a wrong kind.
+        ValueError: For an option that the groups do not have or that cannot be scheduled, a negative milestone, a list
+            that does not fit the groups, or a value out of range.
+
+    Example:
+        >>> import torch, secondorder
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = secondorder.KFAC(model, lr=0.1, damping=1e-2)
+        >>> schedule = secondorder.ParamScheduler(
+        ...     optimizer, damping=lambda t: max(1e-3, 1e-2 * 0.99**t), inv_update_steps={0: 10, 500: 100}
+        ... )
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> schedule.step()
+    """
+
+    def __init__(self, optimizer: Optimizer, **schedules: Schedule | list[Schedule] | tuple[Schedule, ...]) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
+        self.optimizer = optimizer
+        self._last_step = 0
+        self._tracks = {key: self._parse(key, schedule) for key, schedule in schedules.items()}
+        for step in self._milestones():
+            self._check(self._changes_at(step, milestones_only=True))
+        self._set(0)
+        self._warn_relative_damping()
+
+    @property
+    def last_step(self) -> int:
+        """Step whose values the groups have: how often :meth:`step` was called."""
+        return self._last_step
+
+    def step(self) -> None:
+        """Set the values of the next step; call it once after each step of the optimizer.
+
+        Raises:
+            TypeError: If a function gives a value of a wrong kind. Nothing is changed then, the count neither.
+            ValueError: If it gives one out of range; likewise.
+        """
+        self._set(self._last_step + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """The count of steps. Schedules are not in it: a script that resumes builds the scheduler as before."""
+        return {"last_step": self._last_step}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where a checkpoint was written: the groups get the values of its step.
+
+        Load the optimizer's own state too, which has the values of options that are still before their first milestone.
+
+        Raises:
+            TypeError: If the count is no integer, or a function gives a value of a wrong kind.
+            ValueError: If this is not the state of such a scheduler, or a function gives a value out of range.
+        """
+        if not isinstance(state_dict, Mapping) or "last_step" not in state_dict:
+            raise ValueError(f"not the state_dict of a ParamScheduler: it needs 'last_step', got {state_dict!r}")
+        options.whole(0)("last_step", state_dict["last_step"])
+        self._set(state_dict["last_step"])
+
+    # ------------------------------------------------------------------ reading the schedules
+    def _parse(self, key: str, schedule: Any) -> _Track | tuple[_Track, ...]:
+        """One track for all groups, or one for each."""
+        groups = self.optimizer.param_groups
+        if key in _RESERVED or (key in _ALLOCATING and isinstance(self.optimizer, Lifecycle)):
+            raise ValueError(f"{key!r} cannot be scheduled: it is set once, when a group is added")
+        if not all(key in group for group in groups):
+            known = sorted({name for group in groups for name in group} - _RESERVED)
+            raise ValueError(f"{key!r} is not an option of every parameter group; there are: {', '.join(known)}")
+        if not isinstance(schedule, (list, tuple)):
+            return _track(key, schedule)
+        if len(schedule) != len(groups):
+            raise ValueError(f"{key}: a list needs one schedule per group, got {len(schedule)} for {len(groups)}")
+        return tuple(_track(key, one) for one in schedule)
+
+    def _milestones(self) -> list[int]:
+        """All steps at which some option has a milestone."""
+        tracks = [x for t in self._tracks.values() for x in (t if isinstance(t, tuple) else (t,))]
+        return sorted({step for track in tracks if isinstance(track, _Milestones) for step in track.steps})
+
+    def _changes_at(self, step: int, milestones_only: bool = False) -> list[Group]:
+        """What each group is given at a step."""
+        groups = self.optimizer.param_groups
+        changes: list[Group] = [{} for _ in groups]
+        for key, tracks in self._tracks.items():
+            chosen = tracks if isinstance(tracks, tuple) else (tracks,)
+            values = [_UNSET if milestones_only and not isinstance(t, _Milestones) else t(step) for t in chosen]
+            values = values if isinstance(tracks, tuple) else values * len(groups)
+            # Fewer values than groups: one was added after a list was given, and keeps its own.
+            for group, change, value in zip(groups, changes, values, strict=False):
+                if value is not _UNSET:
+                    change[key] = _adapted(key, value, group.get(key))
+        return changes
+
+    # ------------------------------------------------------------------ writing the groups
+    def _set(self, step: int) -> None:
+        """Give the groups the values of a step: all of them, or none if one is refused."""
+        changes = self._changes_at(step)
+        self._check(changes)
+        for group, change in zip(self.optimizer.param_groups, changes, strict=True):
+            for key, value in change.items():
+                self._write(group, key, value)
+        self._last_step = step
+
+    def _check(self, changes: list[Group]) -> None:
+        """Refuse what an optimizer of this package would refuse in a group that is added with such values."""
+        optimizer = self.optimizer
+        if not isinstance(optimizer, Lifecycle):
+            return  # torch's own have no checks but those of their constructors
+        checks = {**options.COMMON, **optimizer.checks}
+        live, planned = optimizer.param_groups, list[Group]()
+        for group, change in zip(live, changes, strict=True):
+            planned.append({**group, **change})
+            options.validate(planned[-1], {key: check for key, check in checks.items() if key in change})
+        optimizer.param_groups = planned  # groups are compared with each other: as all of them are going to be
+        try:
+            for group in planned:
+                optimizer._check_group(group)
+        finally:
+            optimizer.param_groups = live
+
+    @torch.no_grad()
+    def _write(self, group: Group, key: str, value: Any) -> None:
+        held = group.get(key)
+        if not isinstance(held, Tensor):
+            group[key] = value
+            return
+        if isinstance(self._tracks[key], tuple):
+            # Constructors give one tensor to all groups: values of their own need tensors of their own.
+            others = (g for g in self.optimizer.param_groups if g is not group)
+            if any(g.get(key) is held for g in others):
+                held = group[key] = held.clone()
+        held.copy_(value.reshape(held.shape)) if isinstance(value, Tensor) else held.fill_(value)
+
+    def _warn_relative_damping(self) -> None:
+        """A multiple that nobody asked for: the mode was not given, since the damping was not."""
+        if "damping" not in self._tracks or "damping_mode" in self._tracks:
+            return
+        unasked = getattr(self.optimizer, "_mode_by_default", False)
+        if unasked and any(group["damping_mode"] == "relative" for group in self.optimizer.param_groups):
+            warnings.warn(
+                "damping is scheduled, but its mode is the default of an optimizer built without damping, 'relative': "
+                "the numbers are multiples of the mean eigenvalue. Build the optimizer with damping= if they are to be "
+                "λ itself, or with damping_mode='relative' if this is meant.",
+                stacklevel=3,
+            )
+
+
+class _Milestones:
+    """Values that hold from a step on."""
+
+    def __init__(self, key: str, values: Mapping[int, Any]) -> None:
+        if not values:
+            raise ValueError(f"{key}: milestones must not be empty")
+        for step, value in values.items():
+            options.whole(0)(f"milestone of {key}", step)
+            if callable(value):
+                raise TypeError(f"{key}: the value at milestone {step} must not be a function, got {value!r}")
+        self.steps = sorted(values)
+        self.values = dict(values)
+
+    def __call__(self, step: int) -> Any:
+        passed = bisect_right(self.steps, step)
+        return self.values[self.steps[passed - 1]] if passed else _UNSET
+
+
+_Track: TypeAlias = Callable[[int], Any] | _Milestones
+
+
+def _track(key: str, schedule: Any) -> _Track:
+    if isinstance(schedule, Mapping):
+        return _Milestones(key, schedule)
+    if not callable(schedule):
+        raise TypeError(
+            f"{key}: a schedule is a function of the step, milestones {{step: value}}, or a list of these with one per "
+            f"group; got {schedule!r}"
+        )
+    return schedule  # type: ignore[no-any-return]
+
+
+def _adapted(key: str, value: Any, held: Any) -> Any:
+    """A scheduled value of the kind that the group holds: a number, or one element for a tensor."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(value.shape)}")
+    if isinstance(held, Tensor) and isinstance(value, Tensor):
+        return value  # stays on its device: nothing waits for it
+    if isinstance(value, Tensor) or getattr(value, "shape", None) == ():
+        value = value.item()  # of torch or NumPy: groups hold Python's own numbers, which every checkpoint can
+    if isinstance(held, Tensor) and not options.is_number(value):
+        raise TypeError(f"{key} must be a number, got {value!r}")
+    return options.plain(value)

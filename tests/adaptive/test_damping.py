@@ -1,0 +1,415 @@
+"""Levenberg-Marquardt: λ over steps against a restatement, its bounds, its calls of the closure, its traces."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from secondorder import KFAC
+from tests.adaptive.tools import Loop, batch, flat, gauss_newton, kfac, mlp
+
+
+def regression() -> tuple[nn.Module, Tensor, Tensor]:
+    """A problem whose loss is its own quadratic model."""
+    return nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
+
+
+def damping(optimizer: KFAC) -> float:
+    return float(optimizer.param_groups[0]["damping"])
+
+
+def ratio(optimizer: KFAC) -> float:
+    return float(optimizer.diagnostics()["reduction_ratio"])
+
+
+# ---------------------------------------------------------------------------------------------- the verdict
+def test_on_a_quadratic_the_ratio_is_one_and_damping_falls() -> None:
+    model, x, y = regression()
+    optimizer = kfac(model, lr=0.3, adaptive_damping=True, damping_interval=2, likelihood="gaussian")
+    loop = Loop(model, optimizer, x, y, lambda f, y: (f - y).square().sum() / len(f), outputs=True)
+    for _ in range(6):
+        optimizer.step(loop)
+        if loop.calls > 2:
+            assert ratio(optimizer) == pytest.approx(1, abs=1e-10)
+    assert damping(optimizer) == pytest.approx(0.1 * 0.95**6)
+
+
+@pytest.mark.parametrize("name", ["cheap", "exact"])
+@pytest.mark.parametrize("include", [False, True])
+def test_damping_over_steps_is_that_of_a_restatement(name: str, include: bool) -> None:
+    exact = name == "exact"
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(
+        model, lr=1.5, momentum=0.5, damping=0.02, adaptive_damping=True, damping_interval=3, min_damping=0.01,
+        max_damping=0.05, include_damping_in_model=include, likelihood="categorical" if exact else None,
+    )  # fmt: skip
+    loop, lam, seen = Loop(model, optimizer, x, y, outputs=exact), 0.02, set()
+    for t in range(24):
+        theta, before = flat(model.parameters()), loop.value()
+        C = gauss_newton(model, x, y)
+        optimizer.step(loop)
+        assert loop.calls == t + 1 + (t + 1) // 3
+        if t % 3 == 2:
+            delta = flat(model.parameters()) - theta
+            if not exact:  # blocks as they were used in this step, over vec([W | b]) row by row
+                C = _in_order(model, [optimizer.dense_curvature(name) for name in optimizer.blocks])
+            predicted = flat(p.grad for p in model.parameters()) @ delta + 0.5 * delta @ C @ delta
+            predicted += include * 0.5 * lam * delta @ delta
+            actual = loop.value() - before
+            rho = actual / float(predicted)
+            assert ratio(optimizer) == pytest.approx(rho, rel=1e-6)
+            trusted = rho > 0.75 or (actual < 0 and predicted > 0)
+            factor = 0.95**3 if trusted else 1 / 0.95**3 if rho < 0.25 else 1.0
+            lam = min(max(lam * factor, 0.01), 0.05)
+            seen.add(factor)
+        assert damping(optimizer) == pytest.approx(lam, rel=1e-12)
+    assert len(seen) > 1  # λ moved in more than one way, or the test says little
+
+
+def _in_order(model: nn.Module, blocks: list[Tensor]) -> Tensor:
+    """A block-diagonal matrix in the order of the parameters."""
+    found, layers = [], [m for m in model.modules() if isinstance(m, nn.Linear)]
+    for layer, block in zip(layers, blocks, strict=True):
+        n, d = layer.out_features, layer.in_features
+        rows = torch.arange(n * (d + 1)).view(n, d + 1)
+        order = torch.cat([rows[:, :d].reshape(-1), rows[:, d]])
+        found.append(block[order][:, order])
+    return torch.block_diag(*found)
+
+
+def test_a_model_of_the_wrong_sign_raises_damping(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = regression()
+    optimizer = kfac(model, lr=0.1, adaptive_damping=True, damping_interval=1)
+    monkeypatch.setattr(optimizer, "curvature_product", lambda block, matrix: -1e3 * matrix)
+    optimizer.step(Loop(model, optimizer, x, y, F.mse_loss))
+    assert 0 < ratio(optimizer) < 0.25
+    assert damping(optimizer) == pytest.approx(0.1 / 0.95)
+
+
+def test_a_loss_that_rises_raises_damping() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, lr=100.0, adaptive_damping=True, damping_interval=1)
+    optimizer.step(Loop(model, optimizer, x, y))
+    assert damping(optimizer) == pytest.approx(0.1 / 0.95)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_ratio_that_is_not_finite_raises_damping(bad: float, when: int) -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, adaptive_damping=True, damping_interval=1)
+    loop = Loop(model, optimizer, x, y)
+
+    def closure() -> float:
+        loss = float(loop().detach())
+        return bad if loop.calls == when else loss
+
+    optimizer.step(closure)
+    assert damping(optimizer) == pytest.approx(0.1 / 0.95)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_batch_that_is_dropped_raises_damping_once() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, adaptive_damping=True, damping_interval=2)
+    loop = Loop(model, optimizer, x * math.nan, y)
+    optimizer.step(loop)
+    assert damping(optimizer) == 0.1
+    optimizer.step(loop)
+    assert damping(optimizer) == pytest.approx(0.1 / 0.95**2)
+    assert loop.calls == 2
+    assert optimizer.diagnostics()["skipped_steps"] == 2
+
+
+def test_no_step_is_no_evidence() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, lr=0.0, adaptive_damping=True, damping_interval=1)
+    for _ in range(3):
+        optimizer.step(Loop(model, optimizer, x, y))
+    assert damping(optimizer) == 0.1
+
+
+@pytest.mark.parametrize(("sign", "bound"), [(-1.0, 0.08), (1.0, 0.12)])
+def test_floor_and_ceiling(sign: float, bound: float) -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, adaptive_damping=True, damping_interval=1, min_damping=0.08, max_damping=0.12)
+    loop = Loop(model, optimizer, x, y)
+    for _ in range(8):
+        optimizer.step(lambda: (loop(), sign * loop.calls)[1])  # a loss that always falls, or always rises
+    assert damping(optimizer) == bound
+
+
+# ---------------------------------------------------------------------------------------------- where it acts
+def test_groups_change_by_one_factor() -> None:
+    model, (x, y) = mlp(), batch()
+    groups = [
+        {"params": list(model[0].parameters()), "damping": 0.3},
+        {"params": list(model[3].parameters()), "damping": 2.0, "damping_mode": "relative"},
+    ]
+    optimizer = kfac(groups, module=model, lr=0.1, adaptive_damping=True, damping_interval=1)
+    optimizer.step(Loop(model, optimizer, x, y))
+    assert [g["damping"] for g in optimizer.param_groups] == [pytest.approx(0.3 * 0.95), pytest.approx(2 * 0.95)]
+    assert [g["damping_mode"] for g in optimizer.param_groups] == ["absolute", "relative"]
+
+
+def test_relative_damping_is_counted_as_it_is_used() -> None:
+    ratios = []
+    for options in ({"damping_mode": "relative", "damping": 2.0}, {}):
+        torch.manual_seed(0)
+        model, (x, y) = nn.Linear(3, 4).double(), batch()
+        if not options:
+            probe = copy.deepcopy(model)
+            first = kfac(probe)
+            first.step(Loop(probe, first, x, y))
+            options = {"damping": 2.0 * float(first.dense_curvature("").diagonal().mean())}
+        optimizer = kfac(model, adaptive_damping=True, damping_interval=1, include_damping_in_model=True, **options)
+        optimizer.step(Loop(model, optimizer, x, y))
+        ratios.append(ratio(optimizer))
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-10)
+
+
+def test_cholesky_answers_at_once() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(
+        model, lr=0.1, adaptive_damping=True, damping_interval=1, inverse_method="cholesky", inv_update_steps=100,
+        factor_update_steps=100,
+    )  # fmt: skip
+    optimizer.step(Loop(model, optimizer, x, y))
+    found = [s["inverse_a"].clone() for p in model.parameters() if "inverse_a" in (s := optimizer.state[p])]
+    other = kfac(model, inverse_method="cholesky", damping=damping(optimizer))
+    other.load_state_dict({**optimizer.state_dict(), "param_groups": other.state_dict()["param_groups"]})
+    with torch.no_grad():
+        other.refresh(list(other.blocks.values()), True)
+    expected = [s["inverse_a"] for p in model.parameters() if "inverse_a" in (s := other.state[p])]
+    assert damping(optimizer) != 0.1
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_maximizing_the_negative_is_the_same() -> None:
+    found = []
+    for sign in (1.0, -1.0):
+        torch.manual_seed(0)
+        model, (x, y) = mlp(), batch()
+        optimizer = kfac(
+            model, maximize=sign < 0, adaptive_damping=True, damping_interval=2, quadratic_model=True, momentum=0.9,
+            likelihood="categorical",
+        )  # fmt: skip
+        loop = Loop(model, optimizer, x, y, lambda f, y: sign * F.cross_entropy(f, y), outputs=True)  # noqa: B023
+        for _ in range(6):
+            optimizer.step(loop)
+        found.append((flat(model.parameters()), damping(optimizer), ratio(optimizer)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
+    assert found[0][1:] == found[1][1:]
+
+
+def test_one_objective_for_all_groups() -> None:
+    model, (x, y) = mlp(), batch()
+    groups = [
+        {"params": list(model[0].parameters())},
+        {"params": list(model[3].parameters()), "maximize": True},
+    ]
+    optimizer = kfac(groups, module=model, adaptive_damping=True, damping_interval=1)
+    with pytest.raises(RuntimeError, match="some groups maximize the loss and others minimize it"):
+        optimizer.step(Loop(model, optimizer, x, y))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_sum_of_losses_has_the_same_ratio_as_their_mean(exact: bool) -> None:
+    found = []
+    for reduction in ("mean", "sum"):
+        torch.manual_seed(0)
+        model, (x, y) = mlp(), batch()
+        size = 1.0 if reduction == "mean" else 1 / len(x)  # the same step: the direction of a sum is N times as long
+        optimizer = kfac(
+            model, lr=0.5 * size, loss_reduction=reduction, adaptive_damping=True, damping_interval=2,
+            likelihood="categorical" if exact else None,
+        )  # fmt: skip
+
+        def loss(f: Tensor, y: Tensor, reduction: str = reduction) -> Tensor:
+            return F.cross_entropy(f, y, reduction=reduction)
+
+        loop = Loop(model, optimizer, x, y, loss, outputs=exact)
+        for _ in range(4):
+            optimizer.step(loop)
+        found.append(ratio(optimizer))
+    assert found[0] == pytest.approx(found[1], rel=1e-10)
+
+
+def test_parameters_without_a_block_count_with_their_gradient() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, skip_layers="3", adaptive_damping=True, damping_interval=1)
+    theta, loop = flat(model.parameters()), Loop(model, None, x, y)
+    before = loop.value()
+    optimizer.step(loop)
+    delta = flat(model.parameters()) - theta
+    F_block = _in_order(model[0], [optimizer.dense_curvature("0")])
+    predicted = flat(p.grad for p in model.parameters()) @ delta + 0.5 * delta[:20] @ F_block @ delta[:20]
+    assert ratio(optimizer) == pytest.approx((loop.value() - before) / float(predicted), rel=1e-9)
+
+
+# ---------------------------------------------------------------------------------------------- no trace
+class Noisy(nn.Module):
+    """Dropout and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.4), nn.Linear(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.body(x)
+        assert isinstance(found, Tensor)
+        return found
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training_is_that_with_the_same_damping_set_by_hand(set_to_none: bool) -> None:
+    """Parameters, gradients, buffers, generators and state are, to the bit, those of a run that never looks again."""
+    torch.manual_seed(3)
+    watched = Noisy().double()
+    plain = copy.deepcopy(watched)
+    options: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "factor_update_steps": 2, "inv_update_steps": 4}
+    adaptive = kfac(watched, adaptive_damping=True, damping_interval=3, likelihood="categorical", **options)
+    fixed, (x, y), values, states = kfac(plain, **options), batch(), [], []
+
+    def closure(model: nn.Module, optimizer: KFAC) -> Any:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        outputs = model(x + 0.01 * torch.randn_like(x))
+        loss = F.cross_entropy(outputs, y)
+        loss.backward()
+        return loss, outputs
+
+    def seen(model: nn.Module, optimizer: KFAC) -> list[Tensor]:
+        tensors = [torch.get_rng_state(), *model.state_dict().values(), *(p.grad for p in model.parameters())]
+        state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+        return [t.detach().clone() for t in (*tensors, *state) if t is not None]
+
+    torch.manual_seed(0)
+    for _ in range(11):
+        values.append(damping(adaptive))
+        adaptive.step(lambda: closure(watched, adaptive))
+        states.append(seen(watched, adaptive))
+    assert len(set(values)) > 1
+    torch.manual_seed(0)
+    for value, state in zip(values, states, strict=True):
+        fixed.param_groups[0]["damping"] = value
+        fixed.step(lambda: closure(plain, fixed))
+        for a, b in zip(seen(plain, fixed), state, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_gradients_are_the_same_tensors_after_a_second_look() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, adaptive_damping=True, damping_interval=1)
+    found: list[list[Tensor | None]] = []
+    loop = Loop(model, optimizer, x, y)
+
+    def closure() -> Tensor:
+        loss = loop()
+        found.append([p.grad for p in model.parameters()])
+        return loss
+
+    optimizer.step(closure)
+    first, second = found
+    assert all(p.grad is g for p, g in zip(model.parameters(), first, strict=True))
+    assert all(a is not b for a, b in zip(first, second, strict=True))
+
+
+def test_what_the_closure_returned_comes_back() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, adaptive_damping=True, damping_interval=1)
+    kept = []
+
+    def closure() -> Any:
+        kept.append(Loop(model, optimizer, x, y, outputs=True)())
+        return kept[-1]
+
+    assert optimizer.step(closure) is kept[0]
+    assert len(kept) == 2
+
+
+def test_a_second_look_that_fails_undoes_the_step() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, momentum=0.9, adaptive_damping=True, damping_interval=1)
+    loop, before = Loop(model, optimizer, x, y), flat(model.parameters())
+
+    def closure() -> Any:
+        if loop.calls == 1:
+            raise ValueError("the data ran out")
+        return loop()
+
+    with pytest.raises(ValueError, match="the data ran out"):
+        optimizer.step(closure)
+    assert torch.equal(flat(model.parameters()), before)
+    assert all(not optimizer.state[p]["momentum_buffer"].any() for p in model.parameters())
+    optimizer.step(Loop(model, optimizer, x, y))
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+@pytest.mark.parametrize("name", ["adaptive_damping", "reject_steps", "calibrate_damping"])
+def test_without_a_closure(name: str) -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, **{name: True})
+    Loop(model, optimizer, x, y)()
+    before = flat(model.parameters())
+    with pytest.raises(RuntimeError, match=rf"{name}=True judges steps by their loss: call step\(closure\)"):
+        optimizer.step()
+    assert torch.equal(flat(model.parameters()), before)
+
+
+def test_a_loss_scaler_cannot_pass_a_closure() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = kfac(mlp(), adaptive_damping=True, grad_scaler=scaler)
+    with pytest.raises(RuntimeError, match="train in bfloat16"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("returned", [None, "loss", (), torch.zeros(2), (1.0, 2.0, 3.0, 4.0)], ids=str)
+def test_a_closure_that_returns_no_loss(returned: Any) -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, adaptive_damping=True, damping_interval=1)
+    loop = Loop(model, optimizer, x, y)
+    with pytest.raises(TypeError, match="need a closure that returns the loss"):
+        optimizer.step(lambda: (loop(), returned)[1])
+
+
+def test_outputs_that_are_not_the_models() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, adaptive_damping=True, damping_interval=1, likelihood="categorical")
+    loop = Loop(model, optimizer, x, y)
+    with pytest.raises(RuntimeError, match="not among what the model returned"):
+        optimizer.step(lambda: (loop(), torch.zeros(12, 4)))
+    with pytest.raises(TypeError, match="outputs must be a tensor, or one for each forward"):
+        optimizer.step(lambda: (loop(), "outputs"))
+    with pytest.raises(RuntimeError, match="returned 2 outputs and 2 targets, but ran 1 forwards"):
+        optimizer.step(lambda: (loop(), [torch.zeros(12, 4)] * 2))
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"adaptive_damping": 1}, TypeError),
+        ({"damping_interval": 0}, ValueError),
+        ({"damping_interval": 2.5}, TypeError),
+        ({"min_damping": -1.0}, ValueError),
+        ({"max_damping": 0.0}, ValueError),
+        ({"max_damping": math.nan}, ValueError),
+        ({"min_damping": 1.0, "max_damping": 0.5}, ValueError),
+        ({"likelihood": "poisson"}, ValueError),
+        ({"likelihood": 3}, TypeError),
+        ({"reject_steps": None}, TypeError),
+        ({"quadratic_model": True, "graft": "sgd"}, ValueError),
+        ({"quadratic_model": True, "inner": "adamw"}, ValueError),
+        ({"quadratic_model": True, "nesterov": True, "momentum": 0.9}, ValueError),
+    ],
+    ids=str,
+)
+def test_bad_values(option: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(option))):
+        kfac(mlp(), **option)

@@ -1,0 +1,213 @@
+"""Rate and momentum from the quadratic model, against dense solves with an explicit curvature matrix."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from secondorder import EKFAC, KFAC
+from tests.adaptive.tools import Loop, batch, flat, gauss_newton, kfac, mlp
+
+
+def squares(f: Tensor, y: Tensor) -> Tensor:
+    return 0.5 * (f - y).square().sum() / len(f)
+
+
+def modelled(optimizer: KFAC) -> tuple[float, float]:
+    found = optimizer.diagnostics()
+    return -found["model_rate"], found["model_momentum"]
+
+
+def test_on_a_quadratic_with_its_own_curvature_the_step_is_newtons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With V = C⁻¹∇ the model leaves the step as it is, α = −1 and μ = 0, and the first one ends at the minimum."""
+    model, x, y = nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
+    from secondorder.curvature.likelihood import Gaussian
+
+    optimizer = kfac(model, quadratic_model=True, momentum=0.9, likelihood=Gaussian(variance=1.0), damping=1e-30)
+    a = torch.cat([x, torch.ones(9, 1).double()], 1)
+    A = a.mT @ a / 9  # C = I ⊗ A
+    monkeypatch.setattr(optimizer, "precondition", lambda block, gradient: gradient @ torch.linalg.inv(A))
+    loop = Loop(model, optimizer, x, y, squares, outputs=True)
+    optimizer.step(loop)
+    assert modelled(optimizer) == (pytest.approx(-1), 0.0)
+    solution = torch.linalg.lstsq(a, y).solution
+    torch.testing.assert_close(model.weight.detach(), solution[:3].mT)
+    torch.testing.assert_close(model.bias.detach(), solution[3])
+    with torch.no_grad():
+        model.weight += 1
+    optimizer.step(loop)
+    assert modelled(optimizer) == (pytest.approx(-1), pytest.approx(0, abs=1e-10))
+
+
+@pytest.mark.parametrize("method", [KFAC, EKFAC])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("lr", [1.0, 0.3])
+def test_coefficients_and_step_are_those_of_a_dense_solve(
+    method: type[KFAC], exact: bool, decay: float, lr: float
+) -> None:
+    model, (x, y), lam = mlp(), batch(), 0.05
+    optimizer = method(
+        model, lr=lr, momentum=0.9, damping=lam, kl_clip=None, factor_update_steps=1, inv_update_steps=1,
+        quadratic_model=True, likelihood="categorical" if exact else None, weight_decay=decay,
+    )  # fmt: skip
+    loop, previous = Loop(model, optimizer, x, y, outputs=exact), None
+    for t in range(5):
+        theta, C = flat(model.parameters()), gauss_newton(model, x, y)
+        with optimizer.keep_directions() as kept:
+            optimizer.step(loop)
+        delta = flat(model.parameters()) - theta
+        if not exact:
+            C = in_order(model, [optimizer.dense_curvature(name) for name in optimizer.blocks])
+        V = flat(kept[name] for name, _ in model.named_parameters()) + decay * theta
+        D = V[None] if previous is None else torch.stack([V, previous])
+        M = D @ (C + (lam + decay) * torch.eye(len(theta), dtype=torch.float64)) @ D.mT
+        c = D @ (flat(p.grad for p in model.parameters()) + decay * theta)
+        found = -np.linalg.solve(M.numpy(), c.numpy())
+        assert modelled(optimizer) == (pytest.approx(found[0], rel=1e-7), pytest.approx([*found, 0][1], abs=1e-9))
+        torch.testing.assert_close(delta, lr * torch.tensor(found) @ D, rtol=1e-7, atol=1e-12)
+        previous = delta / lr
+        assert loop.calls == t + 1
+
+
+def in_order(model: nn.Module, blocks: list[Tensor]) -> Tensor:
+    """A block-diagonal matrix in the order of the parameters."""
+    found, layers = [], [m for m in model.modules() if isinstance(m, nn.Linear)]
+    for layer, block in zip(layers, blocks, strict=True):
+        n, d = layer.out_features, layer.in_features
+        rows = torch.arange(n * (d + 1)).view(n, d + 1)
+        order = torch.cat([rows[:, :d].reshape(-1), rows[:, d]])
+        found.append(block[order][:, order])
+    return torch.block_diag(*found)
+
+
+def test_several_dampings_enter_each_for_its_own_group() -> None:
+    model, (x, y) = mlp(), batch()
+    first, last = list(model[0].parameters()), list(model[3].parameters())
+    groups = [{"params": first, "damping": 0.3}, {"params": last, "damping": 0.02}]
+    optimizer = kfac(groups, module=model, quadratic_model=True, likelihood="categorical")
+    theta, C = flat(model.parameters()), gauss_newton(model, x, y)
+    with optimizer.keep_directions() as kept:
+        optimizer.step(Loop(model, optimizer, x, y, outputs=True))
+    V = flat(kept[name] for name, _ in model.named_parameters())
+    lam = torch.cat([torch.full((20,), 0.3), torch.full((24,), 0.02)]).double()
+    alpha = -(flat(p.grad for p in model.parameters()) @ V) / (V @ C @ V + V @ (lam * V))
+    assert modelled(optimizer)[0] == pytest.approx(float(alpha), rel=1e-8)
+    torch.testing.assert_close(flat(model.parameters()) - theta, alpha * V)
+
+
+def test_without_momentum_the_previous_step_stays_out() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, quadratic_model=True, momentum=0.0, likelihood="categorical")
+    for _ in range(3):
+        optimizer.step(Loop(model, optimizer, x, y, outputs=True))
+        assert modelled(optimizer)[1] == 0.0
+    assert not any("momentum_buffer" in state for state in optimizer.state.values())
+
+
+def test_decoupled_decay_acts_on_the_parameters_alone() -> None:
+    model, (x, y) = mlp(), batch()
+    plain, found = copy.deepcopy(model), []
+    for m, decay in ((model, 0.2), (plain, 0.0)):
+        optimizer = kfac(
+            m, quadratic_model=True, likelihood="categorical", weight_decay=decay, decoupled_weight_decay=True, lr=0.5
+        )  # fmt: skip
+        theta = flat(m.parameters())
+        optimizer.step(Loop(m, optimizer, x, y, outputs=True))
+        found.append(flat(m.parameters()) - (1 - 0.5 * decay) * theta)
+    torch.testing.assert_close(*found)
+
+
+def test_parameters_without_a_block_follow_their_own_rule() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, skip_layers="3", quadratic_model=True, likelihood="categorical", lr=0.2)
+    before = flat(model[3].parameters())
+    optimizer.step(Loop(model, optimizer, x, y, outputs=True))
+    gradient = flat(p.grad for p in model[3].parameters())
+    torch.testing.assert_close(flat(model[3].parameters()), before - 0.2 * gradient)
+
+
+def test_by_hand_the_model_is_that_of_the_blocks() -> None:
+    """With ``opt.step()`` there are no outputs; for fresh inverses and no momentum the model then agrees: α = −1."""
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, quadratic_model=True, likelihood="categorical")
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert modelled(optimizer) == (pytest.approx(-1), 0.0)
+
+
+def test_the_size_of_the_direction_does_not_matter() -> None:
+    found = []
+    for limit in (None, 1e-6):  # kl-clip makes the direction short; the model makes it as long as it should be
+        torch.manual_seed(0)
+        model, (x, y) = mlp(), batch()
+        optimizer = kfac(model, quadratic_model=True, momentum=0.9, likelihood="categorical", kl_clip=limit)
+        for _ in range(4):
+            optimizer.step(Loop(model, optimizer, x, y, outputs=True))
+        found.append(flat(model.parameters()))
+    torch.testing.assert_close(*found)
+
+
+def test_the_ratio_counts_the_step_that_was_taken() -> None:
+    """Of the model's own step on a quadratic, and of the part of it that ``lr`` lets through, ρ is one."""
+    for lr in (1.0, 0.4):
+        model, x, y = nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
+        optimizer = kfac(
+            model, lr=lr, momentum=0.9, quadratic_model=True, adaptive_damping=True, damping_interval=1,
+            likelihood="gaussian",
+        )  # fmt: skip
+        loop = Loop(model, optimizer, x, y, lambda f, y: (f - y).square().sum() / len(f), outputs=True)
+        for _ in range(3):
+            optimizer.step(loop)
+            assert optimizer.diagnostics()["reduction_ratio"] == pytest.approx(1, abs=1e-6)
+
+
+def test_micro_batches_in_one_closure() -> None:
+    found = []
+    for parts in (1, 2):
+        torch.manual_seed(0)
+        model, (x, y) = mlp(), batch()
+        optimizer = kfac(
+            model, quadratic_model=True, momentum=0.9, adaptive_damping=True, damping_interval=2,
+            likelihood="categorical",
+        )  # fmt: skip
+
+        def closure(parts: int = parts, model: nn.Module = model, x: Tensor = x, y: Tensor = y) -> Any:
+            model.zero_grad()
+            outputs, total = [], torch.zeros(())
+            for some_x, some_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                outputs.append(model(some_x))
+                loss = F.cross_entropy(outputs[-1], some_y) / parts
+                loss.backward()
+                total = total + loss.detach()
+            return total, outputs
+
+        for _ in range(4):
+            optimizer.step(closure)
+        found.append((flat(model.parameters()), *modelled(optimizer), optimizer.param_groups[0]["damping"]))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_closed_gate_changes_nothing() -> None:
+    """On a device a batch that is not finite is dropped without a look by the host: model step and momentum hold."""
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, quadratic_model=True, momentum=0.9, likelihood="categorical")
+    loop = Loop(model, optimizer, x, y, outputs=True)
+    for _ in range(2):
+        optimizer.step(loop)
+    before = flat(model.parameters())
+    buffers = flat(optimizer.state[p]["momentum_buffer"] for p in model.parameters())
+    gradients = {p: torch.full_like(p, torch.nan) for p in model.parameters()}
+    with torch.no_grad():
+        optimizer._apply(gradients, dict(gradients), torch.tensor(False))
+    assert torch.equal(flat(model.parameters()), before)
+    assert torch.equal(flat(optimizer.state[p]["momentum_buffer"] for p in model.parameters()), buffers)

@@ -1,0 +1,89 @@
+"""Small problems and dense oracles for tests of damping and of the quadratic model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from secondorder import KFAC
+
+
+def kfac(model: Any, **options: Any) -> KFAC:
+    """K-FAC with settings under which the numbers of a test are easy to predict."""
+    plain = {"lr": 1.0, "momentum": 0.0, "damping": 0.1, "kl_clip": None, "factor_update_steps": 1}
+    return KFAC(model, **{**plain, "inv_update_steps": 1, **options})
+
+
+def mlp(dropout: float = 0.0) -> nn.Sequential:
+    layers = [nn.Linear(3, 5), nn.Tanh(), nn.Dropout(dropout), nn.Linear(5, 4)]
+    return nn.Sequential(*layers).double()
+
+
+def batch(n: int = 12, seed: int = 1) -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return torch.randn(n, 3, dtype=torch.float64, generator=made), torch.randint(0, 4, (n,), generator=made)
+
+
+class Loop:
+    """A closure over one batch that counts its calls and may return outputs beside the loss."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: KFAC | None,
+        x: Tensor,
+        y: Tensor,
+        loss: Callable[..., Tensor] = F.cross_entropy,
+        outputs: bool = False,
+    ) -> None:
+        self.model, self.optimizer, self.x, self.y, self.loss, self.outputs = model, optimizer, x, y, loss, outputs
+        self.calls = 0
+
+    def __call__(self) -> Any:
+        self.calls += 1
+        self.model.zero_grad()
+        outputs = self.model(self.x)
+        loss = self.loss(outputs, self.y)
+        loss.backward()
+        return (loss, outputs) if self.outputs else loss
+
+    def value(self) -> float:
+        """The loss as it is, without a trace."""
+        with torch.no_grad():
+            return float(self.loss(self.model(self.x), self.y))
+
+
+def flat(tensors: Any) -> Tensor:
+    return torch.cat([t.detach().reshape(-1) for t in tensors])
+
+
+def jacobian(model: nn.Module, x: Tensor) -> Tensor:
+    """Outputs by parameters ``[outputs, P]``, row by row with reverse mode."""
+    outputs = model(x)
+    rows = [
+        flat(torch.autograd.grad(entry, list(model.parameters()), retain_graph=True)) for entry in outputs.reshape(-1)
+    ]
+    return torch.stack(rows)
+
+
+def output_hessian(loss: Callable[..., Tensor], outputs: Tensor, y: Tensor) -> Tensor:
+    """Hessian of the loss by the outputs ``[outputs, outputs]``."""
+
+    def of(entries: Tensor) -> Tensor:
+        return loss(entries.view(outputs.shape), y)
+
+    found = torch.autograd.functional.hessian(of, outputs.detach().reshape(-1))
+    assert isinstance(found, Tensor)
+    return found
+
+
+def gauss_newton(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[..., Tensor] = F.cross_entropy) -> Tensor:
+    """``Jᵀ H J`` as a dense matrix ``[P, P]``."""
+    model = copy.deepcopy(model)  # a copy has no taps, which would refuse these backwards
+    J = jacobian(model, x)
+    return J.mT @ output_hessian(loss, model(x), y) @ J

@@ -1,0 +1,530 @@
+"""The curvature that a likelihood stands for is the Hessian of its loss, as autograd differentiates it twice.
+
+Every case names a loss of one example that torch computes. Columns and `hessian_product` must equal its Hessian, and
+random vectors must have it for their second moment, within five standard errors of the mean over the draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from secondorder.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, resolve
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A likelihood, and the loss of one example as torch computes it: outputs `[1, …]`, targets `[1, …]`."""
+
+    likelihood: Likelihood
+    loss: Loss
+    shape: tuple[int, ...]  # outputs of one example
+    targets: Callable[[int], Tensor]  # of so many examples
+
+
+def classes(*shape: int, count: int = 4, ignored: bool = False) -> Callable[[int], Tensor]:
+    def draw(n: int) -> Tensor:
+        found = torch.randint(count, (n, *shape))
+        return torch.where(torch.arange(found.numel()).view_as(found) % 3 == 1, -100, found) if ignored else found
+
+    return draw
+
+
+def over_tokens(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+def over_pixels(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def logistic(reduction: str) -> Loss:
+    return lambda f, y: F.binary_cross_entropy_with_logits(f, y, reduction=reduction)
+
+
+def squared(reduction: str, factor: float = 1.0) -> Loss:
+    return lambda f, y: factor * F.mse_loss(f, y, reduction=reduction)
+
+
+def bits(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.randint(2, (n, *shape)).double()
+
+
+def reals(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.randn(n, *shape, dtype=torch.float64)
+
+
+CASES = {
+    "classes": Case(Categorical(), over_pixels, (4,), classes()),
+    "one class": Case(Categorical(), over_pixels, (1,), classes(count=1)),
+    "tokens": Case(Categorical(), over_tokens, (3, 4), classes(3)),
+    "ignored tokens": Case(Categorical(), over_tokens, (3, 4), classes(3, ignored=True)),
+    "pixels": Case(Categorical(class_dim=1), over_pixels, (4, 2, 3), classes(2, 3)),
+    "ignored pixels": Case(Categorical(class_dim=1), over_pixels, (4, 2, 3), classes(2, 3, ignored=True)),
+    "bits": Case(Bernoulli(), logistic("sum"), (3,), bits(3)),
+    "mean of bits": Case(Bernoulli(mean=True), logistic("mean"), (2, 3), bits(2, 3)),
+    "one bit": Case(Bernoulli(), logistic("sum"), (), bits()),
+    "squares": Case(Gaussian(), squared("sum"), (3,), reals(3)),
+    "mean of squares": Case(Gaussian(mean=True), squared("mean"), (2, 3), reals(2, 3)),
+    "noise of variance 4": Case(Gaussian(variance=4.0), squared("sum", 0.125), (3,), reals(3)),
+    "mean, variance 1": Case(Gaussian(variance=1.0, mean=True), squared("mean", 0.5), (3,), reals(3)),
+}
+EVERY = [*CASES]
+cases = pytest.mark.parametrize("name", EVERY)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def batch(case: Case, n: int = 3) -> tuple[Tensor, Tensor]:
+    return 2 * torch.randn(n, *case.shape, dtype=torch.float64), case.targets(n)
+
+
+def hessian(case: Case, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Second derivative of the loss of one example, `[d, d]`."""
+    d = outputs.numel()
+    found = torch.autograd.functional.hessian(lambda f: case.loss(f.view_as(outputs), targets), outputs.flatten())
+    return found.view(d, d)
+
+
+# ---------------------------------------------------------------- exact
+@cases
+def test_columns_are_a_square_root_of_the_hessian(name: str) -> None:
+    case = CASES[name]
+    outputs, targets = batch(case)
+    count = case.likelihood.columns(outputs)
+    assert count == outputs[0].numel()
+    columns = torch.stack([case.likelihood.column(outputs, targets, i) for i in range(count)])
+    assert columns.shape == (count, *outputs.shape)
+    assert columns.dtype == outputs.dtype
+    for n in range(len(outputs)):
+        S = columns[:, n].reshape(count, -1).T
+        torch.testing.assert_close(
+            S @ S.T, hessian(case, outputs[n : n + 1], targets[n : n + 1]), rtol=1e-9, atol=1e-12
+        )
+
+
+@cases
+def test_hessian_product_applies_the_hessian(name: str) -> None:
+    case = CASES[name]
+    outputs, targets = batch(case)
+    tangent = torch.randn_like(outputs)
+    product = case.likelihood.hessian_product(outputs, targets, tangent)
+    assert product.shape == outputs.shape
+    for n in range(len(outputs)):
+        expected = hessian(case, outputs[n : n + 1], targets[n : n + 1]) @ tangent[n].flatten()
+        torch.testing.assert_close(product[n].flatten(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_column_belongs_to_one_term() -> None:
+    outputs, targets = torch.randn(2, 3, 4), torch.tensor([[0, 1, 2], [3, -100, 1]])
+    for index in range(12):
+        column = Categorical().column(outputs, targets, index)
+        term = index // 4
+        others = [t for t in range(3) if t != term]
+        assert not column[:, others].any()
+        assert column[0, term].any()
+        assert bool(column[1, term].any()) == (term != 1)
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+@pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Gaussian()])
+def test_a_column_that_is_not_there_is_refused(likelihood: Likelihood, index: int) -> None:
+    with pytest.raises(IndexError, match=f"column {index} of 4"):
+        likelihood.column(torch.randn(2, 4), None, index)
+
+
+# ---------------------------------------------------------------- random
+DRAWS = 20_000
+
+
+def assert_second_moment(vectors: Tensor, expected: Tensor) -> None:
+    """Mean of `v vᵀ` over draws `[K, d]`: each entry within five standard errors of the expected `[d, d]`.
+
+    The standard deviation of a product is estimated from the draws, but at least that of independent factors: two rare
+    classes that never met would make it zero.
+    """
+    products = vectors[:, :, None] * vectors[:, None, :]
+    root = expected.diagonal().sqrt()
+    error = torch.maximum(products.std(0), torch.outer(root, root)) / len(vectors) ** 0.5
+    assert ((products.mean(0) - expected).abs() <= 5 * error + 1e-12).all()
+
+
+def assert_zero_mean(vectors: Tensor) -> None:
+    assert (vectors.mean(0).abs() <= 5 * vectors.std(0) / len(vectors) ** 0.5 + 1e-12).all()
+
+
+@cases
+@pytest.mark.parametrize("kind", ["sample", "rademacher"])
+def test_random_vectors_have_the_hessian_for_second_moment(name: str, kind: str) -> None:
+    case = CASES[name]
+    outputs, targets = batch(case, 1)
+    repeated, marks = outputs.expand(DRAWS, *case.shape), targets.expand(DRAWS, *targets.shape[1:])
+    found = getattr(case.likelihood, kind)(repeated, marks, generator())
+    assert found.shape == repeated.shape
+    assert found.dtype == outputs.dtype
+    vectors = found.reshape(DRAWS, -1)
+    assert_zero_mean(vectors)
+    assert_second_moment(vectors, hessian(case, outputs, targets))
+
+
+def test_samples_are_gradients_of_the_loss_at_drawn_targets() -> None:
+    """Not only their moments: `p − onehot` and `σ − bit` exactly, so that each is what a backward pass would give."""
+    outputs = torch.randn(50, 4, dtype=torch.float64)
+    drawn = (outputs.softmax(1) - Categorical().sample(outputs, None, generator())).round()
+    assert torch.equal(drawn.sum(1), torch.ones(50, dtype=torch.float64))
+    assert set(drawn.unique().tolist()) == {0.0, 1.0}
+    assert drawn.any(0).all()
+    torch.testing.assert_close(
+        Categorical().sample(outputs, None, generator()), outputs.softmax(1) - drawn, rtol=0, atol=1e-15
+    )
+    flipped = outputs.sigmoid() - Bernoulli().sample(outputs, None, generator())
+    torch.testing.assert_close(flipped, flipped.round(), rtol=0, atol=1e-15)
+    assert set(flipped.round().unique().tolist()) == {0.0, 1.0}
+
+
+def test_a_class_of_probability_zero_is_never_drawn() -> None:
+    outputs = torch.zeros(4000, 5)
+    outputs[:, [0, 2, 4]] = -torch.inf
+    v = Categorical().sample(outputs, None, generator())
+    assert not v[:, [0, 2, 4]].any()
+    assert torch.equal(v[:, 1].abs(), torch.full((4000,), 0.5))
+
+
+@pytest.mark.parametrize("u", [0.0, 1 - 2**-24])
+def test_the_ends_of_the_interval_draw_possible_classes(monkeypatch: pytest.MonkeyPatch, u: float) -> None:
+    """The smallest and the largest number that `torch.rand` can give."""
+    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.full(shape, u))
+    outputs = torch.randn(500, 9)
+    outputs[:, [0, 8]] = -torch.inf
+    drawn = Categorical().sample(outputs, None, generator()).argmin(1)
+    assert (drawn == (7 if u else 1)).all()
+
+
+def test_logits_that_are_not_finite_stay_in_their_term() -> None:
+    """No error, and nothing looked at: the step that gets the NaN drops it."""
+    outputs = torch.randn(3, 4)
+    outputs[1, 2] = torch.nan
+    for kind in ("sample", "rademacher"):
+        v = getattr(Categorical(), kind)(outputs, None, generator())
+        assert v[[0, 2]].isfinite().all()
+        assert v[1].isnan().all()
+        ignored = getattr(Categorical(), kind)(outputs, torch.tensor([0, -100, 2]), generator())
+        assert ignored.isfinite().all()
+        assert not ignored[1].any()
+
+
+@cases
+@pytest.mark.parametrize("kind", ["sample", "rademacher"])
+def test_random_numbers_come_from_the_generator_alone(name: str, kind: str) -> None:
+    case = CASES[name]
+    outputs, targets = batch(case, 30)
+    draw = getattr(case.likelihood, kind)
+    before = torch.get_rng_state()
+    source = generator(3)
+    first, second = draw(outputs, targets, source), draw(outputs, targets, source)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1234)
+    assert torch.equal(draw(outputs, targets, generator(3)), first)
+    if name != "one class":  # which is certain
+        assert not torch.equal(first, second)
+        assert not torch.equal(draw(outputs, targets, generator(4)), first)
+
+
+# ---------------------------------------------------------------- what a mean runs over
+@pytest.mark.parametrize(
+    ("likelihood", "shape", "expected"),
+    [
+        (Categorical(), (5, 4), 5),
+        (Categorical(), (5, 3, 4), 15),
+        (Categorical(class_dim=1), (5, 4, 2, 3), 30),
+        (Bernoulli(), (5, 4), 5),
+        (Bernoulli(), (5,), 5),
+        (Bernoulli(mean=True), (5, 4), 5),
+        (Gaussian(), (5, 2, 3), 5),
+    ],
+)
+def test_terms_count_what_a_mean_runs_over(likelihood: Likelihood, shape: tuple[int, ...], expected: int) -> None:
+    found = likelihood.terms(torch.randn(shape), None)
+    assert isinstance(found, int)
+    assert found == expected
+
+
+def test_ignored_terms_are_not_counted() -> None:
+    targets = torch.tensor([[0, 1, -100], [-100, -100, 2]])
+    outputs = torch.randn(2, 3, 4)
+    found = Categorical().terms(outputs, targets)
+    assert isinstance(found, Tensor)
+    assert found.shape == ()
+    assert found.item() == 3
+    assert Categorical(ignore_index=2).terms(outputs, targets).item() == 5
+    assert Categorical(ignore_index=None).terms(outputs, targets.clamp(min=0)) == 6
+    assert Categorical(class_dim=1).terms(outputs.mT, targets).item() == 3
+
+
+def test_ignored_terms_have_no_curvature() -> None:
+    outputs, targets = torch.randn(2, 3, 4), torch.tensor([[0, 1, 3], [3, 3, 2]])
+    likelihood = Categorical(ignore_index=3)
+    for v in (
+        likelihood.sample(outputs, targets, generator()),
+        likelihood.rademacher(outputs, targets, generator()),
+        likelihood.hessian_product(outputs, targets, torch.randn_like(outputs)),
+    ):
+        assert torch.equal(v.any(-1), targets != 3)
+
+
+def test_ignored_terms_do_not_move_the_others() -> None:
+    outputs, targets = torch.randn(4, 3, 5), torch.randint(5, (4, 3))
+    targets[1, 2] = -100
+    for kind in ("sample", "rademacher"):
+        draw = getattr(Categorical(), kind)
+        full, some = draw(outputs, None, generator()), draw(outputs, targets, generator())
+        kept = targets != -100
+        assert torch.equal(full[kept], some[kept])
+
+
+def test_probabilities_as_targets_ignore_nothing() -> None:
+    outputs = torch.randn(3, 4)
+    soft = outputs.softmax(1)
+    assert Categorical().terms(outputs, soft) == 3
+    assert torch.equal(
+        Categorical().sample(outputs, soft, generator()), Categorical().sample(outputs, None, generator())
+    )
+
+
+# ---------------------------------------------------------------- layouts and precisions
+def test_layouts_of_the_classes_agree() -> None:
+    last = torch.randn(2, 3, 5, 4, dtype=torch.float64)  # [N, H, W, C]
+    second = last.movedim(-1, 1)
+    targets = torch.randint(4, (2, 3, 5))
+    targets[0, 1, 2] = -100
+    a, b = Categorical(), Categorical(class_dim=1)
+    tangent = torch.randn_like(last)
+    torch.testing.assert_close(
+        b.hessian_product(second, targets, tangent.movedim(-1, 1)),
+        a.hessian_product(last, targets, tangent).movedim(-1, 1),
+    )
+    assert a.columns(last) == b.columns(second) == 60
+    torch.testing.assert_close(
+        b.sample(second, targets, generator()), a.sample(last, targets, generator()).movedim(-1, 1)
+    )
+    assert torch.equal(
+        Categorical(class_dim=-3).sample(second, targets, generator()), b.sample(second, targets, generator())
+    )
+
+
+LIKELIHOODS = [Categorical(), Bernoulli(), Bernoulli(mean=True), Gaussian(), Gaussian(variance=2.0, mean=True)]
+likelihoods = pytest.mark.parametrize("likelihood", LIKELIHOODS, ids=repr)
+
+
+@likelihoods
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_outputs_are_computed_in_float32(likelihood: Likelihood, dtype: torch.dtype) -> None:
+    """The result differs from that of the same numbers in float32 by its own rounding only."""
+    outputs = (4 * torch.randn(6, 50)).to(dtype)
+    exact, tangent = outputs.float(), torch.randn(6, 50).to(dtype)
+    for found, expected in (
+        (likelihood.sample(outputs, None, generator()), likelihood.sample(exact, None, generator())),
+        (likelihood.rademacher(outputs, None, generator()), likelihood.rademacher(exact, None, generator())),
+        (likelihood.column(outputs, None, 7), likelihood.column(exact, None, 7)),
+        (
+            likelihood.hessian_product(outputs, None, tangent),
+            likelihood.hessian_product(exact, None, tangent.float()),
+        ),
+    ):
+        assert found.dtype == dtype
+        assert torch.equal(found, expected.to(dtype))
+
+
+@likelihoods
+def test_float32_outputs_agree_with_float64(likelihood: Likelihood) -> None:
+    outputs = 3 * torch.randn(6, 20)
+    tangent = torch.randn(6, 20)
+    for single, double in (
+        (likelihood.column(outputs, None, 3), likelihood.column(outputs.double(), None, 3)),
+        (
+            likelihood.hessian_product(outputs, None, tangent),
+            likelihood.hessian_product(outputs.double(), None, tangent.double()),
+        ),
+    ):
+        torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=1e-6)
+
+
+def test_certain_bits_keep_their_curvature() -> None:
+    """`s (1 − s)` at a logit of 20 is 2·10⁻⁹, which a float32 `1 − s` would round to zero."""
+    logits = torch.tensor([[20.0], [-20.0]])
+    expected = (logits.double().sigmoid() * (-logits.double()).sigmoid()).float()
+    torch.testing.assert_close(Bernoulli().hessian_product(logits, None, torch.ones(2, 1)), expected)
+
+
+@likelihoods
+def test_outputs_and_the_graph_are_left_alone(likelihood: Likelihood) -> None:
+    weights = torch.randn(6, 5, requires_grad=True)
+    outputs = weights * 2
+    before = outputs.detach().clone()
+    tangent = torch.randn(6, 5)
+    given = tangent.clone()
+    results = (
+        likelihood.sample(outputs, None, generator()),
+        likelihood.rademacher(outputs, None, generator()),
+        likelihood.column(outputs, None, 0),
+        likelihood.hessian_product(outputs, None, tangent),
+    )
+    assert not any(v.requires_grad for v in results)
+    assert torch.equal(outputs, before)
+    assert torch.equal(tangent, given)
+    outputs.sum().backward()
+
+
+def test_no_examples() -> None:
+    empty = torch.empty(0, 4)
+    for likelihood in LIKELIHOODS:
+        assert likelihood.sample(empty, None, generator()).shape == (0, 4)
+        assert likelihood.terms(empty, None) == 0
+
+
+# ---------------------------------------------------------------- refusals, and likelihoods of one's own
+def test_names_and_objects_are_resolved() -> None:
+    assert resolve("categorical") == Categorical(ignore_index=-100, class_dim=-1)
+    assert resolve("bernoulli") == Bernoulli(mean=False)
+    assert resolve("gaussian") == Gaussian(variance=0.5, mean=False)
+    mine = Categorical(ignore_index=0)
+    assert resolve(mine) is mine
+
+
+def test_what_is_no_likelihood_is_refused() -> None:
+    with pytest.raises(ValueError, match="'categorical', 'bernoulli', 'gaussian'.*'poisson'"):
+        resolve("poisson")
+    for wrong in (None, 3, Categorical, F.cross_entropy):
+        with pytest.raises(TypeError, match="'categorical', 'bernoulli', 'gaussian'"):
+            resolve(wrong)
+
+
+def test_values_out_of_range_are_refused() -> None:
+    for variance in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match=f"variance must be > 0 and finite, got {variance}"):
+            Gaussian(variance=variance)
+    for keywords in ({"variance": "1"}, {"variance": True}, {"mean": 1}):
+        with pytest.raises(TypeError):
+            Gaussian(**keywords)
+    with pytest.raises(TypeError, match="mean must be True or False"):
+        Bernoulli(mean="mean")
+    for keywords in ({"ignore_index": 1.0}, {"class_dim": None}, {"class_dim": True}):
+        with pytest.raises(TypeError, match="must be an integer"):
+            Categorical(**keywords)
+
+
+def test_likelihoods_are_values() -> None:
+    assert hash(Categorical(class_dim=1)) == hash(Categorical(class_dim=1))
+    with pytest.raises(AttributeError):
+        Gaussian().variance = 1.0
+
+
+@pytest.mark.parametrize("likelihood", [Categorical(), Categorical(class_dim=1), Categorical(class_dim=0)])
+def test_unbatched_classes_are_refused(likelihood: Categorical) -> None:
+    outputs = torch.randn(4)
+    for call in (likelihood.terms, likelihood.columns, lambda f: likelihood.sample(f, None, generator())):
+        with pytest.raises(ValueError, match=r"behind the batch, got outputs of shape \(4,\)"):
+            call(outputs)
+
+
+@pytest.mark.parametrize("likelihood", [Bernoulli(), Gaussian()])
+def test_outputs_without_a_batch_are_refused(likelihood: Likelihood) -> None:
+    for call in (likelihood.terms, likelihood.columns, lambda f: likelihood.sample(f, None, generator())):
+        with pytest.raises(ValueError, match="batch"):
+            call(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 2), (2, 3, 1)])
+def test_targets_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    outputs, targets = torch.randn(2, 3, 4), torch.zeros(shape, dtype=torch.int64)
+    with pytest.raises(ValueError, match="do not fit outputs"):
+        Categorical().sample(outputs, targets, generator())
+    with pytest.raises(ValueError, match="do not fit outputs"):
+        Categorical().terms(outputs, targets)
+
+
+@likelihoods
+def test_outputs_that_are_not_real_are_refused(likelihood: Likelihood) -> None:
+    for outputs in (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.complex64)):
+        with pytest.raises(TypeError, match="floating"):
+            likelihood.sample(outputs, None, generator())
+
+
+def test_a_likelihood_of_ones_own_needs_a_sample_only() -> None:
+    class Laplace(Likelihood):
+        def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
+            return torch.randn(outputs.shape, generator=generator).sign()
+
+    mine = resolve(Laplace())
+    outputs = torch.randn(5, 3)
+    assert mine.terms(outputs, None) == 5
+    assert mine.sample(outputs, None, generator()).shape == (5, 3)
+    for call in (lambda: mine.columns(outputs), lambda: mine.column(outputs, None, 0)):
+        with pytest.raises(NotImplementedError, match=r"Laplace has no columns\(\) and column\(\).*define"):
+            call()
+    with pytest.raises(NotImplementedError, match="curvature_prop.*define"):
+        mine.rademacher(outputs, None, generator())
+    with pytest.raises(NotImplementedError, match="hessian_product.*define"):
+        mine.hessian_product(outputs, None, outputs)
+
+
+def test_a_likelihood_needs_a_sample() -> None:
+    class Nothing(Likelihood):
+        pass
+
+    with pytest.raises(TypeError, match="sample"):
+        Nothing()
+
+
+# ---------------------------------------------------------------- nothing waits for the device
+def use_everything(likelihood: Likelihood, outputs: Tensor, targets: Tensor | None, source: torch.Generator) -> None:
+    likelihood.terms(outputs, targets)
+    likelihood.sample(outputs, targets, source)
+    likelihood.rademacher(outputs, targets, source)
+    likelihood.column(outputs, targets, likelihood.columns(outputs) - 1)
+    likelihood.hessian_product(outputs, targets, outputs)
+
+
+@likelihoods
+def test_no_value_is_looked_at(likelihood: Likelihood) -> None:
+    """Fake tensors have no values: any read of one by the host raises."""
+    with FakeTensorMode():
+        targets = torch.zeros(6, dtype=torch.int64) if isinstance(likelihood, Categorical) else None
+        use_everything(likelihood, torch.randn(6, 5), targets, torch.Generator())
+
+
+@pytest.mark.gpu
+@likelihoods
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_device_is_not_waited_for(likelihood: Likelihood, dtype: torch.dtype) -> None:
+    outputs = torch.randn(6, 5, device="cuda", dtype=dtype)
+    targets = torch.tensor([0, 1, 2, -100, 4, 0], device="cuda") if isinstance(likelihood, Categorical) else None
+    source = torch.Generator("cuda").manual_seed(0)
+    use_everything(likelihood, outputs, targets, source)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        use_everything(likelihood, outputs, targets, source)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@likelihoods
+def test_a_device_computes_the_same(likelihood: Likelihood) -> None:
+    """A generator of the CPU serves outputs on a device, with the same numbers."""
+    outputs = torch.randn(6, 5)
+    there = outputs.cuda()
+    for kind in ("sample", "rademacher"):
+        draw = getattr(likelihood, kind)
+        torch.testing.assert_close(draw(there, None, generator()).cpu(), draw(outputs, None, generator()))
+    torch.testing.assert_close(likelihood.column(there, None, 2).cpu(), likelihood.column(outputs, None, 2))

@@ -1,0 +1,229 @@
+"""EK-FAC's quantities computed from their definitions: per-example gradients in a loop, dense matrices, no shortcut.
+
+One example at a time is put through the model and autograd is asked for the gradient of *that example's* loss in the
+layer's own parameters: no rows, no patches, no scaling rule takes part. All that follows is dense linear algebra.
+
+    symbol    shape               meaning
+    G         [N, Γ, n_g, n_a]    per-example gradients of a layer as matrices [W | b], Γ groups of a convolution
+    F         [Γ n_g n_a, ...]    (1/N) Σ_n vec(G_n) vec(G_n)ᵀ, block-diagonal over the groups
+    Q_B, Q_A  [Γ, n, n]           orthonormal bases of the two sides; the identity where a factor is kept as a diagonal
+    s         [Γ, n_g, n_a]       diagonal of QᵀFQ, Q = Q_B ⊗ Q_A
+"""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tests.oracle.definitions import expected_factors, grouped
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Per-example gradients
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def example_gradients(model: nn.Module, x: Tensor, y: Tensor, loss: Loss) -> dict[str, Tensor]:
+    """``[N, *shape]`` by parameter name: the gradients of every example's own loss, one backward each."""
+    model = copy.deepcopy(model)
+    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    rows = []
+    for n in range(len(x)):
+        value = loss(model(x[n : n + 1]), y[n : n + 1])
+        rows.append(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))
+    return {name: torch.stack(parts) for name, parts in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def as_matrices(layer: nn.Module, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Gradients ``[N, *shape]`` of a layer's parameters as ``[N, Γ, n_g, n_a]``."""
+    parts = []
+    groups = getattr(layer, "groups", 1)
+    if isinstance(layer, NORMS):
+        return torch.stack([p.flatten(1) for p in (weight, bias) if p is not None], dim=-1)[..., None]
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return weight.mT[:, None]
+    if weight is not None and isinstance(layer, nn.modules.conv._ConvTransposeNd):
+        split = weight.unflatten(1, (groups, -1)).transpose(2, 3)  # [N, Γ, d_o/Γ, d_i/Γ, k...]
+        parts.append(split.flatten(3))
+    elif weight is not None:
+        parts.append(weight.unflatten(1, (groups, -1)).flatten(3))
+    if bias is not None:
+        parts.append(bias.unflatten(1, (groups, -1))[..., None])
+    return torch.cat(parts, dim=-1)
+
+
+def layer_gradients(model: nn.Module, name: str, x: Tensor, y: Tensor, loss: Loss) -> Tensor:
+    """G of one layer, ``[N, Γ, n_g, n_a]``."""
+    found = example_gradients(model, x, y, loss)
+    prefix = f"{name}." if name else ""
+    return as_matrices(model.get_submodule(name), found.get(prefix + "weight"), found.get(prefix + "bias"))
+
+
+def mean_gradient(layer: nn.Module) -> Tensor:
+    """∇ of a layer as backward left it, ``[Γ, n_g, n_a]``."""
+    trained = (getattr(layer, key, None) for key in ("weight", "bias"))
+    parts = [None if p is None or not p.requires_grad else p.grad.detach()[None] for p in trained]
+    return as_matrices(layer, *parts)[0].clone()
+
+
+def values(layer: nn.Module) -> Tensor:
+    """The trained parameters of a layer, in the same layout."""
+    trained = (getattr(layer, key, None) for key in ("weight", "bias"))
+    parts = [None if p is None or not p.requires_grad else p.detach()[None] for p in trained]
+    return as_matrices(layer, *parts)[0].clone()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dense blocks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def exact_blocks(G: Tensor) -> Tensor:
+    """(1/N) Σ_n vec(G_n) vec(G_n)ᵀ of every group, ``[Γ, n_g n_a, n_g n_a]``."""
+    vectors = G.flatten(2)
+    return sum(v[:, :, None] * v[:, None, :] for v in vectors) / len(vectors)
+
+
+def exact_fisher(G: Tensor) -> Tensor:
+    return torch.block_diag(*exact_blocks(G))
+
+
+def joint_basis(Q_B: Tensor, Q_A: Tensor) -> Tensor:
+    """Q_B ⊗ Q_A of every group along the diagonal."""
+    return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(Q_B), grouped(Q_A), strict=True)))
+
+
+def scales(G: Tensor, Q_B: Tensor, Q_A: Tensor) -> Tensor:
+    """(1/N) Σ_n (Q_Bᵀ G_n Q_A)², example by example."""
+    return sum((grouped(Q_B).mT @ g @ grouped(Q_A)) ** 2 for g in G) / len(G)
+
+
+def operator(Q_B: Tensor, s: Tensor, Q_A: Tensor) -> Tensor:
+    """(Q_B ⊗ Q_A) diag(s) (Q_B ⊗ Q_A)ᵀ."""
+    Q = joint_basis(Q_B, Q_A)
+    return Q @ torch.diag(s.reshape(-1)) @ Q.mT
+
+
+def kfac_operator(B: Tensor, A: Tensor) -> Tensor:
+    return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(B), grouped(A), strict=True)))
+
+
+def diagonal_in(F: Tensor, Q_B: Tensor, Q_A: Tensor, like: Tensor) -> Tensor:
+    """Diagonal of a dense block in a basis, in the layout of s."""
+    Q = joint_basis(Q_B, Q_A)
+    return (Q.mT @ F @ Q).diagonal().view_as(like)
+
+
+def solve(F: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """(F + λI)⁻¹ vec(∇)."""
+    identity = torch.eye(len(F), dtype=F.dtype)
+    return torch.linalg.solve(F + damping * identity, gradient.reshape(-1)).view_as(gradient)
+
+
+def damped_power(F: Tensor, damping: float, power: float, gradient: Tensor) -> Tensor:
+    """(F + λI)^(-p) vec(∇) by the dense eigendecomposition."""
+    values, vectors = torch.linalg.eigh(F + damping * torch.eye(len(F), dtype=F.dtype))
+    return (vectors @ ((vectors.mT @ gradient.reshape(-1)) * values**-power)).view_as(gradient)
+
+
+def frobenius(X: Tensor) -> float:
+    return float((X * X).sum().sqrt())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output gradients of the Fisher with exact loss curvature (type-2): columns of S, S Sᵀ = Hessian of the loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def curvature_roots(outputs: Tensor, likelihood: str) -> Tensor:
+    """``[C, k]`` of one example's outputs ``[C]``."""
+    if likelihood == "categorical":
+        p = outputs.softmax(-1)
+        return torch.diag(p.sqrt()) - torch.outer(p, p.sqrt())
+    if likelihood == "bernoulli":
+        q = torch.sigmoid(outputs)
+        return torch.diag((q * (1 - q)).sqrt())
+    return 2**0.5 * torch.eye(len(outputs), dtype=outputs.dtype)
+
+
+def curvature_gradients(model: nn.Module, name: str, x: Tensor, likelihood: str) -> Tensor:
+    """``[N · k, Γ, n_g, n_a]``: Jᵀ S of every example, times √k so that the mean over the rows is (1/N) Σ_n."""
+    columns = []
+    for n in range(len(x)):
+        with torch.no_grad():
+            roots = curvature_roots(model(x[n : n + 1])[0], likelihood)
+        for c in range(roots.shape[1]):
+            v = roots[:, c] * roots.shape[1] ** 0.5
+            columns.append(layer_gradients(model, name, x[n : n + 1], v[None], lambda o, v: (o * v).sum()))
+    return torch.cat(columns)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Schedules, restated
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def eigenbasis(X: Tensor) -> tuple[Tensor, Tensor]:
+    values, vectors = torch.linalg.eigh(grouped(X))
+    return values.clamp(min=0), vectors
+
+
+class Reference:
+    """The estimate of one layer after any sequence of due and other steps; ``operator()`` does not see signs."""
+
+    def __init__(self, name: str, factor_decay: float = 0.95, scale_decay: float | None = None) -> None:
+        self.name, self.factor_decay = name, factor_decay
+        self.scale_decay = factor_decay if scale_decay is None else scale_decay
+        self.A = self.B = self.Q_A = self.Q_B = self.s = None
+        self.W = self.W_s = 0.0
+
+    def step(self, plain: nn.Module, x: Tensor, y: Tensor, loss: Loss, due: str = "fsr") -> None:
+        """``due`` has the letters of what happens: f(actors), s(cales), r(efresh); in this order."""
+        n = len(x)
+        if "f" in due:
+            A, B = expected_factors(plain, x, y, loss, names=[self.name])[self.name]
+            self.W = self.factor_decay * self.W + n
+            self.A = A if self.A is None else self.A + n / self.W * (A - self.A)
+            self.B = B if self.B is None else self.B + n / self.W * (B - self.B)
+        if "s" in due and self.Q_A is not None:
+            batch = scales(layer_gradients(plain, self.name, x, y, loss), self.Q_B, self.Q_A)
+            self.W_s = self.scale_decay * self.W_s + n
+            self.s = self.s + n / self.W_s * (batch - self.s)  # the first one replaces the placeholder
+        if "r" in due:
+            self.refresh()
+
+    def refresh(self) -> None:
+        old = None if self.Q_A is None else self.operator()
+        values_a, self.Q_A = eigenbasis(self.A)
+        values_b, self.Q_B = eigenbasis(self.B)
+        start = values_b[..., :, None] * values_a[..., None, :]
+        self.s = start if old is None else diagonal_in(old, self.Q_B, self.Q_A, start)
+
+    def operator(self) -> Tensor:
+        return operator(self.Q_B, self.s, self.Q_A)
+
+
+class Whitening:
+    """Adam in a moving Kronecker eigenbasis, for one layer; both averages as Adam has them."""
+
+    def __init__(self, beta1: float, beta2: float, eps: float) -> None:
+        self.beta1, self.beta2, self.eps = beta1, beta2, eps
+        self.m = self.v = self.Q_B = self.Q_A = None
+        self.t = 0
+
+    def direction(self, gradient: Tensor, Q_B: Tensor, Q_A: Tensor) -> Tensor:
+        """The second moment of this gradient is taken in the last basis, then moved to this one."""
+        self.t += 1
+        if self.m is None:
+            self.m, self.v = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            self.Q_B, self.Q_A = Q_B, Q_A
+        self.m = self.beta1 * self.m + (1 - self.beta1) * gradient
+        self.v = self.beta2 * self.v + (1 - self.beta2) * (self.Q_B.mT @ gradient @ self.Q_A) ** 2
+        self.v = diagonal_in(operator(self.Q_B, self.v, self.Q_A), Q_B, Q_A, self.v)
+        self.Q_B, self.Q_A = Q_B, Q_A
+        m, v = self.m / (1 - self.beta1**self.t), self.v / (1 - self.beta2**self.t)
+        return Q_B @ ((Q_B.mT @ m @ Q_A) / (v.sqrt() + self.eps)) @ Q_A.mT

@@ -1,0 +1,95 @@
+"""Small ways to drive ``EKFAC`` and to read what it holds, in the layouts of ``definitions``."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from secondorder import EKFAC
+from tests.ekfac.definitions import mean_gradient, values
+from tests.oracle.driver import backward, owner
+
+HELD = 10**6
+# Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always,
+# but the basis of the first step stays.
+PLAIN = {
+    "lr": 1.0,
+    "momentum": 0.0,
+    "damping": 1e-2,
+    "kl_clip": None,
+    "factor_update_steps": 1,
+    "inv_update_steps": HELD,
+    "scale_update_steps": 1,
+}
+
+
+def plain_ekfac(params, **keywords) -> EKFAC:
+    return EKFAC(params, **{**PLAIN, **keywords})
+
+
+def state_of(opt: EKFAC, layer: nn.Module) -> dict:
+    return opt.state[owner(layer)]
+
+
+def held_scales(opt: EKFAC, layer: nn.Module) -> Tensor:
+    """s as ``[Γ, n_g, n_a]``."""
+    s = state_of(opt, layer)["scale"].detach().clone()
+    return s if s.ndim == 3 else s[None]
+
+
+def held_bases(opt: EKFAC, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """(Q_B, Q_A) as ``[Γ, n, n]``: the identity for a side that has no basis because its factor is a diagonal."""
+    state, s = state_of(opt, layer), held_scales(opt, layer)
+    found = []
+    for side, n in (("g", s.shape[1]), ("a", s.shape[2])):
+        Q = state.get(f"basis_{side}")
+        Q = torch.eye(n, dtype=s.dtype).expand(len(s), n, n) if Q is None else Q.detach().clone()
+        found.append(Q if Q.ndim == 3 else Q[None])
+    return found[0], found[1]
+
+
+def train_step(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
+    opt.zero_grad()
+    backward(model, x, y, loss)
+    opt.step()
+
+
+@contextmanager
+def standing(opt: EKFAC) -> Iterator[None]:
+    """Within it steps leave the parameters where they are."""
+    rates = [group["lr"] for group in opt.param_groups]
+    for group in opt.param_groups:
+        group["lr"] = 0.0
+    yield
+    for group, lr in zip(opt.param_groups, rates, strict=True):
+        group["lr"] = lr
+
+
+def measure(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable) -> None:
+    """Two steps on one batch without moving: the first one makes the basis, the second one the scales in it."""
+    with standing(opt):
+        for _ in range(2):
+            train_step(opt, model, x, y, loss)
+
+
+def measured(model: nn.Module, x: Tensor, y: Tensor, loss: Callable, **keywords) -> EKFAC:
+    opt = plain_ekfac(model, **keywords)
+    measure(opt, model, x, y, loss)
+    return opt
+
+
+def directions(opt: EKFAC, model: nn.Module, names: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Take a step with the gradients that are there; (∇, change) of every layer, read off the parameters."""
+    layers = {name: model.get_submodule(name) for name in names}
+    before = {name: values(layer) for name, layer in layers.items()}
+    gradients = {name: mean_gradient(layer) for name, layer in layers.items()}
+    opt.step()
+    return {name: (gradients[name], before[name] - values(layer)) for name, layer in layers.items()}
+
+
+def next_directions(opt: EKFAC, model: nn.Module, x: Tensor, y: Tensor, loss: Callable, names: list[str]):
+    """One more batch, and (∇, change) of its step."""
+    opt.zero_grad()
+    backward(model, x, y, loss)
+    return directions(opt, model, names)

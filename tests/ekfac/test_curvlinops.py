@@ -1,0 +1,146 @@
+"""Scales and dense blocks against curvlinops.
+
+Eigenvectors are theirs up to sign and up to rotation inside degenerate spaces, so scales are compared in *their* basis,
+which is put into the optimizer's state between two steps; dense blocks are compared where each factor has a spectrum of
+simple eigenvalues (one null direction at most).
+"""
+
+import warnings
+
+import curvlinops
+import pytest
+import torch
+from torch import nn
+
+from tests.ekfac.definitions import layer_gradients, scales
+from tests.ekfac.driver import held_scales, plain_ekfac, standing, state_of
+from tests.oracle.definitions import covered_names, objective
+from tests.oracle.driver import assert_close, noise, twin
+from tests.oracle.models import convnet, images, mlp, vectors
+from tests.oracle.reference import block_order
+
+approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
+
+
+def corrected(model, x, y, loss, approx, fisher):
+    """Their operator with the eigenvalue correction."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        op = curvlinops.EKFACLinearOperator(
+            model,
+            loss.module,
+            list(model.parameters()),
+            [(x, y)],
+            fisher_type=fisher,
+            kfac_approx=approx,
+            separate_weight_and_bias=False,
+            check_deterministic=False,
+        )
+        op.compute_eigenvalue_correction()
+    return op
+
+
+def corrected_eigenvalues(op, layer):
+    """``[n_g, n_a]``; without a bias they hold one matrix per parameter."""
+    found = op._corrected_eigenvalues[layer]
+    return next(iter(found.values())) if isinstance(found, dict) else found
+
+
+def linear(kind, examples=24):
+    model = mlp((4, 5, 3))
+    x, y = vectors(examples)
+    return model, x, y if kind == "ce" else noise(examples, 3, seed=1)
+
+
+def conv(kind, examples=24):
+    model = convnet(stride=2, padding=1)
+    x, y = images(examples)
+    return model, x, y if kind == "ce" else noise(examples, 3, seed=1)
+
+
+MODELS = {"linear": linear, "conv": conv}
+LIKELIHOODS = {"ce": "categorical", "mse": "gaussian"}
+# (loss, reduction, Fisher); their Gaussian Hessian of a mean over C outputs is 2/C, so exact is compared with the sum
+CASES = [
+    ("ce", "mean", "empirical"),
+    ("ce", "sum", "empirical"),
+    ("mse", "mean", "empirical"),
+    ("mse", "sum", "empirical"),
+    ("ce", "mean", "type-2"),
+    ("ce", "sum", "type-2"),
+    ("mse", "sum", "type-2"),
+]
+
+
+def step(opt, model, x, y, loss, fisher):
+    opt.zero_grad()
+    outputs = model(x)
+    if fisher == "type-2":
+        kind = "ce" if isinstance(loss.module, nn.CrossEntropyLoss) else "mse"
+        opt.observe(outputs, LIKELIHOODS[kind])
+    loss(outputs, y).backward()
+    opt.step()
+
+
+def ours(model, x, y, loss, approx, fisher, bases=None):
+    """The optimizer after the steps that make the basis and measure in it, or in the ``bases`` that are given."""
+    terms = loss.loss_terms if fisher == "empirical" else 1
+    fishers = {"empirical": "empirical", "type-2": "exact"}
+    keywords = {"approx": approx, "fisher": fishers[fisher], "loss_reduction": loss.loss_reduction}
+    opt = plain_ekfac(model, loss_terms=terms, **keywords)
+    with standing(opt):
+        step(opt, model, x, y, loss, fisher)
+        for name, (Q_B, Q_A) in (bases or {}).items():
+            state = state_of(opt, model.get_submodule(name))
+            state["basis_g"].copy_(Q_B)
+            state["basis_a"].copy_(Q_A)
+        step(opt, model, x, y, loss, fisher)
+    return opt
+
+
+@approximations
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("name", "reduction", "fisher"), CASES)
+def test_scales_in_their_basis(kind, name, reduction, fisher, approx):
+    model, x, y = MODELS[kind](name)
+    loss = objective(name, reduction, 3)
+    plain = twin(model)
+    op = corrected(plain, x, y, loss, approx, fisher)
+    per_datum = len(x) if reduction == "sum" else 1
+    bases = {
+        layer: (op._gradient_covariances_eigenvectors[layer], op._input_covariances_eigenvectors[layer])
+        for layer in covered_names(model)
+    }
+    opt = ours(model, x, y, loss, approx, fisher, bases)
+    for layer in covered_names(model):
+        theirs = corrected_eigenvalues(op, layer) / per_datum
+        assert_close(held_scales(opt, model.get_submodule(layer))[0], theirs, 1e-9, layer)
+
+
+@approximations
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("name", "reduction", "fisher"), CASES)
+def test_dense_blocks(kind, name, reduction, fisher, approx):
+    model, x, y = MODELS[kind](name)
+    loss = objective(name, reduction, 3)
+    plain = twin(model)
+    op = corrected(plain, x, y, loss, approx, fisher)
+    per_datum = len(x) if reduction == "sum" else 1
+    dense = op @ torch.eye(sum(p.numel() for p in model.parameters()), dtype=x.dtype) / per_datum
+    opt = ours(model, x, y, loss, approx, fisher)
+    for layer in covered_names(model):
+        order = block_order(plain, layer)
+        assert_close(opt.dense_curvature(layer), dense[order][:, order], 1e-7, layer)
+
+
+@approximations
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_definitions_agree_with_them(kind, approx):
+    """The oracle of the other tests, judged by an implementation that it shares nothing with."""
+    model, x, y = MODELS[kind]("ce")
+    loss = objective("ce", "mean", 3)
+    op = corrected(model, x, y, loss, approx, "empirical")
+    for layer in covered_names(model):
+        bases = op._gradient_covariances_eigenvectors[layer], op._input_covariances_eigenvectors[layer]
+        found = scales(layer_gradients(model, layer, x, y, loss), *bases)[0]
+        assert_close(found, corrected_eigenvalues(op, layer), 1e-9, layer)

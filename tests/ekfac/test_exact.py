@@ -1,0 +1,445 @@
+"""What must hold exactly between EK-FAC's block, K-FAC's and the Fisher of per-example gradients, and the direction."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from secondorder import EKFAC, KFAC
+from tests.ekfac.definitions import (
+    curvature_gradients,
+    damped_power,
+    diagonal_in,
+    exact_fisher,
+    frobenius,
+    kfac_operator,
+    layer_gradients,
+    operator,
+    scales,
+    solve,
+)
+from tests.ekfac.driver import (
+    PLAIN,
+    held_bases,
+    held_scales,
+    measure,
+    measured,
+    next_directions,
+    plain_ekfac,
+    standing,
+    state_of,
+    train_step,
+)
+from tests.oracle.definitions import covered_names
+from tests.oracle.driver import assert_close, labels, noise, twin
+from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
+
+few = settings(derandomize=True, max_examples=20, deadline=None)
+PLAIN_KFAC = {key: value for key, value in PLAIN.items() if key != "scale_update_steps"}
+approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
+
+
+def squares(output, target):
+    """A loss whose value on a batch of one is that example's own, and whose gradients are generic."""
+    return (torch.tanh(output) - target).square().flatten(1).sum(1).mean()
+
+
+PROBLEMS = {
+    "mlp": lambda: (mlp(), *vectors(), F.cross_entropy),
+    "mlp without bias": lambda: (mlp(bias=False), *vectors(), F.cross_entropy),
+    "convnet": lambda: (convnet(stride=2, padding=1), *images(), F.cross_entropy),
+    "tokens": lambda: (seeded_build(lambda: Tokens(read="mean")), noise(5, 4, 3), labels(5, 3), F.cross_entropy),
+    "grouped conv": lambda: (
+        nn.Sequential(seeded_build(lambda: nn.Conv2d(4, 4, 2, groups=2))),
+        noise(6, 4, 4, 3),
+        noise(6, 4, 3, 2, seed=1),
+        squares,
+    ),
+}
+problems = pytest.mark.parametrize("problem", PROBLEMS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The block
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@problems
+@approximations
+def test_scales_are_the_diagonal_of_the_exact_block_in_the_basis(problem, approx):
+    """Whatever made the basis, and with positions summed before the square: also under reduce."""
+    model, x, y, loss = PROBLEMS[problem]()
+    opt = measured(model, x, y, loss, approx=approx)
+    for name in covered_names(model):
+        layer, s = model.get_submodule(name), held_scales(opt, model.get_submodule(name))
+        Q_B, Q_A = held_bases(opt, layer)
+        fisher = exact_fisher(layer_gradients(model, name, x, y, loss))
+        assert_close(s, diagonal_in(fisher, Q_B, Q_A, s), 1e-9, name)
+        assert float(s.min()) >= 0
+        assert float(s.sum()) == pytest.approx(float(fisher.trace()), rel=1e-10)
+        for Q in (Q_B, Q_A):
+            assert_close(Q.mT @ Q, torch.eye(Q.shape[-1], dtype=Q.dtype).expand_as(Q), 1e-10)
+
+
+@problems
+def test_the_basis_diagonalises_both_factors(problem):
+    model, x, y, loss = PROBLEMS[problem]()
+    opt = measured(model, x, y, loss)
+    for name in covered_names(model):
+        layer = model.get_submodule(name)
+        for Q, side in zip(held_bases(opt, layer), "ga", strict=True):
+            factor = state_of(opt, layer)[f"factor_{side}"]
+            rotated = Q.mT @ (factor if factor.ndim == 3 else factor[None]) @ Q
+            assert_close(rotated, torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1)), 1e-9, f"{name} {side}")
+
+
+@problems
+def test_dense_curvature_is_the_operator_of_bases_and_scales(problem):
+    model, x, y, loss = PROBLEMS[problem]()
+    opt = measured(model, x, y, loss)
+    for name in covered_names(model):
+        layer = model.get_submodule(name)
+        Q_B, Q_A = held_bases(opt, layer)
+        expected = operator(Q_B, scales(layer_gradients(model, name, x, y, loss), Q_B, Q_A), Q_A)
+        assert_close(opt.dense_curvature(name), expected, 1e-9, name)
+
+
+@approximations
+def test_only_the_trace_of_ek_fac_is_exact(approx):
+    """On a convolution: ratio 1 to the exact Fisher's, where K-FAC is far off."""
+    model, (x, y) = convnet(), images(12)
+    opt = measured(model, x, y, F.cross_entropy, approx=approx)
+    exact = float(exact_fisher(layer_gradients(model, "first", x, y, F.cross_entropy)).trace())
+    state = state_of(opt, model.first)
+    kfac = float(state["factor_g"].trace() * state["factor_a"].trace())
+    assert float(opt.dense_curvature("first").trace()) == pytest.approx(exact, rel=1e-10)
+    assert abs(kfac / exact - 1) > 1e-2
+
+
+def distances(model, name, x, y, loss, **keywords):
+    """‖F − F_EK‖ and ‖F − F_KFAC‖ over ‖F‖."""
+    opt = measured(model, x, y, loss, **keywords)
+    exact = exact_fisher(layer_gradients(model, name, x, y, loss))
+    state = state_of(opt, model.get_submodule(name))
+    kfac = kfac_operator(state["factor_g"], state["factor_a"])
+    return tuple(frobenius(exact - X) / frobenius(exact) for X in (opt.dense_curvature(name), kfac))
+
+
+@approximations
+def test_strictly_nearer_to_the_exact_block_than_kfac_on_generic_data(approx):
+    ours, theirs = distances(convnet(), "first", *images(12), F.cross_entropy, approx=approx)
+    assert ours < 0.99 * theirs
+
+
+@few
+@given(
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.lists(st.integers(1, 3), max_size=2),
+    st.booleans(),
+    st.sampled_from(["expand", "reduce"]),
+    st.integers(0, 99),
+)
+def test_never_farther_from_the_exact_block_than_kfac_linear(d_in, d_out, n, positions, bias, approx, seed):
+    model = nn.Sequential(seeded_build(lambda: nn.Linear(d_in, d_out, bias=bias), seed))
+    x, y = noise(n, *positions, d_in, seed=seed), noise(n, *positions, d_out, seed=seed + 1)
+    ours, theirs = distances(model, "0", x, y, squares, approx=approx)
+    assert ours <= theirs * (1 + 1e-9) + 1e-9
+
+
+@st.composite
+def convolutions(draw):
+    """(type, keywords, spatial size) over every option of a convolution."""
+    axes = draw(st.integers(1, 2))
+    groups = draw(st.integers(1, 2))
+    keywords = {
+        "in_channels": groups * draw(st.integers(1, 2)),
+        "out_channels": groups * draw(st.integers(1, 2)),
+        "kernel_size": tuple(draw(st.integers(1, 3)) for _ in range(axes)),
+        "dilation": tuple(draw(st.integers(1, 2)) for _ in range(axes)),
+        "groups": groups,
+        "bias": draw(st.booleans()),
+        "padding": draw(st.sampled_from([0, 1, "same", "valid"])),
+        "padding_mode": draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"])),
+    }
+    if keywords["padding"] != "same":
+        keywords["stride"] = tuple(draw(st.integers(1, 3)) for _ in range(axes))
+    return {1: nn.Conv1d, 2: nn.Conv2d}[axes], keywords, tuple(draw(st.integers(5, 6)) for _ in range(axes))
+
+
+@few
+@given(convolutions(), st.integers(1, 5), st.sampled_from(["expand", "reduce"]), st.integers(0, 99))
+def test_never_farther_from_the_exact_block_than_kfac_conv(conv, n, approx, seed):
+    kind, keywords, size = conv
+    model = nn.Sequential(seeded_build(lambda: kind(**keywords), seed))
+    assume(sum(p.numel() for p in model.parameters()) <= 80)
+    x = noise(n, keywords["in_channels"], *size, seed=seed)
+    y = noise(*model(x).shape, seed=seed + 1)
+    ours, theirs = distances(model, "0", x, y, squares, approx=approx)
+    assert ours <= theirs * (1 + 1e-9) + 1e-9
+
+
+def test_one_example_makes_all_three_equal():
+    model, (x, y) = mlp(), vectors(1)
+    opt = measured(model, x, y, F.cross_entropy)
+    for name in ("0", "2"):
+        exact = exact_fisher(layer_gradients(model, name, x, y, F.cross_entropy))
+        state = state_of(opt, model.get_submodule(name))
+        assert_close(opt.dense_curvature(name), exact, 1e-9, name)
+        assert_close(kfac_operator(state["factor_g"], state["factor_a"]), exact, 1e-9, name)
+
+
+def test_linear_networks_with_square_loss_are_exact_under_the_exact_fisher():
+    """A deep linear net's Gauss-Newton block is Kronecker: EK-FAC = K-FAC = GGN."""
+    model = mlp((3, 4, 2), activation=nn.Identity)
+    x, y = noise(5, 3), noise(5, 2, seed=1)
+    opt = plain_ekfac(model, fisher="exact")
+    with standing(opt):
+        for _ in range(2):
+            opt.zero_grad()
+            outputs = model(x)
+            opt.observe(outputs, "gaussian")
+            (outputs - y).square().sum(1).mean().backward()
+            opt.step()
+    for name in ("0", "2"):
+        exact = exact_fisher(curvature_gradients(model, name, x, "gaussian"))
+        state = state_of(opt, model.get_submodule(name))
+        assert_close(opt.dense_curvature(name), exact, 1e-9, name)
+        assert_close(kfac_operator(state["factor_g"], state["factor_a"]), exact, 1e-9, name)
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+@pytest.mark.parametrize("kind", ["mlp", "convnet"])
+def test_exact_fisher_against_columns_of_the_loss_hessian(kind, likelihood):
+    model, (x, y) = (mlp(), vectors()) if kind == "mlp" else (convnet(), images())
+    opt = plain_ekfac(model, fisher="exact")
+    with standing(opt):
+        for _ in range(2):
+            opt.zero_grad()
+            outputs = model(x)
+            opt.observe(outputs, likelihood)
+            F.cross_entropy(outputs, y).backward()  # only what was observed enters
+            opt.step()
+    for name in covered_names(model):
+        s = held_scales(opt, model.get_submodule(name))
+        G = curvature_gradients(model, name, x, likelihood)
+        assert_close(s, scales(G, *held_bases(opt, model.get_submodule(name))), 1e-9, name)
+
+
+def test_equal_splits_of_the_examples_average_to_their_union():
+    """β = 1 pools: s after three batches in one basis is s of all examples."""
+    model, (x, y) = mlp(), vectors(9)
+    opt = plain_ekfac(model, factor_decay=1.0)
+    with standing(opt):
+        for seed in (0, *range(3)):  # the first one makes the basis
+            part = slice(3 * seed, 3 * seed + 3)
+            train_step(opt, model, x[part], y[part], F.cross_entropy)
+    for name in ("0", "2"):
+        layer = model.get_submodule(name)
+        expected = scales(layer_gradients(model, name, x, y, F.cross_entropy), *held_bases(opt, layer))
+        assert_close(held_scales(opt, layer), expected, 1e-9, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The direction
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@problems
+@pytest.mark.parametrize("damping", [1e-1, 1e-4])
+def test_direction_is_the_dense_solve(problem, damping):
+    model, x, y, loss = PROBLEMS[problem]()
+    opt = measured(model, x, y, loss, damping=damping)
+    names = covered_names(model)
+    plain = twin(model)
+    for name, (gradient, V) in next_directions(opt, model, x, y, loss, names).items():
+        Q_B, Q_A = held_bases(opt, model.get_submodule(name))
+        fisher = operator(Q_B, scales(layer_gradients(plain, name, x, y, loss), Q_B, Q_A), Q_A)
+        assert_close(V, solve(fisher, gradient, damping), 1e-8, name)
+        assert float((V - gradient).abs().max()) > 1e-3, "statistics were never used"
+        assert float((V * gradient).sum()) > 0, "not a descent direction"
+
+
+def test_direction_is_not_that_of_kfac():
+    model, (x, y) = mlp(), vectors()
+    opt = measured(model, x, y, F.cross_entropy)
+    operators = {}
+    for name in ("0", "2"):
+        state = state_of(opt, model.get_submodule(name))
+        operators[name] = kfac_operator(state["factor_g"], state["factor_a"])
+    for name, (gradient, V) in next_directions(opt, model, x, y, F.cross_entropy, ["0", "2"]).items():
+        other = solve(operators[name], gradient, 1e-2)
+        assert float((V - other).abs().max()) > 1e-3 * float(other.abs().max())
+
+
+@approximations
+def test_the_first_step_has_no_scales_and_is_that_of_kfac(approx):
+    """Nothing could be projected before there is a basis: s = s_B s_Aᵀ, without any weight in the average."""
+    x, y = images()
+    found = []
+    for cls, keywords in ((KFAC, {"inverse_method": "eigen"}), (EKFAC, {})):
+        model = convnet()
+        opt = cls(model, **PLAIN_KFAC, **keywords, approx=approx)
+        found.append(next_directions(opt, model, x, y, F.cross_entropy, covered_names(model)))
+    state = state_of(opt, model.first)
+    assert float(state["scale_weight"]) == 0
+    assert_close(state["scale"], torch.outer(state["eigenvalues_g"], state["eigenvalues_a"]), 1e-12)
+    for name, (_, V) in found[0].items():
+        assert_close(found[1][name][1], V, 1e-10, name)
+
+
+def test_a_large_damping_leaves_the_gradient_over_lambda():
+    model, (x, y) = mlp(), vectors()
+    opt = measured(model, x, y, F.cross_entropy, lr=1e9, damping=1e9)
+    for gradient, V in next_directions(opt, model, x, y, F.cross_entropy, ["0", "2"]).values():
+        assert_close(V, gradient, 1e-8)
+
+
+def test_relative_damping_is_a_multiple_of_the_mean_scale():
+    model, (x, y) = mlp(), vectors()
+    opt = measured(model, x, y, F.cross_entropy, damping=0.5, damping_mode="relative")
+    s = {name: held_scales(opt, model.get_submodule(name)) for name in ("0", "2")}
+    for name, (gradient, V) in next_directions(opt, model, x, y, F.cross_entropy, ["0", "2"]).items():
+        fisher = operator(*_around(s[name], held_bases(opt, model.get_submodule(name))))
+        assert_close(V, solve(fisher, gradient, 0.5 * float(s[name].mean())), 1e-8, name)
+
+
+def _around(s, bases):
+    return bases[0], s, bases[1]
+
+
+def test_signs_and_order_of_eigenvectors_do_not_matter():
+    model, (x, y) = mlp(), vectors()
+    found = []
+    for change in (False, True):
+        model = mlp()
+        opt = plain_ekfac(model)
+        with standing(opt):
+            train_step(opt, model, x, y, F.cross_entropy)
+            if change:
+                for side in "ag":
+                    Q = state_of(opt, model[0])[f"basis_{side}"]
+                    signs = torch.tensor([(-1.0) ** i for i in range(len(Q))], dtype=Q.dtype)
+                    Q.copy_((Q * signs)[:, torch.randperm(len(Q))])
+            train_step(opt, model, x, y, F.cross_entropy)
+        _, V = next_directions(opt, model, x, y, F.cross_entropy, ["0"])["0"]
+        found.append((opt.dense_curvature("0"), V))
+    assert_close(found[1][0], found[0][0], 1e-9)
+    assert_close(found[1][1], found[0][1], 1e-9)
+
+
+def test_any_orthonormal_basis_is_used_from_its_right_side():
+    """Bases without any symmetry show a missing or doubled transpose."""
+    model, (x, y) = mlp((4, 3)), vectors()
+    opt = plain_ekfac(model)
+    with standing(opt):
+        train_step(opt, model, x, y, F.cross_entropy)
+        for side, seed in (("a", 3), ("g", 4)):
+            Q = state_of(opt, model[0])[f"basis_{side}"]
+            Q.copy_(torch.linalg.qr(noise(*Q.shape, seed=seed)).Q)
+        train_step(opt, model, x, y, F.cross_entropy)
+    Q_B, Q_A = held_bases(opt, model[0])
+    s = scales(layer_gradients(model, "0", x, y, F.cross_entropy), Q_B, Q_A)
+    assert_close(held_scales(opt, model[0]), s, 1e-10)
+    gradient, V = next_directions(opt, model, x, y, F.cross_entropy, ["0"])["0"]
+    assert_close(V, solve(operator(Q_B, s, Q_A), gradient, 1e-2), 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The exponent
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5, 0.25])
+@pytest.mark.parametrize("problem", ["mlp", "convnet", "grouped conv"])
+def test_power_is_that_of_the_damped_block(problem, power):
+    model, x, y, loss = PROBLEMS[problem]()
+    opt = measured(model, x, y, loss, power=power)
+    names = covered_names(model)
+    fishers = {name: opt.dense_curvature(name) for name in names}
+    for name, (gradient, V) in next_directions(opt, model, x, y, loss, names).items():
+        assert_close(V, damped_power(fishers[name], 1e-2, power, gradient), 1e-8, name)
+
+
+def test_half_the_power_twice_is_the_whole():
+    model, (x, y) = mlp(), vectors()
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    keywords = {"factor_update_steps": 100, "inv_update_steps": 100, "scale_update_steps": 1}
+    opt = measured(model, x, y, F.cross_entropy, power=0.5, **keywords)
+    opt.param_groups[0]["scale_update_steps"] = 100  # nothing is due any more
+    once = next_directions(opt, model, x, y, F.cross_entropy, ["0", "2"])
+    change = {n: start[n] - p.detach() for n, p in model.named_parameters()}
+    middle = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for n, p in model.named_parameters():
+        p.grad = change[n].clone()
+    opt.step()
+    twice = {n: middle[n] - p.detach() for n, p in model.named_parameters()}
+    whole = mlp()
+    other = measured(whole, x, y, F.cross_entropy, power=1.0, **keywords)
+    next_directions(other, whole, x, y, F.cross_entropy, ["0", "2"])
+    for n, p in whole.named_parameters():
+        assert_close(twice[n], start[n] - p.detach(), 1e-9, n)
+    assert all(float((V - gradient).abs().max()) > 1e-3 for gradient, V in once.values())
+
+
+def test_dense_curvature_does_not_depend_on_the_power():
+    x, y = vectors()
+    found = [measured(mlp(), x, y, F.cross_entropy, power=power).dense_curvature("0") for power in (1.0, 0.5)]
+    assert torch.equal(*found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("fisher", "forward_only"),
+        ("estimator", "inter"),
+        ("transport", "copy"),
+        ("basis_update", "svd"),
+        ("scale_update_steps", 0),
+        ("scale_decay", 1.5),
+        ("power", 0.0),
+        ("full_every", 0),
+        ("scale_batch_size", 0),
+        ("momentum_mode", "middle"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_text(keyword, value):
+    with pytest.raises(ValueError, match=str(value)):
+        plain_ekfac(mlp(), **{keyword: value})
+
+
+@pytest.mark.parametrize(("keyword", "value"), [("damping_split", "pi"), ("inverse_method", "cholesky")])
+def test_there_is_nothing_to_split_and_no_other_inverse(keyword, value):
+    with pytest.raises(TypeError, match=keyword):
+        plain_ekfac(mlp(), **{keyword: value})
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("estimator", ["intra", "running"])
+@pytest.mark.parametrize("transport", ["project", "kfac", "none", "recompute"])
+@pytest.mark.parametrize("basis_update", ["eigh", "qr"])
+def test_every_combination_of_choices_constructs_and_trains(approx, estimator, transport, basis_update):
+    model, (x, y) = mlp(), vectors(20)
+    keywords = {"approx": approx, "estimator": estimator, "transport": transport, "basis_update": basis_update}
+    opt = plain_ekfac(model, lr=0.05, damping=0.1, inv_update_steps=2, full_every=2, **keywords)
+    before = float(F.cross_entropy(model(x), y))
+    for _ in range(6):
+        train_step(opt, model, x, y, F.cross_entropy)
+    assert float(F.cross_entropy(model(x), y)) < before
+
+
+def test_measuring_leaves_the_parameters_where_they_are():
+    """What the other tests here rest on."""
+    model, (x, y) = mlp(), vectors()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    opt = plain_ekfac(model)
+    measure(opt, model, x, y, F.cross_entropy)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

@@ -1,0 +1,606 @@
+"""The intra estimate of one batch equals its definition, whatever the layer and however the batch came in.
+
+Every case is one layer in a small network; expected scales are per-example gradients of autograd, rotated by the bases
+that the optimizer holds.
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.ekfac.definitions import (
+    exact_blocks,
+    exact_fisher,
+    layer_gradients,
+    operator,
+    scales,
+    solve,
+)
+from tests.ekfac.driver import (
+    held_bases,
+    held_scales,
+    measured,
+    next_directions,
+    plain_ekfac,
+    standing,
+    state_of,
+    train_step,
+)
+from tests.oracle.definitions import covered_names
+from tests.oracle.driver import assert_close, backward, labels, noise, twin
+from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
+
+few = settings(derandomize=True, max_examples=6, deadline=None)
+
+
+def squares(output, target):
+    """Per-example sums of squares of a bounded output, averaged over the examples."""
+    return (torch.tanh(output) - target).square().flatten(1).sum(1).mean()
+
+
+def assert_definition(opt, model, plain, x, y, loss, names=None, tolerance=1e-9, factor=1.0):
+    for name in covered_names(model) if names is None else names:
+        layer = model.get_submodule(name)
+        G = layer_gradients(plain, name, x, y, loss)
+        assert_close(held_scales(opt, layer), factor * scales(G, *held_bases(opt, layer)), tolerance, name)
+
+
+def check(build, x, y, loss=squares, names=None, **keywords):
+    """Scales, and the dense solve with them, of a model that is built twice."""
+    model, plain = build(), build()
+    opt = measured(model, x, y, loss, **keywords)
+    assert_definition(opt, model, plain, x, y, loss, names)
+    names = covered_names(model) if names is None else names
+    for name, (gradient, V) in next_directions(opt, model, x, y, loss, names).items():
+        Q_B, Q_A = held_bases(opt, model.get_submodule(name))
+        fisher = operator(Q_B, scales(layer_gradients(plain, name, x, y, loss), Q_B, Q_A), Q_A)
+        assert_close(V, solve(fisher, gradient, 1e-2), 1e-8, name)
+    return opt, model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("positions", [(), (1,), (4,), (2, 3), (9,)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("sizes", [(2, 2), (7, 6)], ids=["few features", "many features"])
+def test_linear_with_leading_dimensions(positions, bias, sizes):
+    """Sizes on both sides of the rule that chooses how the squares are formed."""
+    d_in, d_out = sizes
+    x, y = noise(4, *positions, d_in), noise(4, *positions, d_out, seed=1)
+    check(lambda: nn.Sequential(seeded_build(lambda: nn.Linear(d_in, d_out, bias=bias))), x, y)
+
+
+class Flattened(nn.Module):
+    """Moves the tokens into the batch axis for its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        z = self.outer(torch.tanh(self.inner(x.flatten(0, -2))))
+        return z.view(*x.shape[:-1], -1)
+
+
+def test_tokens_in_the_batch_axis_still_belong_to_their_example():
+    check(lambda: seeded_build(Flattened), noise(4, 5, 3), noise(4, 5, 2, seed=1))
+
+
+@pytest.mark.parametrize("read", ["positions", "mean"])
+def test_a_token_mean_loss_is_the_example_s_own(read):
+    """``loss_terms`` is the business of the factors: the example's loss is the mean over its tokens."""
+    x = noise(4, 5, 3)
+    y = labels(20, 3).view(4, 5) if read == "positions" else labels(4, 3)
+    check(lambda: seeded_build(lambda: Tokens(read=read)), x, y, F.cross_entropy)
+
+
+def test_tokens_as_examples():
+    """s as if every token were a datum of its own: that of the flattened batch."""
+    x, y = noise(4, 5, 3), labels(20, 3).view(4, 5)
+    model = seeded_build(lambda: Tokens(read="positions"))
+    opt = measured(model, x, y, F.cross_entropy, token_is_example=True)
+    plain = seeded_build(lambda: Tokens(read="positions"))
+    tokens, targets = x.reshape(20, 1, 3), y.reshape(20, 1)
+    assert_definition(opt, model, plain, tokens, targets, F.cross_entropy)
+
+
+@pytest.mark.parametrize("frozen", ["bias", "weight"])
+def test_frozen_parts(frozen):
+    def build():
+        model = mlp()
+        getattr(model[0], frozen).requires_grad_(False)
+        return model
+
+    opt, model = check(build, *vectors(), F.cross_entropy)
+    n_a = {"bias": 4, "weight": 1}[frozen]
+    assert held_scales(opt, model[0]).shape == (1, 5, n_a)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Convolutions
+# ---------------------------------------------------------------------------------------------------------------------
+
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+SIZES = {1: (7,), 2: (5, 4), 3: (3, 4, 3)}
+
+
+def conv_case(kind, axes, channels=(4, 4), **keywords):
+    def build():
+        return nn.Sequential(seeded_build(lambda: kind(*channels, **{"kernel_size": 2, **keywords})))
+
+    x = noise(3, channels[0], *SIZES[axes])
+    check(build, x, noise(*build()(x).shape, seed=1))
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("padding", [0, 1, "same", "valid"])
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_padding(axes, padding, mode):
+    conv_case(CONVS[axes], axes, (2, 3), padding=padding, padding_mode=mode)
+
+
+@pytest.mark.parametrize(
+    ("axes", "stride", "dilation", "groups", "bias"),
+    [
+        *itertools.product([1], [1, 2, 3], [1, 2], [1, 2], [True, False]),
+        (2, (2, 1), (1, 2), 1, True),
+        (2, (1, 3), 2, 2, False),
+        (2, 2, 1, 4, True),
+        (3, (1, 2, 1), (1, 2, 1), 2, True),
+    ],
+)
+def test_stride_dilation_and_groups(axes, stride, dilation, groups, bias):
+    conv_case(CONVS[axes], axes, stride=stride, dilation=dilation, groups=groups, bias=bias, padding=1)
+
+
+@pytest.mark.parametrize("kernel", [1, (1, 3), (4, 3), (5, 4)])
+def test_kernels_from_one_pixel_to_the_whole_image(kernel):
+    conv_case(nn.Conv2d, 2, (2, 3), kernel_size=kernel)
+
+
+@pytest.mark.parametrize("channels", [(1, 2), (2, 6), (12, 12)])
+def test_few_and_many_channels(channels):
+    """On both sides of the rule that chooses how the squares are formed."""
+    conv_case(nn.Conv2d, 2, channels, padding=1)
+
+
+def test_depthwise():
+    conv_case(nn.Conv2d, 2, (4, 4), groups=4, kernel_size=3)
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1, "output_padding": 1}, {"dilation": 2}])
+def test_transposed(axes, groups, options):
+    conv_case(TRANSPOSED[axes], axes, (2, 4), groups=groups, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several calls, tied weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Repeated(nn.Module):
+    """One layer several times, under one name or under two."""
+
+    def __init__(self, tied: bool, times: int = 2) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(4, 4), times
+        self.head = nn.Linear(4, 3)
+        self.other = nn.Linear(4, 4)
+        if tied:
+            self.other.weight, self.other.bias = self.layer.weight, self.layer.bias
+        else:
+            self.other = self.layer
+
+    def forward(self, x):
+        x = torch.tanh(self.layer(x))
+        for _ in range(self.times - 1):
+            x = torch.tanh(self.other(x))
+        x = self.head(x)
+        return x if x.ndim == 2 else x.mean(1)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["one module", "two modules"])
+@pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_uses_of_a_weight_are_summed_before_squaring(tied, times, tokens):
+    x = noise(5, 3, 4) if tokens else noise(5, 4)
+    y = labels(5, 3)
+    check(lambda: seeded_build(lambda: Repeated(tied, times)), x, y, F.cross_entropy, ["layer", "head"])
+
+
+class RepeatedConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(2, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.conv(x))
+        x = torch.tanh(self.conv(x[..., ::2, :]))  # a second size
+        return self.head(x.mean((2, 3)))
+
+
+def test_calls_with_unequal_numbers_of_positions():
+    check(lambda: seeded_build(RepeatedConv), *images(), F.cross_entropy)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Embeddings
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self, padding_idx=None, bag=None) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(6, 3, mode=bag) if bag else nn.Embedding(6, 3, padding_idx=padding_idx)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, index):
+        z = torch.tanh(self.words(index))
+        z = self.head(z)
+        return z if z.ndim == 2 else z.mean(1)
+
+
+TOKENS = torch.tensor([[0, 1, 1, 4], [2, 2, 2, 2], [5, 0, 1, 3], [3, 4, 3, 0], [0, 0, 5, 1]])
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, 3])
+def test_embedding(padding_idx):
+    """Tokens that occur twice in an example are added before squaring; the padding has no gradient at all."""
+
+    def build():
+        return seeded_build(lambda: Words(padding_idx))
+
+    opt, model = check(build, TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"])
+    s = held_scales(opt, model.words)
+    assert s.shape == (1, 3, 6)  # [n_g, n_a]: the gradient transposed
+    if padding_idx is not None:
+        assert not s[..., padding_idx].any()
+
+
+def test_embedding_of_one_token_per_example():
+    def build():
+        return seeded_build(Words)
+
+    check(build, TOKENS[:, 0], labels(5, 3), F.cross_entropy, ["words", "head"])
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_embedding_bag(mode):
+    check(lambda: seeded_build(lambda: Words(bag=mode)), TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"])
+
+
+def test_dense_curvature_of_an_embedding_is_in_the_order_of_its_weight():
+    model, y = seeded_build(Words), labels(5, 3)
+    plain = seeded_build(Words)
+    opt = measured(model, TOKENS, y, F.cross_entropy)
+    Q_B, Q_A = held_bases(opt, model.words)
+    assert_close(Q_A[0], torch.eye(6, dtype=Q_A.dtype), 0.0)
+    s = scales(layer_gradients(plain, "words", TOKENS, y, F.cross_entropy), Q_B, Q_A)
+    dense = operator(Q_B, s, Q_A)  # over vec of [D, V]
+    swap = torch.arange(18).view(3, 6).T.reshape(-1)
+    assert_close(opt.dense_curvature("words"), dense[swap][:, swap], 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Norm layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self, norm, image: bool) -> None:
+        super().__init__()
+        self.image = image
+        self.first = nn.Conv2d(2, 4, 2) if image else nn.Linear(4, 4)
+        self.norm, self.head = norm(), nn.Linear(4, 3)
+        with torch.no_grad():
+            self.norm.weight.copy_(noise(4, seed=5) + 1)
+
+    def forward(self, x):
+        z = torch.tanh(self.norm(self.first(x)))
+        return self.head(z.flatten(2).mean(2) if self.image else z.flatten(1, -2).mean(1) if z.ndim > 2 else z)
+
+
+NORMED = {
+    "LayerNorm": (lambda: Normed(lambda: nn.LayerNorm(4), False), lambda: noise(6, 4)),
+    "LayerNorm tokens": (lambda: Normed(lambda: nn.LayerNorm(4), False), lambda: noise(6, 3, 4)),
+    "LayerNorm no bias": (lambda: Normed(lambda: nn.LayerNorm(4, bias=False), False), lambda: noise(6, 3, 4)),
+    "RMSNorm": (lambda: Normed(lambda: nn.RMSNorm(4), False), lambda: noise(6, 3, 4)),
+    "GroupNorm": (lambda: Normed(lambda: nn.GroupNorm(2, 4), True), lambda: images(6)[0]),
+    "InstanceNorm": (lambda: Normed(lambda: nn.InstanceNorm2d(4, affine=True), True), lambda: images(6)[0]),
+}
+
+
+@pytest.mark.parametrize("kind", NORMED)
+@pytest.mark.parametrize("curvature", ["unit", "diagonal"])
+def test_norm_layers_have_the_exact_block_of_a_unit(kind, curvature):
+    """K-FAC's block of a unit is exact already, so EK-FAC's is the same one."""
+    build, data = NORMED[kind]
+    model, plain, x, y = seeded_build(build), seeded_build(build), data(), labels(6, 3)
+    opt = measured(model, x, y, F.cross_entropy, norm_curvature=curvature)
+    G = layer_gradients(plain, "norm", x, y, F.cross_entropy)
+    expected = exact_fisher(G) if curvature == "unit" else torch.diag(exact_fisher(G).diagonal())
+    assert_close(opt.dense_curvature("norm"), expected, 1e-9)
+    gradient, V = next_directions(opt, model, x, y, F.cross_entropy, ["norm"])["norm"]
+    assert_close(V, solve(expected, gradient, 1e-2), 1e-8)
+
+
+@pytest.mark.parametrize("image", [False, True])
+def test_batch_norm_takes_the_statistics_of_the_batch_as_constants(image):
+    def build():
+        return Normed(lambda: nn.BatchNorm2d(4) if image else nn.BatchNorm1d(4), image)
+
+    model, plain = seeded_build(build), seeded_build(build)
+    x, y = images(6)[0] if image else noise(6, 4), labels(6, 3)
+    with torch.no_grad():
+        z = plain.first(x)
+        axes = (0, 2, 3) if image else (0,)
+        plain.norm.running_mean.copy_(z.mean(axes))
+        plain.norm.running_var.copy_(z.var(axes, unbiased=False))
+    plain.norm.eval()
+    opt = measured(model, x, y, F.cross_entropy)
+    expected = exact_blocks(layer_gradients(plain, "norm", x, y, F.cross_entropy))
+    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-8)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Large sides, and part of the batch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit", "sides"), [(1, "ag"), (4, "a"), (5, "")])
+def test_a_side_above_the_limit_has_the_identity_for_a_basis(limit, sides):
+    """d_in + 1 = 5 and d_out = 3: s is measured all the same; both sides diagonal: squares of plain gradients."""
+    model, (x, y) = mlp((4, 3)), vectors()
+    plain = twin(model)
+    opt = measured(model, x, y, F.cross_entropy, max_factor_dim=limit)
+    state = state_of(opt, model[0])
+    for side in "ag":
+        assert (f"basis_{side}" in state) == (side not in sides)
+        assert state[f"factor_{side}"].ndim == (1 if side in sides else 2)
+    assert_definition(opt, model, plain, x, y, F.cross_entropy)
+    if sides == "ag":
+        G = layer_gradients(plain, "0", x, y, F.cross_entropy)
+        assert_close(held_scales(opt, model[0]), G.square().mean(0), 1e-10)
+        gradient, V = next_directions(opt, model, x, y, F.cross_entropy, ["0"])["0"]
+        assert_close(V, gradient / (G.square().mean(0) + 1e-2), 1e-9)
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+def test_a_diagonal_side_of_a_grouped_convolution(axes):
+    def build():
+        return nn.Sequential(seeded_build(lambda: CONVS[axes](4, 4, 2, groups=2)))
+
+    x = noise(3, 4, *SIZES[axes])
+    check(build, x, noise(*build()(x).shape, seed=1), max_factor_dim=3)
+
+
+@pytest.mark.parametrize("kept", [1, 3, 5, 6, 99])
+def test_a_part_of_the_examples_is_a_mean_over_distinct_ones(kept):
+    model, (x, y) = mlp((4, 3)), vectors(6)
+    plain = twin(model)
+    opt = measured(model, x, y, F.cross_entropy, scale_batch_size=kept)
+    G = layer_gradients(plain, "0", x, y, F.cross_entropy)
+    squared = torch.stack([scales(g[None], *held_bases(opt, model[0])) for g in G])
+    held = held_scales(opt, model[0])
+    means = [squared[list(c)].mean(0) for c in itertools.combinations(range(6), min(kept, 6))]
+    assert min(float((held - mean).abs().max()) for mean in means) < 1e-12
+
+
+def test_parts_of_the_examples_are_unbiased():
+    """Drawn anew at every step: pooled over steps they become the whole batch."""
+    model, (x, y) = mlp((4, 3)), vectors(6)
+    plain = twin(model)
+    opt = plain_ekfac(model, scale_batch_size=2, factor_decay=1.0)
+    with standing(opt):
+        for _ in range(400):
+            train_step(opt, model, x, y, F.cross_entropy)
+    expected = scales(layer_gradients(plain, "0", x, y, F.cross_entropy), *held_bases(opt, model[0]))
+    assert_close(held_scales(opt, model[0]), expected, 0.15)  # the standard error of the largest entry is about 4 %
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How the batch came in
+# ---------------------------------------------------------------------------------------------------------------------
+
+BATCHES = {
+    "mlp": (lambda: mlp((4, 5, 3)), vectors),
+    "convnet": (lambda: convnet(stride=2, padding=1), images),
+    "tokens": (lambda: seeded_build(lambda: Tokens(read="mean")), lambda n: (noise(n, 5, 3), vectors(n)[1])),
+}
+kinds = pytest.mark.parametrize("kind", BATCHES)
+
+
+def result(model, batches, scaler=None, **keywords):
+    """Dense blocks after two steps over ``batches`` of (x, y, loss) without moving."""
+    opt = plain_ekfac(model, **keywords)
+    with standing(opt):
+        for _ in range(2):
+            opt.zero_grad()
+            for x, y, loss in batches:
+                value = loss(model(x), y)
+                (value if scaler is None else scaler.scale(value)).backward()
+            if scaler is None:
+                opt.step()
+            else:
+                scaler.step(opt)
+                scaler.update()
+    return {name: opt.dense_curvature(name) for name in covered_names(model)}
+
+
+def assert_same(found, expected, tolerance=1e-7):
+    for name, dense in expected.items():
+        assert_close(found[name], dense, tolerance, name)
+
+
+def sum_loss(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+@kinds
+def test_a_summed_loss_has_the_same_block_per_datum(kind):
+    build, data = BATCHES[kind]
+    x, y = data(8)
+    assert_same(
+        result(build(), [(x, y, sum_loss)], loss_reduction="sum"),
+        result(build(), [(x, y, F.cross_entropy)]),
+    )
+
+
+@kinds
+@pytest.mark.parametrize("parts", [2, 4])
+def test_equal_micro_batches(kind, parts):
+    build, data = BATCHES[kind]
+    x, y = data(8)
+    cut = [
+        (a, b, lambda o, t: F.cross_entropy(o, t) / parts) for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True)
+    ]
+    assert_same(result(build(), cut), result(build(), [(x, y, F.cross_entropy)]))
+
+
+@kinds
+def test_unequal_micro_batches_with_properly_weighted_losses(kind):
+    build, data = BATCHES[kind]
+    x, y = data(8)
+    cut = [(x[a:b], y[a:b], lambda o, t, share=(b - a) / 8: F.cross_entropy(o, t) * share) for a, b in ((0, 5), (5, 8))]
+    assert_same(result(build(), cut), result(build(), [(x, y, F.cross_entropy)]))
+
+
+@few
+@given(st.sampled_from(sorted(BATCHES)), st.integers(2, 4), st.booleans())
+def test_a_replicated_or_reordered_batch(kind, times, reduced):
+    build, data = BATCHES[kind]
+    x, y = data(5)
+    order = torch.randperm(5 * times, generator=torch.Generator().manual_seed(times))
+    many = torch.cat([x] * times)[order], torch.cat([y] * times)[order]
+    approx = "reduce" if reduced else "expand"
+    assert_same(
+        result(build(), [(*many, F.cross_entropy)], approx=approx),
+        result(build(), [(x, y, F.cross_entropy)], approx=approx),
+    )
+
+
+@few
+@given(st.sampled_from(sorted(BATCHES)), st.integers(0, 20))
+def test_loss_scale_of_a_grad_scaler(kind, exponent):
+    build, data = BATCHES[kind]
+    x, y = data(5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**exponent)
+    found = result(build(), [(x, y, F.cross_entropy)], scaler, grad_scaler=scaler)
+    assert_same(found, result(build(), [(x, y, F.cross_entropy)]))
+
+
+@pytest.mark.parametrize("outputs", [2, 3])
+@pytest.mark.parametrize("loss", ["mse", "bce"])
+def test_a_mean_over_outputs_multiplies_by_their_number(loss, outputs):
+    """T = C makes it the block of the summed loss over C, in the unit of the factors."""
+    x, y = noise(6, 4), (noise(6, outputs, seed=1) > 0).double()
+    function = F.mse_loss if loss == "mse" else F.binary_cross_entropy_with_logits
+    model, plain = mlp((4, 3, outputs)), mlp((4, 3, outputs))
+    opt = measured(model, x, y, function, loss_terms=outputs)
+    assert_definition(opt, model, plain, x, y, function, factor=outputs)
+    total = mlp((4, 3, outputs))
+    other = measured(total, x, y, lambda o, t: function(o, t, reduction="sum"), loss_reduction="sum")
+    for name in ("0", "2"):
+        assert_close(opt.dense_curvature(name), other.dense_curvature(name) / outputs, 1e-7)
+
+
+@pytest.mark.parametrize("damping", [1e-3, 10.0])
+def test_a_damping_means_the_same_for_one_batch_of_32_and_four_of_8(damping):
+    x, y = vectors(32)
+    found = []
+    for parts in (1, 4):
+        model = mlp()
+        opt = plain_ekfac(model, damping=damping)
+        for lr in (0.0, 1.0):
+            opt.param_groups[0]["lr"] = lr
+            opt.zero_grad()
+            for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                backward(model, a, b, F.cross_entropy, 1 / parts)
+            opt.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert_close(found[1], found[0], 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory layouts and what models do around their layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Around(nn.Module):
+    """A convolution and two linear layers with a choice of in-place activation and of strides."""
+
+    def __init__(self, inplace: bool = False, odd: bool = False) -> None:
+        super().__init__()
+        self.conv, self.mid, self.head = nn.Conv2d(2, 3, 2), nn.Linear(3, 4), nn.Linear(4, 3)
+        self.act, self.odd = nn.ReLU(inplace), odd
+
+    def forward(self, x):
+        z = self.act(self.conv(x))
+        if self.odd:
+            z = z.transpose(2, 3)  # no copy
+            z = z.flatten(2).transpose(1, 2).expand(-1, -1, -1)
+        else:
+            z = z.transpose(2, 3).flatten(2).transpose(1, 2).contiguous()
+        return self.head(self.act(self.mid(z))).mean(1)
+
+
+def around(**options):
+    return seeded_build(lambda: Around(**options))
+
+
+@pytest.mark.parametrize("options", [{"inplace": True}, {"odd": True}, {"inplace": True, "odd": True}])
+def test_in_place_activations_and_views_change_nothing(options):
+    x, y = images()
+    model = around(**options)
+    opt = measured(model, x, y, F.cross_entropy)
+    assert_definition(opt, model, around(), x, y, F.cross_entropy)
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "strided", "expanded"])
+def test_memory_layouts_of_the_input(layout):
+    x, y = images()
+    changed = {
+        "channels_last": lambda: x.contiguous(memory_format=torch.channels_last),
+        "transposed": lambda: x.transpose(2, 3).contiguous().transpose(2, 3),
+        "strided": lambda: torch.stack([x, x], -1)[..., 0],
+        "expanded": lambda: x[:, :, :1].expand_as(x),
+    }[layout]()
+    model = around()
+    if layout == "channels_last":
+        model = model.to(memory_format=torch.channels_last)
+    opt = measured(model, changed, y, F.cross_entropy)
+    assert_definition(opt, model, around(), changed.contiguous(), y, F.cross_entropy)
+
+
+def test_positions_that_all_examples_share_cannot_be_told_apart():
+    """A position embedding is looked up once for the batch: that layer alone takes the fallback, and says why."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.place, self.head = nn.Embedding(4, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.head(torch.tanh(x + self.place(torch.arange(4)))).mean(1)
+
+    model, plain = seeded_build(Positions), seeded_build(Positions)
+    x, y = noise(5, 4, 3), labels(5, 3)
+    opt = measured(model, x, y, F.cross_entropy)
+    assert_definition(opt, model, plain, x, y, F.cross_entropy, ["head"])
+    before = copy.deepcopy(model.place.weight.detach())
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_close(before - model.place.weight.detach(), model.place.weight.grad, 1e-9)
+    row = next(line for line in opt.describe().splitlines() if line.lstrip("| ").startswith("place.weight"))
+    assert "fallback" in row

@@ -1,0 +1,742 @@
+"""Pure functions of EK-FAC against loops over examples, dense matrices and ``torch.linalg.eigh``."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from secondorder.curvature.scale import (
+    choose_route,
+    dense,
+    embedding_scale,
+    overlap,
+    precondition,
+    qr_refresh,
+    rotate,
+    rotate_back,
+    route_costs,
+    scale_intra,
+    scale_running,
+    transport,
+)
+from secondorder.linalg import Workspace
+
+ROUTES = ["gramian", "gradient", "unprojected", "unprojected_a", "unprojected_g"]
+EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-11}
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def orthogonal(*shape: int) -> Tensor:
+    """Random orthogonal matrices, neither symmetric nor close to the identity."""
+    return torch.linalg.qr(draw(*shape, shape[-1]))[0]
+
+
+def bases(which: str, n_a: int, n_g: int, *groups: int) -> tuple[Tensor | None, Tensor | None]:
+    return (
+        orthogonal(*groups, n_a) if "a" in which else None,
+        orthogonal(*groups, n_g) if "g" in which else None,
+    )
+
+
+def naive_scale(a: Tensor, g: Tensor, basis_a: Tensor | None, basis_g: Tensor | None) -> Tensor:
+    """Of one group: one example and one position after the other."""
+    q_a = torch.eye(a.shape[-1]).double() if basis_a is None else basis_a.double()
+    q_g = torch.eye(g.shape[-1]).double() if basis_g is None else basis_g.double()
+    total = torch.zeros(g.shape[-1], a.shape[-1], dtype=torch.float64)
+    for rows_a, rows_g in zip(a.double(), g.double(), strict=True):
+        gradient = torch.zeros_like(total)
+        for row_a, row_g in zip(rows_a, rows_g, strict=True):
+            gradient += torch.outer(row_g, row_a)
+        total += (q_g.T @ gradient @ q_a) ** 2
+    return total
+
+
+def kron(x: Tensor, y: Tensor) -> Tensor:
+    return torch.kron(x.contiguous(), y.contiguous())
+
+
+# s by examples
+
+
+@pytest.mark.parametrize("route", [*ROUTES, None])
+@pytest.mark.parametrize("positions", [1, 2, 9])
+@pytest.mark.parametrize("examples", [1, 5])
+@pytest.mark.parametrize("which", ["ag", "a", "g", ""])
+def test_every_route_is_the_loop_over_examples(route: str | None, positions: int, examples: int, which: str) -> None:
+    a, g = draw(examples, positions, 7), draw(examples, positions, 5)
+    basis_a, basis_g = bases(which, 7, 5)
+    wanted = naive_scale(a, g, basis_a, basis_g)
+    for chunk_bytes in (1, 8 * 60 * positions + 300, 1 << 24):
+        found = scale_intra(a, g, basis_a, basis_g, route, chunk_bytes)
+        torch.testing.assert_close(found, wanted, **EXACT)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, None])
+@pytest.mark.parametrize(("n_a", "n_g"), [(1, 1), (1, 6), (70, 3), (3, 70), (65, 67)])
+def test_odd_sizes(route: str | None, n_a: int, n_g: int) -> None:
+    a, g, (basis_a, basis_g) = draw(4, 3, n_a), draw(4, 3, n_g), bases("ag", n_a, n_g)
+    found = scale_intra(a, g, basis_a, basis_g, route)
+    torch.testing.assert_close(found, naive_scale(a, g, basis_a, basis_g), **EXACT)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, None])
+@pytest.mark.parametrize("which", ["ag", "a", "g", ""])
+@pytest.mark.parametrize("positions", [1, 3])
+def test_groups_are_scaled_apart(route: str | None, which: str, positions: int) -> None:
+    groups, examples = 3, 4
+    a, g = draw(groups, examples, positions, 6), draw(groups, examples, positions, 2)
+    basis_a, basis_g = bases(which, 6, 2, groups)
+    for chunk_bytes in (1, 1 << 20):
+        found = scale_intra(a, g, basis_a, basis_g, route, chunk_bytes)
+        for k in range(groups):
+            of_group = [None if basis is None else basis[k] for basis in (basis_a, basis_g)]
+            torch.testing.assert_close(found[k], naive_scale(a[k], g[k], *of_group), **EXACT)
+
+
+@pytest.mark.parametrize("route", [*ROUTES, None])
+@pytest.mark.parametrize("which", ["ag", "g", ""])
+@pytest.mark.parametrize("groups", [(), (2,)])
+def test_the_appended_one(route: str | None, which: str, groups: tuple[int, ...]) -> None:
+    a, g = draw(*groups, 4, 3, 6), draw(*groups, 4, 3, 5)
+    basis_a, basis_g = bases(which, 7, 5, *groups)
+    with_ones = torch.cat([a, torch.ones_like(a[..., :1])], -1)
+    found = scale_intra(a, g, basis_a, basis_g, route, homogeneous=True)
+    torch.testing.assert_close(found, scale_intra(with_ones, g, basis_a, basis_g, "gradient"), **EXACT)
+    only_ones = scale_intra(a[..., :0], g, None, basis_g, route, homogeneous=True)
+    torch.testing.assert_close(only_ones, scale_intra(None, g, None, basis_g), **EXACT)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("groups", [(), (2,)])
+@pytest.mark.parametrize("which", ["g", ""])
+def test_without_an_input_the_gradient_is_a_sum(chunk_bytes: int, groups: tuple[int, ...], which: str) -> None:
+    g, (_, basis_g) = draw(*groups, 4, 9, 5), bases(which, 1, 5, *groups)
+    sign = -torch.ones(*groups, 1, 1, dtype=torch.float64)
+    found = scale_intra(None, g, sign, basis_g, chunk_bytes=chunk_bytes)
+    torch.testing.assert_close(found, scale_intra(torch.ones_like(g[..., :1]), g, None, basis_g, "gradient"), **EXACT)
+    assert found.shape == (*groups, 5, 1)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_positions_are_summed_before_the_square(route: str) -> None:
+    a, g = draw(6, 1, 4).repeat(1, 2, 1), draw(6, 1, 3)
+    opposite = torch.cat([g, -g], 1)  # the two positions of each example cancel
+    assert scale_intra(a, opposite, None, None, route).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_layouts_and_precisions(route: str) -> None:
+    a, g, (basis_a, basis_g) = draw(5, 4, 6), draw(5, 4, 3), bases("ag", 6, 3)
+    wanted = naive_scale(a, g, basis_a, basis_g)
+    scattered = a.mT.contiguous().mT, g.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    torch.testing.assert_close(scale_intra(*scattered, basis_a, basis_g, route), wanted, **EXACT)
+    assert basis_a is not None
+    assert basis_g is not None
+    single = scale_intra(a.float(), g.float(), basis_a.float(), basis_g.float(), route)
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(single.double(), wanted, rtol=1e-4, atol=1e-4)
+    half = scale_intra(a.bfloat16(), g.bfloat16(), basis_a, basis_g, route)
+    torch.testing.assert_close(half, naive_scale(a.bfloat16(), g.bfloat16(), basis_a, basis_g), **EXACT)
+    assert scale_intra(a.half(), g.half(), None, None, route).dtype == torch.float32
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_no_entry_is_negative(route: str) -> None:
+    a, g = draw(3, 4, 5, dtype=torch.float32), draw(3, 4, 6, dtype=torch.float32)
+    a[:, 2:], g[:, 2:] = a[:, :2], -g[:, :2]  # every gradient cancels up to rounding
+    assert (scale_intra(a, g, None, None, route) >= 0).all()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_examples_add_up_and_do_not_change(route: str) -> None:
+    a, g, (basis_a, basis_g) = draw(6, 3, 5), draw(6, 3, 4), bases("ag", 5, 4)
+    kept = [x.clone() for x in (a, g, basis_a, basis_g) if x is not None]
+    whole = scale_intra(a, g, basis_a, basis_g, route)
+    parts = [scale_intra(a[part], g[part], basis_a, basis_g, route) for part in (slice(2), slice(2, 6))]
+    torch.testing.assert_close(parts[0] + parts[1], whole, **EXACT)
+    assert all(torch.equal(x, y) for x, y in zip((a, g, basis_a, basis_g), kept, strict=True) if x is not None)
+    assert torch.equal(scale_intra(a[:0], g[:0], basis_a, basis_g, route), torch.zeros_like(whole))
+    assert torch.equal(scale_intra(a[:, :0], g[:, :0], basis_a, basis_g, route), torch.zeros_like(whole))
+
+
+def test_s_is_the_diagonal_of_the_exact_block_and_closer_than_kfac() -> None:
+    examples, positions = 30, 4
+    a, g = draw(examples, positions, 4), draw(examples, positions, 3)
+    vectors = torch.stack([(g[n].T @ a[n]).flatten() for n in range(examples)])
+    exact = vectors.T @ vectors / examples
+    factor_a = torch.einsum("nsi,nsj->ij", a, a) / (examples * positions)
+    factor_g = torch.einsum("nsi,nsj->ij", g, g) / examples
+    (values_a, basis_a), (values_g, basis_g) = torch.linalg.eigh(factor_a), torch.linalg.eigh(factor_g)
+    s = scale_intra(a, g, basis_a, basis_g) / examples
+    both = kron(basis_g, basis_a)
+    torch.testing.assert_close(s.flatten(), (both.T @ exact @ both).diagonal(), **EXACT)
+    torch.testing.assert_close(s.sum(), exact.trace(), **EXACT)
+    of_ekfac = (exact - dense(s, basis_a, basis_g)).norm()
+    assert of_ekfac < (exact - kron(factor_g, factor_a)).norm()
+    kfac = dense(torch.outer(values_g, values_a), basis_a, basis_g)
+    torch.testing.assert_close(kfac, kron(factor_g, factor_a), **EXACT)
+
+
+def test_an_unknown_route_is_refused() -> None:
+    with pytest.raises(ValueError, match="route must be one of .*'gramian'.* or None, got 'gram'"):
+        scale_intra(draw(2, 2, 2), draw(2, 2, 2), None, None, "gram")
+
+
+# the cheapest route
+
+
+def test_flops_of_the_routes() -> None:
+    """By hand for S = 3, n_a = 5, n_g = 2: rows cost 2·3·25 and 2·3·4, gradients 2·2·25 and 2·5·4."""
+    flops = {name: cost.flops for name, cost in route_costs(3, 5, 2).items()}
+    assert flops == {
+        "gramian": 150 + 24 + 3 * 4 * 10,
+        "gradient": 150 + 24 + 2 * 3 * 10,
+        "unprojected": 100 + 40 + 2 * 3 * 10,
+        "unprojected_a": 100 + 24 + 2 * 3 * 10,
+        "unprojected_g": 150 + 40 + 2 * 3 * 10,
+    }
+    bare = {name: cost.flops for name, cost in route_costs(3, 5, 2, rotate_a=False, rotate_g=False).items()}
+    assert bare == {"gramian": 120} | dict.fromkeys(ROUTES[1:], 60)
+
+
+@pytest.mark.parametrize(
+    ("positions", "n_a", "n_g", "route"),
+    [
+        (1, 65, 10, "gramian"),  # one position: the product of the squared rows
+        (1, 10, 1, "gramian"),
+        (4, 513, 512, "gramian"),  # 16·1025 < 513·512
+        (9, 4097, 4096, "gramian"),
+        (4, 9, 8, "gradient"),  # 16·17 > 72
+        (2, 8, 8, "gradient"),  # 4·16 = 8·8
+        (2, 9, 8, "gramian"),  # 4·17 < 9·8
+        (16, 33, 32, "gradient"),
+        (64, 1025, 1024, "gradient"),  # 64²·2049 > 1025·1024
+        (20, 4097, 4096, "gradient"),  # the pairs would be smaller, but 210 products of them are too many
+        (1024, 28, 16, "unprojected"),  # 1024·(28² + 16²) > 28·16·44
+        (3136, 577, 64, "unprojected"),
+        (196, 10, 1, "unprojected_a"),  # one group of a depth-wise convolution
+        (256, 64 * 9, 64, "unprojected_a"),  # more positions than rows of the gradient, fewer than columns
+        (256, 64, 64 * 9, "unprojected_g"),
+    ],
+)
+def test_the_route_of_a_layer(positions: int, n_a: int, n_g: int, route: str) -> None:
+    assert choose_route(positions, n_a, n_g) == route
+
+
+@pytest.mark.parametrize("positions", [2, 3, 8, 30, 1000])
+@pytest.mark.parametrize("n_a", [1, 10, 100, 3000])
+@pytest.mark.parametrize("n_g", [1, 16, 500])
+def test_the_choice_obeys_both_rules(positions: int, n_a: int, n_g: int) -> None:
+    route, costs = choose_route(positions, n_a, n_g), route_costs(positions, n_a, n_g)
+    if route == "gramian":
+        assert positions**2 * (n_a + n_g) < n_a * n_g
+    # Nothing that needs as little memory traffic saves flops.
+    assert not any(
+        cost.flops < costs[route].flops and cost.moved <= costs[route].moved
+        for name, cost in costs.items()
+        if name != "gramian"
+    )
+
+
+# memory of the temporaries
+
+
+def peak_bytes(**arguments: Any) -> int:
+    """Largest sum of live allocations during a call of ``scale_intra``, its result included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = scale_intra(**arguments)
+    live = peak = 0
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert live >= result.nbytes  # what is left is the result: every allocation was seen
+    return peak
+
+
+SIZES = {"wide": (4, 33, 31), "rows": (40, 9, 5), "one position": (1, 70, 66)}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", ["plain", "groups", "cast", "scattered", "no bases"])
+def test_temporaries_stay_below_chunk_bytes(route: str, size: str, case: str) -> None:
+    (positions, n_a, n_g), groups, dtype = SIZES[size], (), torch.float32
+    if case == "groups":
+        groups = (3,)
+    examples = 96
+    a, g = (
+        draw(*groups, examples, positions, n_a - 1, dtype=dtype),
+        draw(*groups, examples, positions, n_g, dtype=dtype),
+    )
+    basis_a, basis_g = (None, None) if case == "no bases" else bases("ag", n_a, n_g, *groups)
+    if case == "cast":
+        a, g = a.bfloat16(), g.bfloat16()
+    if case == "scattered":
+        a, g = a.mT.contiguous().mT, g.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    if basis_a is not None and basis_g is not None:
+        basis_a, basis_g = basis_a.to(dtype), basis_g.to(dtype)
+    per_example = 4 * route_costs(positions, n_a, n_g)[route].held * (groups or (1,))[0]
+    result = 4 * n_a * n_g * (groups or (1,))[0]
+    for chunk_bytes in (2 * per_example, 5 * per_example, 17 * per_example):
+        arguments = {"a": a, "g": g, "basis_a": basis_a, "basis_g": basis_g, "route": route, "homogeneous": True}
+        aligned_bases = 4 * ((n_a + 16) ** 2 + (n_g + 16) ** 2) * (groups or (1,))[0]
+        if case == "no bases":
+            aligned_bases = 0
+        assert peak_bytes(**arguments, chunk_bytes=chunk_bytes) <= chunk_bytes + result + aligned_bases
+
+
+def test_memory_is_used_that_is_there() -> None:
+    """A chunk is more than one example wherever more fit: the number of products falls with the bytes."""
+
+    class Products(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += "mm" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    a, g, (basis_a, basis_g) = draw(64, 4, 9), draw(64, 4, 8), bases("ag", 9, 8)
+    seen = []
+    for chunk_bytes in (1, 1 << 14, 1 << 24):
+        with Products() as products:
+            scale_intra(a, g, basis_a, basis_g, "gradient", chunk_bytes)
+        seen.append(products.seen)
+    assert seen[0] == 3 * 64
+    assert seen[2] == 3 < seen[1] < 3 * 32
+
+
+# embeddings
+
+
+def naive_embedding(indices: Tensor, keep: Tensor, g: Tensor, n_a: int, basis_g: Tensor | None) -> Tensor:
+    one_hot = torch.zeros(*indices.shape, n_a, dtype=torch.float64)
+    for n in range(indices.shape[0]):
+        for s in range(indices.shape[1]):
+            if keep[n, s]:
+                one_hot[n, s, indices[n, s]] = 1
+    return naive_scale(one_hot, torch.where(keep[..., None], g, 0), None, basis_g)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (5, 1), (6, 9)])
+@pytest.mark.parametrize("which", ["g", ""])
+@pytest.mark.parametrize("masked", [False, True])
+def test_embedding_is_the_loop_over_one_hot_rows(shape: tuple[int, int], which: str, masked: bool) -> None:
+    n_a, n_g = 4, 3  # few entries: most are repeated inside an example
+    indices, g, (_, basis_g) = torch.randint(n_a, shape), draw(*shape, n_g), bases(which, 1, n_g)
+    keep = torch.rand(shape) < 0.6 if masked else torch.ones(shape, dtype=torch.bool)
+    wanted = naive_embedding(indices, keep, g, n_a, basis_g)
+    if masked:  # what does not count may hold anything
+        indices[~keep], g[~keep] = -100, float("nan")
+    found = embedding_scale(indices, keep if masked else None, g, basis_g, n_a)
+    assert found.shape == (n_g, n_a)
+    torch.testing.assert_close(found, wanted, **EXACT)
+
+
+def test_embedding_without_rows() -> None:
+    assert torch.equal(embedding_scale(torch.zeros(0, 3).long(), None, draw(0, 3, 2), None, 5), draw(2, 5) * 0)
+
+
+# one step
+
+
+@pytest.mark.parametrize("which", ["ag", "a", "g", ""])
+@pytest.mark.parametrize("groups", [(), (3,)])
+@pytest.mark.parametrize("workspace", [None, Workspace()])
+def test_rotations(which: str, groups: tuple[int, ...], workspace: Workspace | None) -> None:
+    for n_a, n_g in [(5, 4), (67, 70)]:
+        x, (basis_a, basis_g) = draw(*groups, n_g, n_a), bases(which, n_a, n_g, *groups)
+        q_a = torch.eye(n_a).double() if basis_a is None else basis_a
+        q_g = torch.eye(n_g).double() if basis_g is None else basis_g
+        rotated = rotate(x, basis_a, basis_g, workspace)
+        torch.testing.assert_close(rotated, q_g.mT @ x @ q_a, **EXACT)
+        torch.testing.assert_close(rotate_back(rotated, basis_a, basis_g, workspace), x, **EXACT)
+
+
+@pytest.mark.parametrize("which", ["ag", "a", "g", ""])
+@pytest.mark.parametrize("groups", [(), (3,)])
+@pytest.mark.parametrize(("n_a", "n_g"), [(7, 5), (65, 2), (2, 66)])
+def test_precondition_is_the_dense_solve(which: str, groups: tuple[int, ...], n_a: int, n_g: int) -> None:
+    damping = 1e-2
+    grad, (basis_a, basis_g) = draw(*groups, n_g, n_a), bases(which, n_a, n_g, *groups)
+    scale, workspace = torch.rand(*groups, n_g, n_a, dtype=torch.float64), Workspace()
+    kept = grad.clone(), scale.clone()
+    lam = torch.full(groups, damping, dtype=torch.float64)
+    found = precondition(grad, basis_a, basis_g, scale, lam, 1.0, workspace)
+    identity = torch.eye(n_a * n_g, dtype=torch.float64)
+    matrix = dense(scale, basis_a, basis_g) + damping * identity
+    wanted = torch.linalg.solve(matrix, grad.flatten(-2)[..., None])[..., 0].view_as(grad)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    assert torch.equal(grad, kept[0])
+    assert torch.equal(scale, kept[1])
+    workspace.reset()
+    workspace.empty((workspace.nbytes // 8,), grad).fill_(float("nan"))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)  # the result is not memory of the workspace
+    torch.testing.assert_close(precondition(grad, basis_a, basis_g, scale, lam, 1.0), found, **EXACT)
+
+
+def test_half_a_power_twice_is_the_whole() -> None:
+    grad, scale, (basis_a, basis_g) = draw(5, 7), torch.rand(5, 7).double(), bases("ag", 7, 5)
+    lam, workspace = torch.tensor(1e-2).double(), Workspace()
+    arguments = basis_a, basis_g, scale, lam
+    twice = precondition(precondition(grad, *arguments, 0.5, workspace), *arguments, 0.5, workspace)
+    torch.testing.assert_close(twice, precondition(grad, *arguments, 1.0, workspace), **EXACT)
+    third = grad
+    for _ in range(3):
+        third = precondition(third, *arguments, 1 / 3)
+    torch.testing.assert_close(third, twice, **EXACT)
+    none = precondition(grad, *arguments, 0.0)
+    torch.testing.assert_close(none, grad, **EXACT)
+
+
+def test_a_large_damping_leaves_the_gradient() -> None:
+    grad, scale, (basis_a, basis_g) = draw(5, 7), torch.rand(5, 7).double(), bases("ag", 7, 5)
+    found = precondition(grad, basis_a, basis_g, scale, torch.tensor(1e9).double())
+    torch.testing.assert_close(found * 1e9, grad, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("power", [1.0, 0.5])
+def test_no_damping_is_the_rounding_of_the_largest_entry(power: float) -> None:
+    scale = torch.zeros(2, 3, 4)
+    scale[0, 1, 2] = 8.0
+    scale[1] = 1.0
+    found = precondition(torch.ones(2, 3, 4), None, None, scale, torch.zeros(2), power)
+    floor = 8 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found[0, 0, 0], torch.tensor(floor**-power))
+    torch.testing.assert_close(found[1], torch.ones(3, 4))
+
+
+def test_identity_bases_and_a_damped_root_are_adam() -> None:
+    """With the running moments of Adam, whose bias is corrected outside."""
+    beta1, beta2, eps, lr = 0.9, 0.95, 1e-8, 1e-2
+    parameter = torch.nn.Parameter(draw(4, 6))
+    ours = parameter.detach().clone()
+    adam = torch.optim.Adam([parameter], lr=lr, betas=(beta1, beta2), eps=eps)
+    m, v = torch.zeros_like(ours), torch.zeros_like(ours)
+    for t in range(1, 6):
+        grad = draw(4, 6)
+        parameter.grad = grad.clone()
+        adam.step()
+        m, v = beta1 * m + (1 - beta1) * grad, beta2 * v + (1 - beta2) * scale_running(rotate(grad, None, None), 1)
+        corrected = m / (1 - beta1**t), v / (1 - beta2**t)
+        ours -= lr * precondition(
+            corrected[0], None, None, corrected[1], torch.tensor(eps).double(), 0.5, damp_root=True
+        )
+    torch.testing.assert_close(ours, parameter.detach(), rtol=1e-13, atol=1e-13)
+
+
+def test_running_estimate() -> None:
+    a, g, (basis_a, basis_g) = draw(1, 1, 5), draw(1, 1, 4), bases("ag", 5, 4)
+    rotated = rotate(g[0].T @ a[0], basis_a, basis_g)
+    kept = rotated.clone()
+    torch.testing.assert_close(scale_running(rotated, 1), scale_intra(a, g, basis_a, basis_g), **EXACT)
+    torch.testing.assert_close(scale_running(rotated, 32), 32 * kept**2, **EXACT)
+    assert torch.equal(rotated, kept)
+
+
+def test_running_estimate_of_noise_expects_s() -> None:
+    """Over resampled batches of gradients with mean zero: N times the squared mean has the mean of the squares."""
+    examples, batches = 16, 4000
+    gradients = draw(batches, examples, 2, 3) * torch.tensor([[1.0, 2.0, 0.5], [3.0, 0.1, 1.0]])
+    running = torch.stack([scale_running(batch.mean(0), examples) for batch in gradients]).mean(0)
+    torch.testing.assert_close(running, gradients.square().mean((0, 1)), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("which", ["ag", "a", "g", ""])
+@pytest.mark.parametrize("groups", [(), (2,)])
+def test_dense_is_the_sum_over_the_basis(which: str, groups: tuple[int, ...]) -> None:
+    n_a, n_g = 4, 3
+    scale, (basis_a, basis_g) = torch.rand(*groups, n_g, n_a).double(), bases(which, n_a, n_g, *groups)
+    found = dense(scale, basis_a, basis_g).reshape(-1, n_a * n_g, n_a * n_g)
+    q_a = (torch.eye(n_a).double().expand(*groups, -1, -1) if basis_a is None else basis_a).reshape(-1, n_a, n_a)
+    q_g = (torch.eye(n_g).double().expand(*groups, -1, -1) if basis_g is None else basis_g).reshape(-1, n_g, n_g)
+    for k, s in enumerate(scale.reshape(-1, n_g, n_a)):
+        wanted = torch.zeros_like(found[k])
+        for i in range(n_g):
+            for j in range(n_a):
+                vector = torch.outer(q_g[k][:, i], q_a[k][:, j]).flatten()
+                wanted += s[i, j] * torch.outer(vector, vector)
+        torch.testing.assert_close(found[k], wanted, **EXACT)
+
+
+# change of basis
+
+
+@pytest.mark.parametrize("which", ["ag", "a", "g", ""])
+@pytest.mark.parametrize("groups", [(), (3,)])
+def test_transport_is_the_diagonal_of_the_old_operator(which: str, groups: tuple[int, ...]) -> None:
+    n_a, n_g = 6, 4
+    scale = torch.rand(*groups, n_g, n_a, dtype=torch.float64)
+    (old_a, old_g), (new_a, new_g) = bases(which, n_a, n_g, *groups), bases(which, n_a, n_g, *groups)
+    moved = transport(scale, overlap(old_a, new_a), overlap(old_g, new_g))
+    operator = dense(scale, old_a, old_g)
+    for k in [(i,) for i in range(*groups)] if groups else [()]:
+        q_a = torch.eye(n_a).double() if new_a is None else new_a[k]
+        q_g = torch.eye(n_g).double() if new_g is None else new_g[k]
+        wanted = (kron(q_g, q_a).T @ operator[k] @ kron(q_g, q_a)).diagonal().view(n_g, n_a)
+        torch.testing.assert_close(moved[k], wanted, **EXACT)
+    torch.testing.assert_close(moved.sum((-2, -1)), scale.sum((-2, -1)), **EXACT)
+    assert (moved >= 0).all()
+
+
+def test_transport_between_a_basis_and_none() -> None:
+    scale, q = torch.rand(3, 5).double(), orthogonal(5)
+    there = transport(scale, overlap(None, q), None)
+    torch.testing.assert_close(dense(there, q, None).trace(), scale.sum(), **EXACT)
+    torch.testing.assert_close(
+        there, (dense(scale, None, None) @ kron(torch.eye(3).double(), q) ** 2).sum(0).view(3, 5)
+    )
+    assert overlap(None, None) is None
+    assert torch.equal(overlap(q, None), q)  # type: ignore[arg-type]
+    torch.testing.assert_close(overlap(None, q), q.T)
+
+
+def test_transport_without_a_change_is_none() -> None:
+    scale, basis = torch.rand(4, 6).double(), orthogonal(6)
+    assert transport(scale, None, None) is scale
+    torch.testing.assert_close(transport(scale, overlap(basis, basis), None), scale, **EXACT)
+
+
+def test_transport_by_permutations_and_signs_is_exact() -> None:
+    """Of bases whose products are exact, so that not a bit may change."""
+    scale = torch.rand(4, 6)
+    order_a, order_g = torch.randperm(6), torch.randperm(4)
+    old_a, old_g = torch.eye(6), torch.eye(4)
+    new_a = old_a[:, order_a] * torch.tensor([1.0, -1, 1, -1, -1, 1])
+    new_g = old_g[:, order_g] * torch.tensor([-1.0, -1, 1, 1])
+    moved = transport(scale, overlap(old_a, new_a), overlap(old_g, new_g))
+    assert torch.equal(moved, scale[order_g][:, order_a])
+    (random_a, random_g) = orthogonal(6), orthogonal(4)
+    moved = transport(scale.double(), overlap(random_a, random_a[:, order_a]), overlap(random_g, -random_g[:, order_g]))
+    torch.testing.assert_close(moved, scale[order_g][:, order_a].double(), **EXACT)
+
+
+def test_transport_keeps_the_sum_in_float32() -> None:
+    scale = torch.rand(70, 130).exp() ** 8
+    moved = scale
+    for _ in range(5):
+        moved = transport(moved, orthogonal(130).float(), orthogonal(70).float())
+    assert abs(float(moved.double().sum() / scale.double().sum()) - 1) < 1e-6
+    assert (moved >= 0).all()
+
+
+# refresh by QR
+
+
+def spectrum(values: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix ``[1, n, n]`` of given ascending eigenvalues, and its eigenvectors."""
+    basis = orthogonal(1, len(values))
+    return basis * values @ basis.mT, basis
+
+
+def offdiag(matrix: Tensor, basis: Tensor) -> float:
+    inside = basis.mT @ matrix @ basis
+    return float((inside - torch.diag_embed(inside.diagonal(dim1=-2, dim2=-1))).norm() / inside.norm())
+
+
+def departure(basis: Tensor) -> float:
+    """Largest entry of ``QᵀQ − I``, in float64."""
+    basis = basis.double()
+    return float((basis.mT @ basis - torch.eye(basis.shape[-1]).double()).abs().max())
+
+
+FOUR_DECADES = torch.logspace(-4, 0, 30, dtype=torch.float64)
+
+
+def test_qr_converges_from_a_random_start() -> None:
+    matrix, _ = spectrum(FOUR_DECADES)
+    basis = orthogonal(1, 30)
+    errors = [offdiag(matrix, basis)]
+    for _ in range(3):
+        for _ in range(10):
+            values, basis, _, reported, ok = qr_refresh(matrix, basis)
+            assert ok.all()
+        errors.append(offdiag(matrix, basis))
+        assert float(reported) == pytest.approx(errors[-1], rel=1e-3)
+    for error, bound in zip(errors, (1.0, 6e-2, 3e-3, 2e-4), strict=True):
+        assert error < bound
+    assert errors[0] > 0.5
+    torch.testing.assert_close(values[0][-8:], FOUR_DECADES[-8:], rtol=1e-6, atol=1e-8)
+    assert departure(basis) < 1e-13
+    for _ in range(300):
+        values, basis, *_ = qr_refresh(matrix, basis)
+    assert offdiag(matrix, basis) < 1e-8
+    torch.testing.assert_close(values[0], FOUR_DECADES, rtol=1e-6, atol=1e-8)
+
+
+def test_qr_from_a_warm_start_follows_the_eigenvectors() -> None:
+    matrix, exact = spectrum(FOUR_DECADES)
+    noise = draw(1, 30, 200)
+    moved = 0.95 * matrix + 0.05 * matrix.mean() * noise @ noise.mT / 200
+    before = offdiag(moved, exact)
+    _, once, _, reported, _ = qr_refresh(moved, exact)
+    _, twice, _, _, _ = qr_refresh(moved, exact, sweeps=2)
+    assert offdiag(moved, twice) < offdiag(moved, once) < before
+    assert float(reported) == pytest.approx(offdiag(moved, once), rel=1e-6)
+
+
+def test_qr_at_the_eigenvectors_stays_there() -> None:
+    """Sorted as ``eigh`` sorts them, with their signs."""
+    matrix, exact = spectrum(FOUR_DECADES)
+    values, basis, permutation, reported, ok = qr_refresh(matrix, exact)
+    assert torch.equal(permutation[0], torch.arange(30))
+    assert ok.all()
+    assert float(reported) < 1e-12
+    torch.testing.assert_close(basis, exact, rtol=0, atol=1e-9)
+    torch.testing.assert_close(values[0], FOUR_DECADES, rtol=1e-9, atol=1e-12)
+
+
+def test_qr_continues_columns_in_whatever_order_they_come() -> None:
+    matrix, exact = spectrum(FOUR_DECADES)
+    order, signs = torch.randperm(30), torch.where(torch.rand(30) < 0.5, -1.0, 1.0).double()
+    shuffled = exact[..., order] * signs
+    values, basis, permutation, _, _ = qr_refresh(matrix, shuffled)
+    torch.testing.assert_close(basis[0], shuffled[0][:, permutation[0]], rtol=0, atol=1e-9)
+    assert torch.equal(order[permutation[0]], torch.arange(30))
+    assert (values[0].diff() > 0).all()
+
+
+def test_sweeps_are_refreshes_in_a_row() -> None:
+    matrix, exact = spectrum(torch.linspace(1, 3, 12, dtype=torch.float64))
+    noisy = torch.linalg.qr(exact + 0.02 * draw(1, 12, 12))[0]
+    together = qr_refresh(matrix, noisy, sweeps=3)[1]
+    apart = noisy
+    for _ in range(3):
+        apart = qr_refresh(matrix, apart)[1]
+    torch.testing.assert_close(together, apart, rtol=0, atol=1e-10)
+
+
+def test_scale_in_a_swept_basis_becomes_that_in_the_eigenbasis() -> None:
+    a, g = draw(20, 3, 6) * torch.tensor([4.0, 3, 2, 1, 0.5, 0.2]), draw(20, 3, 2)
+    factor = torch.einsum("nsi,nsj->ij", a, a)[None]
+    wanted = scale_intra(a, g, torch.linalg.eigh(factor)[1][0], None)
+    basis = orthogonal(1, 6)
+    for _ in range(200):
+        basis = qr_refresh(factor, basis)[1]
+    torch.testing.assert_close(scale_intra(a, g, basis[0], None), wanted, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_thousand_refreshes_of_a_drifting_matrix_stay_orthogonal(dtype: torch.dtype) -> None:
+    n = 24
+    matrix, basis = torch.eye(n, dtype=dtype)[None] * 1e-3, torch.eye(n, dtype=dtype)[None]
+    strength = torch.logspace(-3, 0, n).to(dtype)
+    for _ in range(1000):
+        rows = draw(8, n, dtype=dtype) * strength
+        matrix = 0.95 * matrix + 0.05 / 8 * rows.T @ rows
+        _, basis, _, reported, ok = qr_refresh(matrix, basis)
+        assert ok.all()
+    assert basis.dtype == dtype
+    assert departure(basis) < (1e-5 if dtype == torch.float32 else 1e-13)
+    assert float(reported) < 0.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_null_space(dtype: torch.dtype) -> None:
+    rows = draw(5, 12).to(dtype)
+    matrix, basis = (rows.T @ rows)[None], orthogonal(1, 12).to(dtype)
+    results = [qr_refresh(matrix, basis, sweeps=4) for _ in range(2)]
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    for _ in range(40):
+        values, basis, _, reported, ok = qr_refresh(matrix, basis, sweeps=4)
+    assert ok.all()
+    small = 1e-4 if dtype == torch.float32 else 1e-8
+    assert departure(basis) < (1e-5 if dtype == torch.float32 else 1e-13)
+    assert (values[0, :7] < small * values[0, -1]).all()
+    assert (values >= 0).all()
+    assert float(reported) < small
+
+
+def test_nothing_at_all_keeps_the_basis() -> None:
+    basis = orthogonal(1, 6)
+    values, found, permutation, reported, ok = qr_refresh(torch.zeros(1, 6, 6).double(), basis)
+    torch.testing.assert_close(found, basis.gather(-1, permutation[:, None, :].expand_as(basis)), **EXACT)
+    assert torch.equal(values, torch.zeros(1, 6).double())
+    assert ok.all()
+    assert float(reported) < 1e-12
+
+
+def test_equal_eigenvalues_are_left_as_they_are() -> None:
+    """Any basis of their space is one of eigenvectors, so there is nothing to converge to but the space."""
+    values = torch.tensor([1.0, 1, 1, 4, 4, 9, 9, 9]).double()
+    matrix, exact = spectrum(values)
+    turned = torch.block_diag(orthogonal(3), orthogonal(2), orthogonal(3))
+    basis = exact @ turned
+    found_values, found, permutation, reported, ok = qr_refresh(matrix, basis)
+    order = permutation[0]
+    torch.testing.assert_close(found[0], basis[0][:, order], rtol=0, atol=1e-10)
+    torch.testing.assert_close(found_values[0], values, **EXACT)
+    assert float(reported) < 1e-12
+    assert ok.all()
+    basis = orthogonal(1, 8)
+    for _ in range(60):
+        found_values, basis, _, reported, _ = qr_refresh(matrix, basis)
+    torch.testing.assert_close(found_values[0], values, rtol=1e-9, atol=1e-9)
+    assert float(reported) < 1e-9
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-12, 1e12, 1e30])
+def test_the_unit_of_the_matrix_does_not_matter(magnitude: float) -> None:
+    matrix, basis = (x.float() for x in spectrum(torch.linspace(1, 2, 9).double()))
+    noisy = torch.linalg.qr(basis + 0.1 * draw(1, 9, 9).float())[0]
+    values, found, permutation, reported, ok = qr_refresh(matrix, noisy)
+    scaled = qr_refresh(matrix * magnitude, noisy)
+    torch.testing.assert_close(scaled[0] / magnitude, values, rtol=1e-5, atol=0)
+    torch.testing.assert_close(scaled[1], found, rtol=0, atol=1e-5)
+    assert torch.equal(scaled[2], permutation)
+    torch.testing.assert_close(scaled[3], reported, rtol=1e-3, atol=0)
+    assert scaled[4].all()
+    assert ok.all()
+
+
+def test_batches_are_refreshed_apart_and_failures_are_flagged() -> None:
+    matrices = torch.stack([spectrum(torch.rand(5).double().sort().values + 0.1)[0][0] for _ in range(4)])
+    start = orthogonal(4, 5)
+    together = qr_refresh(matrices, start)
+    for k in range(4):
+        for part, alone in zip(together, qr_refresh(matrices[k : k + 1], start[k : k + 1]), strict=True):
+            torch.testing.assert_close(part[k], alone[0], **EXACT)
+    matrices[1, 2, 2] = float("nan")
+    matrices[2, 0, 1] = float("inf")
+    flags = qr_refresh(matrices, start)[-1]
+    assert flags.tolist() == [True, False, False, True]
+    one = qr_refresh(torch.full((2, 1, 1), 3.0), torch.ones(2, 1, 1))
+    torch.testing.assert_close(one[0], torch.full((2, 1), 3.0))
+    assert torch.equal(one[1], torch.ones(2, 1, 1))
+    assert one[-1].all()
+
+
+def test_rounding_asymmetry_of_the_matrix_is_averaged() -> None:
+    matrix, basis = spectrum(torch.linspace(1, 2, 6).double())
+    skew = 1e-3 * draw(1, 6, 6)
+    skewed = matrix + skew - skew.mT
+    torch.testing.assert_close(qr_refresh(skewed, basis)[1], qr_refresh(matrix, basis)[1], **EXACT)
+
+
+def test_the_host_is_never_asked() -> None:
+    """Sizes of results that depend on values would make a device wait: nothing here has any."""
+    aten = torch.ops.aten
+    waiting = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default}
+    waiting |= {aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default}
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func not in waiting, func
+            return func(*args, **(kwargs or {}))
+
+    a, g, (basis_a, basis_g) = draw(4, 3, 6), draw(4, 3, 5), bases("ag", 6, 5)
+    indices, keep, scale, lam = torch.randint(6, (4, 3)), torch.rand(4, 3) < 0.5, draw(5, 6).square(), draw().square()
+    matrix, basis = spectrum(FOUR_DECADES)
+    with Waits():
+        for route in ROUTES:
+            scale_intra(a, g, basis_a, basis_g, route)
+        embedding_scale(indices, keep, g, basis_g, 6)
+        precondition(a[0].new_ones(5, 6), basis_a, basis_g, scale, lam, 0.5, Workspace())
+        transport(scale, overlap(basis_a, basis_a), overlap(basis_g, basis_g))
+        qr_refresh(matrix, basis, sweeps=2)

@@ -1,0 +1,220 @@
+"""The Fisher of a model's own output distribution, from its definition alone and in plain loops.
+
+Let ``f`` be the outputs of one example and ``ℓ(f)`` its loss. With ``H = ∂²ℓ/∂f²`` and any ``S`` with ``S Sᵀ = H``, the
+exact Fisher sums over the columns ``v`` of S, each pushed back through the network as if it were the gradient of ℓ.
+Everything that is compared here is quadratic in ``v`` and summed over the columns, so it depends on H only: S is taken
+from an eigendecomposition of the Hessian that autograd computes of the loss itself. No formula for S is written down.
+
+    symbol      shape                  meaning
+    a           [Γ, S, n_a]            rows of one example at a layer's input (the 1 last, iff the bias is trained)
+    g           [K, Γ, S, n_g]         ``v_k`` pushed back to the layer's output, for every column k
+    G           [K, Γ, n_g, n_a]       Σ_s g aᵀ
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from secondorder import EKFAC, KFAC
+from tests.oracle.definitions import homogeneous, input_rows, output_rows
+from tests.oracle.driver import PLAIN, owner
+
+#: Loss of one example from its outputs (batch of one) and its targets.
+Loss = Callable[[Any, Any], Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Columns of the output Hessian
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def heads(outputs: Any) -> tuple[Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def columns(outputs: Any, loss: Callable[[Any], Tensor]) -> list[tuple[Tensor, ...]]:
+    """Every column of a root of the Hessian of ``loss`` at ``outputs``, in the form of the outputs."""
+    parts = heads(outputs)
+    sizes = [part.numel() for part in parts]
+
+    def restored(flat: Tensor) -> tuple[Tensor, ...]:
+        return tuple(piece.reshape(part.shape) for piece, part in zip(flat.split(sizes), parts, strict=True))
+
+    def value(flat: Tensor) -> Tensor:
+        found = restored(flat)
+        return loss(found if isinstance(outputs, tuple) else found[0])
+
+    here = torch.cat([part.detach().reshape(-1) for part in parts])
+    curvature = torch.autograd.functional.hessian(value, here)
+    values, vectors = torch.linalg.eigh(curvature)
+    kept = values > 1e-14 * values.max()
+    return [restored(v) for v in (vectors[:, kept] * values[kept].sqrt()).T]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of Linear and Conv layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Observed:
+    """What one layer holds of every example: ``a[n]`` ``[Γ, S, n_a]``, ``g[n]`` ``[K, Γ, S, n_g]``."""
+
+    a: list[Tensor]
+    g: list[Tensor]
+
+    def factors(self, approx: str = "expand") -> tuple[Tensor, Tensor]:
+        """(A, B); the group axis is dropped where there is one group."""
+        n = len(self.a)
+        if approx == "expand":
+            A = sum(a.mT @ a for a in self.a) / sum(a.shape[1] for a in self.a)
+            B = sum((g.mT @ g).sum(0) for g in self.g) / n
+        else:
+            A = sum(torch.einsum("gi,gj->gij", a.mean(1), a.mean(1)) for a in self.a) / n
+            B = sum(torch.einsum("kgi,kgj->gij", g.sum(2), g.sum(2)) for g in self.g) / n
+        return (A[0], B[0]) if len(A) == 1 else (A, B)
+
+    def gradients(self) -> list[Tensor]:
+        """G of every example."""
+        return [g.mT @ a for a, g in zip(self.a, self.g, strict=True)]
+
+    def scale(self, basis_a: Tensor, basis_g: Tensor) -> Tensor:
+        """Second moments in a basis: (1/N) Σ_n Σ_k (Q_gᵀ G Q_a)²."""
+        total = sum((basis_g.mT @ G @ basis_a).square().sum(0) for G in self.gradients()) / len(self.a)
+        return total[0] if basis_a.ndim == 2 else total
+
+    def block(self) -> Tensor:
+        """The exact block (1/N) Σ_n Σ_k vec(G) vec(G)ᵀ."""
+        vectors = torch.cat([G.flatten(1) for G in self.gradients()])
+        return vectors.T @ vectors / len(self.a)
+
+
+def observed(model: nn.Module, names: Sequence[str], x: Tensor, y: Any, loss: Loss) -> dict[str, Observed]:
+    """Put the examples through a copy of the model one at a time, and every column back to the layers' outputs."""
+    model = copy.deepcopy(model)
+    calls: list[tuple[str, Tensor, Tensor]] = []
+    for name in names:
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, output, name=name: calls.append((name, args[0].detach(), output))
+        )
+    found = {name: Observed([], []) for name in names}
+    for n in range(len(x)):
+        calls.clear()
+        outputs = model(x[n : n + 1])
+        target = one_example(y, n)
+        taps = [output for _, _, output in calls]
+        pushed = [
+            torch.autograd.grad(heads(outputs), taps, v, retain_graph=True, allow_unused=True, materialize_grads=True)
+            for v in columns(outputs, lambda f, target=target: loss(f, target))
+        ]
+        for name, rows in found.items():
+            layer = model.get_submodule(name)
+            mine = [i for i, (called, _, _) in enumerate(calls) if called == name]
+            rows.a.append(torch.cat([homogeneous(layer, input_rows(layer, calls[i][1])) for i in mine], 1))
+            by_column = [torch.cat([output_rows(layer, grads[i]) for i in mine], 1) for grads in pushed]
+            rows.g.append(torch.stack(by_column))
+    return found
+
+
+def one_example(y: Any, n: int) -> Any:
+    return tuple(part[n : n + 1] for part in y) if isinstance(y, tuple) else y[n : n + 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parameter_gradients(model: nn.Module, names: Sequence[str], x: Tensor, y: Any, loss: Loss) -> list[Tensor]:
+    """∇⟨f_n, v_k⟩ with respect to some parameters, flattened and joined: ``[K, P]`` per example."""
+    model = copy.deepcopy(model)
+    chosen = [dict(model.named_parameters())[name] for name in names]
+    found = []
+    for n in range(len(x)):
+        outputs = model(x[n : n + 1])
+        target = one_example(y, n)
+        rows = []
+        for v in columns(outputs, lambda f, target=target: loss(f, target)):
+            grads = torch.autograd.grad(heads(outputs), chosen, v, retain_graph=True)
+            rows.append(torch.cat([g.reshape(-1) for g in grads]))
+        found.append(torch.stack(rows))
+    return found
+
+
+def hessian_block(model: nn.Module, name: str, objective: Callable[[Callable], Tensor]) -> Tensor:
+    """Hessian of ``objective(forward)`` with respect to row-major vec([W | b]) of one layer, by autograd."""
+    layer = model.get_submodule(name)
+    rows, has_bias = layer.weight.shape[0], layer.bias is not None
+    parts = [layer.weight.detach().flatten(1)] + ([layer.bias.detach()[:, None]] if has_bias else [])
+    theta = torch.cat(parts, 1)
+
+    def value(flat: Tensor) -> Tensor:
+        matrix = flat.reshape(rows, -1)
+        weight = matrix[:, : matrix.shape[1] - has_bias].reshape(layer.weight.shape)
+        changed = {f"{name}.weight": weight} | ({f"{name}.bias": matrix[:, -1]} if has_bias else {})
+        return objective(lambda x: functional_call(model, changed, (x,)))
+
+    return torch.autograd.functional.hessian(value, theta.reshape(-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Driving the optimizers
+# ---------------------------------------------------------------------------------------------------------------------
+
+METHODS = {"kfac": KFAC, "ekfac": EKFAC}
+#: Nothing moves and nothing is remembered: every step's estimate is that of its own batch, at the first weights.
+STILL = {**PLAIN, "lr": 0.0, "factor_decay": 0.0, "refresh_warmup": False}
+
+
+def still(model: nn.Module, fisher: str, method: type = KFAC, **keywords: Any):
+    return method(model, **{**STILL, "fisher": fisher, **keywords})
+
+
+def observed_step(
+    opt: Any, model: nn.Module, x: Any, likelihood: Any, targets: Any = None, objective: Callable | None = None
+) -> None:
+    """One training step with ``observe``. The objective is one that no likelihood here belongs to."""
+    opt.zero_grad()
+    outputs = model(x)
+    opt.observe(outputs, likelihood, targets)
+    value = unrelated(outputs) if objective is None else objective(outputs)
+    value.backward()
+    opt.step()
+
+
+def unrelated(outputs: Any) -> Tensor:
+    """A loss whose gradients must not be found in any observed statistic."""
+    return sum(3 * part.float().sin().mean() + part.float().mean() for part in heads(outputs))
+
+
+def state_of(opt: Any, model: nn.Module, name: str) -> dict[str, Any]:
+    return opt.state[owner(model.get_submodule(name))]
+
+
+def measured_scale(opt: Any, model: nn.Module, step: Callable[[], None]) -> None:
+    """Two equal steps of EK-FAC: the first has no basis to measure the scales in."""
+    step()
+    step()
+
+
+def quiet(make: Callable[[], Any]) -> Any:
+    """Construct without the remark on intervals that are no multiples."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return make()
+
+
+def assert_mean(draws: Tensor, expected: Tensor, what: str, precision: float = 0.05) -> None:
+    """The mean of independent draws ``[T, …]`` lies within 5 standard errors, and these are small enough to mean it."""
+    error = draws.std(0) / len(draws) ** 0.5
+    size = float(expected.abs().max())
+    assert float(error.max()) <= precision * size, f"{what}: the test is too weak ({float(error.max()) / size:.3g})"
+    distance = (draws.mean(0) - expected).abs()
+    worst = float((distance / (5 * error + 1e-10 * size)).max())
+    assert worst <= 1, f"{what}: off by {5 * worst:.3g} standard errors"

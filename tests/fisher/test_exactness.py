@@ -1,0 +1,653 @@
+"""The exactness ladder: layer × Fisher × approximation.
+
+Where theory says that a block is the Hessian's, it must be. Elsewhere it must be what its definition says, computed one
+example and one column at a time. The objective that is differentiated in these steps is never the likelihood's own:
+nothing of it may enter an observed statistic.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import secondorder
+from secondorder import EKFAC, KFAC
+from tests.fisher.oracle import (
+    METHODS,
+    hessian_block,
+    measured_scale,
+    observed,
+    observed_step,
+    parameter_gradients,
+    state_of,
+    still,
+)
+from tests.oracle.definitions import covered_names, kron, objective
+from tests.oracle.driver import assert_close, assert_factors, held_factors, labels, noise, twin
+from tests.oracle.models import ConvNet, Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.oracle.reference import curvlinops_blocks, curvlinops_exact
+
+both = pytest.mark.parametrize("method", METHODS)
+approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses of one example, and how `observe` is told of them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(f: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(f, y, reduction="sum")
+
+
+def summed_square(f: Tensor, y: Tensor) -> Tensor:
+    return (f - y).square().sum()
+
+
+def mean_square(f: Tensor, y: Tensor) -> Tensor:
+    return (f - y).square().mean()
+
+
+def summed_bce(f: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(f, y, reduction="sum")
+
+
+def mean_bce(f: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(f, y)
+
+
+LOSSES = {
+    "categorical": (lambda: "categorical", cross_entropy),
+    "Categorical": (secondorder.Categorical, cross_entropy),
+    "gaussian": (lambda: "gaussian", summed_square),
+    "Gaussian": (secondorder.Gaussian, summed_square),
+    "gaussian mean": (lambda: secondorder.Gaussian(mean=True), mean_square),
+    "gaussian variance": (lambda: secondorder.Gaussian(variance=0.3), lambda f, y: summed_square(f, y) / 0.6),
+    "bernoulli": (lambda: "bernoulli", summed_bce),
+    "Bernoulli": (secondorder.Bernoulli, summed_bce),
+    "bernoulli mean": (lambda: secondorder.Bernoulli(mean=True), mean_bce),
+}
+losses = pytest.mark.parametrize("loss", LOSSES)
+
+
+def targets_for(loss: str, outputs: Tensor, seed: int = 0) -> Tensor:
+    """Targets of the kind that the loss takes; second derivatives do not depend on which."""
+    if "ategorical" in loss:
+        return labels(len(outputs), outputs.shape[1], seed)
+    return noise(*outputs.shape, seed=seed).sigmoid()
+
+
+def outputs_of(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(x)
+
+
+def factors_after(model: nn.Module, x: Tensor, likelihood, targets=None, **keywords):
+    """One observed step of K-FAC with the exact Fisher."""
+    opt = still(model, "exact", **keywords)
+    observed_step(opt, model, x, likelihood, targets)
+    return opt
+
+
+def block_after(method: str, model: nn.Module, name: str, x: Tensor, likelihood, targets=None, **keywords) -> Tensor:
+    """The dense block once everything it is made of was measured."""
+    opt = still(model, "exact", METHODS[method], **keywords)
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood, targets))
+    return opt.dense_curvature(name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The oracle first
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["categorical", "gaussian", "gaussian mean", "bernoulli mean"])
+def test_the_oracle_s_block_is_the_hessian_of_a_piecewise_linear_network(loss):
+    model, (x, _) = mlp((4, 5, 3), activation=nn.ReLU), vectors()
+    y = targets_for(loss, outputs_of(model, x))
+    value = LOSSES[loss][1]
+    for name, rows in observed(model, ["0", "2"], x, y, value).items():
+        exact = hessian_block(
+            model,
+            name,
+            lambda forward: sum(value(forward(a[None]), b[None]) for a, b in zip(x, y, strict=True)) / len(x),
+        )
+        assert_close(rows.block(), exact, 1e-10, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equal to the Hessian
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@both
+@approximations
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("loss", ["gaussian", "gaussian mean"])
+def test_linear_network_with_square_loss_is_the_hessian(method, approx, bias, loss):
+    model, x = mlp((4, 3, 5, 2), bias=bias, activation=nn.Identity), noise(6, 4)
+    y, (likelihood, value) = noise(6, 2, seed=1), LOSSES[loss]
+    plain = twin(model)
+    data = (plain, x, y, objective("mse", "mean" if "mean" in loss else "sum", 2))
+    ggn = curvlinops_exact("ggn", *data)
+    opt = still(model, "exact", METHODS[method], approx=approx)
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood()))
+    for name in ("0", "2", "4"):
+        exact = hessian_block(plain, name, lambda forward: value(forward(x), y) / (1 if "mean" in loss else len(x)))
+        assert_close(opt.dense_curvature(name), exact, 1e-9, f"Hessian of {name}")
+        per_datum = ggn[name] if "mean" in loss else ggn[name] / len(x)
+        assert_close(opt.dense_curvature(name), per_datum, 1e-9, f"Gauss-Newton of {name}")
+
+
+class LinearTokens(nn.Module):
+    """A linear network over positions, read out per position or as their mean."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.inner, self.outer, self.read = nn.Linear(3, 4), nn.Linear(4, 2), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.outer(self.inner(x))
+        return z.mean(1) if self.read == "mean" else z
+
+
+class LinearConv(nn.Module):
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.inner, self.read = nn.Conv2d(2, 3, 2), read
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.inner(x)
+        return z.mean((2, 3)) if self.read == "mean" else z
+
+
+@pytest.mark.parametrize(("approx", "read"), [("expand", "positions"), ("reduce", "mean")])
+@pytest.mark.parametrize("kind", ["tokens", "conv"])
+def test_weight_sharing_cases_that_are_the_hessian(kind, approx, read):
+    """Expand with a loss term per position; reduce with positions averaged before the loss."""
+    model = seeded_build(lambda: {"tokens": LinearTokens, "conv": LinearConv}[kind](read))
+    x = noise(3, 5, 3) if kind == "tokens" else noise(3, 2, 3, 4)
+    plain = twin(model)
+    y = noise(*outputs_of(model, x).shape, seed=1)
+    opt = factors_after(model, x, "gaussian", approx=approx)
+    for name in [n for n in ("inner", "outer") if hasattr(plain, n)]:
+        exact = hessian_block(plain, name, lambda forward: summed_square(forward(x), y) / len(x))
+        assert_close(opt.dense_curvature(name), exact, 1e-9, name)
+
+
+class Repeated(nn.Module):
+    """One linear layer called three times per forward, with a loss term per call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(x[:, s]) for s in range(3)], 1)
+
+
+def test_several_calls_with_a_loss_term_each_are_the_hessian():
+    model, x, y = seeded_build(Repeated), noise(4, 3, 3), noise(4, 3, 2, seed=1)
+    exact = hessian_block(twin(model), "layer", lambda forward: summed_square(forward(x), y) / len(x))
+    assert_close(factors_after(model, x, "gaussian").dense_curvature("layer"), exact, 1e-9)
+
+
+@both
+@losses
+@approximations
+def test_one_datum_in_a_piecewise_linear_network_is_the_hessian(method, loss, approx):
+    model, (x, _) = mlp((4, 5, 6, 3), activation=nn.ReLU), vectors(1)
+    y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
+    plain = twin(model)
+    opt = still(model, "exact", METHODS[method], approx=approx)
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood()))
+    for name in ("0", "2", "4"):
+        exact = hessian_block(plain, name, lambda forward: value(forward(x), y))
+        assert_close(opt.dense_curvature(name), exact, 1e-9, name)
+
+
+def test_one_datum_and_one_position_of_a_convolution_is_the_hessian():
+    """A kernel as large as the image."""
+    model = seeded_build(
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(4, 3))
+    )
+    x, y = images(1, size=(3, 3))
+    plain = twin(model)
+    opt = factors_after(model, x, "categorical")
+    for name in ("0", "2", "4"):
+        exact = hessian_block(plain, name, lambda forward: cross_entropy(forward(x), y))
+        assert_close(opt.dense_curvature(name), exact, 1e-9, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equal to curvlinops' type-2 factors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@approximations
+@pytest.mark.parametrize("kind", ["mlp", "strided conv", "padded conv", "pooled tokens"])
+def test_cross_entropy_equals_curvlinops(kind, approx):
+    if kind == "mlp":
+        model, (x, y) = mlp((4, 5, 6, 3)), vectors()
+    elif kind == "pooled tokens":
+        model, (x, y) = seeded_build(lambda: Tokens(read="mean")), (noise(4, 5, 3), labels(4, 3))
+    else:
+        model, (x, y) = convnet(**({"stride": 2} if kind == "strided conv" else {"padding": 1})), images()
+    theirs = curvlinops_blocks(twin(model), x, y, objective("ce", "mean", 3), approx, "type-2")
+    opt = factors_after(model, x, "categorical", approx=approx)
+    assert_factors({name: held_factors(opt, model, name) for name in theirs}, theirs)
+
+
+def test_token_mean_cross_entropy_equals_curvlinops():
+    """Positions that do not meet before the loss: every token is a datum, here and there."""
+    model, x, y = seeded_build(Tokens), noise(4, 5, 3), torch.randint(3, (4, 5))
+    theirs = curvlinops_blocks(twin(model), x, y, objective("ce", "mean", 3), "expand", "type-2")
+    opt = factors_after(model, x, secondorder.Categorical(class_dim=1), loss_terms=5)
+    assert_factors({name: held_factors(opt, model, name) for name in theirs}, theirs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Else: equal to the definition
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def assert_definition(model, x, y, loss, likelihood, targets=None, approx="expand", tolerance=1e-9, **keywords):
+    """K-FAC's factors and EK-FAC's scales of every Linear and Conv layer are those of the definition."""
+    names = covered_names(model)
+    rows = observed(model, names, x, y, loss)
+    other = twin(model)
+    opt = factors_after(model, x, likelihood, targets, approx=approx, **keywords)
+    assert_factors(
+        {name: held_factors(opt, model, name) for name in names},
+        {name: found.factors(approx) for name, found in rows.items()},
+        tolerance,
+    )
+    for name, found in rows.items():
+        A, B = found.factors(approx)
+        assert_close(opt.dense_curvature(name), kron(B, A), tolerance, f"dense block of {name}")
+    assert_scales(other, rows, x, likelihood, targets, approx, tolerance, **keywords)
+
+
+def assert_scales(model, rows, x, likelihood, targets=None, approx="expand", tolerance=1e-9, **keywords):
+    """The scales in the basis that the optimizer holds; its basis is that of the first step's factors."""
+    opt = still(model, "exact", EKFAC, approx=approx, **{"inv_update_steps": 1000, **keywords})
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood, targets))
+    for name, found in rows.items():
+        state = state_of(opt, model, name)
+        A, B = found.factors(approx)
+        for basis, factor in ((state["basis_a"], A), (state["basis_g"], B)):
+            rotated = basis.mT @ factor @ basis
+            off = rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))
+            assert float(off.abs().max()) <= 1e-9 * float(factor.abs().max()), f"basis of {name}"
+        assert_close(state["scale"], found.scale(state["basis_a"], state["basis_g"]), tolerance, f"scale of {name}")
+        trace = opt.dense_curvature(name).trace()
+        assert_close(trace, found.block().trace(), tolerance, f"trace of {name}")
+
+
+@losses
+@approximations
+def test_mlp(loss, approx):
+    model, (x, _) = mlp((4, 5, 6, 3)), vectors(5)
+    y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
+    assert_definition(model, x, y, value, likelihood(), approx=approx)
+
+
+@approximations
+@pytest.mark.parametrize("loss", ["categorical", "gaussian mean"])
+@pytest.mark.parametrize(
+    "conv",
+    [{"stride": 2, "padding": 1}, {"dilation": 2, "padding": "same", "padding_mode": "circular"}],
+    ids=["strided", "circular"],
+)
+def test_convolutions(loss, approx, conv):
+    model, (x, _) = convnet(**conv), images(3)
+    y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
+    assert_definition(model, x, y, value, likelihood(), approx=approx)
+
+
+@approximations
+def test_grouped_convolution(approx):
+    model = seeded_build(
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 3, groups=2), nn.Tanh(), nn.AdaptiveAvgPool1d(1), nn.Flatten())
+    )
+    x, y = noise(3, 4, 6), labels(3, 6)
+    assert_definition(model, x, y, cross_entropy, "categorical", approx=approx)
+
+
+@approximations
+@pytest.mark.parametrize("freeze", ["weight", "bias"])
+def test_frozen_parts(approx, freeze):
+    model, (x, y) = mlp((4, 5, 3)), vectors(4)
+    getattr(model[0], freeze).requires_grad_(False)
+    assert_definition(model, x, y, cross_entropy, "categorical", approx=approx)
+
+
+@approximations
+@pytest.mark.parametrize("loss", ["categorical", "bernoulli"])
+def test_pooled_tokens(loss, approx):
+    model, x = seeded_build(lambda: Tokens(read="mean")), noise(3, 4, 3)
+    y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
+    assert_definition(model, x, y, value, likelihood(), approx=approx)
+
+
+@approximations
+def test_repeated_layer(approx):
+    """Gradients of several uses are summed before they are squared."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+    model, (x, y) = seeded_build(Twice), vectors(4)
+    assert_definition(model, x, y, cross_entropy, "categorical", approx=approx)
+
+
+@approximations
+@pytest.mark.parametrize("loss", ["gaussian", "gaussian mean", "bernoulli", "bernoulli mean"])
+def test_outputs_of_several_dimensions(loss, approx):
+    """Every entry of an example's output is an output of the model; positions meet in the layers below."""
+    model, x = seeded_build(Mixing), noise(3, 4, 3)
+    y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
+    assert_definition(model, x, y, value, likelihood(), approx=approx)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """Per-token outputs ``[N, S, 3]`` of which each depends on all tokens of its example."""
+
+    def __init__(self, mixes: bool = True) -> None:
+        super().__init__()
+        self.inner, self.outer, self.mixes = nn.Linear(3, 4), nn.Linear(4, 3), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        if self.mixes:
+            h = h + torch.cumsum(h, 1).square() / 4
+        return self.outer(h)
+
+
+def token_mean(kept: float):
+    """Loss of one example where the objective is the mean over all tokens that count, ``kept`` per example."""
+    return lambda f, y: F.cross_entropy(f.flatten(0, -2), y.flatten(), reduction="sum", ignore_index=-100) / kept
+
+
+def token_labels(*shape: int, ignored: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    y = torch.randint(3, shape, generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < 0.4, -100, y) if ignored else y
+
+
+@pytest.mark.parametrize("mixes", [False, True], ids=["separate", "mixed"])
+@pytest.mark.parametrize("ignored", [False, True], ids=["all tokens", "some ignored"])
+@approximations
+def test_tokens(approx, ignored, mixes):
+    """[N, S, C] with the mean over all tokens that have a target: the objective of language models."""
+    model, x = seeded_build(lambda: Mixing(mixes)), noise(3, 4, 3)
+    y = token_labels(3, 4, ignored=ignored)
+    kept = int((y != -100).sum()) / 3
+    assert_definition(model, x, y, token_mean(kept), "categorical", y, approx=approx)
+
+
+def test_an_example_without_a_single_target():
+    model, x = seeded_build(Mixing), noise(3, 4, 3)
+    y = token_labels(3, 4, ignored=False)
+    y[1] = -100
+    assert_definition(model, x, y, token_mean(8 / 3), "categorical", y)
+
+
+def test_another_ignore_index():
+    model, x = seeded_build(Mixing), noise(3, 4, 3)
+    y = token_labels(3, 4, ignored=True)
+    kept = int((y != -100).sum()) / 3
+    told = y.where(y != -100, torch.tensor(1))  # where 1 is ignored, tokens of class 1 are
+    dropped = y.where(y != 1, torch.tensor(-100))
+    kept = int((dropped != -100).sum()) / 3
+    assert_definition(model, x, dropped, token_mean(kept), secondorder.Categorical(ignore_index=1), told)
+
+
+@approximations
+def test_classes_on_axis_one(approx):
+    """Segmentation: logits [N, C, H, W], targets [N, H, W]."""
+    model = seeded_build(lambda: nn.Sequential(nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Conv2d(4, 3, 2, padding=1)))
+    x = noise(2, 2, 3, 3)
+    y = token_labels(2, 3, 3, ignored=True)
+    kept = int((y != -100).sum()) / 2
+
+    def loss(f: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(f, target, reduction="sum", ignore_index=-100) / kept
+
+    assert_definition(model, x, y, loss, secondorder.Categorical(class_dim=1), y, approx=approx)
+
+
+def test_ignored_examples_of_a_classifier():
+    """[N, C] with some targets ignored: the mean runs over the others."""
+    model, (x, y) = mlp((4, 5, 3)), vectors(5)
+    y[[1, 3]] = -100
+
+    def loss(f: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(f, target, reduction="sum", ignore_index=-100) * 5 / 3
+
+    assert_definition(model, x, y, loss, "categorical", y)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Other kinds of layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Front(nn.Module):
+    """A layer of some kind, then a tanh network to three logits."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        return self.head(h.flatten(2).mean(2) if h.ndim == 4 else h.mean(1) if h.ndim == 3 else h)
+
+
+FRONTS = {
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 4, 2, stride=2, padding=1), lambda: noise(3, 2, 3, 3), 4),
+    "Embedding": (
+        lambda: nn.Embedding(7, 4, padding_idx=0),
+        lambda: torch.tensor([[1, 2, 2], [3, 0, 1], [5, 1, 6]]),
+        4,
+    ),
+    "LayerNorm": (lambda: nn.LayerNorm(4), lambda: noise(3, 4), 4),
+    "RMSNorm": (lambda: nn.RMSNorm(4), lambda: noise(3, 5, 4), 4),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), lambda: noise(3, 4, 2, 3), 4),
+}
+
+
+@both
+@pytest.mark.parametrize("kind", FRONTS)
+def test_the_trace_of_other_layers_is_the_exact_fisher_s(method, kind):
+    """EK-FAC's scales, and the exact blocks of norms, keep the trace of Σ_n Σ_v ∇⟨f, v⟩∇⟨f, v⟩ᵀ."""
+    build, data, width = FRONTS[kind]
+    if method == "kfac" and not kind.endswith("Norm"):
+        pytest.skip("the trace of a Kronecker product is another one")
+    model, x = seeded_build(lambda: Front(build(), width)), data()
+    y = labels(3, 3)
+    trained = [f"layer.{name}" for name, _ in model.layer.named_parameters()]
+    gradients = parameter_gradients(model, trained, x, y, cross_entropy)
+    trace = sum(g.square().sum() for g in gradients) / len(x)
+    assert_close(block_after(method, model, "layer", x, "categorical").trace(), trace, 1e-9, kind)
+
+
+def test_both_factors_of_an_embedding():
+    """A counts the indices, B sums over positions; padding enters neither."""
+    model = seeded_build(lambda: Front(nn.Embedding(5, 4, padding_idx=0), 4))
+    x = torch.tensor([[1, 2, 2], [3, 0, 1]])
+    taps: list[Tensor] = []
+    plain = twin(model)
+    plain.layer.register_forward_hook(lambda module, args, output: taps.append(output))
+    B = torch.zeros(4, 4, dtype=torch.float64)
+    for n in range(2):
+        taps.clear()
+        outputs = plain(x[n : n + 1])
+        p = outputs.detach().softmax(1)[0]
+        for c in range(3):
+            e = torch.eye(3, dtype=torch.float64)[c]
+            (g,) = torch.autograd.grad(outputs, taps, (p[c].sqrt() * (e - p))[None], retain_graph=True)
+            real = g[0][x[n] != 0]
+            B += real.T @ real / 2
+    opt = factors_after(model, x, "categorical")
+    state = state_of(opt, model, "layer")
+    assert_close(state["factor_g"], B, 1e-9)
+    counted = torch.tensor([0.0, 2, 2, 1, 0], dtype=torch.float64)
+    assert state["factor_a"].shape == (5,)
+    assert_close(state["factor_a"] / state["factor_a"].sum(), counted / 5, 1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_the_unit_blocks_of_a_norm_layer(bias):
+    model, x = seeded_build(lambda: Front(nn.LayerNorm(4, bias=bias), 4)), noise(3, 5, 4)
+    names = ["layer.weight", "layer.bias"] if bias else ["layer.weight"]
+    found = torch.cat(parameter_gradients(model, names, x, labels(3, 3), cross_entropy))  # [N·K, (2·)4]
+    units = found.reshape(len(found), -1, 4)  # [N·K, k, C]
+    expected = torch.block_diag(*(u.T @ u / len(x) for u in units.unbind(2)))
+    assert_close(factors_after(model, x, "categorical").dense_curvature("layer"), expected, 1e-9)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.attention(x, x, x, need_weights=False)[0]).mean(1))
+
+
+def test_the_trace_of_attention_is_the_exact_fisher_s():
+    model, x = seeded_build(Attending), noise(3, 4, 4)
+    names = {
+        "attention.in_proj": ["attention.in_proj_weight", "attention.in_proj_bias"],
+        "attention.out_proj": ["attention.out_proj.weight", "attention.out_proj.bias"],
+    }
+    traces = {
+        block: sum(g.square().sum() for g in parameter_gradients(model, parts, x, labels(3, 3), cross_entropy)) / 3
+        for block, parts in names.items()
+    }
+    opt = still(model, "exact", EKFAC)
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, "categorical"))
+    for block, trace in traces.items():
+        assert_close(opt.dense_curvature(block).trace(), trace, 1e-9, block)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A likelihood of one's own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Poisson(secondorder.Likelihood):
+    """Counts of rate exp(f): ℓ = exp(f) − y f, of which the Hessian is diag(exp(f))."""
+
+    def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
+        rates = outputs.exp()
+        return rates - torch.poisson(rates, generator=generator)
+
+    def columns(self, outputs: Tensor) -> int:
+        return outputs[0].numel()
+
+    def column(self, outputs: Tensor, targets: Tensor | None, index: int) -> Tensor:
+        chosen = torch.zeros_like(outputs)
+        chosen.flatten(1)[:, index] = (outputs.flatten(1)[:, index] / 2).exp()
+        return chosen
+
+
+def poisson(f: Tensor, y: Tensor) -> Tensor:
+    return F.poisson_nll_loss(f, y, log_input=True, reduction="sum")
+
+
+@approximations
+def test_a_likelihood_of_one_s_own(approx):
+    model, x = mlp((4, 5, 3)), vectors(5)[0]
+    assert_definition(model, x, noise(5, 3).sigmoid(), poisson, Poisson(), approx=approx)
+
+
+def test_a_likelihood_that_can_only_sample():
+    class OnlySamples(secondorder.Likelihood):
+        def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
+            return torch.randn(outputs.shape, generator=generator, dtype=outputs.dtype)
+
+    x = vectors(5)[0]
+    model = mlp((4, 5, 3))
+    observed_step(still(model, "mc"), model, x, OnlySamples())
+    for fisher in ("exact", "curvature_prop"):
+        model = mlp((4, 5, 3))
+        with pytest.raises(NotImplementedError, match="OnlySamples"):
+            still(model, fisher).observe(model(x), OnlySamples())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the exact Fisher does not depend on
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keywords", [{"loss_reduction": "sum"}, {"loss_reduction": "mean"}])
+def test_the_objective_s_reduction_is_of_no_concern(keywords):
+    """Vectors of the likelihood are of unit scale, whatever the objective's."""
+    model, (x, y) = mlp((4, 5, 3)), vectors(4)
+    assert_definition(model, x, y, cross_entropy, "categorical", **keywords)
+
+
+@both
+def test_the_direction_solves_with_the_observed_block(method):
+    model, (x, y) = mlp((4, 5, 3)), vectors(5)
+    opt = still(model, "exact", METHODS[method], damping=0.1)
+    if method == "ekfac":
+        observed_step(opt, model, x, "categorical")
+    for group in opt.param_groups:
+        group["lr"] = 1.0
+    before = model[0].weight.detach().clone(), model[0].bias.detach().clone()
+    observed_step(opt, model, x, "categorical", objective=lambda f: F.cross_entropy(f, y))
+    gradient = torch.cat([model[0].weight.grad, model[0].bias.grad[:, None]], 1)
+    step = torch.cat([before[0] - model[0].weight, (before[1] - model[0].bias)[:, None]], 1).detach()
+    damped = opt.dense_curvature("0") + 0.1 * torch.eye(gradient.numel(), dtype=torch.float64)
+    assert_close(step, torch.linalg.solve(damped, gradient.reshape(-1)).view_as(step), 1e-9)
+
+
+def test_the_model_s_distribution_decides_not_the_labels():
+    """Observed with any targets, the same bits."""
+    held = []
+    for seed in (0, 1):
+        model = mlp((4, 5, 3))
+        x, y = vectors(4, seed=0)[0], labels(4, 3, seed)
+        opt = still(model, "exact")
+        observed_step(opt, model, x, "categorical", y, objective=lambda f, y=y: F.cross_entropy(f, y))
+        held.append(held_factors(opt, model, "0"))
+    assert torch.equal(held[0][0], held[1][0])
+    assert torch.equal(held[0][1], held[1][1])
+
+
+def test_kfac_and_ekfac_hold_the_same_factors():
+    one, other = (convnet(padding=1) for _ in range(2))
+    x, _ = images(3)
+    kfac, ekfac = still(one, "exact", KFAC), still(other, "exact", EKFAC)
+    observed_step(kfac, one, x, "categorical")
+    observed_step(ekfac, other, x, "categorical")
+    for name in covered_names(one):
+        for mine, theirs in zip(held_factors(kfac, one, name), held_factors(ekfac, other, name), strict=True):
+            assert_close(theirs, mine, 1e-12, name)
+
+
+def test_every_fisher_of_a_model_without_weight_sharing_has_the_same_input_factor():
+    x = images(3)[0]
+    held = {}
+    for fisher in ("empirical", "mc", "exact", "curvature_prop", "forward_only"):
+        model = seeded_build(ConvNet)
+        opt = still(model, fisher)
+        observed_step(opt, model, x, "categorical")
+        held[fisher] = [held_factors(opt, model, name)[0] for name in covered_names(model)]
+    for fisher, factors in held.items():
+        for mine, theirs in zip(factors, held["empirical"], strict=True):
+            assert_close(mine, theirs, 1e-12, fisher)

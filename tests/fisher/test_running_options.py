@@ -1,0 +1,383 @@
+"""Options of the running estimate and of the direction: weights, burn-in, decay, weight decay as curvature, power."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from secondorder import EKFAC, KFAC
+from tests.fisher.oracle import METHODS, STILL, quiet
+from tests.oracle.definitions import expected_factors, layer_values, solve_exact, solve_pi
+from tests.oracle.driver import (
+    PLAIN,
+    assert_close,
+    backward,
+    directions,
+    held_factors,
+    layer_state,
+    plain_kfac,
+    train_step,
+    twin,
+)
+from tests.oracle.models import mlp, vectors
+
+both = pytest.mark.parametrize("method", METHODS)
+SIZES = [5, 2, 7, 1, 4, 3, 6, 2]
+
+
+def running(sizes, method=KFAC, **keywords):
+    """Train at fixed weights on batches of unequal size; per layer the list of (examples, batch A, batch B)."""
+    model = mlp()
+    plain = twin(model)
+    opt = quiet(lambda: method(model, **{**STILL, **keywords}))
+    history = {"0": [], "2": []}
+    for seed, n in enumerate(sizes):
+        x, y = vectors(n, seed=seed)
+        for name, (A, B) in expected_factors(plain, x, y, F.cross_entropy).items():
+            history[name].append((n, A, B))
+        train_step(opt, model, x, y, F.cross_entropy)
+    return opt, model, history
+
+
+def averaged(batches: list[tuple[float, float, Tensor]]) -> tuple[float, Tensor]:
+    """(W, X) after batches of (β, w, value): each β multiplies all that came before it."""
+    total, value = 0.0, None
+    for decay, weight, batch in batches:
+        total = decay * total + weight
+        value = batch if value is None else value + weight / total * (batch - value)
+    return total, value
+
+
+def assert_running(opt, model, history, decays, weights) -> None:
+    """Factors and their weight are those of a plain list; ``history`` holds the due batches only."""
+    for name, batches in history.items():
+        for side, factor in enumerate(held_factors(opt, model, name)):
+            rows = [(b, w, batch[1 + side]) for b, w, batch in zip(decays, weights, batches, strict=True)]
+            total, value = averaged(rows)
+            assert_close(factor, value, 1e-10, f"{name}, factor {side}")
+        assert float(layer_state(opt, model, name)["factor_weight"]) == pytest.approx(total, rel=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("weighting", ["samples", "update"])
+@pytest.mark.parametrize("decay", [0.0, 0.6, 1.0])
+def test_weights_of_batches(method, weighting, decay):
+    opt, model, history = running(SIZES, METHODS[method], weighting=weighting, factor_decay=decay)
+    weights = SIZES if weighting == "samples" else [1] * len(SIZES)
+    assert_running(opt, model, history, [decay] * len(SIZES), weights)
+
+
+def test_batches_weigh_their_examples_unless_told_otherwise():
+    opt, model, history = running(SIZES, factor_decay=0.6)
+    assert_running(opt, model, history, [0.6] * len(SIZES), SIZES)
+
+
+def test_micro_batches_are_one_update():
+    model, (x, y) = mlp(), vectors(6)
+    opt = KFAC(model, **{**STILL, "weighting": "update", "factor_decay": 1.0})
+    for a, b in zip(x.split(2), y.split(2), strict=True):
+        backward(model, a, b, F.cross_entropy, 1 / 3)
+    opt.step()
+    assert float(layer_state(opt, model, "0")["factor_weight"]) == 1
+
+
+@both
+def test_an_unknown_weighting_is_refused(method):
+    with pytest.raises(ValueError, match="weighting.*'examples'"):
+        METHODS[method](mlp(), weighting="examples")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Burn-in
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("weighting", ["samples", "update"])
+@pytest.mark.parametrize("burnin", [0, 1, 3, 100])
+def test_burn_in_keeps_everything(method, weighting, burnin):
+    """β = 1 in the first steps: their estimate is the pooled mean."""
+    opt, model, history = running(SIZES, METHODS[method], weighting=weighting, factor_decay=0.6, burnin_steps=burnin)
+    decays = [1.0 if t < burnin else 0.6 for t in range(len(SIZES))]
+    assert_running(opt, model, history, decays, SIZES if weighting == "samples" else [1] * len(SIZES))
+
+
+def test_burn_in_counts_optimizer_steps():
+    opt, model, history = running(SIZES, factor_decay=0.6, burnin_steps=4, factor_update_steps=2, inv_update_steps=2)
+    due = {name: batches[::2] for name, batches in history.items()}
+    assert_running(opt, model, due, [1.0, 1.0, 0.6, 0.6], SIZES[::2])
+
+
+@both
+def test_bad_burn_ins_are_refused(method):
+    with pytest.raises(ValueError, match="burnin_steps"):
+        METHODS[method](mlp(), burnin_steps=-1)
+    with pytest.raises(TypeError, match="burnin_steps"):
+        METHODS[method](mlp(), burnin_steps=1.5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decay per step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("interval", [1, 2, 3])
+@pytest.mark.parametrize("per_step", [False, True])
+def test_decay_per_step(method, interval, per_step):
+    keywords = {"factor_decay": 0.8, "factor_update_steps": interval, "inv_update_steps": 6}
+    opt, model, history = running(SIZES, METHODS[method], decay_per_step=per_step, **keywords)
+    due = {name: batches[::interval] for name, batches in history.items()}
+    decay = 0.8**interval if per_step else 0.8
+    assert_running(opt, model, due, [decay] * len(SIZES[::interval]), SIZES[::interval])
+
+
+def test_burn_in_goes_before_decay_per_step():
+    keywords = {"factor_decay": 0.8, "factor_update_steps": 2, "inv_update_steps": 2}
+    opt, model, history = running(SIZES, decay_per_step=True, burnin_steps=3, **keywords)
+    due = {name: batches[::2] for name, batches in history.items()}
+    assert_running(opt, model, due, [1.0, 1.0, 0.8**2, 0.8**2], SIZES[::2])
+
+
+def test_the_interval_of_the_moment_counts():
+    model = mlp()
+    plain = twin(model)
+    opt = quiet(lambda: KFAC(model, **{**STILL, "factor_decay": 0.8, "decay_per_step": True, "inv_update_steps": 12}))
+    batches = []
+    for t in range(9):
+        if t == 3:
+            opt.param_groups[0]["factor_update_steps"] = 2
+        n = SIZES[t % len(SIZES)]
+        x, y = vectors(n, seed=t)
+        interval = 1 if t < 3 else 2
+        if t % interval == 0:
+            batches.append((0.8**interval, n, expected_factors(plain, x, y, F.cross_entropy)["0"][0]))
+        train_step(opt, model, x, y, F.cross_entropy)
+    assert_close(held_factors(opt, model, "0")[0], averaged(batches)[1], 1e-10)
+
+
+@both
+def test_a_decay_per_step_that_is_no_flag_is_refused(method):
+    with pytest.raises(TypeError, match="decay_per_step"):
+        METHODS[method](mlp(), decay_per_step=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scales of EK-FAC
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_scales_have_a_decay_of_their_own():
+    """One basis, so that the scales are a plain list too."""
+    found = {}
+    for decay in (0.0, 0.7):
+        model = mlp()
+        opt = EKFAC(model, **{**STILL, "inv_update_steps": 1000, "factor_decay": 1.0, "scale_decay": decay})
+        values = []
+        for t, n in enumerate(SIZES):
+            x, y = vectors(n if t else 5, seed=t)
+            train_step(opt, model, x, y, F.cross_entropy)
+            values.append(layer_state(opt, model, "0")["scale"].clone())
+        found[decay] = values
+    single = [(0.7, float(n), s) for n, s in zip(SIZES[1:], found[0.0][1:], strict=True)]
+    for t in range(1, len(SIZES)):
+        total, expected = averaged(single[:t])
+        assert_close(found[0.7][t], expected, 1e-10, f"step {t}")
+    assert float(layer_state(opt, model, "0")["scale_weight"]) == pytest.approx(total, rel=1e-12)
+
+
+def test_scales_follow_the_factors_decay_where_none_is_given():
+    held = []
+    for keywords in ({}, {"scale_decay": 0.7}):
+        model = mlp()
+        opt = EKFAC(model, **{**STILL, "factor_decay": 0.7, "inv_update_steps": 1000, **keywords})
+        for t, n in enumerate(SIZES):
+            train_step(opt, model, *vectors(n, seed=t), F.cross_entropy)
+        held.append(layer_state(opt, model, "0")["scale"])
+    assert torch.equal(*held)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weight decay as curvature
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def moved(opt, model) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """(θ, ∇, θ − θ') of every layer, for a step with the gradients that are there."""
+    before = {name: layer_values(model.get_submodule(name)) for name in ("0", "2")}
+    return {name: (before[name], gradient, V) for name, (gradient, V) in directions(opt, model).items()}
+
+
+@both
+@pytest.mark.parametrize("as_curvature", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_weight_decay_in_curvature(method, as_curvature, decoupled):
+    """Its Hessian is weight_decay·I: added to λ, while the decay itself is applied as ever."""
+    model, (x, y) = mlp(), vectors()
+    opt = METHODS[method](
+        model,
+        **PLAIN,
+        weight_decay=0.3,
+        decoupled_weight_decay=decoupled,
+        weight_decay_in_curvature=as_curvature,
+    )
+    backward(model, x, y, F.cross_entropy)
+    for name, (theta, gradient, step) in moved(opt, model).items():
+        F_block = opt.dense_curvature(name)
+        damping = 1e-2 + (0.3 if as_curvature and not decoupled else 0.0)
+        if decoupled and as_curvature:  # either reading is one of the two
+            choices = [1e-2, 1e-2 + 0.3]
+        else:
+            choices = [damping]
+        eye = torch.eye(len(F_block), dtype=torch.float64)
+        solved = [torch.linalg.solve(F_block + d * eye, gradient.reshape(-1)).view_as(gradient) for d in choices]
+        errors = [float((step - (V + 0.3 * theta)).abs().max() / step.abs().max()) for V in solved]
+        assert min(errors) < 1e-9, f"{name}: {errors}"
+
+
+def test_weight_decay_in_curvature_is_each_group_s_own():
+    model, (x, y) = mlp(), vectors()
+    groups = [
+        {"params": list(model[0].parameters()), "weight_decay": 0.5},
+        {"params": list(model[2].parameters()), "weight_decay": 0.0},
+    ]
+    opt = KFAC(groups, module=model, **PLAIN, weight_decay_in_curvature=True)
+    backward(model, x, y, F.cross_entropy)
+    for name, (theta, gradient, step) in moved(opt, model).items():
+        decay = 0.5 if name == "0" else 0.0
+        A, B = held_factors(opt, model, name)
+        assert_close(step, solve_exact(B, A, gradient, 1e-2 + decay) + decay * theta, 1e-9, name)
+
+
+def test_weight_decay_in_curvature_is_read_at_use():
+    model, (x, y) = mlp(), vectors()
+    opt = KFAC(model, **PLAIN, weight_decay=0.3, weight_decay_in_curvature=True)
+    opt.param_groups[0]["weight_decay"] = 0.7
+    backward(model, x, y, F.cross_entropy)
+    for name, (theta, gradient, step) in moved(opt, model).items():
+        A, B = held_factors(opt, model, name)
+        assert_close(step, solve_exact(B, A, gradient, 1e-2 + 0.7) + 0.7 * theta, 1e-9, name)
+
+
+def test_weight_decay_in_curvature_of_factored_damping():
+    model, (x, y) = mlp(), vectors()
+    opt = KFAC(model, **PLAIN, weight_decay=0.3, weight_decay_in_curvature=True, inverse_method="cholesky")
+    backward(model, x, y, F.cross_entropy)
+    for name, (theta, gradient, step) in moved(opt, model).items():
+        A, B = held_factors(opt, model, name)
+        assert_close(step, solve_pi(B, A, gradient, 1e-2 + 0.3) + 0.3 * theta, 1e-9, name)
+
+
+def test_without_weight_decay_the_flag_changes_nothing():
+    held = []
+    for flag in (False, True):
+        model, (x, y) = mlp(), vectors()
+        opt = plain_kfac(model, weight_decay_in_curvature=flag)
+        train_step(opt, model, x, y, F.cross_entropy)
+        held.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Power
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def applied(model, method, gradients: dict[str, Tensor] | None, power: float, **keywords):
+    """The direction of every layer at one curvature; with ``gradients``, of these instead of the loss's."""
+    opt = method(model, **{**PLAIN, "factor_update_steps": 10, "inv_update_steps": 10, **keywords}, power=power)
+    backward(model, *vectors(), F.cross_entropy)
+    if gradients is not None:
+        for name, matrix in gradients.items():
+            layer = model.get_submodule(name)
+            layer.weight.grad, layer.bias.grad = matrix[:, :-1].clone(), matrix[:, -1].clone()
+    return opt, directions(opt, model)
+
+
+@both
+@pytest.mark.parametrize("keywords", [{}, {"damping_mode": "relative"}], ids=["absolute", "relative"])
+def test_half_the_power_twice_is_the_whole(method, keywords):
+    _, whole = applied(mlp(), METHODS[method], None, 1.0, **keywords)
+    _, once = applied(mlp(), METHODS[method], None, 0.5, **keywords)
+    _, twice = applied(mlp(), METHODS[method], {name: V for name, (_, V) in once.items()}, 0.5, **keywords)
+    for name, (_, V) in whole.items():
+        assert_close(twice[name][1], V, 1e-10, name)
+        assert not torch.allclose(once[name][1], V)
+
+
+@both
+@pytest.mark.parametrize("power", [0.25, 0.5, 0.8, 1.0])
+def test_power_is_that_of_the_damped_matrix(method, power):
+    opt, found = (model := mlp()) and applied(model, METHODS[method], None, power)
+    for name, (gradient, V) in found.items():
+        block = opt.dense_curvature(name)
+        values, vectors_ = torch.linalg.eigh(block + 1e-2 * torch.eye(len(block), dtype=torch.float64))
+        root = vectors_ @ torch.diag(values**-power) @ vectors_.T
+        assert_close(V, (root @ gradient.reshape(-1)).view_as(V), 1e-8, name)
+
+
+@both
+def test_the_curvature_itself_knows_no_power(method):
+    blocks = [applied(mlp(), METHODS[method], None, power)[0].dense_curvature("0") for power in (0.5, 1.0)]
+    assert torch.equal(*blocks)
+
+
+@both
+def test_power_is_read_from_its_group_at_use(method):
+    model, (x, y) = mlp(), vectors()
+    opt = METHODS[method](model, **PLAIN)
+    opt.param_groups[0]["power"] = 0.5
+    backward(model, x, y, F.cross_entropy)
+    found = directions(opt, model)
+    _, expected = applied(mlp(), METHODS[method], None, 0.5)
+    for name, (_, V) in expected.items():
+        assert_close(found[name][1], V, 1e-10, name)
+
+
+def test_power_with_the_pi_split():
+    """Of the product of the two damped factors, which has their eigenvalues' products."""
+    model = mlp()
+    opt, found = applied(model, KFAC, None, 0.5, damping_split="pi")
+    _, whole = applied(mlp(), KFAC, {name: V for name, (_, V) in found.items()}, 0.5, damping_split="pi")
+    for name, (_, V) in whole.items():
+        A, B = held_factors(opt, model, name)
+        gradient = found[name][0]
+        assert_close(V, solve_pi(B, A, gradient, 1e-2), 1e-9, name)
+
+
+def test_power_needs_eigenvalues():
+    with pytest.raises((ValueError, RuntimeError), match="power.*eigen|eigen.*power"):
+        KFAC(mlp(), inverse_method="cholesky", power=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFAC(mlp(), inverse_method="cholesky", power=1.0)
+
+
+def test_power_needs_eigenvalues_in_every_group():
+    model = mlp()
+    groups = [
+        {"params": list(model[0].parameters()), "inverse_method": "cholesky"},
+        {"params": list(model[2].parameters())},
+    ]
+    with pytest.raises((ValueError, RuntimeError), match="power"):
+        KFAC(groups, module=model, power=0.5)
+
+
+@both
+@pytest.mark.parametrize("power", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_powers_are_refused(method, power):
+    with pytest.raises(ValueError, match="power"):
+        METHODS[method](mlp(), power=power)
+
+
+@both
+def test_a_power_of_a_wrong_kind_is_refused(method):
+    with pytest.raises(TypeError, match="power"):
+        METHODS[method](mlp(), power="half")

@@ -1,0 +1,344 @@
+"""Sampled Fishers: what they converge to, and where their randomness comes from.
+
+Every example of the batches here is repeated many times. Blocks do not depend on that, while every copy draws for
+itself: so one step is an average over many draws, and few steps make a sharp test.
+"""
+
+import copy
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import secondorder
+from secondorder import EKFAC, KFAC
+from tests.fisher.oracle import METHODS, assert_mean, observed, observed_step, state_of, still
+from tests.oracle.definitions import covered_names
+from tests.oracle.driver import all_factors, held_factors, labels, noise, twin
+from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+
+sampled = pytest.mark.parametrize("fisher", ["mc", "curvature_prop"])
+both = pytest.mark.parametrize("method", METHODS)
+LIKELIHOODS = {
+    "categorical": (lambda: "categorical", lambda f, y: F.cross_entropy(f, y, reduction="sum")),
+    "gaussian": (lambda: "gaussian", lambda f, y: (f - y).square().sum()),
+    "gaussian mean": (lambda: secondorder.Gaussian(mean=True), lambda f, y: (f - y).square().mean()),
+    "bernoulli": (
+        lambda: "bernoulli",
+        lambda f, y: F.binary_cross_entropy_with_logits(f, y, reduction="sum"),
+    ),
+    "bernoulli mean": (lambda: secondorder.Bernoulli(mean=True), F.binary_cross_entropy_with_logits),
+}
+likelihoods = pytest.mark.parametrize("likelihood", LIKELIHOODS)
+
+
+def any_targets(likelihood: str, *shape: int) -> Tensor:
+    return labels(shape[0], shape[1]) if likelihood == "categorical" else noise(*shape).sigmoid()
+
+
+def draws(opt, model, x, likelihood, steps: int, key: str = "factor_g", targets=None) -> dict[str, Tensor]:
+    """One statistic of every layer after each of some steps at fixed weights, ``[steps, …]``."""
+    names = covered_names(model)
+    seen = {name: [] for name in names}
+    for _ in range(steps):
+        observed_step(opt, model, x, likelihood, targets)
+        for name in names:
+            seen[name].append(state_of(opt, model, name)[key].detach().clone())
+    return {name: torch.stack(values) for name, values in seen.items()}
+
+
+def repeated(x: Tensor, times: int = 48) -> Tensor:
+    return x.repeat(times, *[1] * (x.ndim - 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Convergence
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@sampled
+@likelihoods
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_the_mean_over_draws_is_the_exact_fisher(fisher, likelihood, approx):
+    model, x = mlp((3, 4, 3)), vectors(3, d=3)[0]
+    told, loss = LIKELIHOODS[likelihood]
+    rows = observed(model, ["0", "2"], x, any_targets(likelihood, 3, 3), loss)
+    found = draws(still(model, fisher, approx=approx), model, repeated(x), told(), 60)
+    for name, values in found.items():
+        assert_mean(values, rows[name].factors(approx)[1], f"B of {name}")
+
+
+@sampled
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_convolutions(fisher, approx):
+    model, (x, y) = convnet(stride=2, padding=1), images(2)
+    rows = observed(model, covered_names(model), x, y, LIKELIHOODS["categorical"][1])
+    found = draws(still(model, fisher, approx=approx), model, repeated(x, 32), "categorical", 60)
+    for name, values in found.items():
+        assert_mean(values, rows[name].factors(approx)[1], f"B of {name}", 0.1)
+
+
+class Mixing(nn.Module):
+    """Per-token logits, each of which depends on all tokens of its example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.inner(x))
+        return self.outer(h + torch.cumsum(h, 1).square() / 4)
+
+
+@sampled
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_tokens_draw_independently(fisher, approx):
+    """One draw for all tokens of an example would leave cross terms between them."""
+    model, x = seeded_build(Mixing), noise(2, 3, 3)
+    y = torch.tensor([[0, -100, 2], [1, 2, 0]])
+
+    def loss(f: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(f.flatten(0, 1), target.flatten(), reduction="sum") / (5 / 2)
+
+    rows = observed(model, ["inner", "outer"], x, y, loss)
+    found = draws(still(model, fisher, approx=approx), model, repeated(x), "categorical", 80, targets=repeated(y))
+    for name, values in found.items():
+        assert_mean(values, rows[name].factors(approx)[1], f"B of {name}", 0.1)
+
+
+@sampled
+def test_several_heads_draw_independently(fisher):
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.left, self.right = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = torch.tanh(self.trunk(x))
+            return self.left(h), self.right(h)
+
+    def loss(f: tuple[Tensor, Tensor], y: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(f[0], y[0], reduction="sum") + (f[1] - y[1]).square().sum()
+
+    model, x = seeded_build(TwoHeads), noise(3, 3)
+    rows = observed(model, ["trunk", "left", "right"], x, (labels(3, 3), noise(3, 2)), loss)
+    found = draws(still(model, fisher), model, repeated(x), ("categorical", "gaussian"), 60)
+    for name, values in found.items():
+        assert_mean(values, rows[name].factors()[1], f"B of {name}")
+
+
+@sampled
+@likelihoods
+def test_the_scales_of_ekfac(fisher, likelihood):
+    model, x = mlp((3, 4, 3)), vectors(3, d=3)[0]
+    told, loss = LIKELIHOODS[likelihood]
+    rows = observed(model, ["0", "2"], x, any_targets(likelihood, 3, 3), loss)
+    opt = still(model, fisher, EKFAC, scale_decay=0.0, inv_update_steps=1000)
+    observed_step(opt, model, repeated(x), told())  # without a basis there is nothing to measure in
+    found = draws(opt, model, repeated(x), told(), 60, key="scale")
+    for name, values in found.items():
+        state = state_of(opt, model, name)
+        assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), f"scale of {name}")
+
+
+@sampled
+@both
+def test_more_samples_have_less_variance_about_the_same_mean(fisher, method):
+    x = vectors(3, d=3)[0]
+    spread = {}
+    for samples in (1, 4):
+        model = mlp((3, 4, 3))
+        rows = observed(model, ["0"], x, vectors(3)[1], LIKELIHOODS["categorical"][1])
+        opt = still(model, fisher, METHODS[method], fisher_samples=samples)
+        values = draws(opt, model, repeated(x, 16), "categorical", 80)["0"]
+        assert_mean(values, rows["0"].factors()[1], f"{samples} samples", 0.1)
+        spread[samples] = float(values.var(0).sum())
+    assert 2.5 < spread[1] / spread[4] < 6.5
+
+
+def test_more_samples_of_the_scales():
+    x = vectors(3, d=3)[0]
+    model = mlp((3, 4, 3))
+    rows = observed(model, ["0", "2"], x, vectors(3)[1], LIKELIHOODS["categorical"][1])
+    opt = still(model, "mc", EKFAC, fisher_samples=4, scale_decay=0.0, inv_update_steps=1000)
+    observed_step(opt, model, repeated(x, 16), "categorical")
+    for name, values in draws(opt, model, repeated(x, 16), "categorical", 60, key="scale").items():
+        state = state_of(opt, model, name)
+        assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), name)
+
+
+def test_one_sample_of_one_example_has_rank_one():
+    """A draw is one vector per example, not an average over several."""
+    model, x = mlp((3, 4, 3)), vectors(1, d=3)[0]
+    opt = still(model, "mc")
+    for _ in range(3):
+        observed_step(opt, model, x, "categorical")
+        assert int(torch.linalg.matrix_rank(held_factors(opt, model, "0")[1], rtol=1e-9)) == 1
+
+
+def test_draws_of_a_classifier_are_its_own_labels():
+    """B of the last layer is v vᵀ, and v is p − onehot of some class, each as often as p says."""
+    model, x = mlp((3, 4, 3)), vectors(1, d=3)[0]
+    with torch.no_grad():
+        p = model(x).softmax(1)[0]
+    values = draws(still(model, "mc"), model, x, "categorical", 400)["2"]
+    allowed = torch.stack([torch.outer(p - e, p - e) for e in torch.eye(3, dtype=torch.float64)])
+    distances = (values[:, None] - allowed).abs().amax((2, 3))
+    assert float(distances.amin(1).max()) < 1e-12
+    drawn = distances.argmin(1).bincount(minlength=3) / 400
+    assert ((drawn - p).abs() <= 5 * (p * (1 - p) / 400).sqrt()).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where the randomness comes from
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sequence(fisher: str, method: type = KFAC, steps: int = 3, parts: int = 1, **keywords) -> list[Tensor]:
+    """Factors of the first layer after each of some steps; every micro-batch is the same batch."""
+    model, (x, y) = mlp(), vectors(4)
+    opt = still(model, fisher, method, **keywords)
+    found = []
+    for _ in range(steps):
+        opt.zero_grad()
+        for _ in range(parts):
+            outputs = model(x)
+            opt.observe(outputs, "categorical")
+            (F.cross_entropy(outputs, y) / parts).backward()
+        opt.step()
+        found.append(held_factors(opt, model, "0")[1])
+    return found
+
+
+@sampled
+@both
+def test_the_seed_decides_the_draws(fisher, method):
+    first, again = (sequence(fisher, METHODS[method], deterministic_seed=7) for _ in range(2))
+    other = sequence(fisher, METHODS[method], deterministic_seed=8)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.allclose(a, b) for a, b in zip(first, other, strict=True))
+
+
+@sampled
+def test_the_global_generator_does_not(fisher):
+    torch.manual_seed(1)
+    first = sequence(fisher)
+    torch.manual_seed(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, sequence(fisher), strict=True))
+
+
+@sampled
+def test_every_step_draws_anew(fisher):
+    found = sequence(fisher, steps=5)
+    assert not any(torch.allclose(a, b) for i, a in enumerate(found) for b in found[:i])
+
+
+@sampled
+def test_every_micro_batch_draws_anew(fisher):
+    """Two equal micro-batches with equal draws would add up to one of them."""
+    (one,), (two,) = sequence(fisher, steps=1), sequence(fisher, steps=1, parts=2)
+    assert not torch.allclose(one, two)
+
+
+@sampled
+def test_every_sample_draws_anew(fisher):
+    (one,), (four,) = sequence(fisher, steps=1), sequence(fisher, steps=1, fisher_samples=4)
+    assert not torch.allclose(one, four)
+
+
+@sampled
+def test_every_example_draws_anew(fisher):
+    """Equal examples with equal draws would make a block of rank one."""
+    model, x = mlp((3, 4, 3)), vectors(1, d=3)[0]
+    opt = still(model, fisher)
+    observed_step(opt, model, repeated(x, 16), "categorical")
+    assert int(torch.linalg.matrix_rank(held_factors(opt, model, "2")[1], rtol=1e-9)) == 2
+
+
+@pytest.mark.parametrize("fisher", ["mc", "curvature_prop", "exact"])
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian", "bernoulli"])
+def test_the_user_s_generators_are_not_touched(fisher, likelihood):
+    model, x = mlp(), vectors(4)[0]
+    opt = still(model, fisher)
+    outputs = model(x)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    opt.observe(outputs, likelihood)
+    outputs.square().mean().backward()
+    opt.step()
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+
+
+def test_the_exact_fisher_draws_nothing():
+    one, other = (sequence("exact", deterministic_seed=seed) for seed in (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Resume
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def train(opt, model, seeds) -> None:
+    for seed in seeds:
+        x, y = vectors(4, seed=seed)
+        observed_step(opt, model, x, "categorical", objective=lambda f, y=y: F.cross_entropy(f, y))
+
+
+@sampled
+@both
+def test_a_resumed_run_goes_on_with_the_same_draws(fisher, method):
+    keywords = {"lr": 0.1, "momentum": 0.9, "factor_decay": 0.9, "deterministic_seed": 3}
+    model = mlp()
+    opt = still(model, fisher, METHODS[method], **keywords)
+    train(opt, model, range(3))
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    resumed = twin_without_hooks(model)
+    again = still(resumed, fisher, METHODS[method], **keywords)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    train(opt, model, range(3, 6))
+    train(again, resumed, range(3, 6))
+    for (name, p), q in zip(model.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    for name, (A, B) in all_factors(opt, model).items():
+        assert torch.equal(A, all_factors(again, resumed)[name][0])
+        assert torch.equal(B, all_factors(again, resumed)[name][1])
+
+
+@sampled
+def test_the_seed_of_a_checkpoint_is_the_one_that_goes_on(fisher):
+    """A run that was resumed under another seed keeps its own draws: they are state."""
+    model = mlp()
+    opt = still(model, fisher, deterministic_seed=3)
+    train(opt, model, range(2))
+    resumed = twin_without_hooks(model)
+    again = still(resumed, fisher, deterministic_seed=4)
+    again.load_state_dict(opt.state_dict())
+    train(opt, model, range(2, 3))
+    train(again, resumed, range(2, 3))
+    assert torch.equal(held_factors(again, resumed, "0")[1], held_factors(opt, model, "0")[1])
+
+
+@sampled
+def test_a_copy_goes_on_with_the_same_draws(fisher):
+    model = mlp()
+    opt = still(model, fisher)
+    train(opt, model, range(2))
+    other, again = copy.deepcopy((model, opt))
+    again.attach(other)
+    train(opt, model, range(2, 4))
+    train(again, other, range(2, 4))
+    assert torch.equal(held_factors(again, other, "0")[1], held_factors(opt, model, "0")[1])
+
+
+def twin_without_hooks(model: nn.Module) -> nn.Module:
+    fresh = mlp()
+    fresh.load_state_dict(twin(model).state_dict())
+    return fresh

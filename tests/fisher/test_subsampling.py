@@ -1,0 +1,438 @@
+"""Statistics of a part of the batch: unbiased, of exactly the size asked for, and reproducible."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from secondorder import EKFAC, KFAC
+from tests.fisher.oracle import METHODS, assert_mean, observed, observed_step, state_of, still
+from tests.oracle.definitions import covered_names, example_rows, expected_factors
+from tests.oracle.driver import (
+    all_factors,
+    assert_close,
+    assert_factors,
+    held_factors,
+    labels,
+    layer_state,
+    noise,
+    twin,
+)
+from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
+
+both = pytest.mark.parametrize("method", METHODS)
+
+
+def step(opt, model, batches, loss=F.cross_entropy, likelihood=None) -> None:
+    """One step over micro-batches whose losses are divided by their number."""
+    opt.zero_grad()
+    for x, y in batches:
+        outputs = model(x)
+        if likelihood is not None:
+            opt.observe(outputs, likelihood)
+        (loss(outputs, y) / len(batches)).backward()
+    opt.step()
+
+
+def factor_draws(opt, model, batches, steps: int, **keywords) -> dict[str, tuple[Tensor, Tensor]]:
+    """(A, B) of every layer after each step at fixed weights, ``[steps, …]``."""
+    names = covered_names(model)
+    seen = {name: ([], []) for name in names}
+    for _ in range(steps):
+        step(opt, model, batches, **keywords)
+        for name in names:
+            for values, factor in zip(seen[name], held_factors(opt, model, name), strict=True):
+                values.append(factor)
+    return {name: (torch.stack(a), torch.stack(b)) for name, (a, b) in seen.items()}
+
+
+def assert_unbiased(found, expected, precision: float) -> None:
+    for name, (A, B) in expected.items():
+        assert_mean(found[name][0], A, f"A of {name}", precision)
+        assert_mean(found[name][1], B, f"B of {name}", precision)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Examples
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_some_examples_are_unbiased(approx, reduction):
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    expected = expected_factors(twin(model), x, y, F.cross_entropy, approx=approx)
+
+    def loss(f: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(f, target, reduction=reduction)
+
+    opt = still(model, "empirical", approx=approx, loss_reduction=reduction, factor_batch_size=3)
+    assert_unbiased(factor_draws(opt, model, [(x, y)], 400, loss=loss), expected, 0.1)
+
+
+def test_some_images_are_unbiased():
+    model, (x, y) = convnet(stride=2), images(4)
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = still(model, "empirical", factor_batch_size=2)
+    assert_unbiased(factor_draws(opt, model, [(x, y)], 300), expected, 0.1)
+
+
+def test_some_examples_of_every_micro_batch_are_unbiased():
+    """Micro-batches of unequal size with the weights that make their sum the mean over all examples."""
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = still(model, "empirical", factor_batch_size=2)
+
+    def loss(f: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(f, target, reduction="sum") / 3  # over 2 micro-batches: 1/6 of the sum
+
+    batches = [(x[:3], y[:3]), (x[3:], y[3:])]
+    assert_unbiased(factor_draws(opt, model, batches, 400, loss=loss), expected, 0.1)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+def test_some_examples_of_an_observed_fisher_are_unbiased(fisher):
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    rows = observed(model, ["0", "2"], x, y, lambda f, target: F.cross_entropy(f, target, reduction="sum"))
+    expected = {name: found.factors() for name, found in rows.items()}
+    opt = still(model, fisher, factor_batch_size=3)
+    found = factor_draws(opt, model, [(x, y)], 400, likelihood="categorical")
+    assert_unbiased(found, expected, 0.15)
+
+
+def subsets_of(rows: Tensor, kept: int) -> dict[tuple[int, ...], Tensor]:
+    """The mean of r rᵀ over every subset of the rows ``[N, d]``."""
+    outer = torch.einsum("ni,nj->nij", rows, rows)
+    return {chosen: outer[list(chosen)].mean(0) for chosen in itertools.combinations(range(len(rows)), kept)}
+
+
+def matching(value: Tensor, candidates: dict) -> tuple[int, ...]:
+    """The only subset that a factor can be of."""
+    found = [key for key, c in candidates.items() if float((c - value).abs().max()) < 1e-10 * float(c.abs().max())]
+    assert len(found) == 1, f"{len(found)} subsets fit"
+    return found[0]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 5])
+def test_the_kept_examples_are_as_many_as_asked_for_and_each_equally_often(kept):
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    rows = example_rows(twin(model), ["0"], x, y, F.cross_entropy)["0"]
+    inputs = subsets_of(torch.stack([a[0, 0] for a in rows.a]), kept)
+    outputs = subsets_of(torch.stack([g[0, 0] for g in rows.g]), kept)
+    opt = still(model, "empirical", factor_batch_size=kept)
+    steps, drawn = 250, torch.zeros(6)
+    for _ in range(steps):
+        step(opt, model, [(x, y)])
+        A, B = held_factors(opt, model, "0")
+        chosen = matching(A, inputs)
+        assert matching(B, outputs) == chosen, "both factors are of the same examples"
+        drawn[list(chosen)] += 1
+    share = kept / 6
+    assert ((drawn / steps - share).abs() <= 5 * math.sqrt(share * (1 - share) / steps)).all()
+
+
+def test_the_examples_are_those_of_all_layers():
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    rows = example_rows(twin(model), ["0", "2"], x, y, F.cross_entropy)
+    inputs = {name: subsets_of(torch.stack([a[0, 0] for a in found.a]), 2) for name, found in rows.items()}
+    opt = still(model, "empirical", factor_batch_size=2)
+    for _ in range(20):
+        step(opt, model, [(x, y)])
+        chosen = {matching(held_factors(opt, model, name)[0], inputs[name]) for name in rows}
+        assert len(chosen) == 1
+
+
+@pytest.mark.parametrize("kept", [6, 7, 1000])
+@both
+def test_as_many_examples_as_there_are_is_all_of_them(kept, method):
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = still(model, "empirical", METHODS[method], factor_batch_size=kept)
+    step(opt, model, [(x, y)])
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_the_homogeneous_entry_stays_one():
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    opt = still(model, "empirical", factor_batch_size=2)
+    for _ in range(5):
+        step(opt, model, [(x, y)])
+        assert float(held_factors(opt, model, "0")[0][-1, -1]) == pytest.approx(1.0, rel=1e-12)
+
+
+def test_micro_batches_keep_their_number_each():
+    """2 of 3 and 2 of 3: rank 4, of two different pairs."""
+    model, (x, y) = mlp((9, 3, 3)), vectors(6, d=9)
+    opt = still(model, "empirical", factor_batch_size=2)
+    step(opt, model, [(x[:3], y[:3]), (x[3:], y[3:])])
+    assert int(torch.linalg.matrix_rank(held_factors(opt, model, "0")[0], rtol=1e-9)) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Positions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_some_locations_of_a_convolution_are_unbiased():
+    model, (x, y) = convnet(stride=2, padding=1), images(2)
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = still(model, "empirical", factor_positions=3)
+    assert_unbiased(factor_draws(opt, model, [(x, y)], 400), expected, 0.1)
+
+
+def test_some_tokens_are_unbiased():
+    model = seeded_build(Tokens)
+    x, y = noise(3, 5, 3), torch.randint(3, (3, 5))
+    expected = expected_factors(twin(model), x, y, F.cross_entropy, loss_terms=5)
+    opt = still(model, "empirical", factor_positions=2, loss_terms=5)
+    assert_unbiased(factor_draws(opt, model, [(x, y)], 400), expected, 0.1)
+
+
+def test_some_tokens_of_some_examples_are_unbiased():
+    model = seeded_build(lambda: Tokens(read="mean"))
+    x, y = noise(4, 5, 3), labels(4, 3)
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = still(model, "empirical", factor_positions=2, factor_batch_size=2)
+    assert_unbiased(factor_draws(opt, model, [(x, y)], 500), expected, 0.15)
+
+
+def test_some_locations_of_an_observed_fisher_are_unbiased():
+    model, (x, y) = convnet(stride=2, padding=1), images(2)
+    rows = observed(model, covered_names(model), x, y, lambda f, target: F.cross_entropy(f, target, reduction="sum"))
+    opt = still(model, "exact", factor_positions=3)
+    found = factor_draws(opt, model, [(x, y)], 300, likelihood="categorical")
+    assert_unbiased(found, {name: r.factors() for name, r in rows.items()}, 0.1)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 4])
+def test_the_kept_positions_are_as_many_as_asked_for(kept):
+    """One example, so that A is the mean over its kept rows and B S/p times the sum over theirs."""
+    model = seeded_build(lambda: Tokens(read="mean"))
+    x, y = noise(1, 5, 3), labels(1, 3)
+    rows = example_rows(twin(model), ["inner"], x, y, F.cross_entropy)["inner"]
+    inputs = subsets_of(rows.a[0][0], kept)
+    opt = still(model, "empirical", factor_positions=kept)
+    seen = set()
+    for _ in range(60):
+        step(opt, model, [(x, y)])
+        A, B = held_factors(opt, model, "inner")
+        chosen = matching(A, inputs)
+        g = rows.g[0][0][list(chosen)]
+        assert_close(B, 5 / kept * g.T @ g, 1e-10, "B of the same positions")
+        seen.add(chosen)
+    assert len(seen) == math.comb(5, kept), "every subset comes up"
+
+
+@pytest.mark.parametrize("kept", [5, 100])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_as_many_positions_as_there_are_is_all_of_them(kept, approx):
+    model = seeded_build(lambda: Tokens(read="mean"))
+    x, y = noise(3, 5, 3), labels(3, 3)
+    expected = expected_factors(twin(model), x, y, F.cross_entropy, approx=approx)
+    opt = still(model, "empirical", factor_positions=kept, approx=approx)
+    step(opt, model, [(x, y)])
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_a_layer_without_positions_is_left_alone():
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = still(model, "empirical", factor_positions=1)
+    step(opt, model, [(x, y)])
+    assert_factors(all_factors(opt, model), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scales of EK-FAC
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def scale_draws(opt, model, x, y, steps: int, likelihood=None) -> dict[str, Tensor]:
+    names = covered_names(model)
+    step(opt, model, [(x, y)], likelihood=likelihood)  # without a basis there is nothing to measure in
+    seen = {name: [] for name in names}
+    for _ in range(steps):
+        step(opt, model, [(x, y)], likelihood=likelihood)
+        for name in names:
+            seen[name].append(layer_state(opt, model, name)["scale"].detach().clone())
+    return {name: torch.stack(values) for name, values in seen.items()}
+
+
+def empirical_scale(rows, basis_a: Tensor, basis_g: Tensor) -> Tensor:
+    n = len(rows.a)
+    return sum((basis_g.mT @ rows.gradient(i)[0] @ basis_a).square() for i in range(n)) / n
+
+
+@pytest.mark.parametrize("kind", ["mlp", "convnet"])
+def test_scales_of_some_examples_are_unbiased(kind):
+    model, (x, y) = (mlp((4, 3, 3)), vectors(6)) if kind == "mlp" else (convnet(stride=2), images(4))
+    rows = example_rows(twin(model), covered_names(model), x, y, F.cross_entropy)
+    opt = still(model, "empirical", EKFAC, scale_batch_size=2, scale_decay=0.0, inv_update_steps=1000)
+    for name, values in scale_draws(opt, model, x, y, 300).items():
+        state = state_of(opt, model, name)
+        expected = empirical_scale(rows[name], state["basis_a"], state["basis_g"])
+        assert_mean(values, expected, f"scale of {name}", 0.1)
+
+
+def test_scales_of_some_examples_of_an_observed_fisher_are_unbiased():
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    rows = observed(model, ["0", "2"], x, y, lambda f, target: F.cross_entropy(f, target, reduction="sum"))
+    opt = still(model, "exact", EKFAC, scale_batch_size=2, scale_decay=0.0, inv_update_steps=1000)
+    for name, values in scale_draws(opt, model, x, y, 300, likelihood="categorical").items():
+        state = state_of(opt, model, name)
+        assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), f"scale of {name}", 0.1)
+
+
+def test_the_examples_of_a_scale_are_as_many_as_asked_for():
+    model, (x, y) = mlp((4, 3, 3)), vectors(5)
+    rows = example_rows(twin(model), ["0"], x, y, F.cross_entropy)["0"]
+    opt = still(model, "empirical", EKFAC, scale_batch_size=2, scale_decay=0.0, inv_update_steps=1000)
+    values = scale_draws(opt, model, x, y, 40)["0"]
+    state = state_of(opt, model, "0")
+    squares = torch.stack([(state["basis_g"].mT @ rows.gradient(n)[0] @ state["basis_a"]).square() for n in range(5)])
+    pairs = {pair: squares[list(pair)].mean(0) for pair in itertools.combinations(range(5), 2)}
+    assert len({matching(value, pairs) for value in values}) > 5
+
+
+def test_the_factors_are_of_all_examples_where_only_the_scales_are_subsampled():
+    model, (x, y) = mlp((4, 3, 3)), vectors(6)
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = still(model, "empirical", EKFAC, scale_batch_size=2)
+    step(opt, model, [(x, y)])
+    step(opt, model, [(x, y)])
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_positions_of_a_scale_are_never_dropped():
+    """They are summed inside the square: a part of them would not be an estimate of it."""
+    model = seeded_build(lambda: Tokens(read="mean"))
+    x, y = noise(3, 5, 3), labels(3, 3)
+    rows = example_rows(twin(model), ["inner"], x, y, F.cross_entropy)["inner"]
+    opt = still(model, "empirical", EKFAC, factor_positions=2, scale_decay=0.0, inv_update_steps=1000)
+    step(opt, model, [(x, y)])
+    step(opt, model, [(x, y)])
+    state = state_of(opt, model, "inner")
+    assert_close(state["scale"], empirical_scale(rows, state["basis_a"], state["basis_g"]), 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reproducible
+# ---------------------------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "examples": {"factor_batch_size": 3},
+    "positions": {"factor_positions": 2},
+    "both": {"factor_positions": 2, "factor_batch_size": 2},
+}
+options = pytest.mark.parametrize("option", OPTIONS)
+
+
+def build() -> nn.Module:
+    return seeded_build(lambda: Tokens(read="mean"))
+
+
+def data(seed: int) -> tuple[Tensor, Tensor]:
+    return noise(6, 5, 3, seed=seed), labels(6, 3, seed)
+
+
+def sequence(option: str, method: type = KFAC, steps: int = 3, **keywords) -> list[Tensor]:
+    model = build()
+    opt = still(model, "empirical", method, **OPTIONS[option], **keywords)
+    found = []
+    for _ in range(steps):
+        step(opt, model, [data(0)])
+        found.append(held_factors(opt, model, "inner")[0])
+    return found
+
+
+@options
+@both
+def test_the_seed_decides_what_is_kept(option, method):
+    one, again = (sequence(option, METHODS[method], deterministic_seed=1) for _ in range(2))
+    other = sequence(option, METHODS[method], deterministic_seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert not all(torch.allclose(a, b) for a, b in zip(one, other, strict=True))
+
+
+@options
+def test_every_step_keeps_others(option):
+    found = sequence(option, steps=4)
+    assert not all(torch.allclose(a, found[0]) for a in found)
+
+
+@options
+def test_the_user_s_generator_is_neither_read_nor_touched(option):
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = sequence(option)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, sequence(option), strict=True))
+
+
+@options
+@both
+def test_resume(option, method):
+    keywords = {**OPTIONS[option], "lr": 0.1, "factor_decay": 0.9, "deterministic_seed": 5}
+    if method == "ekfac":
+        keywords["scale_batch_size"] = 4
+    model = build()
+    opt = still(model, "empirical", METHODS[method], **keywords)
+    for seed in range(3):
+        step(opt, model, [data(seed)])
+    resumed = build()
+    resumed.load_state_dict(model.state_dict())
+    again = still(resumed, "empirical", METHODS[method], **keywords)
+    again.load_state_dict(opt.state_dict())
+    for seed in range(3, 6):
+        step(opt, model, [data(seed)])
+        step(again, resumed, [data(seed)])
+    for (name, p), q in zip(model.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_gradients_are_those_of_the_whole_batch():
+    one, other = build(), build()
+    x, y = data(0)
+    still(one, "empirical", factor_batch_size=2, factor_positions=2)
+    F.cross_entropy(one(x), y).backward()
+    F.cross_entropy(other(x), y).backward()
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("option", ["factor_batch_size", "factor_positions"])
+@both
+def test_bad_values_are_refused(option, method):
+    with pytest.raises(ValueError, match=option):
+        METHODS[method](build(), **{option: 0})
+    with pytest.raises(TypeError, match=option):
+        METHODS[method](build(), **{option: 2.5})
+
+
+def test_bad_scale_batch_sizes_are_refused():
+    with pytest.raises(ValueError, match="scale_batch_size"):
+        EKFAC(build(), scale_batch_size=0)
+
+
+def test_sampled_labels_and_sampled_examples_together_resume():
+    keywords = {"lr": 0.1, "factor_decay": 0.9, "factor_batch_size": 3}
+    model = mlp()
+    opt = still(model, "mc", **keywords)
+    run = lambda o, m, seed: observed_step(  # noqa: E731
+        o, m, vectors(6, seed=seed)[0], "categorical", objective=lambda f: F.cross_entropy(f, vectors(6, seed=seed)[1])
+    )
+    for seed in range(2):
+        run(opt, model, seed)
+    resumed = mlp()
+    resumed.load_state_dict(model.state_dict())
+    again = still(resumed, "mc", **keywords)
+    again.load_state_dict(opt.state_dict())
+    for seed in range(2, 4):
+        run(opt, model, seed)
+        run(again, resumed, seed)
+    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q)

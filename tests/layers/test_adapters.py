@@ -1,0 +1,522 @@
+"""Adapters of lookup tables, normalisation layers, transposed convolutions and the like, against autograd.
+
+A parameter's gradient is linear in the output gradient, so that of one example is what autograd gives when the output
+gradients of all other examples are set to zero. It is the oracle of everything that an adapter says by example.
+"""
+
+import itertools
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from secondorder.curvature.adapters import (
+    BatchNormAdapter,
+    BilinearAdapter,
+    ConvTransposeAdapter,
+    EmbeddingAdapter,
+    EmbeddingBagAdapter,
+    GroupNormAdapter,
+    InstanceNormAdapter,
+    LayerNormAdapter,
+    RMSNormAdapter,
+    StackedAdapter,
+    TransposedLinearAdapter,
+    hugging_face_conv1d,
+)
+
+TRAINED = [(True, True), (True, False), (False, True)]
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10, check_dtype=False)
+
+
+def strange(x: Tensor) -> Tensor:
+    """The same values in memory of another order."""
+    return x.permute(*reversed(range(x.dim()))).contiguous().permute(*reversed(range(x.dim())))
+
+
+def gradients(module: nn.Module, y: Tensor, g: Tensor) -> list[Tensor | None]:
+    """Gradients of weight and bias, None where they are frozen or absent."""
+    params = [getattr(module, name, None) for name in ("weight", "bias")]
+    trained = [p for p in params if p is not None and p.requires_grad]
+    found = iter(torch.autograd.grad(y, trained, g, retain_graph=True))
+    return [next(found) if p is not None and p.requires_grad else None for p in params]
+
+
+def freeze(module: nn.Module, has_weight: bool, has_bias: bool) -> tuple[bool, bool]:
+    """Freeze parameters; returns which of the two are there and trained."""
+    module.weight.requires_grad_(has_weight)
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        bias.requires_grad_(has_bias)
+    return has_weight, has_bias and bias is not None
+
+
+def with_ones(adapter, rows: Tensor) -> Tensor:
+    return torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], -1) if adapter.has_bias else rows
+
+
+def check(adapter, module: nn.Module, args: tuple, examples: int, owner: Tensor | None = None, **kwargs) -> None:
+    """Every promise of an adapter about one call.
+
+    ``owner`` names the example of each element of the output, if it is not the first axis split evenly.
+    """
+    y = module(*args, **kwargs)
+    g = torch.randn_like(y)
+    if owner is None:
+        first = torch.arange(len(y)) // (len(y) // examples)
+        owner = first.view(-1, *[1] * (y.dim() - 1)).expand_as(y)
+    whole = gradients(module, y, g)
+    single = [gradients(module, y, g * (owner == n)) for n in range(examples)]
+    matrix, by_example = adapter.to_matrix(*whole), torch.stack([adapter.to_matrix(*one) for one in single])
+    lead = (adapter.groups,) if adapter.groups > 1 else ()
+    assert matrix.shape == (*lead, adapter.n_g, adapter.n_a)
+    x = adapter.prepare(args, kwargs)
+    for x_, g_ in ((x, g), (strange(x), strange(g))):
+        check_rows(adapter, x_, g_, examples, matrix, by_example)
+    check_parameters(adapter, module, matrix, whole)
+
+
+def check_rows(adapter, x: Tensor, g: Tensor, examples: int, matrix: Tensor, by_example: Tensor) -> None:
+    x_ = x if adapter.needs_input else None
+    rows, sums = adapter.output_rows(g, x_, examples), adapter.output_sums(g, x_, examples)
+    outputs = adapter.example_outputs(g, x_, examples)
+    close(outputs.sum(-2), sums)
+    close(rows.sum(-2), sums.sum(-2))
+    by_group = by_example.movedim(0, -3)  # [(Γ,) N, n_g, n_a]
+    if adapter.constant_input:
+        close(rows.sum(-2)[..., None], matrix)
+        close(sums[..., None], by_group)
+        return
+    a = with_ones(adapter, torch.cat(list(adapter.input_rows(x)), -2))
+    close(rows.mT @ a, matrix)
+    inputs = with_ones(adapter, adapter.example_inputs(x, examples))
+    close(outputs.mT @ inputs, by_group)
+    totals, positions = adapter.input_sums(x, examples)
+    assert positions == inputs.shape[-2]
+    close(totals, inputs.sum(-2)[..., : adapter.d_in])
+    squares, count = adapter.input_squares(x)
+    assert count == a.shape[-2]
+    close(squares, a.square().sum(-2)[..., : adapter.d_in])
+
+
+def check_parameters(adapter, module: nn.Module, matrix: Tensor, grads: list[Tensor | None]) -> None:
+    """Parameters to a matrix and back."""
+    back = adapter.from_matrix(matrix, module.weight if adapter.has_weight else None)
+    for part, gradient in zip(back, grads, strict=True):
+        assert (part is None) == (gradient is None)
+        if part is not None:
+            assert torch.equal(part, gradient)
+            assert part.is_contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transposed convolutions
+# ---------------------------------------------------------------------------------------------------------------------
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_transposed_convolutions_of_every_option(data):
+    axes = data.draw(st.integers(1, 3))
+
+    def each(low, high):
+        return tuple(data.draw(st.integers(low, high)) for _ in range(axes))
+
+    groups = data.draw(st.integers(1, 2))
+    sizes, kernel, stride, dilation, padding = each(1, 4), each(1, 3), each(1, 3), each(1, 2), each(0, 3)
+    output_padding = tuple(data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+    options = {"groups": groups, "stride": stride, "dilation": dilation, "padding": padding}
+    module = TRANSPOSED[axes](2 * groups, 3 * groups, kernel, output_padding=output_padding, **options).double()
+    out = [
+        (n - 1) * s - 2 * p + d * (k - 1) + extra + 1
+        for n, s, p, d, k, extra in zip(sizes, stride, padding, dilation, kernel, output_padding, strict=True)
+    ]
+    assume(min(out) > 0)
+    trained = freeze(module, *data.draw(st.sampled_from(TRAINED)))
+    x = torch.randn(4, 2 * groups, *sizes, dtype=torch.float64)
+    check(ConvTransposeAdapter(module, *trained), module, (x,), data.draw(st.sampled_from([2, 4])))
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("by_keyword", [True, False])
+def test_transposed_convolution_with_an_output_size(axes, batched, by_keyword):
+    module = TRANSPOSED[axes](2, 3, 3, stride=3, padding=1).double()
+    adapter = ConvTransposeAdapter(module, True, True)
+    x = torch.randn(2, 2, *[2, 3, 2][:axes], dtype=torch.float64)
+    x = x if batched else x[0]
+    size = [6, 7, 5][:axes]  # the smallest is [4, 7, 4]
+    assert adapter.is_unbatched(adapter.prepare((x, size), {})) != batched
+    owner = None if batched else torch.zeros(3, *size, dtype=torch.int64)
+    args, kwargs = ((x,), {"output_size": size}) if by_keyword else ((x, size), {})
+    check(adapter, module, args, 2 if batched else 1, owner, **kwargs)
+
+
+def test_a_transposed_convolution_of_many_examples_comes_in_chunks():
+    module = nn.ConvTranspose2d(8, 2, 5, stride=4).double()
+    adapter = ConvTransposeAdapter(module, True, True)
+    x = torch.randn(3, 8, 16, 20, dtype=torch.float64)
+    assert len(list(adapter.input_rows(x))) > 1
+    check(adapter, module, (x.to(memory_format=torch.channels_last),), 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Normalisation
+# ---------------------------------------------------------------------------------------------------------------------
+NORMS = [
+    (nn.BatchNorm1d, (3,), {}, BatchNormAdapter, (6, 3)),
+    (nn.BatchNorm1d, (3,), {"momentum": None}, BatchNormAdapter, (6, 3, 5)),
+    (nn.BatchNorm2d, (3,), {"track_running_stats": False, "eps": 0.1}, BatchNormAdapter, (4, 3, 5, 2)),
+    (nn.BatchNorm3d, (1,), {}, BatchNormAdapter, (4, 1, 2, 3, 2)),
+    (nn.LayerNorm, (5,), {}, LayerNormAdapter, (4, 5)),
+    (nn.LayerNorm, (5,), {"bias": False}, LayerNormAdapter, (4, 3, 5)),
+    (nn.LayerNorm, ([3, 5],), {"eps": 0.1}, LayerNormAdapter, (4, 3, 3, 5)),
+    (nn.LayerNorm, (1,), {}, LayerNormAdapter, (4, 3, 1)),
+    (nn.RMSNorm, (5,), {}, RMSNormAdapter, (4, 3, 5)),
+    (nn.RMSNorm, ([2, 3],), {"eps": 0.1}, RMSNormAdapter, (4, 2, 3)),
+    (nn.GroupNorm, (2, 4), {}, GroupNormAdapter, (4, 4)),
+    (nn.GroupNorm, (2, 6), {"eps": 0.1}, GroupNormAdapter, (4, 6, 5, 2)),
+    (nn.InstanceNorm1d, (3,), {"affine": True}, InstanceNormAdapter, (4, 3, 5)),
+    (nn.InstanceNorm2d, (3,), {"affine": True, "track_running_stats": True}, InstanceNormAdapter, (4, 3, 5, 2)),
+    (nn.InstanceNorm3d, (3,), {"affine": True, "eps": 0.1}, InstanceNormAdapter, (4, 3, 5, 2, 2)),
+]
+
+
+def norm(kind, args, options) -> nn.Module:
+    module = kind(*args, **options).double()
+    for p in module.parameters():
+        nn.init.normal_(p)
+    return module
+
+
+@pytest.mark.parametrize("curvature", ["unit", "diagonal"])
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize(("kind", "args", "options", "adapter", "shape"), NORMS)
+def test_normalisation_layers(kind, args, options, adapter, shape, trained, curvature):
+    module = norm(kind, args, options)
+    trained = freeze(module, *trained)
+    if not any(trained):
+        return
+    found = adapter(module, *trained, norm_curvature=curvature)
+    size, parts = module.weight.numel(), sum(trained)
+    assert (found.groups, found.n_g) == ((size * parts, 1) if curvature == "diagonal" else (size, parts))
+    assert (found.n_a, found.constant_input, found.needs_input) == (1, True, trained[0])
+    x = torch.randn(shape, dtype=torch.float64) * 3 + 1
+    for examples in (shape[0], shape[0] // 2):  # with two rows of the first axis per example
+        check(found, module, (x,), examples)
+
+
+@pytest.mark.parametrize(("kind", "args", "options", "adapter", "shape"), NORMS)
+def test_a_normalised_input_is_what_the_layer_gives_with_weight_one(kind, args, options, adapter, shape):
+    module = kind(*args, **options).double()
+    found = adapter(module, True, module.weight is not None and getattr(module, "bias", None) is not None)
+    x = torch.randn(shape, dtype=torch.float64) * 3 + 1
+    close(found.normalized(x), module(x))
+    low = x.bfloat16()
+    assert found.normalized(low).dtype == torch.float32
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if kind is nn.RMSNorm else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(found.normalized(low).double(), module(low.double()), **tolerance)
+
+
+def test_rms_norm_without_eps_takes_that_of_torch():
+    tiny = torch.full((2, 4), 1e-3)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        module = nn.RMSNorm(4, dtype=dtype)
+        x = tiny.to(dtype)
+        torch.testing.assert_close(
+            RMSNormAdapter(module, True).normalized(x).to(dtype), module(x).detach(), rtol=1e-2, atol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("module", "adapter", "shape"),
+    [
+        (nn.LayerNorm(3), LayerNormAdapter, (5, 4, 3)),
+        (nn.LayerNorm([2, 3]), LayerNormAdapter, (5, 4, 2, 3)),
+        (nn.RMSNorm(3, eps=1e-5), RMSNormAdapter, (5, 4, 3)),
+    ],
+)
+def test_positions_may_come_before_the_examples(module, adapter, shape):
+    module = module.double()
+    owner = torch.arange(4).view(1, 4, *[1] * (len(shape) - 2)).expand(shape)
+    found = adapter(module, True, getattr(module, "bias", None) is not None)
+    check(found, module, (torch.randn(shape, dtype=torch.float64),), 4, owner)
+
+
+@pytest.mark.parametrize(
+    ("module", "adapter", "shape"),
+    [
+        (nn.LayerNorm(3), LayerNormAdapter, (3,)),
+        (nn.LayerNorm([2, 3]), LayerNormAdapter, (2, 3)),
+        (nn.InstanceNorm1d(2, affine=True), InstanceNormAdapter, (2, 5)),
+        (nn.InstanceNorm2d(2, affine=True), InstanceNormAdapter, (2, 5, 3)),
+        (nn.InstanceNorm3d(2, affine=True), InstanceNormAdapter, (2, 5, 3, 2)),
+    ],
+)
+def test_normalisation_of_a_single_example(module, adapter, shape):
+    module, x = module.double(), torch.randn(shape, dtype=torch.float64)
+    found = adapter(module, True, True)
+    assert found.is_unbatched(x)
+    assert not found.is_unbatched(x[None])
+    check(found, module, (x,), 1, torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "shape"),
+    [
+        (LayerNormAdapter(nn.LayerNorm(3), True, True), (5, 3)),
+        (BatchNormAdapter(nn.BatchNorm1d(3), True, True), (5, 3)),
+        (EmbeddingAdapter(nn.Embedding(9, 3), True), (5, 3)),
+    ],
+)
+def test_examples_that_cannot_be_told_apart_are_refused_with_the_shape(adapter, shape):
+    x = torch.ones(shape) if adapter.constant_input else torch.ones(5, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"\(5, \d\) do not split into the 4 examples"):
+        adapter.output_sums(torch.ones(shape), x, 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lookup tables
+# ---------------------------------------------------------------------------------------------------------------------
+def check_table(adapter, module: nn.Module, args: tuple, rows: Tensor, owner: Tensor, **kwargs) -> None:
+    """``rows`` ``[rows, V]`` are the dense input rows, ``owner`` ``[rows]`` the example of each."""
+    y = module(*args, **kwargs)
+    g, examples = torch.randn_like(y), int(owner.max()) + 1
+    x = adapter.prepare(args, kwargs)
+    flat, per_row = g.reshape(-1, module.embedding_dim), owner.view(*y.shape[:-1], 1)
+    whole = gradients(module, y, g)[0]
+    single = [gradients(module, y, g * (per_row == n))[0] for n in range(examples)]
+    matrix = adapter.to_matrix(whole, None)
+    assert matrix.shape == (adapter.n_g, adapter.n_a) == (module.embedding_dim, module.num_embeddings)
+    found = adapter.output_rows(g, x, examples)
+    close(found.mT @ rows, matrix)
+    close(found, flat * rows.any(1, keepdim=True))  # what reaches no weight is in no factor
+    squares, count = adapter.input_squares(x)
+    assert count == len(rows)
+    close(squares, (rows.mT @ rows).diagonal())
+    totals, positions = adapter.input_sums(x, examples)
+    assert positions * examples == len(rows)
+    close(totals, torch.stack([rows[owner == n].sum(0) for n in range(examples)]))
+    expected = torch.stack([found[owner == n].sum(0) for n in range(examples)])
+    close(adapter.output_sums(g, x, examples), expected)
+    close(adapter.example_squares(x, found, examples), sum(one.square() for one in single).mT)
+    ones = adapter.example_squares(x, torch.ones(len(rows), 1, dtype=torch.float64), examples)
+    close(ones[0], totals.square().sum(0))
+    assert torch.equal(adapter.from_matrix(matrix, module.weight)[0], whole)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, -1])
+@pytest.mark.parametrize("shape", [(6,), (3, 5), (6, 1), (3, 2, 4), (3, 0)])
+def test_embedding(padding_idx, shape):
+    module = nn.Embedding(4, 3, padding_idx=padding_idx).double()
+    x = torch.randint(4, shape)
+    rows = F.one_hot(x.reshape(-1), 4).double()
+    if padding_idx is not None:
+        rows[:, module.padding_idx] = 0
+    adapter = EmbeddingAdapter(module, True)
+    owner = torch.arange(3).repeat_interleave(x.numel() // 3) if x.numel() else torch.tensor([2])[:0]
+    if not x.numel():
+        assert [t.sum() for t in (adapter.input_squares(x)[0], adapter.output_rows(torch.ones(3, 0, 3), x, 3))] == [
+            0,
+            0,
+        ]
+        return
+    check_table(adapter, module, (x,), rows, owner)
+    g = torch.randn(*shape, 3, dtype=torch.float64)
+    kept, index = adapter.keep(x, 3), adapter.indices(x, 3)
+    dense = F.one_hot(index, 4) * kept[..., None]
+    outputs = adapter.example_outputs(g, x, 3)
+    assert kept.shape == index.shape == outputs.shape[:2] == (3, x.numel() // 3)
+    close(torch.einsum("nsd,nsv->dv", outputs, dense.double()), adapter.output_rows(g, x, 3).mT @ rows)
+
+
+def test_embedding_whose_positions_come_first_or_are_shared():
+    module = nn.Embedding(4, 3, padding_idx=1).double()
+    adapter = EmbeddingAdapter(module, True)
+    x = torch.randint(4, (5, 3))
+    rows = F.one_hot(x.reshape(-1), 4).double()
+    rows[:, 1] = 0
+    check_table(adapter, module, (x,), rows, torch.arange(3).repeat(5))
+    x = torch.arange(4)  # one look-up for all examples of the batch
+    close(adapter.output_rows(torch.ones(4, 3), x, 3), torch.ones(4, 3) * (x != 1)[:, None])
+    for question in (adapter.indices, adapter.input_sums, lambda x, n: adapter.example_squares(x, torch.ones(4, 3), n)):
+        with pytest.raises(ValueError, match="do not split into the 3 examples"):
+            question(x, 3)
+
+
+def test_natural_order_is_that_of_the_table():
+    adapter = EmbeddingAdapter(nn.Embedding(4, 3), True)
+    tables = torch.randn(5, 4, 3, dtype=torch.float64)
+    matrices = torch.stack([adapter.to_matrix(t, None).flatten() for t in tables])
+    close(adapter.natural_order(matrices.mT @ matrices), tables.flatten(1).mT @ tables.flatten(1))
+
+
+def dense_bags(module: nn.EmbeddingBag, bags: list[list[int]], weights: list[list[float]] | None) -> Tensor:
+    rows = torch.zeros(len(bags), module.num_embeddings, dtype=torch.float64)
+    for b, bag in enumerate(bags):
+        kept = [(k, v) for k, v in enumerate(bag) if v != module.padding_idx]
+        for k, v in kept:
+            rows[b, v] += weights[b][k] if weights else 1.0 / len(kept) if module.mode == "mean" else 1.0
+    return rows
+
+
+RAGGED = [[], [1, 1, 3], [0], [], [2, 0, 0, 2, 1], []]
+EVEN = [[1, 1, 3], [0, 2, 0], [0, 0, 0], [3, 2, 1]]
+
+
+@pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.parametrize(("bags", "two_axes"), [(RAGGED, False), (EVEN, False), (EVEN, True), ([[], []], False)])
+@pytest.mark.parametrize("padding_idx", [None, 0])
+@pytest.mark.parametrize("mode", ["sum", "mean", "weighted"])
+def test_embedding_bag(mode, padding_idx, bags, two_axes, include_last_offset):
+    options = {"padding_idx": padding_idx, "include_last_offset": include_last_offset}
+    module = nn.EmbeddingBag(4, 3, mode="sum" if mode == "weighted" else mode, **options).double()
+    weights = [[0.5 + b + 2 * k for k in range(len(bag))] for b, bag in enumerate(bags)] if mode == "weighted" else None
+    rows = dense_bags(module, bags, weights)
+    flat = torch.tensor(list(itertools.chain(*bags)), dtype=torch.int64)
+    given = None if weights is None else torch.tensor(list(itertools.chain(*weights)), dtype=torch.float64)
+    ends = list(itertools.accumulate(map(len, bags)))
+    offsets = torch.tensor([0, *ends] if include_last_offset else [0, *ends[:-1]])
+    if two_axes:
+        flat, offsets = flat.view(len(bags), -1), None
+        given = None if given is None else given.view(len(bags), -1)
+    adapter = EmbeddingBagAdapter(module, True)
+    for per_example in (1, 2):
+        owner = torch.arange(len(bags)) // per_example
+        check_table(adapter, module, (flat, offsets, given), rows, owner)
+    check_table(adapter, module, (flat,), rows, owner, offsets=offsets, per_sample_weights=given)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear layers in another dress
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 3, 2)])
+def test_bilinear(shape, trained):
+    module = nn.Bilinear(3, 2, 5).double()
+    adapter = BilinearAdapter(module, *freeze(module, *trained))
+    first, second = (torch.randn(*shape, n, dtype=torch.float64) for n in (3, 2))
+    for examples in (4, 2):
+        check(adapter, module, (first, second), examples)
+    check(adapter, module, (first,), 4, input2=second)
+    assert adapter.is_unbatched(adapter.prepare((first.view(-1, 3)[0], second.view(-1, 2)[0]), {}))
+
+
+def test_bilinear_of_one_example():
+    module = nn.Bilinear(3, 2, 5).double()
+    first, second = (torch.randn(n, dtype=torch.float64) for n in (3, 2))
+    check(BilinearAdapter(module, True, True), module, (first, second), 1, torch.zeros(5, dtype=torch.int64))
+
+
+class Conv1D(nn.Module):
+    """As in the transformers library: a Linear with its weight transposed."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3)])
+def test_transposed_linear(shape, trained):
+    module = Conv1D(5, 3).double()
+    adapter = TransposedLinearAdapter(module, *freeze(module, *trained))
+    x = torch.randn(shape, dtype=torch.float64)
+    check(adapter, module, (x,), 4)
+    check(adapter, module, (), 2, x=x)
+
+
+def test_the_conv1d_of_transformers_is_found_once_it_is_imported(monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers.pytorch_utils", raising=False)
+    assert hugging_face_conv1d() is None
+    library = ModuleType("transformers.pytorch_utils")
+    monkeypatch.setitem(sys.modules, "transformers.pytorch_utils", library)
+    assert hugging_face_conv1d() is None
+    library.Conv1D = Conv1D
+    assert hugging_face_conv1d() is Conv1D
+
+
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("shape", [(4, 2), (4, 5, 2)])
+def test_stacked_linears(shape, groups, trained):
+    module = nn.Linear(2, 4 * groups).double()
+    adapter = StackedAdapter(2, 4, groups, *freeze(module, *trained))
+    for examples in (4, 2):
+        check(adapter, module, (torch.randn(shape, dtype=torch.float64),), examples)
+    if len(shape) == 3:  # positions first
+        owner = torch.arange(5)[None, :, None].expand(4, 5, 4 * groups)
+        check(adapter, module, (torch.randn(shape, dtype=torch.float64),), 5, owner)
+    assert adapter.is_unbatched(torch.ones(2))
+
+
+def test_a_stacked_linear_is_linears_side_by_side():
+    module = nn.Linear(2, 12).double()
+    adapter = StackedAdapter(2, 4, 3, True, True)
+    matrix = adapter.to_matrix(module.weight.detach(), module.bias.detach())
+    for i, (weight, bias) in enumerate(zip(module.weight.chunk(3), module.bias.chunk(3), strict=True)):
+        close(matrix[i], torch.cat([weight, bias[:, None]], 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Precision and refusals
+# ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("adapter", "x", "g"),
+    [
+        (LayerNormAdapter(nn.LayerNorm(2), False, True), None, torch.ones(1, 257, 2)),
+        (BatchNormAdapter(nn.BatchNorm2d(2), False, True), None, torch.ones(1, 2, 257, 1)),
+        (EmbeddingAdapter(nn.Embedding(2, 2), True), torch.zeros(1, 257, dtype=torch.int64), torch.ones(1, 257, 2)),
+        (BilinearAdapter(nn.Bilinear(1, 2, 2), False, True), None, torch.ones(1, 257, 2)),
+        (StackedAdapter(2, 1, 2, False, True), None, torch.ones(1, 257, 2)),
+    ],
+)
+def test_sums_of_half_precision_are_not_rounded_to_it(adapter, x, g):
+    for dtype in (torch.bfloat16, torch.float16):
+        sums = adapter.output_sums(g.to(dtype) * 1.0, x, 1)
+        assert sums.dtype == torch.float32
+        assert set(sums.flatten().tolist()) == {257.0}  # bfloat16 has 8 bits
+
+
+REFUSED = [
+    (EmbeddingAdapter, nn.Embedding(4, 3, sparse=True), "sparse"),
+    (EmbeddingAdapter, nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
+    (EmbeddingAdapter, nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, mode="max"), "max"),
+    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, mode="sum", sparse=True), "sparse"),
+    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, max_norm=1.0), "max_norm"),
+    (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    (BatchNormAdapter, nn.SyncBatchNorm(3), "ranks"),
+]
+
+
+@pytest.mark.parametrize(("adapter", "module", "word"), REFUSED)
+def test_what_cannot_be_right_is_refused_in_words(adapter, module, word):
+    assert word in adapter.refusal(module)
+    assert type(module).__name__ in adapter.refusal(module)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "module"),
+    [
+        (EmbeddingAdapter, nn.Embedding(4, 3, padding_idx=1)),
+        (EmbeddingBagAdapter, nn.EmbeddingBag(4, 3, mode="sum", include_last_offset=True)),
+        (BatchNormAdapter, nn.BatchNorm2d(3)),
+        (LayerNormAdapter, nn.LayerNorm(3)),
+        (ConvTransposeAdapter, nn.ConvTranspose2d(1, 1, 1)),
+    ],
+)
+def test_what_is_covered_is_not_refused(adapter, module):
+    assert adapter.refusal(module) == ""

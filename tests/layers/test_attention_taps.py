@@ -1,0 +1,629 @@
+"""Attention through projections: torch's results to the last bit, every weight seen, and the user's module untouched.
+
+The oracle is torch's attention itself, and autograd's gradient of each weight.
+"""
+
+import copy
+import gc
+import itertools
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from secondorder.curvature.projections import Projection, WatchedAttention
+from secondorder.curvature.taps import Inert
+
+E, HEADS, L, S, N = 6, 2, 3, 4, 2
+
+
+@pytest.fixture(autouse=True)
+def no_mode_is_left():
+    yield
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def attention(**options) -> nn.MultiheadAttention:
+    """In training mode, with no parameter at the zero that torch gives to biases."""
+    module = nn.MultiheadAttention(options.pop("embed_dim", E), options.pop("num_heads", HEADS), **options).double()
+    for i, p in enumerate(module.parameters()):
+        p.data.copy_(noise(*p.shape, seed=100 + i))
+    return module
+
+
+def watch(module: nn.MultiheadAttention, wanted=lambda: True) -> WatchedAttention:
+    watched = WatchedAttention(module)
+    watched.install(wanted)
+    return watched
+
+
+def tap(projection: Projection) -> list[list[Tensor]]:
+    """Input and gradient at the output of every call."""
+    calls: list[list[Tensor]] = []
+
+    def hook(module, args, output):
+        if output.requires_grad:
+            call = [args[0].detach()]
+            calls.append(call)
+            output.register_hook(lambda g: call.append(g))
+
+    projection.register_forward_hook(hook)
+    return calls
+
+
+def inputs(kind: str, module: nn.MultiheadAttention) -> list[Tensor]:
+    """Query, key and value: one tensor, two or three, in the module's layout."""
+
+    def sequence(length: int, width: int, seed: int) -> Tensor:
+        x = noise(length, N, width, seed=seed)
+        return x.transpose(0, 1).contiguous() if module.batch_first else x
+
+    query = sequence(L, module.embed_dim, 1)
+    if kind == "self":
+        return [query] * 3
+    key = sequence(S, module.kdim, 2)
+    if kind == "cross":
+        return [query, key, key]
+    found = [query, key, sequence(S, module.vdim, 3)]
+    return [x[0] if module.batch_first else x[:, 0] for x in found] if kind == "unbatched" else found
+
+
+def outcome(module: nn.MultiheadAttention, tensors: list[Tensor], **options) -> list[Tensor | None]:
+    """Outputs and all gradients; equal tensors stay one tensor."""
+    leaves = {id(x): x.detach().clone().requires_grad_() for x in tensors}
+    torch.manual_seed(7)
+    module.zero_grad()
+    out, weights = module(*(leaves[id(x)] for x in tensors), **options)
+    total = (out.sin() * torch.linspace(1, 2, out.numel()).view(out.shape)).sum()
+    (total if weights is None else total + weights.square().sum()).backward()
+    return [out, weights, *(x.grad for x in leaves.values()), *(p.grad for p in module.parameters())]
+
+
+def assert_same_bits(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype)
+
+
+def mask_options(kind: str, tensors: list[Tensor], module: nn.MultiheadAttention) -> dict[str, Tensor]:
+    batched = tensors[0].dim() == 3
+    axis = 1 if batched and module.batch_first else 0
+    length, sources, batch = tensors[0].shape[axis], tensors[1].shape[axis], N if batched else 1
+    keys = noise(batch, sources) > 0.5
+    keys = keys if batched else keys[0]
+    pairs = noise(length, sources) > 0.5
+    pairs[:, 0] = False
+    keys[..., 0] = False
+    whole = pairs.expand(batch * module.num_heads, length, sources)
+    return {
+        "none": {},
+        "keys": {"key_padding_mask": keys},
+        "pairs": {"attn_mask": pairs},
+        "heads": {"attn_mask": whole},
+        "both": {"attn_mask": pairs, "key_padding_mask": keys},
+        "floats": {"attn_mask": noise(length, sources), "key_padding_mask": torch.where(keys, -2.0, 0.0).double()},
+    }[kind]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same bits
+# ---------------------------------------------------------------------------------------------------------------------
+MODULES = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "no bias": {"bias": False},
+    "one head": {"num_heads": 1, "batch_first": True},
+    "dropout": {"dropout": 0.4},
+    "bias of keys": {"add_bias_kv": True},
+    "zero key": {"add_zero_attn": True},
+    "both keys": {"add_bias_kv": True, "add_zero_attn": True, "batch_first": True},
+    "separate": {"kdim": 5, "vdim": 3, "add_bias_kv": True},
+    "separate, no bias": {"kdim": E, "vdim": 3, "bias": False, "batch_first": True, "dropout": 0.4},
+}
+modules = pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
+kinds = pytest.mark.parametrize("kind", ["self", "cross", "three", "unbatched"])
+
+
+def fits(kind: str, options: dict) -> bool:
+    return "kdim" not in options or kind in ("three", "unbatched")
+
+
+@modules
+@kinds
+def test_outputs_and_gradients_are_torchs(options, kind):
+    if not fits(kind, options):
+        return
+    plain = attention(**options)
+    seen = copy.deepcopy(plain)
+    watch(seen)
+    tensors = inputs(kind, plain)
+    for masks, weights, average in itertools.product(
+        ["none", "keys", "pairs", "heads", "both", "floats"], [True, False], [True, False]
+    ):
+        call = {"need_weights": weights, "average_attn_weights": average, **mask_options(masks, tensors, plain)}
+        assert_same_bits(outcome(seen, tensors, **call), outcome(plain, tensors, **call))
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("keys", [True, False])
+def test_causal_hint(weights, keys):
+    plain = attention()
+    seen = copy.deepcopy(plain)
+    watch(seen)
+    tensors = inputs("self", plain)
+    call = {"attn_mask": nn.Transformer.generate_square_subsequent_mask(L, dtype=torch.float64), "is_causal": True}
+    if keys:
+        call["key_padding_mask"] = torch.where(noise(N, L) > 1, -1.0, 0.0).double()
+    call["need_weights"] = weights
+    assert_same_bits(outcome(seen, tensors, **call), outcome(plain, tensors, **call))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_precisions_and_autocast(dtype):
+    plain = attention(batch_first=True).to(torch.float32)
+    seen = copy.deepcopy(plain)
+    watch(seen)
+    for kind in ("self", "cross"):
+        tensors = [x.float() for x in inputs(kind, plain)]
+        tensors[2] = tensors[1]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            assert_same_bits(outcome(seen, tensors), outcome(plain, tensors))
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_batches_of_none_and_one(batch):
+    plain = attention()
+    seen = copy.deepcopy(plain)
+    watch(seen)
+    x = noise(L, batch, E)
+    assert_same_bits(outcome(seen, [x] * 3), outcome(plain, [x] * 3))
+
+
+def test_a_whole_transformer():
+    torch.manual_seed(0)
+    plain = nn.Transformer(8, 2, 2, 2, 12, dropout=0.2, batch_first=True).double()
+    seen = copy.deepcopy(plain)
+    calls = [
+        tap(projection)
+        for module in seen.modules()
+        if isinstance(module, nn.MultiheadAttention)
+        for part in watch(module).linear_parts()
+        for projection, _ in part.taps
+    ]
+    results = []
+    for model in (plain, seen):
+        torch.manual_seed(3)
+        x, y = noise(N, L, 8, seed=1), noise(N, S, 8, seed=2)
+        mask = nn.Transformer.generate_square_subsequent_mask(S, dtype=torch.float64)
+        out = model(x, y, tgt_mask=mask, tgt_is_causal=True)
+        out.square().sum().backward()
+        results.append([out, *(p.grad for p in model.parameters())])
+    assert_same_bits(results[1], results[0])
+    # Self-attention in one product, four times; cross-attention in three, twice; an output each time.
+    assert sum(map(len, calls)) == 4 * 2 + 2 * 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every weight is seen
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rows(call: list[Tensor]) -> tuple[Tensor, Tensor]:
+    x, g = call
+    assert x.shape[:-1] == g.shape[:-1]
+    return x.flatten(0, -2), g.flatten(0, -2)
+
+
+@modules
+@kinds
+@pytest.mark.parametrize("weights", [True, False])
+def test_rows_of_every_part_make_its_gradient(options, kind, weights):
+    if not fits(kind, options):
+        return
+    module = attention(**options)
+    parts = watch(module).linear_parts()
+    calls = {id(p): tap(p) for part in parts for p, _ in part.taps}
+    outcome(module, inputs(kind, module), need_weights=weights)
+    covered = set()
+    for part in parts:
+        named = dict(module.named_parameters())
+        if part.weight_name is not None:
+            weight = named[part.weight_name]
+            found = torch.zeros_like(weight).unflatten(0, (part.groups, -1))
+        bias = None if part.bias_name is None else named[part.bias_name]
+        found_bias = None if bias is None else torch.zeros_like(bias).unflatten(0, (part.groups, -1))
+        for projection, group in part.taps:
+            for call in calls[id(projection)]:
+                a, g = rows(call)
+                where = slice(None) if group < 0 else slice(group, group + 1)
+                if part.weight_name is not None:
+                    found[where] += (g.T @ a).unflatten(0, found[where].shape[:2])
+                if found_bias is not None:
+                    found_bias[where] += g.sum(0).unflatten(0, found_bias[where].shape)
+        if part.weight_name is not None:
+            torch.testing.assert_close(found.flatten(0, 1), weight.grad, rtol=1e-12, atol=1e-12)
+        if found_bias is not None:
+            torch.testing.assert_close(found_bias.flatten(), bias.grad, rtol=1e-12, atol=1e-12)
+        covered |= {part.weight_name, part.bias_name}
+    assert covered - {None} == set(dict(module.named_parameters())) - {"bias_k", "bias_v"}
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@kinds
+def test_taps_see_time_first_then_the_batch(batch_first, kind):
+    module = attention(batch_first=batch_first)
+    projections = watch(module).projections
+    calls = {name: tap(p) for name, p in projections.named_children()}
+    tensors = inputs(kind, module)
+    outcome(module, tensors)
+    turned = [x.transpose(0, 1) if batch_first and x.dim() == 3 else x for x in tensors]
+    turned = [x if x.dim() == 3 else x[:, None] for x in turned]
+    names = ["packed"] if kind == "self" else ["query", "key", "value"]
+    for name, x in zip(names, turned, strict=False):
+        ((a, g),) = calls[name]
+        assert torch.equal(a, x)
+        assert g.shape == (*x.shape[:2], 3 * E if kind == "self" else E)
+    ((a, g),) = calls["out"]
+    assert a.shape == g.shape == turned[0].shape
+    assert {name for name, found in calls.items() if found} == {*names, "out"}
+
+
+def test_the_output_projection_sees_each_example_in_its_place():
+    module = attention(batch_first=True)
+    calls = tap(watch(module).projections.out)
+    x = noise(N, L, E)
+    outcome(module, [x] * 3)
+    outcome(module, [x[1:].contiguous()] * 3)
+    (both, _), (second, _) = calls
+    torch.testing.assert_close(both[:, 1:], second, rtol=1e-12, atol=1e-12)
+
+
+def test_parts_name_the_parameters():
+    def named(**options):
+        return [(p.suffix, p.weight_name, p.bias_name, p.groups) for p in watch(attention(**options)).linear_parts()]
+
+    assert named() == [
+        ("in_proj", "in_proj_weight", "in_proj_bias", 3),
+        ("out_proj", "out_proj.weight", "out_proj.bias", 1),
+    ]
+    assert named(bias=False) == [("in_proj", "in_proj_weight", None, 3), ("out_proj", "out_proj.weight", None, 1)]
+    separate = [(f"{x}_proj", f"{x}_proj_weight", None, 1) for x in "qkv"]
+    assert named(kdim=5, add_bias_kv=True) == [
+        *separate,
+        ("in_proj_bias", None, "in_proj_bias", 3),
+        ("out_proj", "out_proj.weight", "out_proj.bias", 1),
+    ]
+    assert named(vdim=5, bias=False) == [*separate, ("out_proj", "out_proj.weight", None, 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The module stays as it is
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_of_the_module_changes_but_two_hooks():
+    module = attention()
+    before = (type(module), set(vars(module)), list(module.state_dict()), list(module.modules()), repr(module))
+    handles = WatchedAttention(module).install(lambda: True)
+    assert len(handles) == 2
+    assert len(module._forward_pre_hooks) == len(module._forward_hooks) == 1
+    outcome(module, inputs("self", module))
+    assert before == (type(module), set(vars(module)), list(module.state_dict()), list(module.modules()), repr(module))
+    for handle in handles:
+        handle.remove()
+    assert not module._forward_pre_hooks
+    assert not module._forward_hooks
+    assert not module._forward_hooks_always_called
+
+
+class Uncopyable:
+    def __call__(self):
+        return True
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("a copy of the model copies the optimizer")
+
+    __reduce__ = __deepcopy__
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_belongs_to_nobody(copied):
+    module = attention()
+    calls = tap(watch(module, Uncopyable()).projections.packed)
+    twin = copied(module)
+    assert [type(h) for h in (*twin._forward_pre_hooks.values(), *twin._forward_hooks.values())] == [Inert, Inert]
+    expected = outcome(module, inputs("self", module))
+    assert len(calls) == 1
+    assert_same_bits(outcome(twin, inputs("self", twin)), expected)
+    assert len(calls) == 1
+
+
+def test_nothing_outlives_the_module():
+    module = attention()
+    watched = watch(module)
+    outcome(module, inputs("self", module))
+    references = [weakref.ref(module), weakref.ref(watched.projections)]
+    del module, watched
+    gc.collect()
+    assert [r() for r in references] == [None, None]
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_eval_keeps_the_fast_path():
+    plain = attention(batch_first=True).eval()
+    seen = copy.deepcopy(plain)
+    calls = tap(watch(seen).projections.packed)
+    x = noise(N, L, E)
+    with torch.no_grad(), Operators() as used:
+        found = seen(x, x, x)
+    assert "_native_multi_head_attention" in used.names
+    with torch.no_grad():
+        assert_same_bits(found, plain(x, x, x))
+    assert not calls
+
+
+def test_asked_only_in_training_with_gradients():
+    module = attention()
+    asked = []
+    watched = watch(module, lambda: bool(asked.append(1)) or len(asked) > 1)
+    passed = []
+    watched.projections.out.register_forward_hook(lambda *_: passed.append(1))
+    x = inputs("self", module)
+    with torch.no_grad():
+        module(*x)
+    module.eval()(*x)
+    assert (asked, passed) == ([], [])
+    module.train()(*x)
+    assert (asked, passed) == ([1], [])
+    watched.projections.eval()
+    module(*x)
+    assert (asked, passed) == ([1, 1], [1])
+    assert watched.projections.out.training
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whatever happens in between
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_inside_leaves_nothing_behind():
+    module = attention()
+    calls = tap(watch(module).projections.packed)
+    with pytest.raises(AssertionError, match="embed"):
+        module(*[noise(L, N, E + 1)] * 3)
+    assert torch.overrides._get_current_function_mode_stack() == []
+    outcome(module, inputs("self", module))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("where", ["register_forward_pre_hook", "register_forward_hook"])
+@pytest.mark.parametrize("prepend", [True, False])
+def test_an_exception_in_another_hook_leaves_nothing_behind(where, prepend):
+    module = attention()
+    calls = tap(watch(module).projections.packed)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    handle = getattr(module, where)(fail, prepend=prepend)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            module(*inputs("self", module))
+        assert torch.overrides._get_current_function_mode_stack() == []
+    handle.remove()
+    calls.clear()
+    outcome(module, inputs("self", module))
+    assert len(calls) == 1
+
+
+class Outer(nn.MultiheadAttention):
+    """Another attention comes before its own."""
+
+    def forward(self, query, key, value, **options):
+        x = self.inner(query, key, value)[0]
+        return super().forward(x, x, x, **options)
+
+
+class Recursive(nn.MultiheadAttention):
+    """Attends twice, by a call of itself."""
+
+    again = True
+
+    def forward(self, query, key, value, **options):
+        if self.again:
+            self.again = False
+            query = key = value = self(query, key, value)[0]
+            self.again = True
+        return super().forward(query, key, value, **options)
+
+
+@pytest.mark.parametrize("watched", ["outer", "inner", "both"])
+def test_attention_inside_of_attention(watched):
+    outer, inner = Outer(E, HEADS).double(), attention()
+    outer.inner = inner
+    plain = copy.deepcopy(outer)
+    calls = {
+        name: tap(watch(module).projections.packed)
+        for name, module in {"outer": outer, "inner": inner}.items()
+        if watched in (name, "both")
+    }
+    x = noise(L, N, E)
+    assert_same_bits(outcome(outer, [x] * 3), outcome(plain, [x] * 3))
+    assert {name: len(found) for name, found in calls.items()} == dict.fromkeys(calls, 1)
+    for name, module in {"outer": outer, "inner": inner}.items():
+        if name in calls:
+            a, g = rows(calls[name][0])
+            torch.testing.assert_close(g.T @ a, module.in_proj_weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_that_calls_itself():
+    plain = Recursive(E, HEADS).double()
+    seen = copy.deepcopy(plain)
+    calls = tap(watch(seen).projections.packed)
+    x = noise(L, N, E)
+    assert_same_bits(outcome(seen, [x] * 3), outcome(plain, [x] * 3))
+    assert len(calls) == 2
+    (a, g), (b, h) = map(rows, calls)
+    torch.testing.assert_close(g.T @ a + h.T @ b, seen.in_proj_weight.grad, rtol=1e-12, atol=1e-12)
+
+
+class Static(nn.MultiheadAttention):
+    """Hands keys over that need no projection."""
+
+    def forward(self, query, key, value):
+        return F.multi_head_attention_forward(
+            query, key, value, E, HEADS, self.in_proj_weight, self.in_proj_bias, None, None, False, 0.0,
+            self.out_proj.weight, self.out_proj.bias, static_k=noise(N * HEADS, L, E // HEADS),
+        )  # fmt: skip
+
+
+def test_static_keys_are_left_to_torch():
+    module = Static(E, HEADS).double()
+    projections = watch(module).projections
+    calls = [tap(p) for p in projections.children()]
+    x = noise(L, N, E)
+    assert_same_bits(outcome(module, [x] * 3), outcome(copy.deepcopy(module), [x] * 3))
+    assert not any(calls)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing(reentrant):
+    plain = attention(dropout=0.3)
+    seen = copy.deepcopy(plain)
+    calls = tap(watch(seen).projections.packed)
+    results = []
+    for module in (plain, seen):
+        torch.manual_seed(1)
+        x = noise(L, N, E).requires_grad_()
+        out = checkpoint(lambda z, m=module: m(z, z, z)[0], x, use_reentrant=reentrant)
+        out.square().sum().backward()
+        results.append([out, x.grad, *(p.grad for p in module.parameters())])
+    assert_same_bits(results[1], results[0])
+    (call,) = [c for c in calls if len(c) == 2]
+    a, g = rows(call)
+    torch.testing.assert_close(g.T @ a, seen.in_proj_weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_two_watchers_see_the_same_calls():
+    module = attention()
+    first, second = WatchedAttention(module), WatchedAttention(module)
+    calls = [tap(watched.projections.packed) for watched in (first, second)]
+    handles = [watched.install(lambda: True) for watched in (first, second)]
+    outcome(module, inputs("self", module))
+    assert [len(found) for found in calls] == [1, 1]
+    for handle in handles[0]:
+        handle.remove()
+    outcome(module, inputs("self", module))
+    assert [len(found) for found in calls] == [2, 2]
+
+
+def test_other_weights_in_a_functional_call():
+    plain = attention()
+    seen = copy.deepcopy(plain)
+    calls = tap(watch(seen).projections.packed)
+    other = {name: (2 * p).detach().requires_grad_() for name, p in plain.named_parameters()}
+    x = noise(L, N, E)
+    found = torch.func.functional_call(seen, other, (x, x, x))
+    assert_same_bits(found, torch.func.functional_call(plain, other, (x, x, x)))
+    found[0].sum().backward()
+    a, g = rows(calls[0])
+    torch.testing.assert_close(g.T @ a, other["in_proj_weight"].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_threads_do_not_meet():
+    modules = [attention() for _ in range(4)]
+    calls = [tap(watch(module).projections.packed) for module in modules]
+    barrier, failures = threading.Barrier(len(modules)), []
+
+    def work(module):
+        try:
+            for _ in range(5):
+                barrier.wait(10)
+                outcome(module, inputs("self", module))
+            assert torch.overrides._get_current_function_mode_stack() == []
+        except BaseException as error:
+            failures.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(module,)) for module in modules]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert [len(found) for found in calls] == [5] * 4
+
+
+def test_one_module_in_two_threads():
+    module = attention()
+    calls = tap(watch(module).projections.packed)
+    inside, leave = threading.Event(), threading.Event()
+
+    def slow(m, args):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            leave.wait(10)
+
+    module.register_forward_pre_hook(slow)
+    thread = threading.Thread(target=lambda: module(*inputs("self", module)))
+    thread.start()
+    inside.wait(10)
+    module(*inputs("self", module))
+    assert torch.overrides._get_current_function_mode_stack() == []
+    leave.set()
+    thread.join()
+    assert len(calls) == 2
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_inside_of_a_mode_of_the_user():
+    plain = attention()
+    seen = copy.deepcopy(plain)
+    calls = tap(watch(seen).projections.packed)
+    tensors = inputs("self", plain)
+    expected = outcome(plain, tensors)
+    with Counting() as mode:
+        found = outcome(seen, tensors)
+    assert_same_bits(found, expected)
+    assert mode.count > 0
+    assert len(calls) == 1
+
+
+def test_a_compiled_model_is_left_alone():
+    plain = attention()
+    seen = copy.deepcopy(plain)
+    calls = tap(watch(seen).projections.packed)
+    tensors = inputs("self", plain)
+    torch._dynamo.reset()
+    assert_same_bits(outcome(torch.compile(seen, backend="aot_eager"), tensors), outcome(plain, tensors))
+    assert not calls
+    torch._dynamo.reset()

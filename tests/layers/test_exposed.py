@@ -1,0 +1,617 @@
+"""Modules of `secondorder.nn`: torch's results over their options, every weight seen, and conversion of whole models.
+
+The oracle is the torch module with the same parameters, to 1e-12 in float64, and autograd's gradient of each weight.
+"""
+
+import copy
+import itertools
+import pickle
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import secondorder.nn
+from secondorder.nn import expose
+
+D, H, T, N = 3, 4, 5, 3
+LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
+CELLS = {"LSTMCell": nn.LSTMCell, "GRUCell": nn.GRUCell, "RNNCell": nn.RNNCell}
+layers = pytest.mark.parametrize("kind", LAYERS)
+cells = pytest.mark.parametrize("kind", CELLS)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def build(kind: str, *sizes: int, **options) -> nn.Module:
+    torch.manual_seed(1)
+    return getattr(nn, kind)(*(sizes or (D, H)), **options).double()
+
+
+class Tap:
+    """Input and gradient at the output of every call of a projection."""
+
+    armed = True
+
+    def __init__(self) -> None:
+        self.calls: list[list[Tensor]] = []
+
+    def __call__(self, module, args, output):
+        call = [args[0].detach()]
+        self.calls.append(call)
+        if output.requires_grad:
+            output.register_hook(lambda g: call.append(g))
+
+    def gradient(self, groups: int, group: int) -> tuple[Tensor, Tensor]:
+        """Sums of g aᵀ and g over all rows."""
+        a = torch.cat([a.flatten(0, -2) for a, _ in self.calls])
+        g = torch.cat([g.flatten(0, -2) for _, g in self.calls])
+        return g.T @ a, g.sum(0)
+
+
+def tap_all(module: nn.Module) -> dict[str, Tap]:
+    """Taps on every projection of an exposed module."""
+    taps = {}
+    for part in module.linear_parts():
+        for projection, _ in part.taps:
+            if not projection._forward_hooks:
+                taps[part.suffix] = Tap()
+                projection.register_forward_hook(taps[part.suffix])
+    return taps
+
+
+def pair(kind: str, *sizes: int, **options) -> tuple[nn.Module, nn.Module]:
+    """torch's module, and its copy, exposed and tapped so that it goes step by step."""
+    plain = build(kind, *sizes, **options)
+    seen = expose(copy.deepcopy(plain))
+    tap_all(seen)
+    return plain, seen
+
+
+def states(kind: str, *shape: int, proj: int = 0) -> tuple[Tensor, ...]:
+    found = (noise(*shape, proj or H, seed=21),)
+    return (*found, noise(*shape, H, seed=22)) if kind.startswith("LSTM") else found
+
+
+def as_hx(kind: str, given: tuple[Tensor, ...] | None):
+    return given if given is None or kind.startswith("LSTM") else given[0]
+
+
+def flat(outputs) -> list[Tensor]:
+    """Tensors in outputs; torch does not look into packed sequences by itself."""
+    if isinstance(outputs, PackedSequence):
+        outputs = tuple(outputs)
+    if isinstance(outputs, tuple):
+        return [leaf for part in outputs for leaf in flat(part)]
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def outcome(module: nn.Module, inputs: list[Tensor], given=None, kind: str = "", pack=None) -> list[Tensor]:
+    """Outputs and the gradients of inputs, states and parameters."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    given = None if given is None else tuple(s.detach().clone().requires_grad_() for s in given)
+    torch.manual_seed(5)
+    module.zero_grad()
+    outputs = flat(module(pack(inputs) if pack else inputs[0], as_hx(kind, given)))
+    real = [t for t in outputs if t.is_floating_point()]
+    sum((t.sin() * torch.linspace(1, 2, t.numel()).view(t.shape)).sum() for t in real).backward()
+    return [*outputs, *(x.grad for x in [*inputs, *(given or ())]), *(p.grad for p in module.parameters())]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same results
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def all_options(kind: str) -> Iterator[dict]:
+    """Every option with every other one at least once."""
+    own = {"LSTM": {"proj_size": 2}, "RNN": {"nonlinearity": "relu"}}.get(kind, {})
+    for first, bias in itertools.product([False, True], [False, True]):
+        yield {"num_layers": 1, "bidirectional": first, "batch_first": first, "bias": bias}
+        yield {"num_layers": 2, "bidirectional": bias, "batch_first": first, "bias": bias, **own}
+    yield {"num_layers": 2, "bidirectional": True, "batch_first": False, "bias": False, **own}
+
+
+@layers
+@pytest.mark.parametrize("form", ["batch", "one sequence", "packed", "packed unsorted"])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_layers(kind, form, with_states):
+    for options in all_options(kind):
+        plain, seen = pair(kind, **options)
+        batch = () if form == "one sequence" else (N,)
+        rows = options["num_layers"] * (1 + options["bidirectional"])
+        given = states(kind, rows, *batch, proj=options.get("proj_size", 0)) if with_states else None
+        pack = None
+        inputs = [noise(T, *batch, D)]
+        if options["batch_first"] and batch:
+            inputs = [inputs[0].transpose(0, 1)]
+        if form.startswith("packed"):
+            lengths = [5, 2, 2] if form == "packed" else [2, 4, 1]
+            inputs = [noise(length, D, seed=i) for i, length in enumerate(lengths)]
+            pack = lambda xs: pack_sequence(xs, enforce_sorted=form == "packed")  # noqa: E731
+        found, expected = (outcome(m, inputs, given, kind, pack) for m in (seen, plain))
+        assert_equal(found, expected)
+        assert found[0].stride() == expected[0].stride()
+
+
+@cells
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"nonlinearity": "relu"}])
+@pytest.mark.parametrize("batch", [(N,), (), (0,)])
+@pytest.mark.parametrize("with_states", [False, True])
+def test_cells(kind, options, batch, with_states):
+    if "nonlinearity" in options and kind != "RNNCell":
+        return
+    plain, seen = pair(kind, **options)
+    given = states(kind, *batch) if with_states else None
+    found, expected = (outcome(m, [noise(*batch, D)], given, kind) for m in (seen, plain))
+    assert_equal(found, expected)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.booleans(), st.sampled_from(list(LAYERS)))
+def test_packed_sequences_of_any_lengths(lengths, both, kind):
+    plain, seen = pair(kind, bidirectional=both, num_layers=2)
+    inputs = [noise(length, D, seed=i) for i, length in enumerate(lengths)]
+    given = states(kind, 2 * (1 + both), len(lengths))
+    pack = lambda xs: pack_sequence(xs, enforce_sorted=False)  # noqa: E731
+    assert_equal(outcome(seen, inputs, given, kind, pack), outcome(plain, inputs, given, kind, pack))
+
+
+@layers
+def test_a_packed_output_is_a_packed_sequence(kind):
+    plain, seen = pair(kind, batch_first=True)
+    x = pack_padded_sequence(noise(N, T, D), [2, 5, 3], batch_first=True, enforce_sorted=False)
+    found, expected = (pad_packed_sequence(m(x)[0], batch_first=True) for m in (seen, plain))
+    assert isinstance(seen(x)[0], PackedSequence)
+    assert_equal(list(found), list(expected))
+
+
+@layers
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_between_layers_draws_the_same_numbers(kind, packed):
+    plain, seen = pair(kind, num_layers=3, dropout=0.4, bidirectional=True)
+    inputs = [noise(T, D, seed=i) for i in range(N)]
+    pack = pack_sequence if packed else lambda xs: torch.stack(xs, 1)
+    assert_equal(outcome(seen, inputs, None, kind, pack), outcome(plain, inputs, None, kind, pack))
+    for module in (plain, seen):
+        module.eval()
+    assert_equal(outcome(seen, inputs, None, kind, pack), outcome(plain, inputs, None, kind, pack))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"batch_first": True, "dropout": 0.3}, {"kdim": 2, "vdim": 5}, {"bias": False}]
+)
+@pytest.mark.parametrize("same", ["all", "keys and values", "none"])
+@pytest.mark.parametrize("weights", [True, False])
+def test_attention_to_the_last_bit(options, same, weights):
+    if "kdim" in options and same != "none":
+        return
+    plain = build("MultiheadAttention", 6, 2, **options)
+    seen = expose(copy.deepcopy(plain))
+    x = noise(N, T, 6) if plain.batch_first else noise(T, N, 6)
+    key = x if same == "all" else noise(*x.shape[:2], options.get("kdim", 6), seed=1)
+    value = noise(*x.shape[:2], options.get("vdim", 6), seed=2) if same == "none" else key
+    results = []
+    for module in (plain, seen):
+        torch.manual_seed(2)
+        module.zero_grad()
+        mask = {"key_padding_mask": torch.eye(N, T, dtype=torch.bool), "attn_mask": torch.eye(T, dtype=torch.bool)}
+        out, scores = module(x, key, value, need_weights=weights, average_attn_weights=False, **mask)
+        out.square().sum().backward()
+        results.append([out, *([scores] if weights else []), *(p.grad for p in module.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+
+
+@layers
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_gives_torchs_dtype(kind, dtype):
+    plain, seen = (m.float() for m in pair(kind, num_layers=2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = (flat(m(noise(T, N, D).to(dtype))) for m in (seen, plain))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The same errors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@layers
+@pytest.mark.parametrize(
+    "arguments",
+    {
+        "dims": (noise(1, T, N, D), None),
+        "width": (noise(T, N, D + 1), None),
+        "dtype": (noise(T, N, D).float(), None),
+        "no steps": (noise(0, N, D), None),
+        "batch of state": (noise(T, N, D), noise(1, N + 1, H)),
+        "unbatched state": (noise(T, N, D), noise(1, H)),
+        "batched state": (noise(T, D), noise(1, N, H)),
+        "width of state": (noise(T, N, D), noise(1, N, H + 1)),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_layers_refuse_what_torch_refuses(kind, arguments):
+    _, (x, h) = arguments
+    hx = (h, h) if kind == "LSTM" and h is not None else h
+    for module in pair(kind):
+        with pytest.raises((RuntimeError, ValueError)):
+            module(x, hx)
+
+
+@cells
+def test_cells_refuse_what_torch_refuses(kind):
+    def state(*shape):
+        return (noise(*shape), noise(*shape)) if kind == "LSTMCell" else noise(*shape)
+
+    wrong = [(noise(N, D), state(1, H)), (noise(N, D), state(N, 1)), (noise(T, N, D), None), (noise(D), state(N, H))]
+    for module, (x, hx) in itertools.product(pair(kind), wrong):
+        with pytest.raises((RuntimeError, ValueError)):
+            module(x, hx)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every weight is seen
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_rows(module: nn.Module, taps: dict[str, Tap]) -> None:
+    """Rows of each part make the gradients of its parameters, and every parameter is in one part."""
+    named, covered = dict(module.named_parameters()), []
+    for part in module.linear_parts():
+        weight, bias = taps[part.suffix].gradient(part.groups, -1)
+        torch.testing.assert_close(weight, named[part.weight_name].grad, rtol=1e-11, atol=1e-12)
+        covered.append(part.weight_name)
+        if part.bias_name is not None:
+            torch.testing.assert_close(bias, named[part.bias_name].grad, rtol=1e-11, atol=1e-12)
+            covered.append(part.bias_name)
+    assert sorted(covered) == sorted(named)
+
+
+@layers
+@pytest.mark.parametrize("form", ["batch", "one sequence", "packed"])
+def test_rows_of_layers_make_the_gradients(kind, form):
+    for options in all_options(kind):
+        module = expose(build(kind, **options))
+        taps = tap_all(module)
+        batch = () if form == "one sequence" else (N,)
+        x = noise(N, T, D) if options["batch_first"] and batch else noise(T, *batch, D)
+        if form == "packed":
+            x = pack_padded_sequence(x, [2, 5, 1][: x.shape[0]], options["batch_first"], enforce_sorted=False)
+        outcome(module, [noise(1)], None, kind, lambda _, x=x: x)
+        check_rows(module, taps)
+
+
+@cells
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("batch", [(N,), ()])
+def test_rows_of_cells_make_the_gradients(kind, bias, batch):
+    module = expose(build(kind, bias=bias))
+    taps = tap_all(module)
+    x, hx = noise(2, *batch, D), None
+    for t in range(2):
+        hx = module(x[t], hx)
+    (hx[0] if kind == "LSTMCell" else hx).square().sum().backward()
+    assert [len(tap.calls) for tap in taps.values()] == [2, 2]
+    check_rows(module, taps)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_the_input_goes_in_one_product_and_the_state_step_by_step(batch_first):
+    module = expose(build("LSTM", batch_first=batch_first, proj_size=2))
+    taps = tap_all(module)
+    x = noise(T, N, D)
+    module(x.transpose(0, 1) if batch_first else x)
+    assert {name: [tuple(a.shape) for a, *_ in tap.calls] for name, tap in taps.items()} == {
+        "ih_l0": [(T, N, D)],
+        "hh_l0": [(N, 2)] * T,
+        "hr_l0": [(N, H)] * T,
+    }
+    assert torch.equal(taps["ih_l0"].calls[0][0], x)
+
+
+def test_the_state_of_packed_data_has_the_sequences_that_are_alive():
+    module = expose(build("GRU", bidirectional=True))
+    taps = tap_all(module)
+    module(pack_sequence([noise(3, D), noise(1, D)]))
+    assert {name: [tuple(a.shape) for a, *_ in tap.calls] for name, tap in taps.items()} == {
+        "ih_l0": [(4, D)],
+        "hh_l0": [(2, H), (1, H), (1, H)],
+        "ih_l0_reverse": [(4, D)],
+        "hh_l0_reverse": [(1, H), (1, H), (2, H)],
+    }
+
+
+def test_parts_name_the_parameters():
+    def named(module):
+        parts = expose(module).linear_parts()
+        assert all(len(part.taps) == 1 and part.taps[0][1] == -1 and part.groups == 1 for part in parts)
+        return [(part.suffix, part.weight_name, part.bias_name) for part in parts]
+
+    both = [("ih_l0", "weight_ih_l0", "bias_ih_l0"), ("hh_l0", "weight_hh_l0", "bias_hh_l0")]
+    back = [tuple(f"{name}_reverse" for name in names) for names in both]
+    assert named(build("GRU", bidirectional=True)) == both + back
+    bare = [("ih_l0", "weight_ih_l0", None), ("hh_l0", "weight_hh_l0", None), ("hr_l0", "weight_hr_l0", None)]
+    assert named(build("LSTM", bias=False, proj_size=2)) == bare
+    assert named(build("RNN", num_layers=2)) == both + [tuple(n.replace("l0", "l1") for n in names) for names in both]
+    assert named(build("LSTMCell")) == [("ih", "weight_ih", "bias_ih"), ("hh", "weight_hh", "bias_hh")]
+    assert named(build("RNNCell", bias=False)) == [("ih", "weight_ih", None), ("hh", "weight_hh", None)]
+
+
+def test_parts_of_attention():
+    parts = expose(build("MultiheadAttention", 6, 2)).linear_parts()
+    assert [(p.suffix, p.weight_name, p.bias_name, p.groups, [g for _, g in p.taps]) for p in parts] == [
+        ("in_proj", "in_proj_weight", "in_proj_bias", 3, [-1, 0, 1, 2]),
+        ("out_proj", "out_proj.weight", "out_proj.bias", 1, [-1]),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Step by step only where somebody looks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*LAYERS, *CELLS])
+def test_the_kernel_runs_when_no_tap_is_waiting(kind):
+    module = expose(build(kind))
+    taps = tap_all(module)
+    x = noise(T, N, D) if kind in LAYERS else noise(N, D)
+    counts = []
+    for armed, training in itertools.product([True, False], [True, False]):
+        module.train(training)
+        for tap in taps.values():
+            tap.armed = armed
+        with torch.no_grad():
+            module(x)
+        counts.append(len(taps[next(iter(taps))].calls))
+    assert counts == [1, 1, 1, 1]
+
+
+def test_a_copied_tap_waits_for_nothing():
+    from secondorder.curvature.taps import Inert
+
+    module = expose(build("LSTM"))
+    for projection in module.projections.values():
+        projection.register_forward_hook(Inert())
+    assert not any(projection.watched for projection in module.projections.values())
+
+
+@layers
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_with_dropout(kind, reentrant):
+    plain, seen = pair(kind, num_layers=2, dropout=0.5)
+    results = []
+    for module in (plain, seen):
+        torch.manual_seed(3)
+        x = noise(T, N, D).requires_grad_()
+        checkpoint(lambda z, m=module: m(z)[0], x, use_reentrant=reentrant).square().sum().backward()
+        results.append([x.grad, *(p.grad for p in module.parameters())])
+    assert_equal(results[1], results[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversion
+# ---------------------------------------------------------------------------------------------------------------------
+KINDS = {**dict.fromkeys([*LAYERS, *CELLS], (D, H)), "MultiheadAttention": (6, 2)}
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@all_kinds
+def test_states_load_both_ways(kind):
+    plain = build(kind, *KINDS[kind])
+    seen = getattr(secondorder.nn, kind)(*KINDS[kind]).double()
+    assert list(seen.state_dict()) == list(plain.state_dict())
+    seen.load_state_dict(plain.state_dict())
+    back = build(kind, *KINDS[kind])
+    back.load_state_dict({name: 2 * value for name, value in seen.state_dict().items()})
+    for a, b in zip(plain.parameters(), back.parameters(), strict=True):
+        assert torch.equal(2 * a, b)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.ModuleList([nn.LSTM(D, H, 2), nn.GRU(H, H), nn.RNN(H, H)])
+        self.cell = nn.LSTMCell(H, H)
+        self.encoder = nn.TransformerEncoderLayer(H, 2, 8, dropout=0.0, batch_first=True)
+        self.double()
+
+    def forward(self, x):
+        for layer in self.rnn:
+            x, _ = layer(x)
+        return self.encoder(x) + self.cell(x[0])[0]
+
+
+def test_a_model_is_converted_in_place():
+    model = Model()
+    called = []
+    model.rnn[0].register_forward_hook(lambda *_: called.append("rnn"))
+    before, keys = dict(model.named_parameters()), list(model.state_dict())
+    expected = model(noise(T, N, D))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert expose(model) is model
+        kinds = [type(m) for m in model.modules()]
+        assert expose(model) is model
+    assert [type(m) for m in model.modules()] == kinds
+    assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
+    assert list(model.state_dict()) == keys
+    names = ["LSTM", "GRU", "RNN", "LSTMCell", "MultiheadAttention"]
+    found = [*model.rnn, model.cell, model.encoder.self_attn]
+    assert [type(m) for m in found] == [getattr(secondorder.nn, name) for name in names]
+    for module in found:
+        tap_all(module)
+    torch.testing.assert_close(model(noise(T, N, D)), expected, rtol=1e-12, atol=1e-12)
+    assert called == ["rnn", "rnn"]
+
+
+def test_a_converted_module_keeps_its_mode():
+    module = expose(build("LSTM").eval())
+    assert not any(child.training for child in module.modules())
+    module.train()
+    assert all(child.training for child in module.modules())
+
+
+class Own(nn.GRU):
+    def forward(self, input, hx=None):
+        return super().forward(2 * input, hx)
+
+
+class Wider(nn.LSTM):
+    """Adds to the torch module without changing what it computes."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, 2 * size)
+
+    def width(self) -> int:
+        return self.hidden_size
+
+
+def test_modules_that_must_keep_their_class_are_named():
+    model = nn.ModuleDict(
+        {"own": Own(D, H), "normed": weight_norm(nn.LSTM(D, H), "weight_hh_l0"), "plain": nn.GRU(D, H)}
+    )
+    model["patched"] = nn.RNN(D, H)
+    model["patched"].forward = lambda input: input
+    kinds = {name: type(module) for name, module in model.items()}
+    with pytest.warns(UserWarning, match="own .*forward of its own.*normed .*parametrized.*patched") as caught:
+        expose(model)
+    assert "plain" not in str(caught[0].message)
+    assert {n for n, m in model.items() if type(m) is not kinds[n]} == {"plain"}
+    with pytest.warns(UserWarning, match="the module .Own has a forward"):
+        expose(Own(D, H))
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_subclass_keeps_what_it_adds(copied):
+    plain = Wider(D).double()
+    module = expose(copy.deepcopy(plain))
+    assert isinstance(module, (Wider, secondorder.nn.LSTM))
+    assert isinstance(module, Wider)
+    assert type(expose(Wider(D))) is type(module)
+    twin = copied(module)
+    assert type(twin) is type(module)
+    assert twin.width() == 2 * D
+    tap_all(twin)
+    assert_equal(outcome(twin, [noise(T, N, D)]), outcome(plain, [noise(T, N, D)]))
+
+
+@all_kinds
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies(kind, copied):
+    module = expose(build(kind, *KINDS[kind]))
+    twin = copied(module)
+    assert type(twin) is type(module)
+    assert [part[:3] for part in twin.linear_parts()] == [part[:3] for part in module.linear_parts()]
+    own = set(module.modules())
+    assert not any(projection in own for part in twin.linear_parts() for projection, _ in part.taps)
+    x = [noise(N, D)] if kind in CELLS else [noise(T, N, D)] if kind in LAYERS else [noise(T, N, 6)] * 3
+    for a, b in zip(flat(twin(*x)), flat(module(*x)), strict=True):
+        assert torch.equal(a, b)
+
+
+@layers
+def test_flat_weights_stay_harmless(kind):
+    plain, seen = pair(kind)
+    seen.flatten_parameters()
+    seen.float().double()
+    plain.float().double()
+    seen.flatten_parameters()
+    assert_equal(outcome(seen, [noise(T, N, D)]), outcome(plain, [noise(T, N, D)]))
+    seen.load_state_dict({n: 2 * p for n, p in plain.state_dict().items()}, assign=True)
+    plain.load_state_dict({n: 2 * p for n, p in plain.state_dict().items()})
+    assert_equal(flat(seen(noise(T, N, D))), flat(plain(noise(T, N, D))))
+
+
+@layers
+def test_a_weight_parametrized_later_is_not_computed_at_every_step(kind):
+    counted = []
+
+    class Double(nn.Module):
+        def forward(self, weight):
+            counted.append(1)
+            return 2 * weight
+
+    plain, seen = pair(kind)
+    with torch.no_grad():
+        plain.weight_hh_l0.mul_(2)
+    torch.nn.utils.parametrize.register_parametrization(seen, "weight_hh_l0", Double())
+    counts = []
+    for steps in (1, T):
+        counted.clear()
+        found = seen(noise(steps, N, D))
+        counts.append(len(counted))  # torch, too, reads them, to compare them with its list of weights
+        assert_equal(flat(found), flat(plain(noise(steps, N, D))))
+    assert counts[0] == counts[1]
+
+
+@all_kinds
+def test_a_functional_call_uses_the_weights_it_is_given(kind):
+    module = expose(build(kind, *KINDS[kind]))
+    tap_all(module)
+    x = [noise(N, D)] if kind in CELLS else [noise(T, N, D)] if kind in LAYERS else [noise(T, N, 6)] * 3
+    other = {name: (0.5 * p).detach() for name, p in module.named_parameters()}
+    expected = build(kind, *KINDS[kind])
+    expected.load_state_dict(other)
+    found = torch.func.functional_call(module, other, tuple(x))
+    assert_equal(flat(found), flat(expected(*x)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Under torch.compile
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graph_breaks():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: sum(torch._dynamo.utils.counters["graph_break"].values())
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRUCell", "MultiheadAttention"])
+def test_compiled(kind, graph_breaks):
+    plain = build(kind, *KINDS[kind])
+    seen = torch.compile(expose(copy.deepcopy(plain)), backend="aot_eager")
+    x = [noise(N, D)] if kind in CELLS else [noise(2, N, D)] if kind in LAYERS else [noise(2, N, 6)] * 3
+    assert_equal(flat(seen(*x)), flat(plain(*x)))
+    assert graph_breaks() == (1 if kind in LAYERS else 0)  # torch breaks at every recurrent layer by its type
+
+
+def test_a_loss_of_several_kinds_trains_alike():
+    plain = Model()
+    seen = expose(copy.deepcopy(plain))
+    for module in (*seen.rnn, seen.cell, seen.encoder.self_attn):
+        tap_all(module)
+    losses = []
+    for model in (plain, seen):
+        opt = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            opt.zero_grad()
+            loss = F.mse_loss(model(noise(T, N, D, seed=step)), noise(T, N, H, seed=9))
+            loss.backward()
+            opt.step()
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-11, atol=0.0)

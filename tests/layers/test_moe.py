@@ -1,0 +1,409 @@
+"""Mixtures of experts, adapters beside frozen weights, and parametrized weights: covered, or the reason said."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import secondorder
+from tests.layers.reference import (
+    Tape,
+    block_state,
+    check_block,
+    expected_pairs,
+    follows_fallback,
+    row_of,
+    singles,
+    step_of,
+    train,
+)
+from tests.oracle.definitions import solve_exact
+from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
+from tests.oracle.models import seeded_build
+
+N, S, D, E = 5, 3, 4, 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts as modules
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Tokens go to the expert that ``route [N, S]`` names; an expert without tokens is left out or sees none."""
+
+    def __init__(self, calls_the_idle: bool) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
+        self.head, self.calls_the_idle = nn.Linear(D, 3), calls_the_idle
+
+    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = route == i
+            if self.calls_the_idle or mine.any():
+                z = z.masked_scatter(mine[..., None], torch.tanh(expert(x[mine])))
+        return self.head(z.mean(1))
+
+    def by_hand(self, tape: Tape, x: Tensor, route: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = route == i
+            if mine.any():
+                z = z.masked_scatter(mine[..., None], torch.tanh(tape.linear(f"experts.{i}", expert, x[mine])))
+        return tape.linear("head", self.head, z.mean(1))
+
+
+def routes(seed: int, experts: int = E) -> Tensor:
+    return torch.randint(experts, (N, S), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("calls_the_idle", [False, True], ids=["not called", "called with no token"])
+def test_experts_without_tokens_in_a_step(calls_the_idle):
+    """Statistics of the busy ones are over the whole batch's examples; an idle one keeps what it has."""
+    model, y = seeded_build(lambda: Experts(calls_the_idle)), labels(N, 3)
+    opt = plain_kfac(model, lr=0.0, factor_decay=0.0)
+    kept: dict[str, Tensor] = {}
+    for step, route in enumerate((routes(0, 2), routes(1), torch.full((N, S), 1))):
+        x = noise(N, S, D, seed=step)
+        expected = expected_pairs(twin(model).by_hand, singles(x, route), y.split(1), F.cross_entropy)
+        train(opt, model, (x, route), y, F.cross_entropy)
+        for name, pair in expected.items():
+            check_block(opt, name, pair)
+        for i in range(E):
+            name = f"experts.{i}"
+            if name not in expected and name in kept:
+                assert torch.equal(opt.dense_curvature(name), kept[name])
+        kept = {name: opt.dense_curvature(name) for name in opt.blocks if block_state(opt, name)["factor_updates"]}
+    assert "fallback" not in opt.describe()
+
+
+@pytest.mark.parametrize("calls_the_idle", [False, True], ids=["not called", "called with no token"])
+def test_an_expert_that_never_had_a_token_stays_as_it_is(calls_the_idle):
+    model, y = seeded_build(lambda: Experts(calls_the_idle)), labels(N, 3)
+    opt = plain_kfac(model, lr=0.1)
+    before = model.experts[2].weight.detach().clone()
+    for seed in range(3):
+        train(opt, model, (noise(N, S, D, seed=seed), routes(seed, 2)), y, F.cross_entropy)
+    assert torch.equal(model.experts[2].weight, before)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_an_expert_of_one_micro_batch_only():
+    model, y, x = seeded_build(lambda: Experts(False)), labels(2 * N, 3), noise(2 * N, S, D)
+    route = torch.cat([routes(0, 2), routes(1)])
+    expected = expected_pairs(twin(model).by_hand, singles(x, route), y.split(1), F.cross_entropy)
+    opt = plain_kfac(model)
+    for part in (slice(0, N), slice(N, None)):
+        (F.cross_entropy(model(x[part], route[part]), y[part]) / 2).backward()
+    opt.step()
+    for name, pair in expected.items():
+        check_block(opt, name, pair)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts stacked in one weight
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Stacked(nn.Module):
+    """All experts at once, ``[N, S, D]`` to ``[N, S, E, out]``."""
+
+    def __init__(self, out: int = 2, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(E, out, D) / 2)
+        self.bias = nn.Parameter(torch.randn(E, out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.einsum("nsi,eoi->nseo", x, self.weight)
+        return z if self.bias is None else z + self.bias
+
+
+class StackedAdapter(secondorder.Adapter):
+    """A block per expert; all of them see every token."""
+
+    def __init__(self, module: Stacked, has_weight: bool, has_bias: bool) -> None:
+        super().__init__(module, has_weight, has_bias)
+        self.groups, self.d_out, self.d_in = module.weight.shape
+
+    def is_unbatched(self, x: Tensor) -> bool:
+        return False
+
+    def input_rows(self, x: Tensor) -> Iterator[Tensor]:
+        yield x.reshape(1, -1, self.d_in).expand(self.groups, -1, -1)
+
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return g.reshape(-1, self.groups, self.d_out).transpose(0, 1)
+
+    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
+        return x.reshape(1, examples, -1, self.d_in).expand(self.groups, -1, -1, -1)
+
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return g.reshape(examples, -1, self.groups, self.d_out).movedim(2, 0)
+
+    def from_matrix(self, matrix: Tensor, like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        weight, _ = super().from_matrix(matrix, like)
+        return weight, matrix[..., -1].contiguous() if self.has_bias else None
+
+
+class Mixture(nn.Module):
+    """Stacked experts, weighted by gates that come with the data."""
+
+    def __init__(self, layer: type[Stacked], bias: bool = True) -> None:
+        super().__init__()
+        self.experts, self.head = layer(bias=bias), nn.Linear(2, 3)
+
+    def read(self, z: Tensor, gates: Tensor) -> Tensor:
+        return self.head((torch.tanh(z) * gates[..., None]).sum(2).mean(1))
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        return self.read(self.experts(x), gates)
+
+    def by_hand(self, tape: Tape, x: Tensor, gates: Tensor) -> Tensor:
+        biases = [None] * E if self.experts.bias is None else self.experts.bias
+        products = [
+            tape.product(f"expert {i}", x, weight, bias)
+            for i, (weight, bias) in enumerate(zip(self.experts.weight, biases, strict=True))
+        ]
+        return self.read(torch.stack(products, 2), gates)
+
+
+def gates() -> Tensor:
+    """Most of a token's experts are switched off, one of them for all tokens."""
+    on = torch.rand(N, S, E, generator=torch.Generator().manual_seed(1)) > 0.5
+    on[..., 1] = False
+    return on * noise(N, S, E, seed=4)
+
+
+@pytest.fixture
+def registered() -> type[Stacked]:
+    class Mine(Stacked):
+        pass
+
+    secondorder.register_layer(Mine, StackedAdapter)
+    return Mine
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_stacked_experts_are_a_block_each(registered, bias, approx):
+    model, x, y = seeded_build(lambda: Mixture(registered, bias)), noise(N, S, D), labels(N, 3)
+    found = expected_pairs(twin(model).by_hand, singles(x, gates()), y.split(1), F.cross_entropy, approx)
+    A, B = (torch.stack([found[f"expert {e}"][i] for e in range(E)]) for i in (0, 1))
+    opt = plain_kfac(model, approx=approx, damping=0.02)
+    F.cross_entropy(model(x, gates()), y).backward()
+    layer = model.experts
+    pairs = step_of(opt, [p for p in (layer.weight, layer.bias) if p is not None])
+    check_block(opt, "experts", (A, B))
+    gradient, moved = (torch.cat([p[i] if p[i].ndim == 3 else p[i][..., None] for p in pairs], -1) for i in (0, 1))
+    assert_close(moved, solve_exact(B, A, gradient, 0.02), 1e-8)
+
+
+def test_a_factor_of_stacked_experts_may_be_a_diagonal(registered):
+    model, x, y = seeded_build(lambda: Mixture(registered)), noise(N, S, D), labels(N, 3)
+    found = expected_pairs(twin(model).by_hand, singles(x, gates()), y.split(1), F.cross_entropy)
+    A, B = (torch.stack([found[f"expert {e}"][i] for e in range(E)]) for i in (0, 1))
+    opt = plain_kfac(model, max_factor_dim=D)
+    train(opt, model, (x, gates()), y, F.cross_entropy)
+    check_block(opt, "experts", (A * torch.eye(D + 1, dtype=torch.float64), B))
+
+
+def test_stacked_experts_of_no_registered_type_take_the_fallback_and_say_why():
+    model, x, y = seeded_build(lambda: Mixture(Stacked)), noise(N, S, D), labels(N, 3)
+    opt = plain_kfac(model, lr=0.1)
+    assert follows_fallback(opt, "experts.weight", "Stacked", "register_layer")
+    F.cross_entropy(model(x, gates()), y).backward()
+    for gradient, moved in step_of(opt, list(model.experts.parameters())):
+        assert_close(moved, 0.1 * gradient)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Low-rank adapters beside frozen weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Quantised(nn.Module):
+    """A base in int8 with a scale: buffers only, nothing to train."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-127, 128, (d_out, d_in)).to(torch.int8))
+        self.register_buffer("scale", torch.tensor(0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight.to(x.dtype) * self.scale).mT
+
+
+class LowRank(nn.Module):
+    def __init__(self, base: nn.Module, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(D, rank, bias=False), nn.Linear(rank, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.lora_B(self.lora_A(x))
+
+
+class Tuned(nn.Module):
+    def __init__(self, base) -> None:
+        super().__init__()
+        self.layer, self.head = LowRank(base(D, D)), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(x)).mean(1))
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        low = tape.linear("layer.lora_A", self.layer.lora_A, x)
+        z = self.layer.base(x) + 0.5 * tape.linear("layer.lora_B", self.layer.lora_B, low)
+        return tape.linear("head", self.head, torch.tanh(z).mean(1))
+
+
+@pytest.mark.parametrize("base", [nn.Linear, Quantised])
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_frozen_and_quantised_bases_pass_through(base, method):
+    model, x, y = seeded_build(lambda: Tuned(base)), noise(N, S, D), labels(N, 3)
+    expected = expected_pairs(twin(model).by_hand, singles(x), y.split(1), F.cross_entropy)
+    before = {k: v.clone() for k, v in model.layer.base.state_dict().items()}
+    opt = plain_kfac(model, inverse_method=method)
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert set(opt.blocks) == {"layer.lora_A", "layer.lora_B", "head"}
+    for name, pair in expected.items():
+        check_block(opt, name, pair)
+    for key, value in model.layer.base.state_dict().items():
+        assert torch.equal(value, before[key])
+        assert value.dtype == before[key].dtype
+    assert "fallback" not in opt.describe()
+    if base is nn.Linear:
+        assert "frozen" in row_of(opt, "layer.base.weight")
+
+
+def test_an_integer_parameter_that_cannot_be_trained_is_no_trouble():
+    """Some libraries keep the quantised weight as a Parameter without a gradient."""
+
+    class Parameterised(Quantised):
+        def __init__(self, d_in: int, d_out: int) -> None:
+            super().__init__(d_in, d_out)
+            weight = self.weight
+            del self.weight
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+    model, x, y = seeded_build(lambda: Tuned(Parameterised)), noise(N, S, D), labels(N, 3)
+    opt = plain_kfac(model, lr=0.1)
+    train(opt, model, (x,), y, F.cross_entropy)
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert model.layer.base.weight.dtype == torch.int8
+    opt.load_state_dict(opt.state_dict())
+    train(opt, model, (x,), y, F.cross_entropy)
+
+
+def test_only_the_trained_parameters_are_given():
+    """As trainers of adapters do: the optimizer never hears of the base."""
+    model, x, y = seeded_build(lambda: Tuned(nn.Linear)), noise(N, S, D), labels(N, 3)
+    expected = expected_pairs(twin(model).by_hand, singles(x), y.split(1), F.cross_entropy)
+    opt = plain_kfac([p for p in model.parameters() if p.requires_grad], module=model)
+    train(opt, model, (x,), y, F.cross_entropy)
+    for name, pair in expected.items():
+        check_block(opt, name, pair)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parametrized weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "Linear": lambda: (nn.Linear(4, 4), noise(N, 4)),
+    "Conv1d": lambda: (nn.Conv1d(4, 4, 1), noise(N, 4, 2)),
+    "ConvTranspose1d": lambda: (nn.ConvTranspose1d(4, 4, 2), noise(N, 4, 2)),
+    "Embedding": lambda: (nn.Embedding(5, 4), torch.arange(N) % 5),
+    "Bilinear": lambda: (nn.Bilinear(4, 4, 4), noise(N, 4)),
+    "LayerNorm": lambda: (nn.LayerNorm((1, 4)), noise(N, 1, 4)),
+}
+WRAPPERS = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "weight_norm of old": nn.utils.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "spectral_norm of old": nn.utils.spectral_norm,
+}
+
+
+class Wrapped(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.layer(x, x) if isinstance(self.layer, nn.Bilinear) else self.layer(x)
+        return self.head(torch.tanh(z).reshape(len(z), 4, -1).mean(2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_parametrized_layers_take_the_fallback_say_why_and_train(wrapper, kind):
+    if kind == "LayerNorm" and "spectral" in wrapper:
+        pytest.skip("torch refuses it itself or has nothing to normalise")
+    x = LAYERS[kind]()[1]
+    model, y = seeded_build(lambda: Wrapped(WRAPPERS[wrapper](LAYERS[kind]()[0]))), labels(N, 3)
+    names = [name for name, _ in model.layer.named_parameters() if name != "bias"]
+    assert names
+    opt = plain_kfac(model, lr=0.1)
+    assert set(opt.blocks) == {"head"}
+    for name in names:
+        assert follows_fallback(opt, f"layer.{name}", "parametri"), row_of(opt, f"layer.{name}")
+    F.cross_entropy(model(x), y).backward()
+    for gradient, moved in step_of(opt, list(model.layer.parameters())):
+        assert_close(moved, 0.1 * gradient)
+    for _ in range(2):
+        train(opt, model, (x,), y, F.cross_entropy)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_parametrized_bias_alone():
+    class Double(nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    def build() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        nn.utils.parametrize.register_parametrization(layer, "bias", Double())
+        return Wrapped(layer)
+
+    model, x, y = seeded_build(build), noise(N, 4), labels(N, 3)
+    opt = plain_kfac(model, lr=0.1)
+    assert follows_fallback(opt, "layer.parametrizations.bias.original", "parametri")
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("wrapper", ["weight_norm", "weight_norm of old"])
+@pytest.mark.parametrize("kind", ["attention", "LSTM"])
+def test_parametrized_attention_and_recurrence_do_not_crash(wrapper, kind):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if kind == "LSTM":
+                self.layer = WRAPPERS[wrapper](nn.LSTM(4, 4, batch_first=True), "weight_hh_l0")
+            else:
+                self.layer = WRAPPERS[wrapper](nn.MultiheadAttention(4, 2, batch_first=True), "in_proj_weight")
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x):
+            z = self.layer(x)[0] if kind == "LSTM" else self.layer(x, x, x)[0]
+            return self.head(torch.tanh(z).mean(1))
+
+    model, x, y = seeded_build(Model), noise(N, S, 4), labels(N, 3)
+    model = secondorder.nn.expose(model)
+    opt = plain_kfac(model, lr=0.1)
+    F.cross_entropy(model(x), y).backward()
+    wrapped = [
+        (name, p) for name, p in model.layer.named_parameters() if "original" in name or name[-2:] in ("_g", "_v")
+    ]
+    assert len(wrapped) == 2
+    for (name, _), (gradient, moved) in zip(wrapped, step_of(opt, [p for _, p in wrapped]), strict=True):
+        assert follows_fallback(opt, f"layer.{name}"), name
+        assert_close(moved, 0.1 * gradient)
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert all(torch.isfinite(p).all() for p in model.parameters())

@@ -1,0 +1,315 @@
+"""Norm layers: a small block per unit, the second moment of per-example gradients of its scale and shift.
+
+The definition normalises by hand, puts ``γ x̂ + β`` behind it with x̂ as a constant, and asks autograd for the gradients
+of one example's loss after the other. Batch statistics are thereby constants, as they are meant to be in the block.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.layers.reference import follows_fallback, step_of, train
+from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
+from tests.oracle.models import seeded_build
+
+N = 6
+
+
+def standardised(x: Tensor, dims: tuple[int, ...], eps: float, centred: bool = True) -> Tensor:
+    """x̂ over some dimensions of a batch."""
+    mean = x.mean(dims, keepdim=True) if centred else torch.zeros(())
+    return (x - mean) / ((x - mean).square().mean(dims, keepdim=True) + eps).sqrt()
+
+
+def normalised(layer: nn.Module, x: Tensor) -> Tensor:
+    """x̂ of a batch ``x``, in the shape of x."""
+    spatial = tuple(range(2, x.ndim))
+    if isinstance(layer, nn.LayerNorm):
+        return standardised(x, tuple(range(-len(layer.normalized_shape), 0)), layer.eps)
+    if isinstance(layer, nn.RMSNorm):
+        eps = torch.finfo(x.dtype).eps if layer.eps is None else layer.eps
+        return standardised(x, tuple(range(-len(layer.normalized_shape), 0)), eps, centred=False)
+    if isinstance(layer, nn.GroupNorm):
+        grouped = x.reshape(len(x), layer.num_groups, -1)
+        return standardised(grouped, (2,), layer.eps).reshape(x.shape)
+    if isinstance(layer, nn.modules.instancenorm._InstanceNorm):
+        return standardised(x, spatial, layer.eps)
+    assert isinstance(layer, nn.modules.batchnorm._BatchNorm)
+    return standardised(x, (0, *spatial), layer.eps)
+
+
+def shaped(layer: nn.Module, parameter: Tensor, ndim: int) -> Tensor:
+    """Scale or shift, to be broadcast over a batch of so many dimensions."""
+    if isinstance(layer, (nn.LayerNorm, nn.RMSNorm)):
+        return parameter
+    return parameter.reshape(-1, *[1] * (ndim - 2))
+
+
+def second_moments(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """E[u uᵀ] of every unit, ``[C, k, k]``; u holds scale before shift, as far as they are trained."""
+    layer, hat = model.norm, normalised(model.norm, model.before(x)).detach()
+    given = [layer.weight, getattr(layer, "bias", None)]
+    us = []
+    for n in range(len(x)):
+        leaves = [None if p is None else p.detach().clone().requires_grad_() for p in given]
+        scale, shift = (None if p is None else shaped(layer, p, hat.ndim) for p in leaves)
+        z = hat[n : n + 1] * scale
+        value = F.cross_entropy(model.after(z if shift is None else z + shift), y[n : n + 1])
+        kept = [leaf for p, leaf in zip(given, leaves, strict=True) if p is not None and p.requires_grad]
+        us.append(torch.stack([g.flatten() for g in torch.autograd.grad(value, kept)], -1))
+    u = torch.stack(us)  # [N, C, k]
+    return torch.einsum("nci,ncj->cij", u, u) / len(x)
+
+
+class Normed(nn.Module):
+    """An uneven map, the norm, a nonlinearity, a mean over positions, a head."""
+
+    def __init__(self, norm: nn.Module, features: int, feature_dim: int) -> None:
+        super().__init__()
+        self.norm, self.head, self.feature_dim = norm, nn.Linear(features, 3), feature_dim
+
+    def before(self, x: Tensor) -> Tensor:
+        return x + 0.3 * x.square()
+
+    def after(self, z: Tensor) -> Tensor:
+        z = torch.tanh(z)
+        return self.head(z if z.ndim == 2 else z.movedim(self.feature_dim, -1).flatten(1, -2).mean(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.norm(self.before(x)))
+
+
+# name: layer, shape of the input of one example, features of the head and their dimension
+CASES = {
+    "LayerNorm": (lambda: nn.LayerNorm(4), (4,), 4, -1),
+    "LayerNorm of tokens": (lambda: nn.LayerNorm(4), (5, 4), 4, -1),
+    "LayerNorm of two axes": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4), 4, -1),
+    "LayerNorm without bias": (lambda: nn.LayerNorm(4, bias=False), (5, 4), 4, -1),
+    "LayerNorm of large eps": (lambda: nn.LayerNorm(4, eps=0.1), (5, 4), 4, -1),
+    "LayerNorm of one unit": (lambda: nn.LayerNorm(1, eps=0.5), (5, 1), 1, -1),
+    "RMSNorm": (lambda: nn.RMSNorm(4), (4,), 4, -1),
+    "RMSNorm of tokens": (lambda: nn.RMSNorm(4, eps=0.1), (5, 4), 4, -1),
+    "RMSNorm of two axes": (lambda: nn.RMSNorm((3, 4)), (2, 3, 4), 4, -1),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), (4, 3, 2), 4, 1),
+    "GroupNorm of one group": (lambda: nn.GroupNorm(1, 4), (4, 3), 4, 1),
+    "GroupNorm of one channel": (lambda: nn.GroupNorm(1, 1), (1, 3, 2), 1, 1),
+    "GroupNorm without positions": (lambda: nn.GroupNorm(2, 4), (4,), 4, 1),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 5), 3, 1),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(3, affine=True), (3, 2, 4), 3, 1),
+    "InstanceNorm3d": (lambda: nn.InstanceNorm3d(3, affine=True, eps=0.1), (3, 2, 2, 2), 3, 1),
+    "InstanceNorm2d with running statistics": (
+        lambda: nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+        (3, 2, 4),
+        3,
+        1,
+    ),
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), (4,), 4, 1),
+    "BatchNorm1d with positions": (lambda: nn.BatchNorm1d(4), (4, 3), 4, 1),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), (4, 3, 2), 4, 1),
+    "BatchNorm3d": (lambda: nn.BatchNorm3d(4, eps=0.1), (4, 2, 2, 2), 4, 1),
+    "BatchNorm2d without running statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), (4, 3, 2), 4, 1),
+}
+cases = pytest.mark.parametrize("case", CASES)
+
+
+def problem(case: str) -> tuple[Normed, Tensor, Tensor]:
+    build, shape, features, dim = CASES[case]
+
+    def model() -> Normed:
+        made = Normed(build(), features, dim)
+        for p in made.norm.parameters():
+            nn.init.uniform_(p, 0.5, 1.5)
+        return made
+
+    return seeded_build(model), noise(N, *shape), labels(N, 3)
+
+
+def params_of(model: Normed) -> list[nn.Parameter]:
+    return [p for p in (model.norm.weight, getattr(model.norm, "bias", None)) if p is not None and p.requires_grad]
+
+
+@cases
+def test_the_definition_normalises_as_torch_does(case):
+    model, x, _ = problem(case)
+    layer = model.norm
+    bias = getattr(layer, "bias", None)
+    scale = shaped(layer, layer.weight, x.ndim)
+    shift = torch.zeros(()) if bias is None else shaped(layer, bias, x.ndim)
+    assert_close((normalised(layer, x) * scale + shift).detach(), layer(x).detach(), 1e-7)
+
+
+@cases
+def test_a_block_per_unit_is_the_second_moment_of_per_example_gradients(case):
+    model, x, y = problem(case)
+    expected = second_moments(twin(model), x, y)
+    opt = plain_kfac(model)
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+    assert "fallback" not in opt.describe()
+
+
+@cases
+def test_the_diagonal_of_the_same_blocks(case):
+    model, x, y = problem(case)
+    expected = second_moments(twin(model), x, y)
+    opt = plain_kfac(model, norm_curvature="diagonal")
+    train(opt, model, (x,), y, F.cross_entropy)
+    diagonal = expected.diagonal(dim1=1, dim2=2).flatten()
+    assert_close(opt.dense_curvature("norm"), torch.diag(diagonal), 1e-6)
+
+
+@pytest.mark.parametrize("keywords", [{"inverse_method": "eigen"}, {"inverse_method": "cholesky"}], ids=str)
+@pytest.mark.parametrize("curvature", ["unit", "diagonal"])
+@pytest.mark.parametrize("damping", [0.1, 1e-3])
+@pytest.mark.parametrize("case", ["LayerNorm of tokens", "RMSNorm", "GroupNorm", "BatchNorm2d", "InstanceNorm1d"])
+def test_direction_is_the_inverse_of_each_damped_unit(case, damping, curvature, keywords):
+    """Blocks this small take λ on their own eigenvalues, whatever the large ones do."""
+    model, x, y = problem(case)
+    F_units = second_moments(twin(model), x, y)
+    if curvature == "diagonal":
+        F_units = F_units * torch.eye(F_units.shape[-1], dtype=torch.float64)
+    opt = plain_kfac(model, damping=damping, norm_curvature=curvature, **keywords)
+    F.cross_entropy(model(x), y).backward()
+    found = step_of(opt, params_of(model))
+    gradient, moved = (torch.stack([pair[i].flatten() for pair in found], -1) for i in (0, 1))  # [C, k]
+    eye = torch.eye(F_units.shape[-1], dtype=torch.float64)
+    expected = torch.linalg.solve(F_units + damping * eye, gradient[..., None])[..., 0]
+    assert_close(moved, expected, 1e-6)
+
+
+@pytest.mark.parametrize("case", ["LayerNorm of tokens", "GroupNorm", "BatchNorm1d", "InstanceNorm2d"])
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@pytest.mark.parametrize("curvature", ["unit", "diagonal"])
+def test_a_frozen_scale_or_shift_leaves_the_other_alone(case, frozen, curvature):
+    model, x, y = problem(case)
+    getattr(model.norm, frozen).requires_grad_(False)
+    expected = second_moments(twin(model), x, y)
+    assert expected.shape[-1] == 1
+    opt = plain_kfac(model, damping=0.1, norm_curvature=curvature)
+    before = getattr(model.norm, frozen).clone()
+    F.cross_entropy(model(x), y).backward()
+    ((gradient, moved),) = step_of(opt, params_of(model))
+    assert_close(opt.dense_curvature("norm"), torch.diag(expected.flatten()), 1e-6)
+    assert_close(moved.flatten(), gradient.flatten() / (expected.flatten() + 0.1), 1e-6)
+    assert torch.equal(before, getattr(model.norm, frozen))
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.BatchNorm1d])
+def test_a_norm_without_parameters_is_no_matter(kind):
+    option = {"elementwise_affine": False} if kind is nn.LayerNorm else {"affine": False}
+    model = seeded_build(lambda: nn.Sequential(nn.Linear(3, 4), kind(4, **option), nn.Linear(4, 3)))
+    opt = plain_kfac(model)
+    train(opt, model, (noise(N, 3),), labels(N, 3), F.cross_entropy)
+    assert set(opt.blocks) == {"0", "2"}
+
+
+@pytest.mark.parametrize("case", ["LayerNorm of tokens", "GroupNorm", "RMSNorm of tokens"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_micro_batches_and_reductions_do_not_matter(case, reduction):
+    model, x, y = problem(case)
+    expected = second_moments(twin(model), x, y)
+    opt = plain_kfac(model, loss_reduction=reduction)
+    for part, target in zip(x.split(2), y.split(2), strict=True):
+        value = F.cross_entropy(model(part), target, reduction=reduction)
+        (value / 3 if reduction == "mean" else value).backward()
+    opt.step()
+    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_positions_are_summed_in_both_settings(approx):
+    """A norm has no input factor, so there is nothing for the setting to choose."""
+    model, x, y = problem("LayerNorm of tokens")
+    expected = second_moments(twin(model), x, y)
+    opt = plain_kfac(model, approx=approx)
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+
+
+class Laid(Normed):
+    """The same tokens in another layout on their way through the norm."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__(nn.LayerNorm(4), 4, -1)
+        self.layout = layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.before(x)
+        if self.layout == "flattened":
+            return self.after(self.norm(z.flatten(0, 1)).view_as(z))
+        if self.layout == "positions first":
+            return self.after(self.norm(z.transpose(0, 1)).transpose(0, 1))
+        return self.after(torch.stack([self.norm(z[:, s]) for s in range(z.shape[1])], 1))
+
+
+@pytest.mark.parametrize("layout", ["flattened", "positions first", "a call per position"])
+def test_examples_are_told_apart_in_other_layouts(layout):
+    model, x, y = seeded_build(lambda: Laid(layout)), noise(N, 5, 4), labels(N, 3)
+    expected = second_moments(twin(model), x, y)
+    opt = plain_kfac(model)
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+
+
+def test_examples_along_the_second_dimension_of_the_input():
+    class PositionsFirst(Normed):
+        def forward(self, x):
+            return self.after(self.norm(self.before(x)).transpose(0, 1))
+
+    model, x, y = seeded_build(lambda: PositionsFirst(nn.LayerNorm(4), 4, -1)), noise(N, 5, 4), labels(N, 3)
+    expected = second_moments(twin(model), x, y)
+    opt = plain_kfac(model, batch_dim=1)
+    train(opt, model, (x.transpose(0, 1).contiguous(),), y, F.cross_entropy)
+    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+
+
+def test_rows_shared_over_the_batch_take_the_fallback_and_say_why():
+    """Five normalised positions under six examples: no example's own gradient can be had."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(5, 4))
+            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(torch.tanh(x + self.norm(self.table)).mean(1))
+
+    model, x, y = seeded_build(Shared), noise(N, 5, 4), labels(N, 3)
+    opt = plain_kfac(model, lr=0.1)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.warns(UserWarning, match="norm"):
+        found = step_of(opt, list(model.norm.parameters()))
+    for gradient, moved in found:
+        assert_close(moved, 0.1 * gradient)
+    assert follows_fallback(opt, "norm.weight")
+
+
+def test_a_batch_norm_in_evaluation_mode_inside_a_model_that_trains():
+    """Running statistics are frozen, as in fine-tuning: nothing is captured there, which is told by name."""
+    model, x, y = problem("BatchNorm2d")
+    model.norm.eval()
+    before = model.norm.weight.detach().clone()
+    opt = plain_kfac(model, lr=0.1, damping=0.1)
+    F.cross_entropy(model(x), y).backward()
+    gradient = model.norm.weight.grad.clone()
+    with pytest.warns(UserWarning, match="norm"):
+        opt.step()
+    assert_close(before - model.norm.weight.detach(), 0.1 * gradient)
+
+
+def test_running_statistics_move_as_without_the_optimizer():
+    model, x, y = problem("BatchNorm2d")
+    plain = twin(model)
+    opt = plain_kfac(model, lr=0.0)
+    train(opt, model, (x,), y, F.cross_entropy)
+    plain(x)
+    for (name, mine), (_, theirs) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize("value", ["full", 2, None])
+def test_a_wrong_choice_is_refused(value):
+    with pytest.raises((ValueError, TypeError), match="norm_curvature"):
+        plain_kfac(nn.LayerNorm(3), norm_curvature=value)

@@ -1,0 +1,195 @@
+"""A table that is also the output projection, as in GPT-2: two kinds of use of one weight."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.layers.reference import (
+    Tape,
+    check_block,
+    embedding,
+    expected_pairs,
+    follows_fallback,
+    row_of,
+    singles,
+    step_of,
+    train,
+)
+from tests.oracle.definitions import solve_exact
+from tests.oracle.driver import assert_close, plain_kfac
+from tests.oracle.models import seeded_build
+
+N, S, V, D = 4, 3, 6, 3
+
+
+class Language(nn.Module):
+    """Words and positions, a layer, logits of words; ``tied`` says whether table and head are one weight."""
+
+    def __init__(self, tied: bool, head_first: bool = False) -> None:
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(D, V, bias=False)
+        self.words, self.body = nn.Embedding(V, D), nn.Linear(D, D)
+        if not head_first:
+            self.head = nn.Linear(D, V, bias=False)
+        nn.init.normal_(self.words.weight)
+        with torch.no_grad():
+            self.head.weight.copy_(self.words.weight)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.words(x)))).transpose(1, 2)
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        z = embedding(tape, "words", x, self.words.weight)
+        z = torch.tanh(tape.linear("body", self.body, z))
+        return tape.linear("head", self.head, z).transpose(1, 2)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    words = torch.randint(V, (2, N, S), generator=torch.Generator().manual_seed(0))
+    return words[0], words[1]
+
+
+def untied_pairs(approx: str = "expand") -> dict:
+    """Statistics of each use, from a copy whose two weights are equal but not one."""
+    x, y = data()
+    plain = seeded_build(lambda: Language(False))
+    return expected_pairs(plain.by_hand, singles(x), y.split(1), F.cross_entropy, approx)
+
+
+def test_by_default_the_shared_weight_takes_the_fallback_and_says_why():
+    (x, y), model = data(), seeded_build(lambda: Language(True))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        opt = plain_kfac(model, lr=0.1)
+    assert set(opt.blocks) == {"body"}
+    assert follows_fallback(opt, "words.weight", "tied")
+    assert [w for w in told if "tied" in str(w.message)]
+    F.cross_entropy(model(x), y).backward()
+    ((gradient, moved),) = step_of(opt, [model.words.weight])
+    assert_close(moved, 0.1 * gradient)
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_the_embedding_s_statistics(approx, head_first):
+    (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
+    model.load_state_dict(seeded_build(lambda: Language(True)).state_dict(), strict=True)
+    expected = untied_pairs(approx)
+    A, B = (
+        expected["words"][0] * torch.eye(V, dtype=torch.float64),
+        expected["words"][1],
+    )
+    opt = plain_kfac(model, tied="embedding", approx=approx, damping=0.02)
+    assert set(opt.blocks) == {"words", "body"}
+    assert "fallback" not in opt.describe()
+    F.cross_entropy(model(x), y).backward()
+    ((gradient, moved),) = step_of(opt, [model.words.weight])
+    check_block(opt, "words", (A, B), torch.kron(A, B))
+    assert_close(moved.mT, solve_exact(B, A, gradient.mT, 0.02), 1e-8)
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_the_head_s_statistics(approx, head_first):
+    (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
+    model.load_state_dict(seeded_build(lambda: Language(True)).state_dict(), strict=True)
+    A, B = untied_pairs(approx)["head"]
+    opt = plain_kfac(model, tied="head", approx=approx, damping=0.02)
+    assert set(opt.blocks) == {"head", "body"}
+    assert "fallback" not in opt.describe()
+    F.cross_entropy(model(x), y).backward()
+    ((gradient, moved),) = step_of(opt, [model.words.weight])
+    check_block(opt, "head", (A, B))
+    assert_close(moved, solve_exact(B, A, gradient, 0.02), 1e-8)
+
+
+@pytest.mark.parametrize("tied", [None, "embedding", "head"])
+def test_a_model_without_ties_does_not_care(tied):
+    (x, y), model = data(), seeded_build(lambda: Language(False))
+    expected = untied_pairs()
+    opt = plain_kfac(model, tied=tied)
+    train(opt, model, (x,), y, F.cross_entropy)
+    assert set(opt.blocks) == {"words", "body", "head"}
+    check_block(opt, "head", expected["head"])
+    check_block(opt, "words", expected["words"], torch.kron(*expected["words"]))
+
+
+class ThreeWay(nn.Module):
+    """Two tables and a head, as translators share them."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.source, self.target, self.body = nn.Embedding(V, D), nn.Embedding(V, D), nn.Linear(D, D)
+        self.head = nn.Linear(D, V, bias=False)
+        self.target.weight = self.source.weight
+        with torch.no_grad():
+            self.head.weight.copy_(self.source.weight)
+        if tied:
+            self.head.weight = self.source.weight
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        z = torch.tanh(self.source(x).mean(1, keepdim=True) * self.target(z))
+        return self.head(torch.tanh(self.body(z))).transpose(1, 2)
+
+    def by_hand(self, tape: Tape, x: Tensor, z: Tensor) -> Tensor:
+        x = embedding(tape, "source", x, self.source.weight)
+        z = torch.tanh(x.mean(1, keepdim=True) * embedding(tape, "source", z, self.source.weight))
+        return tape.linear("head", self.head, torch.tanh(tape.linear("body", self.body, z))).transpose(1, 2)
+
+
+@pytest.mark.parametrize("tied", ["embedding", "head"])
+def test_two_tables_and_a_head_of_one_weight(tied):
+    (x, y), model = data(), seeded_build(lambda: ThreeWay(True))
+    plain = seeded_build(lambda: ThreeWay(False))
+    z = x.flip(0)[:, :2]
+    expected = expected_pairs(plain.by_hand, singles(x, z), y[:, :2].split(1), F.cross_entropy)
+    opt = plain_kfac(model, tied=tied)
+    train(opt, model, (x, z), y[:, :2], F.cross_entropy)
+    if tied == "embedding":
+        check_block(opt, "source", expected["source"], torch.kron(*expected["source"]))
+    else:
+        check_block(opt, "head", expected["head"])
+    assert "fallback" not in opt.describe()
+
+
+def test_two_tables_of_one_weight_are_one_block_without_asking():
+    (x, y), model = data(), seeded_build(lambda: ThreeWay(False))
+    z = x.flip(0)[:, :2]
+    expected = expected_pairs(
+        seeded_build(lambda: ThreeWay(False)).by_hand, singles(x, z), y[:, :2].split(1), F.cross_entropy
+    )
+    opt = plain_kfac(model)
+    train(opt, model, (x, z), y[:, :2], F.cross_entropy)
+    check_block(opt, "source", expected["source"], torch.kron(*expected["source"]))
+    assert "fallback" not in row_of(opt, "source.weight")
+
+
+def test_a_tied_head_with_a_bias_of_its_own():
+    """The bias has one use only; it is covered or says why, and the tie does not crash."""
+
+    class Biased(Language):
+        def __init__(self) -> None:
+            super().__init__(True)
+            self.head.bias = nn.Parameter(torch.randn(V))
+
+    x, y = data()
+    for tied in (None, "embedding", "head"):
+        model = seeded_build(Biased)
+        opt = plain_kfac(model, tied=tied, lr=0.1)
+        train(opt, model, (x,), y, F.cross_entropy)
+        train(opt, model, (x,), y, F.cross_entropy)
+        row = row_of(opt, "head.bias")
+        assert "fallback" in row or "block" in row
+        assert torch.isfinite(model.head.bias).all()
+
+
+@pytest.mark.parametrize("value", ["both", 1, True])
+def test_a_wrong_choice_is_refused(value):
+    with pytest.raises((ValueError, TypeError), match="tied"):
+        plain_kfac(seeded_build(lambda: Language(True)), tied=value)

@@ -1,0 +1,216 @@
+"""`max_factor_dim`: a factor wider than it is kept as its diagonal, on one side or on both."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.layers.reference import block_state, check_block, diagonal_of, largest_tensor, row_of, train
+from tests.oracle.definitions import expected_factors, pi_factors, solve_exact, solve_pi
+from tests.oracle.driver import assert_close, backward, directions, labels, noise, plain_kfac, train_step, twin
+from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+
+# layer "0" has 5 inputs (with the 1) and 7 outputs, layer "2" 8 inputs and 3 outputs
+WIDTHS = (4, 7, 3)
+LIMITS = {
+    "one side each": 6,
+    "input of the second": 7,
+    "input and output": 4,
+    "both sides": 2,
+    "none": 8,
+    "unset": None,
+}
+limits = pytest.mark.parametrize("limit", LIMITS.values(), ids=LIMITS)
+
+
+def cut(X: Tensor, limit: int | None) -> Tensor:
+    """A factor as it is kept: itself, or its diagonal beyond the limit."""
+    return X if limit is None or X.shape[-1] <= limit else diagonal_of(X)
+
+
+@limits
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_a_wide_factor_is_the_diagonal_of_the_full_one(limit, approx):
+    x, y = vectors(d=4)
+    expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy, approx=approx)
+    model = mlp(WIDTHS)
+    opt = plain_kfac(model, max_factor_dim=limit, approx=approx)
+    train_step(opt, model, x, y, F.cross_entropy)
+    for name, (A, B) in expected.items():
+        check_block(opt, name, (cut(A, limit), cut(B, limit)))
+        for side, X in (("factor_a", A), ("factor_g", B)):
+            wide = limit is not None and len(X) > limit
+            assert block_state(opt, name)[side].shape == (X.shape[:1] if wide else X.shape)
+
+
+def solve_full_eigen(B: Tensor, A: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """Q_B [(Q_Bᵀ ∇ Q_A) ⊘ (s_B s_Aᵀ + λ)] Q_Aᵀ from two decompositions; Q = I and s = diag for a diagonal side."""
+    (s_B, Q_B), (s_A, Q_A) = torch.linalg.eigh(B), torch.linalg.eigh(A)
+    return Q_B @ (Q_B.mT @ gradient @ Q_A / (torch.outer(s_B, s_A) + damping)) @ Q_A.mT
+
+
+@pytest.mark.parametrize("limit", [6, 7, 4])
+@pytest.mark.parametrize(
+    ("keywords", "solve"),
+    [
+        ({"inverse_method": "eigen"}, solve_exact),
+        ({"inverse_method": "eigen"}, solve_full_eigen),
+        ({"inverse_method": "eigen", "damping_split": "pi"}, solve_pi),
+        ({"inverse_method": "cholesky"}, solve_pi),
+    ],
+    ids=["eigen", "eigen by formula", "eigen pi", "cholesky"],
+)
+def test_direction_with_one_diagonal_side(limit, keywords, solve):
+    x, y = vectors(d=4)
+    expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy)
+    model = mlp(WIDTHS)
+    opt = plain_kfac(model, damping=0.03, max_factor_dim=limit, **keywords)
+    backward(model, x, y, F.cross_entropy)
+    for name, (gradient, V) in directions(opt, model).items():
+        A, B = (cut(X, limit) for X in expected[name])
+        if limit == 4 and name == "0":
+            continue  # both sides: below
+        assert_close(V, solve(B, A, gradient, 0.03), 1e-8, name)
+
+
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_a_block_with_two_diagonal_sides_divides_by_the_damped_products(method):
+    """Blocks that are diagonal as a whole take λ on their own entries, whatever the others do."""
+    x, y = vectors(d=4)
+    expected = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy)
+    model = mlp(WIDTHS)
+    opt = plain_kfac(model, damping=0.03, max_factor_dim=2, inverse_method=method)
+    backward(model, x, y, F.cross_entropy)
+    for name, (gradient, V) in directions(opt, model).items():
+        A, B = expected[name]
+        assert_close(V, gradient / (torch.outer(B.diagonal(), A.diagonal()) + 0.03), 1e-8, name)
+
+
+def test_the_diagonal_of_an_inverse_of_cholesky_is_the_reciprocal_of_the_damped_diagonal():
+    x, y = vectors(d=4)
+    A, B = expected_factors(mlp(WIDTHS), x, y, F.cross_entropy)["2"]
+    model = mlp(WIDTHS)
+    opt = plain_kfac(model, damping=0.03, max_factor_dim=7, inverse_method="cholesky")
+    train_step(opt, model, x, y, F.cross_entropy)
+    damped_B, damped_A = pi_factors(B, diagonal_of(A), 0.03)
+    state = block_state(opt, "2")
+    assert_close(state["inverse_a"], 1 / damped_A.diagonal(), 1e-8)
+    assert_close(state["inverse_g"], torch.linalg.inv(damped_B), 1e-8)
+
+
+@limits
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_describe_says_diagonal_where_a_side_is(limit, method):
+    model = mlp(WIDTHS)
+    opt = plain_kfac(model, max_factor_dim=limit, inverse_method=method)
+    for name, sizes in (("0", (5, 7)), ("2", (8, 3))):
+        row = row_of(opt, f"{name}.weight")
+        assert ("diagonal" in row) == (limit is not None and max(sizes) > limit), row
+        assert "fallback" not in row
+
+
+@pytest.mark.parametrize("limit", [17, 12, 3, 2])
+def test_convolutions(limit):
+    x, y = images()
+    expected = expected_factors(convnet(), x, y, F.cross_entropy)
+    model = convnet()
+    opt = plain_kfac(model, max_factor_dim=limit)
+    train_step(opt, model, x, y, F.cross_entropy)
+    for name, (A, B) in expected.items():
+        check_block(opt, name, (cut(A, limit), cut(B, limit)))
+
+
+@pytest.mark.parametrize("limit", [4, 2, 1])
+def test_groups_are_measured_one_by_one(limit):
+    build = lambda: seeded_build(lambda: nn.Conv1d(4, 4, 2, groups=2))  # noqa: E731
+    x, y = noise(3, 4, 4), noise(3, 4, 3, seed=1)
+    A, B = expected_factors(build(), x, y, F.mse_loss, [""])[""]
+    model = build()
+    opt = plain_kfac(model, max_factor_dim=limit)
+    train(opt, model, (x,), y, F.mse_loss)
+    check_block(opt, "", (cut(A, limit), cut(B, limit)))
+
+
+def test_each_group_has_its_own_limit():
+    model, (x, y) = mlp(WIDTHS), vectors(d=4)
+    groups = [
+        {"params": list(model[0].parameters()), "max_factor_dim": 2},
+        {"params": list(model[2].parameters()), "max_factor_dim": None},
+    ]
+    expected = expected_factors(twin(model), x, y, F.cross_entropy)
+    opt = plain_kfac(groups, module=model)
+    train_step(opt, model, x, y, F.cross_entropy)
+    check_block(opt, "0", tuple(map(diagonal_of, expected["0"])))
+    check_block(opt, "2", expected["2"])
+
+
+def test_a_running_estimate_of_a_diagonal():
+    model, batches = mlp(WIDTHS), [vectors(d=4, seed=seed) for seed in range(3)]
+    full, cut_down = twin(model), model
+    kept = plain_kfac(full, lr=0.0, factor_decay=0.7, max_factor_dim=None)
+    opt = plain_kfac(cut_down, lr=0.0, factor_decay=0.7, max_factor_dim=4)
+    for x, y in batches:
+        train_step(kept, full, x, y, F.cross_entropy)
+        train_step(opt, cut_down, x, y, F.cross_entropy)
+    for name in ("0", "2"):
+        A, B = (block_state(kept, name)[side] for side in ("factor_a", "factor_g"))
+        check_block(opt, name, (cut(A, 4), cut(B, 4)))
+
+
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_a_checkpoint_resumes_bit_for_bit(method):
+    model, (x, y) = mlp(WIDTHS), vectors(d=4)
+    options = {"lr": 0.1, "momentum": 0.9, "max_factor_dim": 4, "inverse_method": method, "inv_update_steps": 2}
+    opt = plain_kfac(model, **options)
+    for _ in range(3):
+        train_step(opt, model, x, y, F.cross_entropy)
+    other, saved = twin_without_hooks(model), copy.deepcopy(opt.state_dict())
+    resumed = plain_kfac(other, **options)
+    resumed.load_state_dict(saved)
+    for _ in range(3):
+        train_step(opt, model, x, y, F.cross_entropy)
+        train_step(resumed, other, x, y, F.cross_entropy)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def twin_without_hooks(model: nn.Module) -> nn.Module:
+    other = mlp(WIDTHS)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_a_head_of_fifty_thousand_words_works_in_bounded_memory(method):
+    """By default: the limit lies between what is decomposed gladly and such a vocabulary."""
+    words, width = 50_257, 8
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, words))
+    x, y = noise(4, 4, dtype=torch.float32), labels(4, words)
+    opt = plain_kfac(model, inverse_method=method)
+    with largest_tensor() as largest:
+        train(opt, model, (x,), y, F.cross_entropy)
+        opt.zero_grad()
+        train(opt, model, (x,), y, F.cross_entropy)
+    n_a = width + 1
+    factors = words + n_a**2
+    second = {"eigen": words + n_a + n_a**2, "cholesky": words + n_a**2}[method]
+    state = block_state(opt, "2")
+    kinds = {"factors": ("factor",), "second_order": ("basis", "eigenvalues", "inverse")}
+    for kind, expected in (("factors", factors), ("second_order", second)):
+        found = sum(x.numel() for key, x in state.items() if key.startswith(kinds[kind]) and x.ndim)
+        if kind == "factors":
+            found = state["factor_a"].numel() + state["factor_g"].numel()
+        assert found == expected, kind
+        first = {"factors": 5**2 + 8**2, "second_order": 5**2 + 8**2 + (13 if method == "eigen" else 0)}[kind]
+        assert opt.memory_usage()[kind] == 4 * (expected + first), kind
+    assert largest.numel <= words * n_a + 64
+    assert "diagonal" in row_of(opt, "2.weight")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "wide", True])
+def test_a_wrong_limit_is_refused(value):
+    with pytest.raises((ValueError, TypeError), match="max_factor_dim"):
+        plain_kfac(mlp(), max_factor_dim=value)

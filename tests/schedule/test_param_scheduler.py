@@ -1,0 +1,644 @@
+"""`ParamScheduler` sets options of the groups to absolute values of the step, or changes nothing at all."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer, lr_scheduler
+
+from secondorder import KFAC, MFAC
+from secondorder.schedule import ParamScheduler
+
+Build = Callable[..., Optimizer]
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def kfac(model: nn.Module, **options: Any) -> Optimizer:
+    intervals = {"factor_update_steps": 1, "inv_update_steps": 2}
+    return KFAC(model, **{"lr": 0.05, "damping": 1e-2, **intervals, **options})
+
+
+def mfac(model: nn.Module, **options: Any) -> Optimizer:
+    return MFAC(model, **{"lr": 0.05, "damping": 1e-2, "window_size": 4, **options})
+
+
+def sgd(model: nn.Module, **options: Any) -> Optimizer:
+    return SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9, **options})
+
+
+def two_groups(kind: type[Optimizer] = SGD, **options: Any) -> Optimizer:
+    model = network()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+    more = {"module": model, "damping": 1e-2} if kind is KFAC else {}
+    return kind(groups, **{"lr": 0.05, **more, **options})
+
+
+def train(model: nn.Module, optimizer: Optimizer, step: int) -> None:
+    data = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 5, dtype=torch.float64, generator=data), torch.randint(3, (8,), generator=data)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def held(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of every group, tensors copied."""
+    return [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def option(optimizer: Optimizer, key: str) -> list[Any]:
+    return [group[key] for group in optimizer.param_groups]
+
+
+# ---------------------------------------------------------------- functions and milestones
+@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+def test_a_function_gives_the_value_of_each_step(build: Build) -> None:
+    optimizer = build(network())
+    schedule = ParamScheduler(optimizer, weight_decay=lambda t: 0.1 * 0.5**t)
+    found = [option(optimizer, "weight_decay")[0]]
+    for _ in range(4):
+        schedule.step()
+        found.append(option(optimizer, "weight_decay")[0])
+    assert found == [0.1 * 0.5**t for t in range(5)]
+
+
+def test_functions_are_called_once_per_step_with_whole_numbers() -> None:
+    calls: list[Any] = []
+
+    def record(step: int) -> float:
+        calls.append(step)
+        return 0.0
+
+    schedule = ParamScheduler(two_groups(), weight_decay=record)
+    for _ in range(3):
+        schedule.step()
+    assert calls == [0, 1, 2, 3]
+    assert all(type(step) is int for step in calls)
+
+
+def test_milestones_hold_until_the_next() -> None:
+    optimizer = kfac(network())
+    schedule = ParamScheduler(optimizer, inv_update_steps={3: 5, 0: 10, 5: 100})
+    found = option(optimizer, "inv_update_steps")
+    for _ in range(6):
+        schedule.step()
+        found += option(optimizer, "inv_update_steps")
+    assert found == [10, 10, 10, 5, 5, 100, 100]
+
+
+def test_before_the_first_milestone_the_value_is_left_alone() -> None:
+    optimizer = kfac(network(), damping=0.3)
+    schedule = ParamScheduler(optimizer, damping={2: 0.1})
+    assert option(optimizer, "damping") == [0.3]
+    optimizer.param_groups[0]["damping"] = 0.25  # by hand, or by what adapts it
+    schedule.step()
+    assert option(optimizer, "damping") == [0.25]
+    schedule.step()
+    assert option(optimizer, "damping") == [0.1]
+
+
+def test_values_are_absolute() -> None:
+    """Whatever happened to the value in between; nothing accumulates."""
+    optimizer = kfac(network(), damping=7.0)
+    schedule = ParamScheduler(optimizer, damping=lambda t: 1.0 / (t + 1), kl_clip={0: 0.1})
+    for step in range(1, 5):
+        for group in optimizer.param_groups:
+            group["damping"], group["kl_clip"] = 123.0, None
+        schedule.step()
+        assert option(optimizer, "damping") == [1.0 / (step + 1)]
+        assert option(optimizer, "kl_clip") == [0.1]
+
+
+def test_several_options_move_together() -> None:
+    optimizer = kfac(network())
+    schedule = ParamScheduler(
+        optimizer,
+        damping=lambda t: 10.0**-t,
+        factor_decay={0: 0.5, 2: 0.9},
+        kl_clip={1: None, 2: 1e-2},
+        nesterov={2: True},
+        fallback_betas={0: (0.8, 0.9), 1: [0.85, 0.95]},
+    )
+    keys = ("damping", "factor_decay", "kl_clip", "nesterov", "fallback_betas")
+    found = [[optimizer.param_groups[0][key] for key in keys]]
+    for _ in range(2):
+        schedule.step()
+        found.append([optimizer.param_groups[0][key] for key in keys])
+    assert found == [
+        [1.0, 0.5, 1e-3, False, (0.8, 0.9)],
+        [0.1, 0.5, None, False, (0.85, 0.95)],
+        [0.01, 0.9, 1e-2, True, (0.85, 0.95)],
+    ]
+
+
+def test_without_schedules_nothing_happens() -> None:
+    optimizer = sgd(network())
+    before = held(optimizer)
+    schedule = ParamScheduler(optimizer)
+    schedule.step()
+    assert held(optimizer) == before
+    assert schedule.last_step == 1
+
+
+def test_any_callable_is_a_function() -> None:
+    class Halving:
+        def __call__(self, step: int) -> float:
+            return 2.0**-step
+
+    optimizer = sgd(network())
+    schedule = ParamScheduler(optimizer, lr=Halving(), momentum=[0.5, 0.25].__getitem__)
+    schedule.step()
+    assert option(optimizer, "lr") == [0.5]
+    assert option(optimizer, "momentum") == [0.25]
+
+
+# ---------------------------------------------------------------- groups
+def test_one_schedule_serves_all_groups() -> None:
+    optimizer = two_groups()
+    schedule = ParamScheduler(optimizer, lr=lambda t: 0.1 / (t + 1))
+    schedule.step()
+    assert option(optimizer, "lr") == [0.05, 0.05]
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_has_one_schedule_per_group(kind: type) -> None:
+    optimizer = two_groups(KFAC)
+    schedule = ParamScheduler(optimizer, damping=kind([lambda t: 0.1 / (t + 1), {0: 0.2, 2: 0.4}]))
+    found = [option(optimizer, "damping")]
+    for _ in range(2):
+        schedule.step()
+        found.append(option(optimizer, "damping"))
+    assert found == [[0.1, 0.2], [0.05, 0.2], [0.1 / 3, 0.4]]
+
+
+@pytest.mark.parametrize("kind", [SGD, KFAC])
+def test_a_late_group_follows_at_the_next_step(kind: type[Optimizer]) -> None:
+    optimizer = two_groups(kind)
+    schedule = ParamScheduler(optimizer, weight_decay=lambda t: float(t), lr=[{0: 1.0}, {0: 2.0}])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": 0.5})
+    assert option(optimizer, "weight_decay") == [0.0, 0.0, 0.0]
+    schedule.step()
+    assert option(optimizer, "weight_decay") == [1.0, 1.0, 1.0]
+    assert option(optimizer, "lr") == [1.0, 2.0, 0.5]  # a list is for the groups that were there
+
+
+def test_options_that_the_user_added_can_be_scheduled() -> None:
+    model = network()
+    optimizer = SGD([{"params": model.parameters(), "temperature": 1.0}], lr=0.1)
+    schedule = ParamScheduler(optimizer, temperature=lambda t: 1.0 - 0.1 * t)
+    schedule.step()
+    assert option(optimizer, "temperature") == [0.9]
+
+
+# ---------------------------------------------------------------- tensors and numbers of other libraries
+@pytest.mark.parametrize("build", [sgd, kfac])
+def test_a_tensor_is_filled_in_place(build: Build) -> None:
+    lr = torch.tensor(0.05)
+    optimizer = build(network(), lr=lr)
+    inside = option(optimizer, "lr")[0]
+    schedule = ParamScheduler(optimizer, lr=lambda t: 0.5**t)
+    for step in range(3):
+        assert option(optimizer, "lr")[0] is inside
+        assert inside.item() == 0.5**step
+        assert inside.dtype == torch.float32
+        schedule.step()
+
+
+def test_a_tensor_is_filled_from_a_tensor() -> None:
+    optimizer = sgd(network(), lr=torch.tensor(0.05, dtype=torch.float64))
+    inside, source = option(optimizer, "lr")[0], torch.tensor([0.25], dtype=torch.float32)
+    schedule = ParamScheduler(optimizer, lr=lambda t: source)
+    assert option(optimizer, "lr")[0] is inside
+    assert inside.item() == 0.25
+    assert inside.shape == ()
+    source.fill_(0.5)
+    assert inside.item() == 0.25
+    schedule.step()
+    assert inside.item() == 0.5
+
+
+def test_groups_that_share_a_tensor_get_their_own_for_their_own_schedules() -> None:
+    lr = torch.tensor(0.05)
+    shared, apart = two_groups(lr=lr), two_groups(lr=lr.clone())
+    assert shared.param_groups[0]["lr"] is shared.param_groups[1]["lr"]  # so torch does it
+    ParamScheduler(shared, lr=lambda t: 0.5)
+    assert shared.param_groups[0]["lr"] is shared.param_groups[1]["lr"]
+    schedule = ParamScheduler(apart, lr=[{0: 1.0, 1: 2.0}, {0: 3.0, 1: 4.0}])
+    assert [v.item() for v in option(apart, "lr")] == [1.0, 3.0]
+    tensors = option(apart, "lr")
+    schedule.step()
+    assert [v.item() for v in option(apart, "lr")] == [2.0, 4.0]
+    assert all(a is b for a, b in zip(option(apart, "lr"), tensors, strict=True))
+
+
+@pytest.mark.parametrize("make", [np.float32, np.float64, np.array, torch.tensor, lambda x: torch.tensor([x])])
+@pytest.mark.parametrize("build", [sgd, kfac])
+def test_numbers_of_other_libraries_become_plain(build: Build, make: Callable[[float], Any]) -> None:
+    optimizer = build(network())
+    ParamScheduler(optimizer, lr=lambda t: make(0.25), weight_decay={0: make(0.5)})
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (0.25, 0.5)
+    assert type(group["lr"]) is type(group["weight_decay"]) is float
+
+
+def test_whole_numbers_stay_whole() -> None:
+    optimizer = kfac(network())
+    ParamScheduler(optimizer, inv_update_steps=lambda t: np.int64(7))
+    assert type(option(optimizer, "inv_update_steps")[0]) is int
+
+
+# ---------------------------------------------------------------- what a step sees
+@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+def test_training_follows_the_schedule_as_if_set_by_hand(build: Build) -> None:
+    model, twin = network(), network()
+    optimizer, other = build(model), build(twin)
+    key = "momentum" if build is sgd else "damping"
+    values = [0.5 / (t + 1) for t in range(6)]
+    schedule = ParamScheduler(optimizer, **{key: values.__getitem__, "lr": {0: 0.05, 3: 0.01}})
+    for step in range(5):
+        train(model, optimizer, step)
+        schedule.step()
+        other.param_groups[0][key] = values[step]
+        other.param_groups[0]["lr"] = 0.05 if step < 3 else 0.01
+        train(twin, other, step)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_the_window_may_grow() -> None:
+    model = network()
+    optimizer = mfac(model, window_size=2)
+    schedule = ParamScheduler(optimizer, window_size={0: 2, 3: 5})
+    for step in range(6):
+        train(model, optimizer, step)
+        schedule.step()
+    assert option(optimizer, "window_size") == [5]
+
+
+def test_no_step_of_the_optimizer_is_needed() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule = ParamScheduler(sgd(network()), lr=lambda t: 0.1)
+        schedule.step()
+        schedule.step()
+
+
+# ---------------------------------------------------------------- beside schedulers of the learning rate
+@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+@pytest.mark.parametrize("first", [True, False], ids=["before it", "after it"])
+def test_schedulers_of_the_learning_rate_work_beside_it(build: Build, first: bool) -> None:
+    model = network()
+    optimizer = build(model)
+
+    def decay() -> Any:
+        return lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def ours() -> ParamScheduler:
+        return ParamScheduler(optimizer, weight_decay=lambda t: 0.01 * t)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedulers = [ours(), decay()] if first else [decay(), ours()]
+        for step in range(1, 6):
+            train(model, optimizer, step)
+            for scheduler in schedulers:
+                scheduler.step()
+            assert option(optimizer, "lr") == [0.05 * 0.5 ** (step // 2)]
+            assert option(optimizer, "weight_decay") == [0.01 * step]
+
+
+def test_one_cycle_works_beside_it() -> None:
+    model, twin = network(), network()
+    optimizer, plain = kfac(model), kfac(twin)
+    cycle, alone = (lr_scheduler.OneCycleLR(o, 0.1, total_steps=10) for o in (optimizer, plain))
+    schedule = ParamScheduler(optimizer, damping=lambda t: 0.1 * 0.9**t)
+    for step in range(1, 6):
+        for net, opt in ((model, optimizer), (twin, plain)):
+            train(net, opt, step)
+        for scheduler in (cycle, schedule, alone):
+            scheduler.step()
+        for key in ("lr", "momentum"):
+            assert option(optimizer, key) == option(plain, key)
+        assert option(optimizer, "damping") == [0.1 * 0.9**step]
+
+
+def test_two_schedulers_share_an_optimizer() -> None:
+    optimizer = kfac(network())
+    one, two = (
+        ParamScheduler(optimizer, damping=lambda t: 1.0 + t),
+        ParamScheduler(optimizer, kl_clip=lambda t: 2.0 + t),
+    )
+    one.step()
+    two.step()
+    two.step()
+    assert (option(optimizer, "damping"), option(optimizer, "kl_clip")) == ([2.0], [4.0])
+
+
+# ---------------------------------------------------------------- refusals leave everything as it was
+def refused(optimizer: Optimizer, error: type[Exception], match: str, **schedules: Any) -> None:
+    before = held(optimizer)
+    with pytest.raises(error, match=match):
+        ParamScheduler(optimizer, **schedules)
+    assert held(optimizer) == before
+
+
+@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+def test_an_unknown_option_is_named_with_those_that_there_are(build: Build) -> None:
+    refused(
+        build(network()), ValueError, r"'dampening_factor' is not an option.*lr, .*momentum, .*weight_decay",
+        weight_decay=lambda t: 0.1, dampening_factor=lambda t: 1.0,
+    )  # fmt: skip
+
+
+def test_an_option_that_one_group_lacks_is_refused() -> None:
+    model = network()
+    groups = [{"params": model[0].parameters(), "mine": 1.0}, {"params": model[2].parameters()}]
+    refused(SGD(groups, lr=0.1), ValueError, "'mine' is not an option of every", mine=lambda t: 1.0)
+
+
+@pytest.mark.parametrize("key", ["params", "param_names", "initial_lr", "fallback_base_lr"])
+@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+def test_what_is_no_option_is_refused(build: Build, key: str) -> None:
+    refused(build(network()), ValueError, f"'{key}' cannot be scheduled", **{key: lambda t: 1.0})
+
+
+def test_what_decides_the_state_of_a_layer_is_refused() -> None:
+    refused(kfac(network()), ValueError, "cannot be scheduled", inverse_method={0: "eigen", 5: "cholesky"})
+
+
+@pytest.mark.parametrize("schedule", [0.1, "linear", None, {1, 2}, torch.tensor(1.0), [0.1], [None]])
+def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
+    refused(sgd(network()), TypeError, "lr: a schedule is a function", momentum=lambda t: 0.5, lr=schedule)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    for wrong in (network(), None, [{"params": [], "lr": 1.0}]):
+        with pytest.raises(TypeError, match="must be a torch.optim.Optimizer"):
+            ParamScheduler(wrong, lr=lambda t: 0.1)
+
+
+@pytest.mark.parametrize(
+    ("milestones", "error", "match"),
+    [
+        ({-1: 0.1}, ValueError, "milestone of lr must be >= 0, got -1"),
+        ({0.5: 0.1}, TypeError, "milestone of lr must be an integer, got 0.5"),
+        ({True: 0.1}, TypeError, "milestone of lr must be an integer"),
+        ({"5": 0.1}, TypeError, "milestone of lr must be an integer"),
+        ({}, ValueError, "lr: milestones must not be empty"),
+        ({0: lambda t: 0.1}, TypeError, "milestone 0 must not be a function"),
+    ],
+)
+def test_bad_milestones_are_refused(milestones: Any, error: type[Exception], match: str) -> None:
+    refused(sgd(network()), error, match, momentum=lambda t: 0.5, lr=milestones)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_list_must_fit_the_groups(count: int) -> None:
+    refused(two_groups(), ValueError, f"one schedule per group, got {count} for 2", lr=[{0: 0.1}] * count)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("damping", -1.0, ValueError),
+        ("damping", 0, ValueError),
+        ("damping", float("nan"), ValueError),
+        ("damping", "high", TypeError),
+        ("inv_update_steps", 10.0, TypeError),
+        ("inv_update_steps", -1, ValueError),
+        ("factor_decay", 1.5, ValueError),
+        ("approx", "shrink", ValueError),
+        ("nesterov", 1, TypeError),
+        ("lr", -0.1, ValueError),
+        ("lr", None, TypeError),
+        ("fallback_betas", (0.9, 1.0), ValueError),
+    ],
+)
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_values_that_the_constructor_refuses_are_refused(
+    key: str, value: Any, error: type[Exception], later: bool
+) -> None:
+    optimizer = kfac(network())
+    refused(optimizer, error, key, kl_clip=lambda t: 0.5, **{key: {3 if later else 0: value}})
+    if not later:
+        refused(optimizer, error, key, kl_clip=lambda t: 0.5, **{key: lambda t: value})
+        return
+    good = optimizer.param_groups[0][key]
+    schedule = ParamScheduler(optimizer, kl_clip=lambda t: 0.5 + t, **{key: lambda t: value if t == 2 else good})
+    schedule.step()
+    before = held(optimizer)
+    for _ in range(2):  # tried again, it is the same step
+        with pytest.raises(error, match=key):
+            schedule.step()
+        assert held(optimizer) == before
+        assert schedule.last_step == 1
+
+
+def test_a_bad_value_for_a_late_group_leaves_the_first_alone() -> None:
+    optimizer = two_groups(KFAC)
+    refused(optimizer, ValueError, "damping must be .*got -1", damping=[{0: 1.0}, {0: -1.0}])
+
+
+def test_options_that_exclude_each_other_are_refused() -> None:
+    refused(
+        kfac(network(), momentum=0.9),
+        ValueError,
+        "nesterov needs momentum",
+        nesterov={0: True, 5: True},
+        momentum={3: 0.0},
+    )
+    refused(kfac(network(), inner="adamw"), ValueError, "graft='sgd' and inner='adamw'", graft={4: "sgd"})
+    refused(
+        mfac(network(), decoupled_weight_decay=True), ValueError, "exclude each other",
+        weight_decay_mode={0: "legacy"},
+    )  # fmt: skip
+
+
+def test_groups_of_one_window_must_agree() -> None:
+    optimizer = two_groups(MFAC)
+    refused(optimizer, ValueError, "agree on damping, got 0.1 and 0.2", damping=[{0: 0.1}, {0: 0.2}])
+    ParamScheduler(optimizer, damping=[{0: 0.1}, {0: 0.1}])
+    assert option(optimizer, "damping") == [0.1, 0.1]
+
+
+def test_a_check_leaves_the_groups_where_they_are() -> None:
+    optimizer = mfac(network())
+    groups, first = optimizer.param_groups, optimizer.param_groups[0]
+    schedule = ParamScheduler(optimizer, damping=lambda t: 0.1 if t < 2 else -1.0)
+    schedule.step()
+    with pytest.raises(ValueError, match="damping"):
+        schedule.step()
+    assert optimizer.param_groups is groups
+    assert optimizer.param_groups[0] is first
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), "0.1", None])
+def test_what_cannot_fill_a_tensor_is_refused(value: Any) -> None:
+    optimizer = two_groups(lr=torch.tensor(0.05))
+    refused(optimizer, (TypeError, ValueError), "lr must be", momentum={0: 0.5}, lr=[{0: 0.1}, {0: value}])
+
+
+def test_an_error_inside_a_function_changes_nothing() -> None:
+    optimizer = sgd(network())
+    schedule = ParamScheduler(optimizer, momentum=lambda t: 0.5 / (t + 1), lr=[0.1, 0.2].__getitem__)
+    schedule.step()
+    before = held(optimizer)
+    with pytest.raises(IndexError):
+        schedule.step()
+    assert held(optimizer) == before
+    assert schedule.last_step == 1
+
+
+def test_a_scheduled_damping_asks_for_its_unit() -> None:
+    """Built without damping, K-FAC takes the number for a multiple of the mean eigenvalue."""
+    with pytest.warns(UserWarning, match="multiples of the mean eigenvalue"):
+        ParamScheduler(KFAC(network(), lr=0.1), damping=lambda t: 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ParamScheduler(KFAC(network(), lr=0.1, damping=1e-2), damping=lambda t: 1e-3)
+        ParamScheduler(KFAC(network(), lr=0.1, damping_mode="relative"), damping=lambda t: 5.0)
+        ParamScheduler(KFAC(network(), lr=0.1), damping=lambda t: 1e-3, damping_mode={0: "absolute"})
+        ParamScheduler(KFAC(network(), lr=0.1), kl_clip=lambda t: 1e-3)
+        ParamScheduler(mfac(network()), damping=lambda t: 1e-3)
+
+
+# ---------------------------------------------------------------- resume
+def test_the_state_is_plain_numbers() -> None:
+    schedule = ParamScheduler(sgd(network()), lr=lambda t: 0.1, momentum={0: 0.5})
+    schedule.step()
+    assert schedule.state_dict() == {"last_step": 1}
+    file = io.BytesIO()
+    torch.save(schedule.state_dict(), file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True) == {"last_step": 1}
+
+
+@pytest.mark.parametrize("optimizer_first", [True, False])
+@pytest.mark.parametrize("build", [sgd, kfac, mfac])
+def test_a_resumed_run_goes_on_exactly(build: Build, optimizer_first: bool) -> None:
+    def fresh() -> tuple[nn.Module, Optimizer, ParamScheduler, Any]:
+        model = network()
+        optimizer = build(model)
+        decay = lr_scheduler.ExponentialLR(optimizer, 0.9)
+        moves = {"weight_decay": lambda t: 0.01 * t, "momentum": {2: 0.5, 5: 0.25}, "nesterov": {0: False}}
+        return model, optimizer, ParamScheduler(optimizer, **moves), decay
+
+    def run(model: nn.Module, optimizer: Optimizer, schedule: ParamScheduler, decay: Any, steps: range) -> None:
+        for step in steps:
+            train(model, optimizer, step)
+            schedule.step()
+            decay.step()
+
+    whole = fresh()
+    run(*whole, range(3))
+    states = [copy.deepcopy(x.state_dict()) for x in whole]
+    run(*whole, range(3, 7))
+
+    resumed = fresh()
+    order = range(4) if optimizer_first else (0, 2, 3, 1)
+    for i in order:
+        resumed[i].load_state_dict(states[i])
+    assert resumed[2].last_step == 3
+    assert option(resumed[1], "weight_decay") == [0.03]
+    run(*resumed, range(3, 7))
+    for p, q in zip(whole[0].parameters(), resumed[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert held(resumed[1]) == held(whole[1])
+
+
+def test_a_scheduler_built_after_the_optimizer_was_loaded_is_put_right_by_its_state() -> None:
+    optimizer = kfac(network())
+    schedule = ParamScheduler(optimizer, damping=lambda t: 0.1 * 0.5**t, kl_clip={2: 0.5})
+    for _ in range(3):
+        schedule.step()
+    later = kfac(network())
+    later.load_state_dict(optimizer.state_dict())
+    resumed = ParamScheduler(later, damping=lambda t: 0.1 * 0.5**t, kl_clip={2: 0.5})
+    assert option(later, "damping") == [0.1]  # f(0)
+    resumed.load_state_dict(schedule.state_dict())
+    assert held(later) == held(optimizer)
+
+
+def test_loading_goes_back_too() -> None:
+    optimizer = sgd(network())
+    schedule = ParamScheduler(optimizer, lr=lambda t: 0.1 / (t + 1))
+    early = schedule.state_dict()
+    for _ in range(4):
+        schedule.step()
+    schedule.load_state_dict(early)
+    assert (schedule.last_step, option(optimizer, "lr")) == (0, [0.1])
+
+
+def test_loading_fills_a_tensor_in_place() -> None:
+    optimizer = sgd(network(), lr=torch.tensor(0.05))
+    schedule = ParamScheduler(optimizer, lr=lambda t: 0.5**t)
+    inside = option(optimizer, "lr")[0]
+    schedule.load_state_dict({"last_step": 3})
+    assert option(optimizer, "lr")[0] is inside
+    assert inside.item() == 0.125
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({}, ValueError),
+        (None, ValueError),
+        ({"last_epoch": 3}, ValueError),
+        ({"last_step": -1}, ValueError),
+        ({"last_step": "3"}, TypeError),
+        ({"last_step": 2.0}, TypeError),
+        ({"last_step": True}, TypeError),
+        ({"last_step": 9}, ValueError),  # where the schedule gives a value out of range
+    ],
+)
+def test_a_bad_state_changes_nothing(state: Any, error: type[Exception]) -> None:
+    optimizer = kfac(network())
+    schedule = ParamScheduler(optimizer, kl_clip=lambda t: 1.0 + t, damping=lambda t: 0.1 if t < 9 else -1.0)
+    schedule.step()
+    before = held(optimizer)
+    with pytest.raises(error, match="last_step|damping"):
+        schedule.load_state_dict(state)
+    assert held(optimizer) == before
+    assert schedule.last_step == 1
+
+
+def test_loading_leaves_its_argument_alone() -> None:
+    schedule = ParamScheduler(sgd(network()), lr=lambda t: 0.1)
+    state = {"last_step": 2, "of a later version": 1}
+    schedule.load_state_dict(state)
+    assert state == {"last_step": 2, "of a later version": 1}
+    assert schedule.last_step == 2
+
+
+def power(step: int) -> float:
+    return 0.1 * 0.5**step
+
+
+def test_copies_drive_their_own_optimizer() -> None:
+    optimizer = Adam(network().parameters(), lr=0.1)
+    schedule = ParamScheduler(optimizer, lr=power, betas={0: (0.8, 0.9), 3: (0.9, 0.99)})
+    schedule.step()
+    for twin in (copy.deepcopy(schedule), pickle.loads(pickle.dumps(schedule))):
+        twin.step()
+        twin.step()
+        assert twin.optimizer is not optimizer
+        assert twin.optimizer.param_groups[0]["lr"] == power(3)
+        assert twin.optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+        assert option(optimizer, "lr") == [power(1)]
+        assert option(optimizer, "betas") == [(0.8, 0.9)]
