@@ -1,7 +1,8 @@
 """The optimizers that the benchmarks compare, and the recipe of each on each workload.
 
 A method joins every command by adding one entry to :data:`METHODS`. A recipe is a set of constructor keywords that was
-tuned for its workload at equal steps and constant learning rate; ``python -m benchmarks train --set ...`` is how.
+tuned for its workload at equal steps and constant learning rate; ``python -m benchmarks train --set ...`` is how. An
+optimizer may have further entries, :data:`VARIANTS`, where two ways to use it are to be compared.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,12 +13,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.workloads import WorkloadName
-from secondorder import GGT, KFAC, MFAC, LowRank, SparseMFAC, TopK
+from benchmarks.workloads import WORKLOADS, WorkloadName
+from secondorder import EKFAC, GGT, KFAC, MFAC, LowRank, SparseMFAC, TopK
 
 Setting = float | int | bool | str | None
 Settings = Mapping[str, Setting]
-MethodName = Literal["sgd", "adamw", "kfac", "mfac", "sparse_mfac", "ggt"]
+MethodName = Literal[
+    "sgd",
+    "adamw",
+    "kfac",
+    "ekfac",
+    "mfac",
+    "sparse_mfac",
+    "ggt",
+    "ekfac_natural",
+    "ekfac_whiten",
+    "kfac_adaptive",
+    "ekfac_adaptive",
+]
+VARIANTS: tuple[MethodName, ...] = ("ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive")
+"""Further recipes of optimizers that have an entry: EKFAC with either exponent, and damping that watches the loss."""
 WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")
 """Methods that keep a window of past gradients."""
 
@@ -41,9 +56,28 @@ class Method:
 
         Returns:
             The keywords.
+
+        Raises:
+            ValueError: When there is no recipe for that workload.
         """
+        if workload and workload not in self.recipes:
+            known = ", ".join(self.recipes)
+            raise ValueError(f"{self.label} has no recipe for {workload}, only for {known}: take --no-recipe --set ...")
         recipe = self.recipes[workload] if workload else {}
         return {**recipe, **(changes or {})}
+
+    def needs_closure(self, workload: WorkloadName | None = None, changes: Settings | None = None) -> bool:
+        """Return whether a recipe evaluates the loss within a step.
+
+        Args:
+            workload: Whose recipe; None starts from the constructor's defaults.
+            changes: Keywords that replace the recipe's.
+
+        Returns:
+            Whether ``step`` has to be given a closure.
+        """
+        settings = self.settings(workload, changes)
+        return any(settings.get(key) for key in _WITH_CLOSURE)
 
     def build(
         self, model: nn.Module, workload: WorkloadName | None = None, changes: Settings | None = None
@@ -70,7 +104,11 @@ def _adamw(model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def _kfac(model: nn.Module, **settings: Any) -> Optimizer:
-    return KFAC(model, **settings)
+    return KFAC(model, **layer_keywords(settings))
+
+
+def _ekfac(model: nn.Module, **settings: Any) -> Optimizer:
+    return EKFAC(model, **layer_keywords(settings))
 
 
 def _mfac(model: nn.Module, **settings: Any) -> Optimizer:
@@ -83,6 +121,32 @@ def _sparse_mfac(model: nn.Module, **settings: Any) -> Optimizer:
 
 def _ggt(model: nn.Module, **settings: Any) -> Optimizer:
     return GGT(model, **window_keywords(settings))
+
+
+# The last one judges no step, but takes the curvature of the loss from the outputs that a closure returns.
+_WITH_CLOSURE = ("adaptive_damping", "reject_steps", "calibrate_damping", "quadratic_model")
+
+
+def layer_keywords(settings: Settings) -> dict[str, Any]:
+    """Turn the plain values of a recipe or a command line into the keywords of a layer method.
+
+    Args:
+        settings: Keywords of the constructor. ``skip_layers`` may be several rules with commas between them, and the
+            name of a class of ``torch.nn`` stands for it: ``skip_layers=LayerNorm,Embedding,head``.
+
+    Returns:
+        Keywords of the constructor.
+    """
+    keywords: dict[str, Any] = dict(settings)
+    if isinstance(keywords.get("skip_layers"), str):
+        rules = [rule.strip() for rule in keywords["skip_layers"].split(",")]
+        keywords["skip_layers"] = [_layer_type(rule) or rule for rule in rules if rule]
+    return keywords
+
+
+def _layer_type(name: str) -> type[nn.Module] | None:
+    found = getattr(nn, name, None)
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
 _TOP_K = tuple(field.name for field in fields(TopK))
@@ -129,6 +193,53 @@ def _dtype(key: str, value: Setting) -> torch.dtype | None:
 # Absolute damping would have to follow the gradients, which shrink by orders of magnitude during a run.
 _DAMPED: Settings = {"damping": 1.0, "damping_mode": "relative"}
 
+_DECAYED: Settings = {"weight_decay": 1e-2, "decoupled_weight_decay": True}
+
+# Adam in the eigenbasis of the Fisher, refreshed often because a stale basis mixes what the scale tells apart.
+_WHITENING: Settings = {
+    "estimator": "running",
+    "power": 0.5,
+    "momentum_mode": "pre",
+    "momentum": 0.9,
+    "scale_decay": 0.95,
+    "kl_clip": None,
+    "factor_update_steps": 2,
+    "inv_update_steps": 10,
+    "fallback": "adamw",
+}
+_WHITEN: dict[WorkloadName, Settings] = {
+    "digits": {"lr": 1e-2, "fallback_lr": 1e-2, **_WHITENING},
+    "autoencoder": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
+    "resnet20": {"lr": 1e-2, "fallback_lr": 3e-3, **_WHITENING},
+    "chargpt": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
+    "logistic": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
+    "multi30k": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
+}
+_NATURAL: dict[WorkloadName, Settings] = {
+    "digits": {"lr": 0.02, "graft": "adam", "factor_update_steps": 5, "inv_update_steps": 10},
+    "autoencoder": {"lr": 1e-3, "graft": "adam"},
+    "resnet20": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+    "chargpt": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+    "logistic": {"lr": 1e-3, "graft": "adam"},
+    "multi30k": {"lr": 1e-3, "graft": "adam"},
+}
+
+# Rate and momentum from the quadratic model of the loss, damping from how well it predicts.
+_WATCHFUL: Settings = {
+    "lr": 1.0,
+    "quadratic_model": True,
+    "adaptive_damping": True,
+    "damping_interval": 5,
+    "kl_clip": None,
+    "factor_update_steps": 1,
+    "inv_update_steps": 5,
+}
+
+_ADAPTIVE: dict[WorkloadName, Settings] = {
+    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 1.0},
+    "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 100.0},
+}
+
 METHODS: dict[MethodName, Method] = {
     "sgd": Method(
         "SGD",
@@ -139,6 +250,7 @@ METHODS: dict[MethodName, Method] = {
             "resnet20": {"lr": 0.1, "momentum": 0.9},
             "chargpt": {"lr": 0.3, "momentum": 0.9},
             "logistic": {"lr": 0.01, "momentum": 0.9},
+            "multi30k": {"lr": 0.1, "momentum": 0.9},
         },
     ),
     "adamw": Method(
@@ -150,6 +262,7 @@ METHODS: dict[MethodName, Method] = {
             "resnet20": {"lr": 3e-3},
             "chargpt": {"lr": 3e-3},
             "logistic": {"lr": 1e-3},
+            "multi30k": {"lr": 1e-3},
         },
     ),
     "kfac": Method(
@@ -164,10 +277,17 @@ METHODS: dict[MethodName, Method] = {
                 "inv_update_steps": 10,
             },
             "autoencoder": {"lr": 1e-3, "graft": "adam"},
-            "resnet20": {"lr": 3e-3, "graft": "adam", "weight_decay": 1e-2, "decoupled_weight_decay": True},
-            "chargpt": {"lr": 3e-3, "graft": "adam", "weight_decay": 1e-2, "decoupled_weight_decay": True},
+            "resnet20": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+            "chargpt": {"lr": 3e-3, "graft": "adam", **_DECAYED},
             "logistic": {"lr": 1e-3, "graft": "adam"},
+            "multi30k": {"lr": 1e-3, "graft": "adam"},
         },
+    ),
+    "ekfac": Method(
+        "EKFAC",
+        _ekfac,
+        # The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
+        {name: (_WHITEN if name in {"resnet20", "chargpt", "multi30k"} else _NATURAL)[name] for name in WORKLOADS},
     ),
     "mfac": Method(
         "M-FAC",
@@ -178,6 +298,7 @@ METHODS: dict[MethodName, Method] = {
             "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **_DAMPED},
             "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
             "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+            "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **_DAMPED},
         },
     ),
     "sparse_mfac": Method(
@@ -189,6 +310,7 @@ METHODS: dict[MethodName, Method] = {
             "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **_DAMPED},
             "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
             "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+            "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **_DAMPED},
         },
     ),
     "ggt": Method(
@@ -200,6 +322,11 @@ METHODS: dict[MethodName, Method] = {
             "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 100},
             "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 100},
             "logistic": {"lr": 1.0, "eps": 1e-5, "window_size": 100},
+            "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32},
         },
     ),
+    "ekfac_natural": Method("EKFAC, power 1", _ekfac, _NATURAL),
+    "ekfac_whiten": Method("EKFAC, power 1/2", _ekfac, _WHITEN),
+    "kfac_adaptive": Method("KFAC, adaptive", _kfac, _ADAPTIVE),
+    "ekfac_adaptive": Method("EKFAC, adaptive", _ekfac, _ADAPTIVE),
 }

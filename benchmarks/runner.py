@@ -1,25 +1,30 @@
 """Training runs: one model, one optimizer, one stream of batches, and a record of every step.
 
-The clock covers what a loop does per step: ``zero_grad``, forward, backward, ``step``. Drawing the batch, reading the
-loss and evaluating stand outside.
+The clock covers what a loop does per step: ``zero_grad``, forward, backward, ``step``, with a closure or without.
+Drawing the batch, reading the loss and evaluating stand outside.
 """
 
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from benchmarks.workloads import Batch, Workload
+from secondorder.factored import FactoredOptimizer
 
 WINDOW = 10
 """Steps that a reported loss is the mean of: single batches are noisy."""
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
+Evaluation = tuple[Tensor, Tensor, Tensor]
+"""Loss, outputs and targets of one batch."""
 
 
 @dataclass
@@ -81,6 +86,7 @@ class Trainer:
         make_optimizer: MakeOptimizer,
         seed: int = 0,
         make_scheduler: MakeScheduler | None = None,
+        closure: bool = False,
     ) -> None:
         """Build the model and its optimizer.
 
@@ -90,11 +96,13 @@ class Trainer:
             make_optimizer: Returns the optimizer of a model.
             seed: Seed of the weights and of the batches.
             make_scheduler: Returns the learning-rate schedule, stepped once per step.
+            closure: Give each step a closure, for options that evaluate the loss anew.
         """
         self.workload = workload
         self.model = workload.build_model(seed)
         self.optimizer = make_optimizer(self.model)
         self.history = History(label)
+        self._closure = closure
         self._scheduler = make_scheduler(self.optimizer) if make_scheduler else None
         self._batches = workload.batches(seed)
 
@@ -118,13 +126,34 @@ class Trainer:
         return seconds
 
     def _train_on(self, batch: Batch) -> Tensor:
-        self.optimizer.zero_grad()
-        loss = self.workload.loss(self.model, batch)
-        loss.backward()
-        self.optimizer.step()
+        if self._closure:
+            # torch's annotation wants a float from a closure; its own optimizers, too, return what it returns.
+            closure = cast("Callable[[], float]", partial(self._evaluate, batch))
+            loss = cast("Evaluation", self.optimizer.step(closure))[0]
+        else:
+            loss = self._evaluate(batch)[0]
+            self.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
         return loss
+
+    def _evaluate(self, batch: Batch) -> Evaluation:
+        """Compute the loss of a batch and its gradient.
+
+        Args:
+            batch: The batch.
+
+        Returns:
+            Loss, outputs and targets.
+        """
+        workload = self.workload
+        self.optimizer.zero_grad()
+        outputs, targets = workload.outputs(self.model, batch), workload.targets(batch)
+        if isinstance(self.optimizer, FactoredOptimizer):
+            self.optimizer.observe(outputs, workload.likelihood, targets)  # nothing, for the empirical Fisher
+        loss = workload.criterion(outputs, targets)
+        loss.backward()
+        return loss, outputs, targets
 
 
 def race(trainers: Sequence[Trainer], steps: int, on_step: Callable[[Trainer], None] = lambda _: None) -> None:

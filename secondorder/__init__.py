@@ -1,5 +1,6 @@
 """Second-order training for PyTorch by changing one line: each method is a ``torch.optim.Optimizer``."""
 
+from secondorder import nn
 from secondorder.curvature.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 from secondorder.curvature.layers import Adapter
 from secondorder.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -33,5 +34,6 @@ __all__ = [
     "__version__",
     "inverse_fisher_diagonal",
     "inverse_fisher_vector_product",
+    "nn",
     "register_layer",
 ]

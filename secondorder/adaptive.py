@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from secondorder.curvature import quadratic
 from secondorder.curvature.block import Block
-from secondorder.curvature.replay import Moment, kept_gradients, recorded
+from secondorder.curvature.replay import Moment, eager, kept_gradients, recorded
 from secondorder.lifecycle import RULE_KEYS
 from secondorder.linalg import full_precision
 from secondorder.modelled import ModelledOptimizer
@@ -65,7 +65,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
         matched = match_outputs(forwards, outputs, targets) if recording and exact else []
         examples = sum(forward.examples(self._layer_options.batch_dim) for forward in forwards)
         self._evaluation = Evaluation(
-            cast("Callable[[], Any]", closure), self._objective(loss), start, examples, matched
+            cast("Callable[[], Any]", closure), self._objective(loss), start, recording, examples, matched
         )
         return returned
 
@@ -184,15 +184,17 @@ class AdaptiveOptimizer(ModelledOptimizer):
         """The objective on the same batch at the parameters as they are; leaves no trace."""
         assert self._root is not None
         holders = [*self._root.parameters(), *self._group]
-        with self._unseen(), kept_gradients(holders), evaluation.start.replayed(), torch.enable_grad():
+        # As before, eagerly or not: the rounding of two ways to compute would be taken for a change of the loss.
+        mode = eager() if evaluation.eager else nullcontext()
+        with self._unseen(), kept_gradients(holders), evaluation.start.replayed(), mode, torch.enable_grad():
             returned = evaluation.closure()
         return self._objective(parts_of(returned)[0])
 
-    def _snapshot(self, gradients: Directions) -> Snapshot:
-        """What a step changes besides curvature."""
-        keys = {*RULE_KEYS, "step", *(key for key, kind in self.kinds.items() if kind == "momentum")}
-        state = [v for p in gradients for k, v in self.state[p].items() if k in keys and isinstance(v, Tensor)]
-        return Snapshot({p: p.detach().clone() for p in gradients}, [(v, v.clone()) for v in state])
+    def _snapshot(self, gradients: Directions, *, estimates: bool = False) -> Snapshot:
+        """What a step changes: parameters and the state of their rules, and if asked for running estimates."""
+        kinds = {"momentum", "scale", "buffers"} if estimates else {"momentum"}
+        states = {p: self.state[p] for p in gradients}
+        return Snapshot.of(states, lambda key: key in (*RULE_KEYS, "step") or self.kinds.get(key) in kinds)
 
     # ------------------------------------------------------------------ λ
     def _rise(self) -> float:
@@ -223,7 +225,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
         given = [group["damping"] for group in self.param_groups]
         low, high = self._adaptation.min_damping, self._adaptation.max_damping
         candidates = [[quadratic.bounded(value, multiple, low, high) for value in given] for multiple in GRID]
-        before, losses = self._snapshot(gradients), []
+        before, losses = self._snapshot(gradients, estimates=True), []
         for candidate in candidates:
             self._set_damping(candidate)
             self._count_updates(gradients)

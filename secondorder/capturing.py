@@ -31,7 +31,6 @@ class LayerOptions:
         tied: Which use of a weight tied between an embedding and a head has the block.
         norm_curvature: ``"unit"`` or ``"diagonal"``.
         batch_dim: Dimension of the model's first input that counts examples.
-        deterministic_seed: Seed of every random choice.
     """
 
     skip_layers: Sequence[SkipRule] | SkipRule = ()
@@ -41,7 +40,6 @@ class LayerOptions:
     tied: str | None = None
     norm_curvature: str = "unit"
     batch_dim: int = 0
-    deterministic_seed: int = 0
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -53,7 +51,6 @@ class LayerOptions:
         options.choice(None, "embedding", "head")("tied", self.tied)
         options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)
         options.whole(0)("batch_dim", self.batch_dim)
-        options.whole(0)("deterministic_seed", self.deterministic_seed)
 
     @property
     def choices(self) -> Choices:
@@ -104,6 +101,7 @@ class Capturing(Lifecycle):
         if self._capture is None:
             self._capture = Capture([self._root])
             self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
+            self._capture.owner = weakref.ref(self)
             self._capture.batch_dim = self._layer_options.batch_dim
         sites = [self._site(b) for b in self._blocks]
         self._capture.set_sites(sites, watched_attention(self._root) if sites else [])
@@ -247,16 +245,17 @@ class Capturing(Lifecycle):
         out where it is False; other layers, such as those after pooling, are not touched.
 
         Args:
-            keep: ``[N, S]`` bool (or 0 and 1, as an attention mask has them), True for real positions.
+            keep: ``[N, S]``, True (or 1, as attention masks have it) for real positions; None for no mask.
 
         Raises:
-            TypeError: If it is no tensor.
-            ValueError: If it has no positions.
+            TypeError: If it is no tensor of bools or integers; a mask of floats is one to be added to scores.
+            ValueError: If its shape is another.
         """
-        if keep is not None and not isinstance(keep, Tensor):
-            raise TypeError(f"mask takes a tensor of shape [N, S], got {type(keep).__name__}")
-        if keep is not None and keep.dim() < 2:
-            raise ValueError(f"mask takes a tensor of shape [N, S], got shape {tuple(keep.shape)}")
+        if keep is not None and (not isinstance(keep, Tensor) or keep.is_floating_point() or keep.is_complex()):
+            kind = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
+            raise TypeError(f"mask takes a bool or integer tensor keep of shape [N, S], got {kind}")
+        if keep is not None and keep.dim() != 2:
+            raise ValueError(f"mask takes a tensor keep of shape [N, S], got shape {tuple(keep.shape)}")
         if self._capture is None:
             yield
             return

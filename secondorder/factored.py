@@ -14,6 +14,7 @@ from secondorder import linalg, options
 from secondorder.adaptive import AdaptiveOptimizer
 from secondorder.curvature import factors, statistics
 from secondorder.curvature.block import Block
+from secondorder.curvature.heads import Head
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.likelihood import Likelihood, resolve
 from secondorder.lifecycle import Group, State
@@ -77,6 +78,7 @@ class FactoredOptimizer(AdaptiveOptimizer):
         "factor_batch_size": options.optional_whole(1),
         "factor_positions": options.optional_whole(1),
         "weight_decay_in_curvature": options.flag,
+        "deterministic_seed": options.whole(0),
     }
     kinds: ClassVar[dict[str, str]] = {
         "factor_a": "factors",
@@ -134,6 +136,8 @@ class FactoredOptimizer(AdaptiveOptimizer):
             TypeError: If an argument is of a wrong kind.
             RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
         """
+        if not isinstance(outputs, (Tensor, list, tuple)):
+            raise TypeError(f"observe takes outputs of the model, a tensor or a sequence of them, got {outputs!r}")
         heads: list[Tensor] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         kinds, given = _one_each(likelihood, len(heads)), _one_each(targets, len(heads))
         if not heads or not all(isinstance(head, Tensor) for head in heads):
@@ -141,39 +145,35 @@ class FactoredOptimizer(AdaptiveOptimizer):
         if not len(heads) == len(kinds) == len(given):
             raise ValueError(f"observe: {len(heads)} outputs, {len(kinds)} likelihoods and {len(given)} targets")
         resolved = [resolve(kind) for kind in kinds]
-        capture = self._capture
-        if not self._fisher.is_observed or capture is None or capture.is_paused or not capture.due:
+        if not self._fisher.is_observed:
             return
-        triples = list(zip(heads, resolved, given, strict=True))
-        detached = [(head.detach(), kind, target) for head, kind, target in triples]
-        vectors = self._exact_vectors(detached) if self._fisher.fisher == "exact" else self._drawn_vectors(detached)
+        capture = self._require_capture()
+        if capture.is_paused or not capture.due:
+            return
+        batches = [waiting.examples or 0 for waiting in capture.observable()]
+        batch_dim = self._layer_options.batch_dim
+        laid = [Head.of(*head, batches, batch_dim) for head in zip(heads, resolved, given, strict=True)]
+        vectors = self._exact_vectors(laid) if self._fisher.fisher == "exact" else self._drawn_vectors(laid)
         capture.observe(heads, vectors, self._fisher.fisher_samples)
         self._observations += 1
 
-    def _drawn_vectors(self, heads: Sequence[tuple[Tensor, Likelihood, Any]]) -> Iterator[list[Tensor]]:
+    def _drawn_vectors(self, heads: Sequence[Head]) -> Iterator[list[Tensor]]:
         """Random vectors whose second moment is the loss curvature of one example."""
-        generator = torch.Generator(heads[0][0].device).manual_seed(self.seed(-1 - self._observations))
+        generator = torch.Generator(heads[0].outputs.device).manual_seed(self.seed(-1 - self._observations))
         for _ in range(self._fisher.fisher_samples):
-            drawn = []
-            for outputs, kind, target in heads:
-                draw = kind.sample if self._fisher.fisher == "mc" else kind.rademacher
-                drawn.append(_per_term(draw(outputs, target, generator), kind.terms(outputs, target)))
-            yield drawn
+            yield [head.draw(self._fisher.fisher, generator) for head in heads]
 
-    def _exact_vectors(self, heads: Sequence[tuple[Tensor, Likelihood, Any]]) -> Iterator[list[Tensor]]:
+    def _exact_vectors(self, heads: Sequence[Head]) -> Iterator[list[Tensor]]:
         """Columns of a square root of the loss curvature, those of one head after those of another."""
-        counts = [kind.columns(outputs) for outputs, kind, _ in heads]
+        counts = [head.kind.columns(head.outputs) for head in heads]
         if sum(counts) > _MAX_COLUMNS:
             raise ValueError(
                 f"fisher='exact' would take {sum(counts)} backward passes, more than {_MAX_COLUMNS}: use fisher='mc' "
                 "or 'curvature_prop', which take one"
             )
-        for i, (outputs, kind, target) in enumerate(heads):
-            terms = kind.terms(outputs, target)
+        for i, head in enumerate(heads):
             for column in range(counts[i]):
-                vectors = [torch.zeros_like(other) for other, *_ in heads]
-                vectors[i] = _per_term(kind.column(outputs, target, column), terms)
-                yield vectors
+                yield [head.column(column) if other is head else other.nothing() for other in heads]
 
     def _advance(self) -> None:
         self._observations = 0
@@ -226,7 +226,7 @@ class FactoredOptimizer(AdaptiveOptimizer):
 
     def seed(self, stream: int) -> int:
         """Seed of a random choice in this step: the same after a resume, different in every step and stream."""
-        mixed = self._layer_options.deterministic_seed
+        mixed: int = self.param_groups[0]["deterministic_seed"]
         for number in (self._t, stream):
             mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)
         return mixed
@@ -408,11 +408,6 @@ def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, st
 
 def _one_each(given: Any, heads: int) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given] * heads
-
-
-def _per_term(vector: Tensor, terms: float | Tensor) -> Tensor:
-    """A vector of unit scale as that of a mean over so many terms."""
-    return vector / torch.as_tensor(terms, dtype=torch.float32, device=vector.device).sqrt().to(vector.dtype)
 
 
 def _identity_like(factor: Tensor, diagonal: bool) -> Tensor:

@@ -67,13 +67,11 @@ class ModelledOptimizer(LayerOptimizer):
     def _curvature_products(self, directions: Sequence[Directions], at: Directions) -> Tensor:
         """``⟨d_i, C d_j⟩ [k, k]``: of the loss where the closure returned its outputs, else of the method's blocks."""
         evaluation, likelihood = self._evaluation, self._adaptation.loss_model
-        if evaluation is not None and evaluation.exact and likelihood is not None:
-            assert self._root is not None
-            with self._unseen():
-                return exact_products(self._root, evaluation.exact, likelihood, directions, at, mean=self._is_mean())
-        products = self._block_products(directions, self.curvature_product)
-        # Blocks are per example; a sum over examples has the curvature of all of them.
-        return products if self._is_mean() or evaluation is None else products * evaluation.examples
+        if evaluation is None or likelihood is None or not evaluation.exact:
+            return self._block_products(directions, self.curvature_product)
+        assert self._root is not None
+        with self._unseen():
+            return exact_products(self._root, evaluation.exact, likelihood, directions, at, mean=self._is_mean())
 
     def _block_products(self, directions: Sequence[Directions], product: Callable[[Block, Tensor], Tensor]) -> Tensor:
         """``Σ ⟨D_i, product(D_j)⟩ [k, k]`` over the blocks that precondition, ``D [(Γ,) n_g, n_a]``."""
@@ -86,10 +84,22 @@ class ModelledOptimizer(LayerOptimizer):
             images = [product(block, m) for m in matrices]
             rows = [torch.stack([(m * image).sum() for image in images]) for m in matrices]
             total += torch.stack(rows).to(total)
-        return (total + total.mT) / 2
+        # Blocks and their damping are per example; a sum over examples has those of all of them.
+        return (total + total.mT) * (0.5 if self._is_mean() else 0.5 * self._examples())
 
     def _is_mean(self) -> bool:
         return all(group.get("loss_reduction", "mean") == "mean" for group in self.param_groups)
+
+    def _examples(self) -> int:
+        """Examples in the gradient of this step, which a summed loss has the curvature of."""
+        found = 0 if self._evaluation is None else self._evaluation.examples
+        if not found:
+            raise RuntimeError(
+                "with loss_reduction='sum' the quadratic model needs the number of examples, which it counts in the "
+                "forwards of a closure, at the first tensor argument of the model: call step(closure), or average the "
+                "loss and use loss_reduction='mean'"
+            )
+        return found
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:

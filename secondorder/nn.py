@@ -252,7 +252,8 @@ class _Layers(_Recurrent, nn.RNNBase):
         self, x: Tensor, sizes: list[int] | None, first: State, maps: Maps, reverse: bool
     ) -> tuple[Tensor, State]:
         """One direction of one layer: its output ``[T, N, ·]`` or packed, and the last state of every sequence."""
-        from_x = maps["ih"](x)
+        # Packed rows belong to no axis of examples, and three axes say so.
+        from_x = maps["ih"](x) if sizes is None else maps["ih"](x[None])[0]
         steps: Sequence[Tensor] = from_x.unbind(0) if sizes is None else from_x.split(sizes)
         if not steps:
             raise RuntimeError("Expected sequence length to be larger than 0 in RNN")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ class Evaluation(NamedTuple):
         closure: The closure.
         loss: The objective that it returned, detached, 0-dim.
         start: Generators and buffers before it.
+        eager: Whether its forwards were recorded, for which compiled models ran eagerly.
         examples: Examples of its forwards; 0 where nothing counted them.
         exact: Its forwards with their outputs, where the model is to be exact; else empty.
     """
@@ -74,29 +75,44 @@ class Evaluation(NamedTuple):
     closure: Callable[[], Any]
     loss: Tensor
     start: Moment
+    eager: bool
     examples: int
     exact: list[Evaluated]
 
 
 @dataclass
 class Snapshot:
-    """Parameters and the state of their first-order rules before a step.
+    """Parameters and part of their state before a step.
 
     Attributes:
         values: Parameters as they were.
-        state: Tensors of the state, each with a copy.
+        state: Dict, key and former value of that part; tensors are copies.
     """
 
     values: dict[nn.Parameter, Tensor]
-    state: list[tuple[Tensor, Tensor]]
+    state: list[tuple[dict[str, Any], str, Any]]
+
+    @classmethod
+    def of(cls, states: Mapping[nn.Parameter, dict[str, Any]], keeps: Callable[[str], bool]) -> Snapshot:
+        """Take a snapshot of some parameters and of those keys of their state that ``keeps`` names."""
+        kept = [
+            (state, key, value.clone() if isinstance(value, Tensor) else value)
+            for state in states.values()
+            for key, value in state.items()
+            if keeps(key)
+        ]
+        return cls({p: p.detach().clone() for p in states}, kept)
 
     def undo(self) -> None:
         """Set everything back, to the bit."""
         with torch.no_grad():
             for p, value in self.values.items():
                 p.copy_(value)
-            for now, before in self.state:
-                now.copy_(before)
+            for state, key, before in self.state:
+                if isinstance(before, Tensor):
+                    state[key].copy_(before)
+                else:
+                    state[key] = before
 
     def moved(self) -> dict[nn.Parameter, Tensor]:
         """What the step has changed, in float32 or better."""

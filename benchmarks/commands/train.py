@@ -31,8 +31,9 @@ class Train(Common):
     optimizer: MethodName = "kfac"
     """Whose recipe to start from."""
     set: tuple[str, ...] = ()
-    """Keywords that replace the recipe's, such as lr=0.3 damping=0.1 graft=none; for a window method also density=0.01
-    block_size=4096 value_dtype=bfloat16 error_bits=4, or rank=4."""
+    """Keywords that replace the recipe's, such as lr=0.3 graft=none adaptive_damping=true; for a layer method also
+    skip_layers=LayerNorm,Embedding,head; for a window method also density=0.01 block_size=4096 value_dtype=bfloat16
+    error_bits=4, or rank=4."""
     recipe: bool = True
     """Start from the recipe; --no-recipe starts from the constructor's defaults."""
     steps: int | None = None
@@ -59,12 +60,14 @@ class Train(Common):
         workload = make_workload(self.workload, self.data_dir, self.size, self.batch_size)
         steps = workload.steps[self.size] if self.steps is None else self.steps
         method = METHODS[self.optimizer]
-        make = partial(method.build, workload=self.workload if self.recipe else None, changes=changes)
-        trainer = Trainer(method.label, workload, make, self.seed, partial(make_schedule, self.schedule, steps))
+        recipe = self.workload if self.recipe else None
+        settings, closure = method.settings(recipe, changes), method.needs_closure(recipe, changes)
+        make = partial(method.build, workload=recipe, changes=changes)
+        schedule = partial(make_schedule, self.schedule, steps)
+        trainer = Trainer(method.label, workload, make, self.seed, schedule, closure)
         with report.progress_bar() as progress:
             task = progress.add_task(f"{self.workload}, {method.label}", total=steps)
             race([trainer], steps, lambda _: progress.advance(task))
-        settings = method.settings(self.workload if self.recipe else None, changes)
         self._report(trainer, settings)
         return int(trainer.diverged)
 

@@ -9,18 +9,20 @@ from benchmarks.workloads.base import Batch, DataMissingError, Size, Workload
 from benchmarks.workloads.chargpt import CharGPT
 from benchmarks.workloads.digits import Digits
 from benchmarks.workloads.logistic import Logistic
+from benchmarks.workloads.multi30k import Multi30k
 from benchmarks.workloads.resnet20 import ResNet20
 
 __all__ = ["WORKLOADS", "Batch", "DataMissingError", "Size", "Workload", "WorkloadName", "make_workload"]
 
-WorkloadName = Literal["digits", "autoencoder", "resnet20", "chargpt", "logistic"]
+WorkloadName = Literal["digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k"]
 
-WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT | Logistic]] = {
+WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT | Logistic | Multi30k]] = {
     "digits": Digits,
     "autoencoder": Autoencoder,
     "resnet20": ResNet20,
     "chargpt": CharGPT,
     "logistic": Logistic,
+    "multi30k": Multi30k,
 }
 
 

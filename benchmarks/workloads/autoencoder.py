@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Size, evaluating, seeded, shuffled_indices
+from benchmarks.workloads.base import Batch, Size, Supervised, evaluating, seeded, shuffled_indices
 from benchmarks.workloads.mnist import PIXELS, TEST_IMAGES, TRAIN_IMAGES, find_mnist, read_images
 
 
 @dataclass(frozen=True)
-class Autoencoder:
+class Autoencoder(Supervised):
     """Binary cross-entropy of the pixels, summed over pixels, mean over the batch."""
 
     data_dir: Path
@@ -31,6 +31,7 @@ class Autoencoder:
 
     name: ClassVar[str] = "autoencoder"
     metric: ClassVar[str] = "test loss"
+    likelihood: ClassVar[str] = "bernoulli"
     steps: ClassVar[dict[Size, int]] = {
         "smoke": 200,
         "full": 300,
@@ -83,18 +84,17 @@ class Autoencoder:
             images = self._train[index].float().div_(255)
             yield images, images
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the reconstruction loss of one batch.
 
         Args:
-            model: The autoencoder.
-            batch: Images and targets ``[batch, 784]``.
+            outputs: Logits ``[batch, 784]``.
+            targets: Images of the same shape.
 
         Returns:
             A 0-dim tensor: nats per image.
         """
-        images, targets = batch
-        return F.binary_cross_entropy_with_logits(model(images), targets, reduction="sum") / len(images)
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="sum") / len(targets)
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the reconstruction loss on the test images.

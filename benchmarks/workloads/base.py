@@ -1,5 +1,6 @@
 """What a workload is, and what all of them share: the protocol, data lookup, seeding, shuffling."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,10 @@ Batch = tuple[Tensor, Tensor]
 
 Size = Literal["smoke", "full"]
 """``smoke``: a small model and a few steps, seconds on one core. ``full``: the published size."""
+
+
+IGNORED = -100
+"""Class of a position without a loss, as ``F.cross_entropy`` and the likelihoods have it by default."""
 
 
 class DataMissingError(FileNotFoundError):
@@ -37,6 +42,8 @@ class Workload(Protocol):
     name: ClassVar[str]
     metric: ClassVar[str]
     """What :meth:`evaluate` returns, for table heads."""
+    likelihood: ClassVar[str]
+    """What the loss says of the outputs, as ``secondorder`` names it."""
     steps: ClassVar[dict[Size, int]]
     """Optimizer steps that a run of each size takes."""
 
@@ -50,6 +57,15 @@ class Workload(Protocol):
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield batches for ever; equal seeds give equal batches."""
 
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the logits of one batch."""
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Return what the outputs are compared with."""
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, a 0-dim tensor."""
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the training loss of one batch, a 0-dim tensor."""
 
@@ -57,21 +73,74 @@ class Workload(Protocol):
         """Return :attr:`metric` on held-out data, on all of it or on a part; the model's mode is left as it was."""
 
 
-class Classification:
-    """What workloads on labelled images have in common."""
+class Supervised(ABC):
+    """What most workloads have in common: the model takes the inputs, its outputs are compared with the targets."""
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy of one batch.
+    likelihood: ClassVar[str] = "categorical"
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return what the model makes of the inputs.
 
         Args:
-            model: The classifier.
-            batch: Images and labels.
+            model: The model.
+            batch: Inputs and targets.
+
+        Returns:
+            Its logits.
+        """
+        logits: Tensor = model(batch[0])
+        return logits
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Return what the outputs are compared with.
+
+        Args:
+            batch: Inputs and targets.
+
+        Returns:
+            The targets.
+        """
+        return batch[1]
+
+    @abstractmethod
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss.
+
+        Args:
+            outputs: Logits.
+            targets: What they should be.
 
         Returns:
             A 0-dim tensor.
         """
-        images, labels = batch
-        return F.cross_entropy(model(images), labels)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the training loss of one batch.
+
+        Args:
+            model: The model.
+            batch: Inputs and targets.
+
+        Returns:
+            A 0-dim tensor.
+        """
+        return self.criterion(self.outputs(model, batch), self.targets(batch))
+
+
+class Classification(Supervised):
+    """What workloads on classes have in common."""
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy over all positions, in nats.
+
+        Args:
+            outputs: Logits ``[..., classes]``.
+            targets: Classes ``[...]``; positions that hold :data:`IGNORED` do not count.
+
+        Returns:
+            A 0-dim tensor.
+        """
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
 
 
 def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, hint: str = "") -> Path:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Size, evaluating, find_folder, seeded
+from benchmarks.workloads.base import Batch, Classification, Size, evaluating, find_folder, seeded
 
 FILE = "input.txt"
 ORIGIN = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -69,14 +69,15 @@ class _GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        # Looked up for every example, so that each has gradients of its own there.
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         x = self.tokens(tokens) + self.positions(positions)
         logits: Tensor = self.head(self.norm(self.layers(x)))
         return logits
 
 
 @dataclass(frozen=True)
-class CharGPT:
+class CharGPT(Classification):
     """Cross-entropy of the next character, mean over all tokens of the batch."""
 
     data_dir: Path
@@ -128,19 +129,6 @@ class CharGPT:
         while True:
             starts = torch.randint(len(text) - self.context, (self.batch_size,), generator=generator)
             yield self._windows(text, starts)
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy per token.
-
-        Args:
-            model: The transformer.
-            batch: Tokens and targets ``[batch, context]``.
-
-        Returns:
-            A 0-dim tensor: nats per token.
-        """
-        tokens, targets = batch
-        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return the loss on evenly spread windows of the held-out text.

@@ -7,22 +7,27 @@ how well an optimizer does.
 import gzip
 import pickle
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.workloads.chargpt import FILE as TEXT_FILE
 from benchmarks.workloads.mnist import TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS
+from benchmarks.workloads.multi30k import TRAIN_FILES as SENTENCES_TRAIN
+from benchmarks.workloads.multi30k import VALIDATION_FILES as SENTENCES_VALIDATION
 from benchmarks.workloads.readers import UInt8Array
 from benchmarks.workloads.resnet20 import FOLDER as CIFAR_FOLDER
 from benchmarks.workloads.resnet20 import TEST_FILE as CIFAR_TEST
 from benchmarks.workloads.resnet20 import TRAIN_FILES as CIFAR_TRAIN
 
 _WORDS = ("the", "king", "and", "queen", "shall", "speak", "of", "war", "or", "love", "to", "thee", "my", "lord")
+_TRANSLATED = ("der", "könig", "und", "königin", "soll", "sprechen", "von", "krieg", "oder", "liebe", "zu", "dir",
+               "mein", "herr")  # fmt: skip
 
 
 def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
-    """Write a tiny MNIST, CIFAR-10 and Shakespeare under ``data_dir``, as ``--data-dir`` takes them.
+    """Write a tiny MNIST, CIFAR-10, Shakespeare and Multi30k under ``data_dir``, as ``--data-dir`` takes them.
 
     Args:
         data_dir: Folder to fill.
@@ -40,6 +45,11 @@ def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
         write_cifar_batch(folder / name, rng, tints, count=64)
     words = rng.choice(_WORDS, 4000)
     _folder(data_dir / "shakespeare").joinpath(TEXT_FILE).write_text(" ".join(words), encoding="utf-8")
+    folder = _folder(data_dir / "multi30k")
+    for names, count in ((SENTENCES_TRAIN, 128), (SENTENCES_VALIDATION, 32)):
+        picks = [rng.integers(0, len(_WORDS), rng.integers(3, 13)) for _ in range(count)]
+        for name, language in zip(names, (_TRANSLATED, _WORDS), strict=True):
+            write_sentences(folder / name, ([language[i] for i in pick] for pick in picks))
 
 
 def write_idx(path: Path, array: UInt8Array) -> None:
@@ -51,6 +61,17 @@ def write_idx(path: Path, array: UInt8Array) -> None:
     """
     header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 0x08, array.ndim, *array.shape)
     path.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def write_sentences(path: Path, sentences: Iterable[Iterable[str]]) -> None:
+    """Write sentences, one a line.
+
+    Args:
+        path: The file, gzipped if its name ends in ``.gz``.
+        sentences: Their words.
+    """
+    text = "".join(" ".join(sentence) + "\n" for sentence in sentences).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
 
 def write_cifar_batch(path: Path, rng: np.random.Generator, tints: np.typing.NDArray[np.int64], count: int) -> None:

@@ -121,17 +121,21 @@ class Pass:
     def see(self, index: int, adapter: Adapter, x: Tensor) -> None:
         """Note a call of a layer; an unbatched input to the whole model is one example."""
         self.calls[index] = self.calls.get(index, 0) + 1
-        if x.dim() == self._input_dim and adapter.is_unbatched(x):
+        axes = adapter.sequence_axes(x)
+        alone = axes is not None and x.shape[axes[0]] == 1 and self._input_dim == x.dim() - 1
+        if alone or (x.dim() == self._input_dim and adapter.is_unbatched(x)):
             self.examples = 1
 
-    def mask_for(self, g: Tensor) -> Tensor | None:
+    def mask_for(self, g: Tensor, adapter: Adapter) -> Tensor | None:
         """``keep`` shaped like the leading dimensions of a gradient, if its positions are those of the mask."""
         keep = self.keep
         if keep is None:
             return None
-        if g.dim() > keep.dim() and g.shape[: keep.dim()] == keep.shape:
+        if adapter.channels_first:
+            return None  # its second axis counts channels
+        if g.dim() > 2 and adapter.sequence_axes(g) is None and g.shape[:2] == keep.shape:
             return keep
-        if keep.dim() == 2 and g.dim() > 2 and g.shape[:2] == keep.shape[::-1]:
+        if g.dim() > 2 and g.shape[:2] == keep.shape[::-1]:
             return keep.T
         return keep.reshape(-1) if g.dim() == 2 and len(g) == keep.numel() else None
 
@@ -164,6 +168,8 @@ class Capture:
         self.batch_dim = 0
         self._keep: Tensor | None = None
         self._backward_ran = False
+        #: Weak reference to the optimizer: taps in an old graph may outlive it.
+        self.owner: Callable[[], object | None] = lambda: self
         self.before_forward: Callable[[], Callable[[], None] | None] = lambda: None
         self.switch = Switch(next(_KEYS))
         CAPTURES[self.switch.key] = self
@@ -329,7 +335,7 @@ class Capture:
         Raises:
             RuntimeError: If that backward is itself being differentiated.
         """
-        if index not in self._due or self._pauses or self.observes:
+        if index not in self._due or self._pauses or self.observes or self.owner() is None:
             return False
         if torch.is_grad_enabled():
             raise RuntimeError(_HIGHER_ORDER.format(name=self.sites[index].name))
@@ -351,9 +357,9 @@ class Capture:
         if g.dtype == torch.float16 and self.grad_scaler is None:
             self.refuse(index, _NO_SCALER)
             return
-        x = x if self.sites[index].adapter.needs_input else None
-        keep = None if current is None else current.mask_for(g)
-        call = Call(x, g.detach(), self._unscale(g.device), keep, part)
+        adapter = self.sites[index].adapter
+        keep = None if current is None else current.mask_for(g, adapter)
+        call = Call(x if adapter.needs_input else None, g.detach(), self._unscale(g.device), keep, part)
         if current is None:
             self._record_alone(index, call)
         else:
@@ -433,7 +439,7 @@ class Capture:
         self._examples += examples
         for current in passes:
             current.counted = True
-        return torch.tensor(examples / count).sqrt()
+        return torch.tensor(examples / count, dtype=torch.float64).sqrt()
 
     def _take_in(
         self,
@@ -450,7 +456,8 @@ class Capture:
                 self.refuse(seen.site, "its input is modified in place before it is observed")
                 continue
             g = g.reshape(seen.shape)
-            call = Call(seen.x, g, scale, current.mask_for(g), seen.part, again)
+            keep = current.mask_for(g, self.sites[seen.site].adapter)
+            call = Call(seen.x, g, scale, keep, seen.part, again)
             calls.setdefault((id(current), seen.site), (current, []))[1].append(call)
         for (_, index), (current, found) in calls.items():
             self._add(index, found, current.examples or 0)

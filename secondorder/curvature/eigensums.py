@@ -57,36 +57,53 @@ class ScaleSums:
             ValueError: If the rows cannot be told apart by example.
         """
         with full_precision(self.total.device):
-            for part in {call.part for call in calls}:
-                self._add_part([call for call in calls if call.part == part], examples, part)
+            if all(call.part < 0 for call in calls):
+                self._add_part(calls, examples, -1)
+                return
+            for part in range(self._adapter.groups):  # calls that apply all blocks count in each of them
+                mine = [call for call in calls if call.part in (-1, part)]
+                if mine:
+                    self._add_part(mine, examples, part)
+
+    def _rows(self, call: Call, examples: int, part: int) -> tuple[Tensor | None, Tensor]:
+        """Rows a and g of a call by example, of the wanted block alone if ``part`` is not -1."""
+        adapter, dtype = self._adapter.of_part(call.part), self.total.dtype
+        g = adapter.example_outputs(call.gradient(dtype), call.x, examples)
+        a = None
+        if not adapter.constant_input and not adapter.one_hot:
+            assert call.x is not None
+            a = adapter.example_inputs(call.x, examples)
+        if call.part != part:
+            a, g = a if a is None else a[part], g[part]
+        return a, g
 
     def _add_part(self, calls: list[Call], examples: int, part: int) -> None:
-        adapter, dtype = self._adapter, self.total.dtype
+        adapter = self._adapter
         bases = [b if b is None or part < 0 else b[part] for b in self._bases]
-        gradients = [call.gradient(dtype) for call in calls]
-        outputs = [adapter.example_outputs(g, c.x, examples) for g, c in zip(gradients, calls, strict=True)]
-        g = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2)
+        found = [self._rows(call, examples, part) for call in calls]
+        g = found[0][1] if len(found) == 1 else torch.cat([g for _, g in found], -2)
         out = self.total if part < 0 else self.total[part]
         if isinstance(adapter, EmbeddingAdapter):
             out += self._embedded(adapter, calls, g, examples, bases[1])
             return
-        if adapter.constant_input:
-            a = None
-        else:
-            inputs = [adapter.example_inputs(call.x, examples) for call in calls if call.x is not None]
-            a = inputs[0] if len(inputs) == 1 else torch.cat(inputs, -2)
+        inputs = [a for a, _ in found if a is not None]
+        a = (inputs[0] if len(inputs) == 1 else torch.cat(inputs, -2)) if inputs else None
         if self._tokens:
             self.tokens_per_example = float(g.shape[-2])
             g = g.flatten(-3, -2)[..., None, :]
             a = a if a is None else a.flatten(-3, -2)[..., None, :]
-        weight = 1.0
-        if self._kept is not None and self._kept < g.shape[-3]:
-            assert self._generator is not None
-            chosen = draw(g.shape[-3], self._kept, self._generator, g.device)
-            weight = g.shape[-3] / self._kept
-            g, a = g.index_select(-3, chosen), a if a is None else a.index_select(-3, chosen)
-        found = scale.scale_intra(a, g, bases[0], bases[1], homogeneous=adapter.has_bias and a is not None)
-        out.add_(found, alpha=weight)
+        g, a, weight = self._choose(g, a)
+        total = scale.scale_intra(a, g, bases[0], bases[1], homogeneous=adapter.has_bias and a is not None)
+        out.add_(total, alpha=weight)
+
+    def _choose(self, g: Tensor, a: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
+        """Some examples drawn at random, and what makes their sum that of all."""
+        examples = g.shape[-3]
+        if self._kept is None or self._kept >= examples:
+            return g, a, 1.0
+        assert self._generator is not None
+        chosen = draw(examples, self._kept, self._generator, g.device)
+        return g.index_select(-3, chosen), a if a is None else a.index_select(-3, chosen), examples / self._kept
 
     def _embedded(
         self, adapter: EmbeddingAdapter, calls: list[Call], g: Tensor, examples: int, basis_g: Tensor | None
@@ -100,7 +117,7 @@ class ScaleSums:
         rows = g.flatten(0, 1)
         if self._tokens:
             self.tokens_per_example = float(g.shape[-2])
-            x, examples = x.reshape(-1), len(rows)
+            x, examples = adapter.indices(x, examples).reshape(-1), len(rows)
         return adapter.example_squares(x, rows if basis_g is None else rows @ basis_g, examples)
 
 
@@ -108,16 +125,26 @@ class EigenSums:
     """What one step captures for a layer of EK-FAC; without any sums, only its examples are counted.
 
     Args:
+        adapter: The layer's shapes and rows.
         factors: Sums for the factors, None when they are not due.
         scales: Sums for the scale, None when it is not due.
+        by_example: Whether a scale will ever be measured from per-example gradients.
         keep_calls: Keep the calls, to measure the scale in a basis that the step is about to find.
 
     Attributes:
         calls: Calls and number of examples of each forward pass, if they are kept.
     """
 
-    def __init__(self, factors: KroneckerSums | None, scales: ScaleSums | None, keep_calls: bool = False) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        factors: KroneckerSums | None,
+        scales: ScaleSums | None,
+        by_example: bool,
+        keep_calls: bool = False,
+    ) -> None:
         self.factors, self.scales = factors, scales
+        self._adapter, self._by_example = adapter, by_example
         self.calls: list[tuple[list[Call], int]] = []
         self._keep_calls = keep_calls
 
@@ -142,7 +169,15 @@ class EigenSums:
         """
         if self.scales is not None:
             self.scales.add(calls, examples)
+        else:
+            self._require_examples(calls, examples)
         if self._keep_calls:
             self.calls.append((calls, examples))
         if self.factors is not None:
             self.factors.add(calls, examples)
+
+    def _require_examples(self, calls: list[Call], examples: int) -> None:
+        """Refuse at once, not when the first scale is due, a layer whose examples cannot be told apart."""
+        if self._by_example:
+            for call in calls:
+                self._adapter.of_part(call.part).example_outputs(call.g, call.x, examples)

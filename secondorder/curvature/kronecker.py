@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from secondorder.curvature.layers import Adapter
 from secondorder.linalg import add_gram_, add_outer_rows_, full_precision, mirror_upper_
@@ -35,7 +36,18 @@ class Call(NamedTuple):
         g = self.g.to(dtype)  # before any product: the square of a scaled gradient would overflow a half
         if self.unscale is not None:
             g = g * self.unscale.to(g.device, dtype)
-        return g if self.keep is None else g * self.keep.to(dtype)[..., None]
+        if self.keep is None:
+            return g
+        keep = self.keep.reshape(*self.keep.shape, *[1] * (g.dim() - self.keep.dim()))
+        return torch.where(keep, g, 0.0)
+
+    def whole(self, values: Tensor, adapter: Adapter) -> Tensor:
+        """Values ``[N, …]`` of the one block that the call fills among those of all Γ, ``[Γ, N, …]``."""
+        if self.part < 0:
+            return values
+        full = values.new_zeros(adapter.groups, *values.shape)
+        full[self.part] = values
+        return full
 
 
 class KroneckerSums:
@@ -64,8 +76,8 @@ class KroneckerSums:
         constant_g: bool = False,
     ) -> None:
         self._adapter = adapter
-        # The mean of one-hot rows has no diagonal second moment: indices are always expanded.
-        self._reduce = approx == "reduce" and not adapter.one_hot
+        # An exact block is of whole examples, whatever happens to their positions.
+        self._reduce = approx == "reduce" or adapter.is_exact
         self._sampler = sampler
         self._constant_g = constant_g
         self.a, self.g = torch.zeros_like(like_a), torch.zeros_like(like_g)
@@ -92,8 +104,7 @@ class KroneckerSums:
         """
         with full_precision(self.a.device):
             if self._reduce:
-                for part in {call.part for call in calls}:
-                    self._add_reduced([call for call in calls if call.part == part], examples)
+                self._add_reduced(calls, examples)
             else:
                 for call in calls:
                     self._add_expanded(call, examples)
@@ -116,7 +127,7 @@ class KroneckerSums:
         return counts.clamp(min=1).view(-1, *[1] * (self.a.dim() - 1))
 
     def _add_expanded(self, call: Call, examples: int) -> None:
-        adapter, weight = self._adapter, 1.0
+        adapter, weight = self._adapter.of_part(call.part), 1.0
         x, g, chosen = call.x, call.gradient(self.a.dtype), None
         if self._sampler is not None and call.keep is None and x is not None and not adapter.constant_input:
             x, g, examples, weight, chosen = self._sampler.draw(adapter, x, g, examples)
@@ -129,31 +140,41 @@ class KroneckerSums:
             out += count
             self._count(count, call.part)
         elif chosen is not None:
-            self._add_rows(out, chosen[0])
-            self._count(count, call.part)
+            self._add_rows(out, chosen[0], weight)
+            self._count(count * weight, call.part)
         else:
             assert x is not None
-            self._count(self._add_inputs(out, x, call.keep, count), call.part)
+            self._count(self._add_inputs(out, x, call.keep, adapter, weight), call.part)
 
-    def _add_inputs(self, out: Tensor, x: Tensor, keep: Tensor | None, rows: int) -> float | Tensor:
+    def _add_inputs(
+        self, out: Tensor, x: Tensor, keep: Tensor | None, adapter: Adapter, weight: float
+    ) -> Tensor | float:
         """Add ``Σ a aᵀ`` of a layer input; returns the number of real rows."""
-        adapter, count = self._adapter, rows if keep is None else keep.sum(dtype=out.dtype)
         if keep is not None:
             x = adapter.masked(x, keep)
         if adapter.one_hot:
             squares, found = adapter.input_squares(x)
-            out += squares.to(out.dtype)
-            return found if keep is None else count
+            out.add_(squares.to(out.dtype), alpha=weight)
+            return found * weight
+        rows = 0
         for part in adapter.input_rows(x):
-            self._add_rows(out, part)
-        if adapter.has_bias and keep is not None:  # padded rows are 0, their appended 1 is not
+            self._add_rows(out, part, weight)
+            rows += part.shape[-2]
+        if keep is None:
+            return rows * weight
+        count = keep.sum(dtype=out.dtype) * (rows / keep.numel())
+        if adapter.has_bias:  # padded rows are 0, their appended 1 is not
             (out[..., -1] if self._diagonal_a else out[..., -1, -1]).add_(count - rows)
         return count
 
-    def _add_rows(self, out: Tensor, rows: Tensor) -> None:
+    def _add_rows(self, out: Tensor, rows: Tensor, weight: float = 1.0) -> None:
         rows = rows.to(out.dtype)
+        if weight != 1.0:
+            rows = F.pad(rows, (0, 1), value=1.0) if self._adapter.has_bias else rows
+            rows = rows * weight**0.5
+        homogeneous = self._adapter.has_bias and weight == 1.0
         if not self._diagonal_a:
-            add_outer_rows_(out, rows, self._adapter.has_bias)
+            add_outer_rows_(out, rows, homogeneous)
             return
         out[..., : rows.shape[-1]] += rows.square().sum(-2)
         out[..., rows.shape[-1] :] += rows.shape[-2]
@@ -174,23 +195,33 @@ class KroneckerSums:
             self._part_rows[part] = self._part_rows.get(part, 0.0) + rows
 
     def _add_reduced(self, calls: list[Call], examples: int) -> None:
-        adapter, dtype, part = self._adapter, self.a.dtype, calls[0].part
-        if any(call.keep is not None for call in calls):
+        """Add the means of inputs and the sums of gradients of each example, over all calls and positions."""
+        adapter, dtype = self._adapter, self.a.dtype
+        if any(call.keep is not None for call in calls) and not adapter.constant_input:
             raise ValueError("padded rows cannot be told apart by approx='reduce'; use approx='expand' with mask()")
-        outputs = [adapter.output_sums(c.gradient(dtype), c.x, examples) for c in calls]
-        self._add_outputs(torch.stack(outputs).sum(0), part)
+        outputs = [
+            c.whole(adapter.of_part(c.part).output_sums(c.gradient(dtype), c.x, examples), adapter) for c in calls
+        ]
+        self._add_outputs(torch.stack(outputs).sum(0), -1)
         if calls[0].again:
             return
-        out = _part(self.a, part)
         if adapter.constant_input:
-            out += examples
+            self.a += examples
         elif adapter.one_hot:
-            raise ValueError("approx='reduce' is not defined for inputs that are indices")
+            self.a += adapter.squared_means([call.x for call in calls if call.x is not None], examples).to(dtype)
         else:
-            sums = [adapter.input_sums(call.x.to(dtype), examples) for call in calls if call.x is not None]
-            means = torch.stack([total for total, _ in sums]).sum(0) / sum(positions for _, positions in sums)
-            self._add_rows(out, means)
-        self._count(examples, part)
+            self._add_rows(self.a, self._mean_inputs(calls, examples))
+        self._count(examples, -1)
+
+    def _mean_inputs(self, calls: list[Call], examples: int) -> Tensor:
+        """Mean of the inputs of each example ``[(Γ,) N, d_in]``, over all calls and positions."""
+        adapter, sums, positions = self._adapter, [], []
+        for call in calls:
+            assert call.x is not None
+            total, count = adapter.of_part(call.part).input_sums(call.x.to(self.a.dtype), examples)
+            sums.append(call.whole(total, adapter))
+            positions.append(call.whole(torch.full_like(total[..., :1], count), adapter))
+        return torch.stack(sums).sum(0) / torch.stack(positions).sum(0).clamp(min=1)
 
 
 class Sampler:

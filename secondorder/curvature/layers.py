@@ -40,6 +40,8 @@ class Adapter(ABC):
         has_bias: Whether the bias is trained; it is the last column of the matrix.
         one_hot: Whether rows a have one entry that is not 0: A is then diagonal, and only :meth:`input_squares` is
             asked for.
+        is_exact: Whether the block is no approximation, so that damping has no factors to be split over.
+        channels_first: Whether the second axis of input and output counts channels.
         positions_are_tokens: Whether positions of an example may be taken as data of their own.
     """
 
@@ -48,6 +50,8 @@ class Adapter(ABC):
     d_out: int
     one_hot: bool = False
     positions_are_tokens: bool = False
+    channels_first: bool = False
+    is_exact: bool = False
     #: Names of the parameters that the layer applies, None for none.
     weight_name: str = "weight"
     bias_name: str | None = "bias"
@@ -60,6 +64,14 @@ class Adapter(ABC):
     def refusal(module: nn.Module) -> str:
         """Why a module of the registered type cannot be covered, in words; empty if it can."""
         return ""
+
+    def of_part(self, part: int) -> Adapter:
+        """The adapter of calls that apply one of the Γ blocks alone; ``part`` is -1 for calls that apply all."""
+        return self
+
+    def sequence_axes(self, x: Tensor) -> tuple[int, int] | None:
+        """Axes of examples and of positions, for an input that always has the same layout; None if it may vary."""
+        return None
 
     @property
     def n_a(self) -> int:
@@ -105,7 +117,11 @@ class Adapter(ABC):
 
     def masked(self, x: Tensor, keep: Tensor) -> Tensor:
         """``x`` with padded rows at 0; ``keep`` has the leading dimensions of the layer's output."""
-        return x * keep.to(x.dtype)[..., None]
+        return torch.where(keep.reshape(*keep.shape, *[1] * (x.dim() - keep.dim())), x, 0.0)
+
+    def squared_means(self, inputs: list[Tensor], examples: int) -> Tensor:
+        """Diagonal of ``Σ_n ā āᵀ`` ``[(Γ,) d_in]``, ā being an example's mean over its calls; for one-hot rows."""
+        raise NotImplementedError(f"{type(self).__name__} has one-hot rows and does not say what their means are")
 
     def pick_examples(
         self, x: Tensor, g: Tensor, kept: int, examples: int, generator: torch.Generator
@@ -162,7 +178,7 @@ class Adapter(ABC):
         """Per-example sums of g over positions ``[(Γ,) N, d_out]``."""
         return self.example_outputs(g, x, examples).sum(-2)
 
-    def input_squares(self, x: Tensor) -> tuple[Tensor, int]:
+    def input_squares(self, x: Tensor) -> tuple[Tensor, int | Tensor]:
         """``Σ a∘a`` over the rows ``[(Γ,) d_in]``, for a diagonal A, and the number of rows."""
         total, count = None, 0
         for rows in self.input_rows(x):
@@ -277,6 +293,8 @@ class ConvAdapter(Adapter):
 
     A row is a patch, ordered (channel, kernel…) as ``weight.flatten(1)`` is; positions are output pixels.
     """
+
+    channels_first = True
 
     def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, has_weight: bool, has_bias: bool) -> None:
         super().__init__(module, has_weight, has_bias)

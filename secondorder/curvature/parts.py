@@ -44,7 +44,11 @@ def parts_of(module: nn.Module, norm_curvature: str) -> tuple[list[Part], str]:
     inner = _linear_parts(module)
     if inner is not None:
         found = [_linear_part(module, part) for part in inner]
-        return [part for part in found if part is not None], "no linear map of the layer applies it"
+        return [part for part in found if part is not None], (
+            f"no linear map of {type(module).__name__} applies it (such as an added key and value)"
+        )
+    if isinstance(module, nn.MultiheadAttention):
+        return [], f"{type(module).__name__} overrides MultiheadAttention.forward"
     kind, reason = find_adapter(module)
     if kind is None:
         return [], reason

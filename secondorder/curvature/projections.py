@@ -92,12 +92,6 @@ class AttentionProjections(nn.Module):
             self.add_module(name, Projection())
 
 
-def linear_parts(module: nn.Module) -> list[Part]:
-    """Parts of a module that shows its linear maps by a method ``linear_parts``; none for any other module."""
-    parts = getattr(module, "linear_parts", None)
-    return parts() if callable(parts) else []
-
-
 def attention_parts(module: nn.MultiheadAttention, projections: AttentionProjections) -> list[Part]:
     """Parts of a multi-head attention that is computed through ``projections``.
 

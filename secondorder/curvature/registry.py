@@ -24,6 +24,7 @@ ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
     nn.BatchNorm1d: norms.BatchNormAdapter,
     nn.BatchNorm2d: norms.BatchNormAdapter,
     nn.BatchNorm3d: norms.BatchNormAdapter,
+    nn.SyncBatchNorm: norms.BatchNormAdapter,
     nn.LayerNorm: norms.LayerNormAdapter,
     nn.RMSNorm: norms.RMSNormAdapter,
     nn.GroupNorm: norms.GroupNormAdapter,

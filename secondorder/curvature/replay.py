@@ -129,7 +129,7 @@ def recorded(module: nn.Module, devices: set[torch.device], *, on: bool = True) 
         module.register_forward_hook(leave),
     ]
     try:
-        with _eager():
+        with eager():
             yield found
     finally:
         for handle in handles:
@@ -248,8 +248,9 @@ def exact_products(
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device=device)
     terms: int | Tensor = 0
     for one in evaluations:
-        tangents = [output_change(module, one, d, at) for d in directions]
-        products = [likelihood.hessian_product(one.outputs, one.targets, t) for t in tangents]
+        wide = torch.promote_types(one.outputs.dtype, torch.float32)
+        tangents = [output_change(module, one, d, at).to(wide) for d in directions]
+        products = [likelihood.hessian_product(one.outputs.to(wide), one.targets, t) for t in tangents]
         rows = [torch.stack([_inner(t, h) for h in products]) for t in tangents]
         total += torch.stack(rows).to(total)
         terms = terms + likelihood.terms(one.outputs, one.targets)
@@ -278,14 +279,14 @@ def _differentiable(autocast: Sequence[tuple[str, bool, torch.dtype]]) -> Iterat
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        stack.enter_context(_eager())
+        stack.enter_context(eager())
         for kind, enabled, dtype in autocast:
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
         yield
 
 
 @contextmanager
-def _eager() -> Iterator[None]:
+def eager() -> Iterator[None]:
     """Run compiled callables eagerly, if anything was compiled in this process."""
     if "torch._dynamo" not in sys.modules:
         yield

@@ -32,6 +32,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.optim.optimizer import ParamsT
 
 from secondorder import linalg, options
@@ -248,7 +249,7 @@ class EKFAC(FactoredOptimizer):
     ) -> None:
         given = locals()
         layer_options = LayerOptions(
-            skip_layers, stagger, warms_up(given), max_failures, tied, norm_curvature, batch_dim, deterministic_seed
+            skip_layers, stagger, warms_up(given), max_failures, tied, norm_curvature, batch_dim
         )
         self._begin_adaptation(
             Adaptation(
@@ -355,7 +356,7 @@ class EKFAC(FactoredOptimizer):
             ready = self.state[block.owner]["refreshes"] > 0
             late = group["transport"] == "recompute" and self._refresh_comes(block)
             scales = self._new_scales(block) if ready and self._scale_is_due(block) and not late else None
-        return EigenSums(factors, scales, late)
+        return EigenSums(block.adapter, factors, scales, group["estimator"] == "intra", late)
 
     def _refresh_comes(self, block: Block) -> bool:
         """Whether this step will refresh the basis of a block, its factors being captured."""
@@ -624,5 +625,9 @@ def _shape(x: Tensor) -> torch.Size:
 def _sweep(pairs: Tensor, sweeps: int) -> Found:
     """Factor over basis ``[k, 2n, n]`` to eigenvalues, basis, order of columns, what is off the diagonal, and ok."""
     factor, basis = pairs.chunk(2, -2)
-    *results, ok = scale.qr_refresh(factor, basis, sweeps)
+    try:
+        *results, ok = scale.qr_refresh(factor, basis, sweeps)
+    except LinAlgError:  # the caller starts anew
+        nothing = torch.zeros_like(factor[..., 0])
+        results, ok = [nothing, basis, nothing.long(), nothing[:, 0]], nothing[:, 0].bool()
     return tuple(results), ok

@@ -210,7 +210,7 @@ class KFAC(FactoredOptimizer):
     ) -> None:
         given = locals()
         layer_options = LayerOptions(
-            skip_layers, stagger, warms_up(given), max_failures, tied, norm_curvature, batch_dim, deterministic_seed
+            skip_layers, stagger, warms_up(given), max_failures, tied, norm_curvature, batch_dim
         )
         self._begin_adaptation(
             Adaptation(
@@ -234,6 +234,8 @@ class KFAC(FactoredOptimizer):
         spec = self.factor_spec(block, group)
         if group["inverse_method"] == "eigen":
             return spec | self.basis_spec(block, group)
+        if all(side.diagonal for side in factors.sides(block.adapter, group["max_factor_dim"])):
+            return spec
         return spec | {"inverse_a": spec["factor_a"], "inverse_g": spec["factor_g"]}
 
     def new_statistic(self, block: Block, group: Group) -> KroneckerSums:
@@ -257,10 +259,13 @@ class KFAC(FactoredOptimizer):
         """``(G ⊗ A + λI)^(-p) vec(∇)``, or its factored form."""
         state, group = self.state[block.owner], block.group
         if group["inverse_method"] == "cholesky":
+            if self._is_entrywise(block):
+                values: Tensor = state["factor_g"][..., :, None] * state["factor_a"][..., None, :]
+                return gradient / (values + self.damping_of(block, values.mean((-2, -1)))[..., None, None])
             return statistics.solve_factored(gradient, state["inverse_a"], state["inverse_g"], self._workspace)
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         damping = self.damping_of(block, values_a.mean(-1) * values_g.mean(-1))
-        if group["damping_split"] == "pi":
+        if group["damping_split"] == "pi" and not block.adapter.is_exact:
             add_a, add_g = statistics.pi_damping(values_a.mean(-1), values_g.mean(-1), damping)
             values_a, values_g = values_a + add_a[..., None], values_g + add_g[..., None]
             damping = torch.zeros_like(damping)
@@ -288,9 +293,13 @@ class KFAC(FactoredOptimizer):
         )
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
-            for side in "ag":
+            for side in "" if self._is_entrywise(block) else "ag":
                 self.adopt(block, f"inverse_{side}", found[block, side][0][0], good)
         return ok
+
+    def _is_entrywise(self, block: Block) -> bool:
+        """Whether both factors are diagonal: then the damped product is too, and needs no inverse of its factors."""
+        return self.is_diagonal(block, "a") and self.is_diagonal(block, "g")
 
     def _damped_factors(self, block: Block) -> tuple[Tensor, Tensor]:
         """``A + π√λ I`` and ``G + √λ/π I``."""
@@ -298,7 +307,10 @@ class KFAC(FactoredOptimizer):
         a, g = state["factor_a"], state["factor_g"]
         flat_a, flat_g = self.is_diagonal(block, "a"), self.is_diagonal(block, "g")
         mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
-        add_a, add_g = statistics.pi_damping(mean_a, mean_g, self.damping_of(block, mean_a * mean_g))
+        damping = self.damping_of(block, mean_a * mean_g)
+        add_a, add_g = (
+            (0 * damping, damping) if block.adapter.is_exact else statistics.pi_damping(mean_a, mean_g, damping)
+        )
         return statistics.add_to_diagonal(a, add_a, flat_a), statistics.add_to_diagonal(g, add_g, flat_g)
 
     def _check_group(self, group: Group) -> None:

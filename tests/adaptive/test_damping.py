@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import KFAC
-from tests.adaptive.tools import Loop, batch, flat, gauss_newton, kfac, mlp
+from tests.adaptive.tools import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
 
 
 def regression() -> tuple[nn.Module, Tensor, Tensor]:
@@ -50,7 +50,7 @@ def test_damping_over_steps_is_that_of_a_restatement(name: str, include: bool) -
         max_damping=0.05, include_damping_in_model=include, likelihood="categorical" if exact else None,
     )  # fmt: skip
     loop, lam, seen = Loop(model, optimizer, x, y, outputs=exact), 0.02, set()
-    for t in range(24):
+    for t in range(15):
         theta, before = flat(model.parameters()), loop.value()
         C = gauss_newton(model, x, y)
         optimizer.step(loop)
@@ -58,7 +58,7 @@ def test_damping_over_steps_is_that_of_a_restatement(name: str, include: bool) -
         if t % 3 == 2:
             delta = flat(model.parameters()) - theta
             if not exact:  # blocks as they were used in this step, over vec([W | b]) row by row
-                C = _in_order(model, [optimizer.dense_curvature(name) for name in optimizer.blocks])
+                C = in_order(model, [optimizer.dense_curvature(name) for name in optimizer.blocks])
             predicted = flat(p.grad for p in model.parameters()) @ delta + 0.5 * delta @ C @ delta
             predicted += include * 0.5 * lam * delta @ delta
             actual = loop.value() - before
@@ -70,17 +70,6 @@ def test_damping_over_steps_is_that_of_a_restatement(name: str, include: bool) -
             seen.add(factor)
         assert damping(optimizer) == pytest.approx(lam, rel=1e-12)
     assert len(seen) > 1  # λ moved in more than one way, or the test says little
-
-
-def _in_order(model: nn.Module, blocks: list[Tensor]) -> Tensor:
-    """A block-diagonal matrix in the order of the parameters."""
-    found, layers = [], [m for m in model.modules() if isinstance(m, nn.Linear)]
-    for layer, block in zip(layers, blocks, strict=True):
-        n, d = layer.out_features, layer.in_features
-        rows = torch.arange(n * (d + 1)).view(n, d + 1)
-        order = torch.cat([rows[:, :d].reshape(-1), rows[:, d]])
-        found.append(block[order][:, order])
-    return torch.block_diag(*found)
 
 
 def test_a_model_of_the_wrong_sign_raises_damping(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +114,29 @@ def test_a_batch_that_is_dropped_raises_damping_once() -> None:
     assert damping(optimizer) == pytest.approx(0.1 / 0.95**2)
     assert loop.calls == 2
     assert optimizer.diagnostics()["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"likelihood": "categorical", "quadratic_model": True}], ids=["plain", "model"]
+)
+def test_a_batch_that_is_dropped_on_the_device(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the host does not know, and the stages run with a closed gate."""
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, momentum=0.9, adaptive_damping=True, damping_interval=2, reject_steps=True, **options)
+
+    def on_device(gradients: dict[nn.Parameter, Tensor]) -> tuple[bool, Tensor]:
+        return True, torch.stack([g.isfinite().all() for g in gradients.values()]).all()
+
+    monkeypatch.setattr(optimizer, "_inspect", on_device)
+    loop = Loop(model, optimizer, x, y, outputs=True)
+    optimizer.step(loop)
+    before, momentum = flat(model.parameters()), flat(optimizer.state[p]["momentum_buffer"] for p in model.parameters())
+    loop.x = x * math.nan
+    optimizer.step(loop)
+    assert torch.equal(flat(model.parameters()), before)
+    assert torch.equal(flat(optimizer.state[p]["momentum_buffer"] for p in model.parameters()), momentum)
+    assert damping(optimizer) == pytest.approx(0.1 / 0.95**2)
+    assert optimizer.diagnostics()["rejected_steps"] == 0
 
 
 def test_no_step_is_no_evidence() -> None:
@@ -221,15 +233,16 @@ def test_one_objective_for_all_groups() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_sum_of_losses_has_the_same_ratio_as_their_mean(exact: bool) -> None:
+@pytest.mark.parametrize("modelled", [True, False])
+def test_a_sum_of_losses_is_treated_as_their_mean(exact: bool, modelled: bool) -> None:
     found = []
     for reduction in ("mean", "sum"):
         torch.manual_seed(0)
         model, (x, y) = mlp(), batch()
-        size = 1.0 if reduction == "mean" else 1 / len(x)  # the same step: the direction of a sum is N times as long
+        lr = 0.5 if reduction == "mean" or modelled else 0.5 / len(x)  # the direction of a sum is N times as long
         optimizer = kfac(
-            model, lr=0.5 * size, loss_reduction=reduction, adaptive_damping=True, damping_interval=2,
-            likelihood="categorical" if exact else None,
+            model, lr=lr, momentum=0.9, loss_reduction=reduction, adaptive_damping=True, damping_interval=2,
+            likelihood="categorical" if exact else None, quadratic_model=modelled, include_damping_in_model=True,
         )  # fmt: skip
 
         def loss(f: Tensor, y: Tensor, reduction: str = reduction) -> Tensor:
@@ -238,8 +251,45 @@ def test_a_sum_of_losses_has_the_same_ratio_as_their_mean(exact: bool) -> None:
         loop = Loop(model, optimizer, x, y, loss, outputs=exact)
         for _ in range(4):
             optimizer.step(loop)
-        found.append(ratio(optimizer))
-    assert found[0] == pytest.approx(found[1], rel=1e-10)
+        found.append((ratio(optimizer), damping(optimizer), flat(model.parameters())))
+    assert found[0][:2] == (pytest.approx(found[1][0], rel=1e-9), found[1][1])
+    torch.testing.assert_close(found[0][2], found[1][2])
+
+
+def test_the_curvature_of_a_sum_needs_a_count() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, loss_reduction="sum", quadratic_model=True)
+    Loop(model, optimizer, x, y)()
+    with pytest.raises(RuntimeError, match=r"needs the number of examples.*call step\(closure\)"):
+        optimizer.step()
+
+
+def test_damping_is_judged_in_the_step_before_a_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what it changes acts on the inverses made next, and both losses are those of one batch."""
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(
+        model, lr=0.1, momentum=0.9, adaptive_damping=True, damping_interval=4, factor_update_steps=4,
+        inv_update_steps=4,
+    )  # fmt: skip
+    events: list[tuple[str, float]] = []
+    refresh = optimizer.refresh
+
+    def watched(blocks: Any, look: bool) -> Tensor:
+        events.append(("refresh", damping(optimizer)))
+        return refresh(blocks, look)
+
+    monkeypatch.setattr(optimizer, "refresh", watched)
+    for step in range(9):
+        loop = Loop(model, optimizer, x + step, y)  # each step has a batch of its own
+        optimizer.step(loop)
+        events.append((f"step {step}, {loop.calls} calls", damping(optimizer)))
+    names = [name for name, _ in events]
+    expected = [f"step {t}, {2 if t % 4 == 3 else 1} calls" for t in range(9)]
+    for place in (8, 4, 0):
+        expected.insert(place, "refresh")
+    assert names == expected
+    values = dict(events)
+    assert values["step 2, 1 calls"] == 0.1 != values["step 3, 2 calls"] == values["step 4, 1 calls"]
 
 
 def test_parameters_without_a_block_count_with_their_gradient() -> None:
@@ -249,7 +299,7 @@ def test_parameters_without_a_block_count_with_their_gradient() -> None:
     before = loop.value()
     optimizer.step(loop)
     delta = flat(model.parameters()) - theta
-    F_block = _in_order(model[0], [optimizer.dense_curvature("0")])
+    F_block = in_order(model[0], [optimizer.dense_curvature("0")])
     predicted = flat(p.grad for p in model.parameters()) @ delta + 0.5 * delta[:20] @ F_block @ delta[:20]
     assert ratio(optimizer) == pytest.approx((loop.value() - before) / float(predicted), rel=1e-9)
 

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
-from tests.adaptive.tools import Loop, batch, flat, gauss_newton, kfac, mlp
+from secondorder.curvature.likelihood import Gaussian
+from tests.adaptive.tools import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
 
 
 def squares(f: Tensor, y: Tensor) -> Tensor:
@@ -27,8 +28,6 @@ def modelled(optimizer: KFAC) -> tuple[float, float]:
 def test_on_a_quadratic_with_its_own_curvature_the_step_is_newtons(monkeypatch: pytest.MonkeyPatch) -> None:
     """With V = C⁻¹∇ the model leaves the step as it is, α = −1 and μ = 0, and the first one ends at the minimum."""
     model, x, y = nn.Linear(3, 2).double(), torch.randn(9, 3).double(), torch.randn(9, 2).double()
-    from secondorder.curvature.likelihood import Gaussian
-
     optimizer = kfac(model, quadratic_model=True, momentum=0.9, likelihood=Gaussian(variance=1.0), damping=1e-30)
     a = torch.cat([x, torch.ones(9, 1).double()], 1)
     A = a.mT @ a / 9  # C = I ⊗ A
@@ -74,17 +73,6 @@ def test_coefficients_and_step_are_those_of_a_dense_solve(
         torch.testing.assert_close(delta, lr * torch.tensor(found) @ D, rtol=1e-7, atol=1e-12)
         previous = delta / lr
         assert loop.calls == t + 1
-
-
-def in_order(model: nn.Module, blocks: list[Tensor]) -> Tensor:
-    """A block-diagonal matrix in the order of the parameters."""
-    found, layers = [], [m for m in model.modules() if isinstance(m, nn.Linear)]
-    for layer, block in zip(layers, blocks, strict=True):
-        n, d = layer.out_features, layer.in_features
-        rows = torch.arange(n * (d + 1)).view(n, d + 1)
-        order = torch.cat([rows[:, :d].reshape(-1), rows[:, d]])
-        found.append(block[order][:, order])
-    return torch.block_diag(*found)
 
 
 def test_several_dampings_enter_each_for_its_own_group() -> None:

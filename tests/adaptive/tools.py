@@ -87,3 +87,14 @@ def gauss_newton(model: nn.Module, x: Tensor, y: Tensor, loss: Callable[..., Ten
     model = copy.deepcopy(model)  # a copy has no taps, which would refuse these backwards
     J = jacobian(model, x)
     return J.mT @ output_hessian(loss, model(x), y) @ J
+
+
+def in_order(model: nn.Module, blocks: list[Tensor]) -> Tensor:
+    """A block-diagonal matrix in the order of the parameters."""
+    found, layers = [], [m for m in model.modules() if isinstance(m, nn.Linear)]
+    for layer, block in zip(layers, blocks, strict=True):
+        n, d = layer.out_features, layer.in_features
+        rows = torch.arange(n * (d + 1)).view(n, d + 1)
+        order = torch.cat([rows[:, :d].reshape(-1), rows[:, d]])
+        found.append(block[order][:, order])
+    return torch.block_diag(*found)

@@ -288,6 +288,83 @@ def test_tied_weights(approx):
     assert_close(V, solve_exact(expected["first"][1], expected["first"][0], gradient, 1e-2), 1e-8)
 
 
+class Attentive(nn.Module):
+    """torch's attention, which calls none of its linear maps as modules; or the same from layers that are called."""
+
+    def __init__(self, plain: bool, batch_first: bool, weights: bool) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+        self.head = nn.Linear(4, 3)
+        self.plain, self.batch_first, self.weights = plain, batch_first, weights
+        if plain:
+            self.maps = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+            values = zip(self.attention.in_proj_weight.chunk(3), self.attention.in_proj_bias.chunk(3), strict=True)
+            out = self.attention.out_proj
+            with torch.no_grad():
+                for layer, (weight, bias) in zip(self.maps, [*values, (out.weight, out.bias)], strict=True):
+                    layer.weight.copy_(weight)
+                    layer.bias.copy_(bias)
+
+    def forward(self, x):
+        if self.plain:
+            q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in self.maps[:3])
+            z = self.maps[3]((torch.softmax(q @ k.mT / 2**0.5, -1) @ v).transpose(1, 2).flatten(2))
+        else:
+            x = x if self.batch_first else x.transpose(0, 1)
+            z, _ = self.attention(x, x, x, need_weights=self.weights)
+            z = z if self.batch_first else z.transpose(0, 1)
+        return self.head(z.mean(1))
+
+
+@approximations
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("weights", [True, False], ids=["weights", "no weights"])
+@pytest.mark.filterwarnings("error")
+def test_multihead_attention(approx, batch_first, weights):
+    """Query, key and value are three pairs of factors of one block."""
+    x, y = noise(6, 5, 4), vectors()[1]
+    names = ["maps.0", "maps.1", "maps.2", "maps.3", "head"]
+    plain = seeded_build(lambda: Attentive(True, batch_first, weights))
+    *triple, out, head = expected_factors(plain, x, y, F.cross_entropy, names, approx).values()
+    model = seeded_build(lambda: Attentive(False, batch_first, weights))
+    opt = plain_kfac(model, lr=0.01, damping=0.1, approx=approx)
+    assert set(opt.blocks) == {"attention.in_proj", "attention.out_proj", "head"}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train_step(opt, model, x, y, F.cross_entropy)
+    state = opt.state[model.attention.in_proj_weight]
+    held = {name: held_factors(opt, model, name) for name in ("attention.out_proj", "head")}
+    assert_factors(held, {"attention.out_proj": out, "head": head})
+    stacked = tuple(torch.stack(pair) for pair in zip(*triple, strict=True))
+    assert_factors({"": (state["factor_a"], state["factor_g"])}, {"": stacked})
+    for _ in range(3):
+        train_step(opt, model, x, y, F.cross_entropy)
+    for n, p in model.named_parameters():
+        assert torch.isfinite(p).all()
+        assert not torch.equal(p, before[n]), n
+
+
+@pytest.mark.filterwarnings("error")
+def test_normalisation_layers():
+    """Each unit has the second moment of what every example wants of its gain and shift, 2 × 2, and nothing else."""
+    model, (x, y) = seeded_build(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.LayerNorm(6))), vectors()
+    model.append(nn.Linear(6, 3, dtype=torch.float64))
+    with torch.no_grad():
+        z = model[0](x)
+        normal = {1: (z - z.mean(0)) / (z.var(0, unbiased=False) + model[1].eps) ** 0.5}
+        normal[2] = F.layer_norm(normal[1], (6,))  # gain 1 and shift 0 so far
+    expected = {}
+    for index, inputs in normal.items():
+        params, rows = (model[index].weight, model[index].bias), []
+        for row, target in zip(inputs, y, strict=True):
+            value = F.cross_entropy(model[index + 1 :](params[0] * row + params[1]), target)
+            rows.append(torch.stack(torch.autograd.grad(value, params)))  # [2, C]
+        expected[str(index)] = torch.ones(6, 1, 1).double(), torch.einsum("nic,njc->cij", *[torch.stack(rows)] * 2) / 6
+    opt = plain_kfac(model)
+    assert set(opt.blocks) == {"0", "1", "2", "3"}
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_factors({name: held_factors(opt, model, name) for name in expected}, expected)
+
+
 def test_two_losses_from_two_forwards():
     """As in training a discriminator: forward, forward, backward, backward. N is the examples of both forwards."""
     (xa, ya), (xb, yb) = vectors(4), vectors(2, seed=1)

@@ -32,21 +32,26 @@ def pair_up(method: Method, variant: Variant, task: Task) -> bool:
     return method.layerwise or variant is method.variants[0] or task is CNN
 
 
+def variants(methods: list[Method], needed: set[str]) -> list[tuple[Method, Variant]]:
+    """Every variant that leaves room for the keywords that a test needs."""
+    return [(method, variant) for method in methods for variant in method.variants if not needed & variant.excludes]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    needed = [keyword for mark in metafunc.definition.iter_markers("option") for keyword in mark.args]
+    needed = {keyword for mark in metafunc.definition.iter_markers("option") for keyword in mark.args}
     methods: list[Method] = [method for method in METHODS if method.accepts(*needed)]
     rules = metafunc.definition.get_closest_marker("rules")
     if rules is not None:
-        known = [(m, name) for m in methods for name, rule in rules.args[0].items() if m.accepts(*keywords_of(rule))]
+        known = [(m, name) for m in methods for name, rule in rules.args[0].items() if m.knows(keywords_of(rule))]
         metafunc.parametrize(("method", "rule"), known, ids=[f"{method.name}-{name}" for method, name in known])
     elif {"variant", "task"} <= set(metafunc.fixturenames):
-        triples = [(m, v, task) for m in methods for v in m.variants for task in TASKS if pair_up(m, v, task)]
+        triples = [(m, v, task) for m, v in variants(methods, needed) for task in TASKS if pair_up(m, v, task)]
         metafunc.parametrize(
             ("method", "variant", "task"), triples, ids=[f"{m.name}-{v.name}-{task.name}" for m, v, task in triples]
         )
         return
     elif "variant" in metafunc.fixturenames:
-        pairs = [(method, variant) for method in methods for variant in method.variants]
+        pairs = variants(methods, needed)
         metafunc.parametrize(("method", "variant"), pairs, ids=[f"{m.name}-{v.name}" for m, v in pairs])
     elif "method" in metafunc.fixturenames:
         metafunc.parametrize("method", methods, ids=[method.name for method in methods])

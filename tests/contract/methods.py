@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from secondorder import GGT, KFAC, MFAC, LowRank, SparseMFAC, TopK
+from secondorder import EKFAC, GGT, KFAC, MFAC, LowRank, SparseMFAC, TopK
 from tests.contract import storages
-from tests.contract.storages import Factored, Sizes, Sparse, Storage, bases, kronecker, squares
+from tests.contract.storages import Factored, Sizes, Sparse, Storage, bases, entries, kronecker, squares
 from tests.contract.tasks import covered_layers
 
 Units = Callable[[nn.Module], dict[str, list[str]]]
@@ -33,23 +33,27 @@ class Variant:
         keywords: What makes the choice.
         owner_state: State keys of the parameter that owns a block, beyond those that every parameter has.
         sizes: By kind of `memory_usage()`: the numbers of bytes that are right for a model of some dtype.
+        lacking: State keys that the owner of a block has no use for, by the layer of the block.
         own_state: State keys of a covered parameter, whether it owns a block or not.
         dtypes: By state key: the dtype that it has, from that of the computation.
         units: Names of the parameters that share one block, the owner first; by a name of the block.
         heavy_ball: Whether momentum runs over directions (and not over gradients).
         lingers: Whether a gradient of zero may move a parameter: by what earlier gradients left unsent, or by momentum
             over gradients.
+        excludes: Keywords that the choice leaves no room for.
     """
 
     name: str
     keywords: Mapping[str, Any]
     owner_state: frozenset[str]
     sizes: Sizes
+    lacking: Callable[[nn.Module], set[str]] = lambda layer: set()
     own_state: Callable[[Tensor], set[str]] = lambda parameter: set()
     dtypes: Callable[[torch.dtype], Mapping[str, torch.dtype]] = lambda compute: {}
     units: Units = covered_layers
     heavy_ball: bool = True
     lingers: bool = False
+    excludes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Method:
         apart: Settings under which every group has blocks of its own, so that its options may differ.
         partial: Kinds of checkpoints that leave curvature out.
         leave_out: Settings that leave some parameters of every task to the fallback: see `left_out`.
+        foreign: Values of keywords that other methods know and this one does not.
     """
 
     name: str
@@ -81,9 +86,14 @@ class Method:
     apart: Mapping[str, Any] = field(default_factory=dict)
     partial: tuple[str, ...] = ("factors", "none")
     leave_out: Mapping[str, Any] = field(default_factory=dict)
+    foreign: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def accepts(self, *keywords: str) -> bool:
         return set(keywords) <= inspect.signature(self.cls).parameters.keys()
+
+    def knows(self, rule: Mapping[str, Any]) -> bool:
+        """Whether there are such keywords, with values of the same meaning."""
+        return self.accepts(*rule) and not any(value in self.foreign.get(key, ()) for key, value in rule.items())
 
     def build(self, model: nn.Module, params: Any = None, **keywords: Any) -> Any:
         """The optimizer of a model: from the module itself, or from `params` with `module=` where it needs one."""
@@ -113,19 +123,52 @@ class Method:
 # Layer methods
 # ---------------------------------------------------------------------------------------------------------------------
 
-_COUNTERS = {"factor_updates", "refreshes"}
-_FACTORS = {"factor_a", "factor_g", "factor_weight"} | _COUNTERS
+_COUNTERS = {"factor_updates", "refreshes", "scale_updates"}
+_WEIGHTS = {"factor_weight", "scale_weight"}
+_FACTORS = {"factor_a", "factor_g", "factor_weight", "factor_updates", "refreshes"}
 _EIGEN = frozenset(_FACTORS | {"basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"})
 _CHOLESKY = frozenset(_FACTORS | {"inverse_a", "inverse_g"})
+_SCALED = _EIGEN | {"scale", "scale_weight", "scale_updates"}
 _KFAC_EIGEN = kronecker({"factors": squares, "second_order": bases})
 _KFAC_CHOLESKY = kronecker({"factors": squares, "second_order": squares})
+_EKFAC = kronecker({"factors": squares, "second_order": bases, "scale": entries})
 
 
-def _layer_variant(name: str, keywords: Mapping[str, Any], state: frozenset[str], sizes: Sizes) -> Variant:
+def _layer_variant(
+    name: str, keywords: Mapping[str, Any], state: frozenset[str], sizes: Sizes, *, over_gradients: bool = False
+) -> Variant:
+    """A variant of a layer method.
+
+    Args:
+        name: In the ids of the tests.
+        keywords: What makes the choice.
+        state: State keys of the parameter that owns a block.
+        sizes: By kind of `memory_usage()`: the numbers of bytes.
+        over_gradients: Whether momentum runs over the gradients of blocks, instead of their directions.
+    """
+    own = {"gradient_momentum"} if over_gradients else set()
+
     def dtypes(compute: torch.dtype) -> dict[str, torch.dtype]:
-        return {**dict.fromkeys(state - _COUNTERS, compute), "factor_weight": torch.float64}
+        keys = state - _COUNTERS | own
+        return {**dict.fromkeys(keys, compute), **dict.fromkeys(keys & _WEIGHTS, torch.float64)}
 
-    return Variant(name, keywords, state, sizes, dtypes=dtypes)
+    return Variant(
+        name,
+        keywords,
+        state,
+        sizes,
+        _lacking,
+        own_state=lambda parameter: own,
+        dtypes=dtypes,
+        heavy_ball=not over_gradients,
+        lingers=over_gradients,
+        excludes=frozenset({"graft", "inner", "nesterov"} if over_gradients else ()),
+    )
+
+
+def _lacking(layer: nn.Module) -> set[str]:
+    """The eigenvectors of a diagonal factor are those of the identity."""
+    return {"basis_a"} if isinstance(layer, nn.Embedding) else set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,6 +218,7 @@ _WINDOWED: dict[str, Any] = {
     "apart": {"partition": "group"},
     "partial": ("none",),
     "leave_out": {"skip_biases": True},
+    "foreign": {"momentum_mode": ("post",)},
 }
 # blocks of 8, so that the tiny parameters have full blocks, short ones, or both
 _FEW, _FEWER = TopK(density=0.3, block_size=8), TopK(density=0.2, block_size=8)
@@ -191,6 +235,27 @@ METHODS = (
         ),
         landmark="factor_a",
         eager={"factor_update_steps": 1},
+    ),
+    Method(
+        "ekfac",
+        EKFAC,
+        {"lr": 0.05, "momentum": 0.9, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4},
+        variants=(
+            _layer_variant("intra", {}, _SCALED, _EKFAC),
+            _layer_variant("running", {"estimator": "running"}, _SCALED, _EKFAC),
+            _layer_variant(
+                "pre",
+                # ε far above rounding, which it would amplify as Adam's does
+                {"estimator": "running", "momentum_mode": "pre", "power": 0.5, "fallback_eps": 1e-3},
+                _SCALED,
+                _EKFAC,
+                over_gradients=True,
+            ),
+            _layer_variant("qr", {"basis_update": "qr"}, _SCALED | {"off_diagonal"}, _EKFAC),
+        ),
+        landmark="scale",
+        eager={"factor_update_steps": 1},
+        foreign={"momentum_mode": ("heavy_ball", "ema"), "fisher": ("forward_only",)},
     ),
     Method(
         "mfac",

@@ -10,12 +10,16 @@ from tests.contract.tasks import Task, assert_identical, displacements, train, v
 
 pytestmark = pytest.mark.option("momentum_mode")
 
+MODES = {mode: {"momentum_mode": mode} for mode in ("heavy_ball", "ema", "pre", "post")}
+OVER_DIRECTIONS = {mode: MODES[mode] for mode in ("heavy_ball", "ema", "post")}
 
-@pytest.mark.parametrize(("mode", "share"), [("heavy_ball", 1.0), ("ema", 0.75)])
-def test_momentum_over_directions(method: Method, mlp: Task, mode: str, share: float) -> None:
+
+@pytest.mark.rules(OVER_DIRECTIONS)
+def test_momentum_over_directions(method: Method, mlp: Task, rule: str) -> None:
+    share = 0.75 if rule == "ema" else 1.0
     model, twin = mlp.model(), mlp.model()
     plain = method.build(model, **method.bare())
-    heavy = method.build(twin, **method.bare(momentum=0.25, momentum_mode=mode))
+    heavy = method.build(twin, **method.bare(momentum=0.25, momentum_mode=rule))
     sent = {name: torch.zeros_like(value) for name, value in values(model).items()}
     for direction, moved in zip(displacements(model, plain, mlp, 6), displacements(twin, heavy, mlp, 6), strict=True):
         for name, value in direction.items():
@@ -23,12 +27,12 @@ def test_momentum_over_directions(method: Method, mlp: Task, mode: str, share: f
             torch.testing.assert_close(moved[name], sent[name], rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("mode", ["ema", "pre"])
-def test_without_momentum_the_mode_is_of_no_account(method: Method, mlp: Task, mode: str) -> None:
+@pytest.mark.rules(MODES)
+def test_without_momentum_the_mode_is_of_no_account(method: Method, mlp: Task, rule: str) -> None:
     results = []
-    for chosen in ("heavy_ball", mode):
+    for chosen in ({}, MODES[rule]):
         model = mlp.model()
-        train(model, method.build(model, momentum=0.0, momentum_mode=chosen), mlp, 6)
+        train(model, method.build(model, momentum=0.0, **chosen), mlp, 6)
         results.append(values(model))
     assert_identical(results[1], results[0])
 
@@ -37,16 +41,19 @@ def test_momentum_over_gradients_has_no_buffer_of_directions(method: Method, mlp
     model = mlp.model()
     optimizer = method.build(model, momentum=0.5, momentum_mode="pre")
     train(model, optimizer, mlp, 2)
-    assert all("momentum_buffer" not in state for state in optimizer.state.values())
-    assert all("gradient_momentum" in state for state in optimizer.state.values())
+    for name, parameter in model.named_parameters():
+        covered = name in method.covered(model)
+        assert ("gradient_momentum" in optimizer.state[parameter]) == covered
+        assert ("momentum_buffer" in optimizer.state[parameter]) == (not covered)
     assert optimizer.memory_usage()["momentum"] == 8 * sum(p.numel() for p in model.parameters())
 
 
 def test_first_direction_of_an_average_is_the_gradients_share(method: Method, mlp: Task) -> None:
-    """v ← μv + (1 - μ)g, without correction for the start; a direction is linear in what is sent."""
+    """v ← μv + (1 - μ)g, which a layer method corrects for its start; a direction is linear in what is sent."""
     model, twin = mlp.model(), mlp.model()
     plain = method.build(model, **method.bare())
     averaged = method.build(twin, **method.bare(momentum=0.75, momentum_mode="pre"))
     (direction,), (moved,) = displacements(model, plain, mlp, 1), displacements(twin, averaged, mlp, 1)
     for name, value in direction.items():
-        torch.testing.assert_close(moved[name], 0.25 * value, rtol=1e-9, atol=1e-13)
+        share = 1.0 if method.layerwise else 0.25
+        torch.testing.assert_close(moved[name], share * value, rtol=1e-9, atol=1e-13)

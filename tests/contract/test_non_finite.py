@@ -13,7 +13,10 @@ import torch
 from tests.contract.methods import Method, Variant
 from tests.contract.tasks import Task, assert_changed, assert_identical, backward, train, values
 
-KEPT = ("step", "momentum_buffer", "exp_avg", "exp_avg_sq", "factor_a", "factor_g", "factor_weight")
+KEPT = (
+    "step", "momentum_buffer", "gradient_momentum", "exp_avg", "exp_avg_sq", "factor_a", "factor_g", "factor_weight",
+    "scale", "scale_weight",
+)  # fmt: skip
 RULES: dict[str, dict[str, Any]] = {
     "momentum": {},
     "decay": {"weight_decay": 0.1, "decoupled_weight_decay": True},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 
 import pytest
@@ -13,6 +14,37 @@ from tests.contract.methods import Method
 from tests.contract.tasks import Task
 
 POSITIONAL = ("params", "lr", "momentum")
+
+
+LAYERWISE_CHOICES = {
+    "fisher": "empirical",
+    "fisher_samples": 1,
+    "approx": "expand",
+    "power": 1.0,
+    "norm_curvature": "unit",
+    "tied": None,
+    "batch_dim": 0,
+    "weighting": "samples",
+    "burnin_steps": 0,
+    "decay_per_step": False,
+    "factor_batch_size": None,
+    "factor_positions": None,
+    "weight_decay_in_curvature": False,
+    "adaptive_damping": False,
+    "include_damping_in_model": False,
+    "reject_steps": False,
+    "quadratic_model": False,
+    "likelihood": None,
+    "calibrate_damping": False,
+    "estimator": "intra",
+    "scale_decay": None,
+    "scale_update_steps": 1,
+    "scale_batch_size": None,
+    "token_is_example": False,
+    "transport": "project",
+    "basis_update": "eigh",
+    "momentum_mode": "post",
+}
 
 
 def parameters(method: Method) -> list[inspect.Parameter]:
@@ -78,7 +110,9 @@ def test_first_choices_are_the_defaults(method: Method) -> None:
         "deterministic_seed": 0,
         "checkpoint_curvature": "all",
     }
-    if not method.layerwise:
+    if method.layerwise:
+        expected |= LAYERWISE_CHOICES
+    else:
         expected["damping_mode"] = "absolute"
     if method.cls.__name__.startswith("Sparse"):
         expected["compression"] = defaults["compression"]
@@ -101,9 +135,26 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
         "lr", "momentum", "nesterov", "weight_decay", "decoupled_weight_decay", "maximize", "damping", "factor_decay",
         "factor_update_steps", "inv_update_steps", "kl_clip", "fallback", "fallback_lr", "fallback_betas",
         "fallback_eps", "clip_norm", "clip_value", "window_size", "damping_mode", "scale", "solver", "momentum_mode",
-        "weight_decay_mode", "eps", "betas", "sgd_weight", "bias_correction", "graft", "inner",
+        "weight_decay_mode", "eps", "betas", "sgd_weight", "bias_correction", "graft", "inner", "approx", "power",
+        "loss_reduction", "loss_terms", "max_factor_dim", "weighting", "burnin_steps", "decay_per_step",
+        "factor_batch_size", "factor_positions", "weight_decay_in_curvature", "estimator", "scale_decay",
+        "scale_update_steps", "scale_batch_size", "token_is_example", "transport", "basis_update", "full_every",
+    }  # fmt: skip
+    once = {
+        "fisher", "fisher_samples", "norm_curvature", "tied", "batch_dim", "stagger", "refresh_warmup", "skip_layers",
+        "max_failures", "adaptive_damping", "damping_interval", "min_damping", "max_damping", "reject_steps",
+        "include_damping_in_model", "quadratic_model", "likelihood", "calibrate_damping",
     }  # fmt: skip
     assert {key for key in changing if method.accepts(key)} <= group.keys()
+    assert not once & group.keys()
+
+
+@pytest.mark.option("skip_layers")
+def test_every_keyword_of_a_layer_method_is_described_and_placed(method: Method) -> None:
+    """One that is new must be given a default above, a row in the errors of `test_errors.py`, and a place."""
+    text = method.cls.__doc__
+    for parameter in parameters(method):
+        assert re.search(rf"^ +{parameter.name}: ", text, re.MULTILINE), parameter.name
 
 
 def test_step_takes_a_closure_only(method: Method) -> None:

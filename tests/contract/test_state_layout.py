@@ -50,11 +50,12 @@ def test_keys_per_parameter(method: Method, variant: Variant, task: Task) -> Non
     model = task.model()
     optimizer = method.build(model, **variant.keywords)
     for index, (name, parameter) in enumerate(model.named_parameters()):
-        expected = {"step"} | ({"momentum_buffer"} if variant.heavy_ball else set())
+        heavy_ball = variant.heavy_ball or name not in method.covered(model)
+        expected = {"step"} | ({"momentum_buffer"} if heavy_ball else set())
         if index == 0:
             expected.add("global_step")
         if name in owners(variant, model):
-            expected |= variant.owner_state
+            expected |= variant.owner_state - variant.lacking(model.get_submodule(name.rpartition(".")[0]))
         if name in method.covered(model):
             expected |= variant.own_state(parameter)
         assert optimizer.state[parameter].keys() == expected, name
@@ -105,17 +106,21 @@ def test_curvature_is_at_least_single_precision(
 
 @pytest.mark.option("factor_decay")
 def test_factor_shapes(method: Method, variant: Variant) -> None:
-    """Homogeneous inputs: one more row and column where there is a trainable bias; a batch of factors per group."""
+    """Homogeneous inputs: one more row and column where there is a trainable bias; a batch of factors per group.
+
+    Every unit of a norm layer is a group; the factor of an index is a diagonal.
+    """
     model = nn.Sequential(
-        nn.Conv2d(4, 6, 3, groups=2), nn.Conv2d(6, 4, 2, bias=False), nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2)
-    )
+        nn.Conv2d(4, 6, 3, groups=2), nn.Conv2d(6, 4, 2, bias=False), nn.Flatten(), nn.Linear(4, 3), nn.Linear(3, 2),
+        nn.BatchNorm1d(5), nn.LayerNorm(4, bias=False), nn.Embedding(7, 2),
+    )  # fmt: skip
     model[4].bias.requires_grad_(False)
     optimizer = method.build(model, **variant.keywords)
-    expected = {0: (2, 19, 3), 1: (24, 4), 3: (5, 3), 4: (3, 2)}
-    for layer, (*batch, n_a, n_g) in expected.items():
+    dense = {0: (2, 19, 3), 1: (24, 4), 3: (5, 3), 4: (3, 2), 5: (5, 1, 2), 6: (4, 1, 1)}
+    expected = {layer: ((*batch, n_a, n_a), (*batch, n_g, n_g)) for layer, (*batch, n_a, n_g) in dense.items()}
+    for layer, shapes_of_both in {**expected, 7: ((7,), (2, 2))}.items():
         state = optimizer.state[model[layer].weight]
-        assert state["factor_a"].shape == (*batch, n_a, n_a)
-        assert state["factor_g"].shape == (*batch, n_g, n_g)
+        assert (state["factor_a"].shape, state["factor_g"].shape) == shapes_of_both
 
 
 @pytest.mark.option("factor_decay")

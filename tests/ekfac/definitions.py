@@ -94,7 +94,9 @@ def exact_fisher(G: Tensor) -> Tensor:
 
 def joint_basis(Q_B: Tensor, Q_A: Tensor) -> Tensor:
     """Q_B ⊗ Q_A of every group along the diagonal."""
-    return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(Q_B), grouped(Q_A), strict=True)))
+    return torch.block_diag(
+        *(torch.kron(b.contiguous(), a.contiguous()) for b, a in zip(grouped(Q_B), grouped(Q_A), strict=True))
+    )
 
 
 def scales(G: Tensor, Q_B: Tensor, Q_A: Tensor) -> Tensor:
@@ -167,39 +169,64 @@ def curvature_gradients(model: nn.Module, name: str, x: Tensor, likelihood: str)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def eigenbasis(X: Tensor) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh(grouped(X))
+def eigenbasis(X: Tensor, limit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors; those of the diagonal in the order of the axes where the matrix is above the limit."""
+    X = grouped(X)
+    if limit is not None and X.shape[-1] > limit:
+        return X.diagonal(dim1=-2, dim2=-1), torch.eye(X.shape[-1], dtype=X.dtype).expand_as(X)
+    values, vectors = torch.linalg.eigh(X)
     return values.clamp(min=0), vectors
 
 
 class Reference:
-    """The estimate of one layer after any sequence of due and other steps; ``operator()`` does not see signs."""
+    """The estimate of one layer after any sequence of due and other steps; ``operator()`` does not see signs.
 
-    def __init__(self, name: str, factor_decay: float = 0.95, scale_decay: float | None = None) -> None:
-        self.name, self.factor_decay = name, factor_decay
+    Rows are projected when they are seen, so ``"intra"`` measures in the basis that a step starts with. The mean
+    gradient is projected when the direction is, so ``"running"`` measures in the basis that a step ends with.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        factor_decay: float = 0.95,
+        scale_decay: float | None = None,
+        estimator: str = "intra",
+        weighting: str = "samples",
+        limit: int | None = None,
+    ) -> None:
+        self.limit = limit  # above it a side keeps the diagonal of its factor
+        self.name, self.factor_decay, self.estimator, self.weighting = name, factor_decay, estimator, weighting
         self.scale_decay = factor_decay if scale_decay is None else scale_decay
         self.A = self.B = self.Q_A = self.Q_B = self.s = None
         self.W = self.W_s = 0.0
 
     def step(self, plain: nn.Module, x: Tensor, y: Tensor, loss: Loss, due: str = "fsr") -> None:
-        """``due`` has the letters of what happens: f(actors), s(cales), r(efresh); in this order."""
-        n = len(x)
+        """``due`` has the letters of what happens: f(actors), s(cales), r(efresh)."""
+        weight = len(x) if self.weighting == "samples" else 1
         if "f" in due:
             A, B = expected_factors(plain, x, y, loss, names=[self.name])[self.name]
-            self.W = self.factor_decay * self.W + n
-            self.A = A if self.A is None else self.A + n / self.W * (A - self.A)
-            self.B = B if self.B is None else self.B + n / self.W * (B - self.B)
-        if "s" in due and self.Q_A is not None:
-            batch = scales(layer_gradients(plain, self.name, x, y, loss), self.Q_B, self.Q_A)
-            self.W_s = self.scale_decay * self.W_s + n
-            self.s = self.s + n / self.W_s * (batch - self.s)  # the first one replaces the placeholder
-        if "r" in due:
-            self.refresh()
+            self.W = self.factor_decay * self.W + weight
+            self.A = A if self.A is None else self.A + weight / self.W * (A - self.A)
+            self.B = B if self.B is None else self.B + weight / self.W * (B - self.B)
+        order = "sr" if self.estimator == "intra" else "rs"
+        for what in order:
+            if what in due:
+                self.refresh() if what == "r" else self.measure(plain, x, y, loss, weight)
+
+    def measure(self, plain: nn.Module, x: Tensor, y: Tensor, loss: Loss, weight: float) -> None:
+        if self.Q_A is None:
+            return
+        G = layer_gradients(plain, self.name, x, y, loss)
+        if self.estimator == "running":
+            G = len(x) ** 0.5 * G.mean(0, keepdim=True)
+        self.W_s = self.scale_decay * self.W_s + weight
+        # the first one has a share of 1: nothing of the placeholder is left
+        self.s = self.s + weight / self.W_s * (scales(G, self.Q_B, self.Q_A) - self.s)
 
     def refresh(self) -> None:
         old = None if self.Q_A is None else self.operator()
-        values_a, self.Q_A = eigenbasis(self.A)
-        values_b, self.Q_B = eigenbasis(self.B)
+        values_a, self.Q_A = eigenbasis(self.A, self.limit)
+        values_b, self.Q_B = eigenbasis(self.B, self.limit)
         start = values_b[..., :, None] * values_a[..., None, :]
         self.s = start if old is None else diagonal_in(old, self.Q_B, self.Q_A, start)
 
@@ -216,14 +243,14 @@ class Whitening:
         self.t = 0
 
     def direction(self, gradient: Tensor, Q_B: Tensor, Q_A: Tensor) -> Tensor:
-        """The second moment of this gradient is taken in the last basis, then moved to this one."""
+        """``Q_B``, ``Q_A`` are those of this step: v moves to them before this gradient is squared in them."""
         self.t += 1
         if self.m is None:
             self.m, self.v = torch.zeros_like(gradient), torch.zeros_like(gradient)
             self.Q_B, self.Q_A = Q_B, Q_A
         self.m = self.beta1 * self.m + (1 - self.beta1) * gradient
-        self.v = self.beta2 * self.v + (1 - self.beta2) * (self.Q_B.mT @ gradient @ self.Q_A) ** 2
         self.v = diagonal_in(operator(self.Q_B, self.v, self.Q_A), Q_B, Q_A, self.v)
+        self.v = self.beta2 * self.v + (1 - self.beta2) * (Q_B.mT @ gradient @ Q_A) ** 2
         self.Q_B, self.Q_A = Q_B, Q_A
         m, v = self.m / (1 - self.beta1**self.t), self.v / (1 - self.beta2**self.t)
         return Q_B @ ((Q_B.mT @ m @ Q_A) / (v.sqrt() + self.eps)) @ Q_A.mT

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.ekfac.definitions import (
     exact_blocks,
     exact_fisher,
+    example_gradients,
     layer_gradients,
     operator,
     scales,
@@ -294,6 +296,54 @@ def test_dense_curvature_of_an_embedding_is_in_the_order_of_its_weight():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Attention, sequences first
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, first: bool = False) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(4, 2, batch_first=not first)
+        self.head, self.first = nn.Linear(4, 3), first
+
+    def forward(self, x):
+        z = self.attn(x, x, x, need_weights=False)[0]
+        return self.head(z.mean(0 if self.first else 1))
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["batch first", "sequence first"])
+def test_each_projection_of_attention_has_scales_of_its_own(first):
+    model, plain = seeded_build(lambda: Attention(first)), seeded_build(Attention)
+    x, y = noise(5, 3, 4), labels(5, 3)
+    options = {"batch_dim": 1} if first else {}
+    opt = measured(model, x.transpose(0, 1) if first else x, y, F.cross_entropy, **options)
+    found = example_gradients(plain, x, y, F.cross_entropy)
+    joined = torch.cat([found["attn.in_proj_weight"], found["attn.in_proj_bias"][..., None]], -1).unflatten(1, (3, 4))
+    state = opt.state[model.attn.in_proj_weight]
+    assert_close(state["scale"], scales(joined, state["basis_g"], state["basis_a"]), 1e-9)
+    assert_definition(opt, model, plain, x, y, F.cross_entropy, ["attn.out_proj", "head"])
+
+
+class Sequence(nn.Module):
+    """Time on the first axis inside; ``first``: of its input too."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.inner, self.outer, self.first = nn.Linear(3, 4), nn.Linear(4, 3), first
+
+    def forward(self, x):
+        x = x if self.first else x.transpose(0, 1)
+        return self.outer(torch.tanh(self.inner(x))).mean(0)
+
+
+def test_examples_on_the_second_axis():
+    model, plain = seeded_build(lambda: Sequence(True)), seeded_build(lambda: Sequence(False))
+    x, y = noise(5, 4, 3), labels(5, 3)
+    opt = measured(model, x.transpose(0, 1), y, F.cross_entropy, batch_dim=1)
+    assert_definition(opt, model, plain, x, y, F.cross_entropy)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Norm layers
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -404,10 +454,10 @@ def test_parts_of_the_examples_are_unbiased():
     plain = twin(model)
     opt = plain_ekfac(model, scale_batch_size=2, factor_decay=1.0)
     with standing(opt):
-        for _ in range(400):
+        for _ in range(150):
             train_step(opt, model, x, y, F.cross_entropy)
     expected = scales(layer_gradients(plain, "0", x, y, F.cross_entropy), *held_bases(opt, model[0]))
-    assert_close(held_scales(opt, model[0]), expected, 0.15)  # the standard error of the largest entry is about 4 %
+    assert_close(held_scales(opt, model[0]), expected, 0.2)  # the standard error of the largest entry is about 6 %
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -584,6 +634,32 @@ def test_memory_layouts_of_the_input(layout):
     assert_definition(opt, model, around(), changed.contiguous(), y, F.cross_entropy)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_activations_count_once(reentrant):
+    x, y = vectors()
+    model, plain = mlp((4, 5, 5, 3)), mlp((4, 5, 5, 3))
+    opt = plain_ekfac(model)
+    with standing(opt):
+        for _ in range(2):
+            opt.zero_grad()
+            z = checkpoint(model[1:3], model[0](x), use_reentrant=reentrant)
+            F.cross_entropy(model[3:](z), y).backward()
+            opt.step()
+    assert_definition(opt, model, plain, x, y, F.cross_entropy)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_of_low_precision_parameters_are_float32(dtype):
+    x, y = vectors()
+    model, plain = mlp().to(dtype), mlp()
+    opt = measured(model, x.to(dtype), y, lambda o, t: F.cross_entropy(o.float(), t))
+    held = held_scales(opt, model[0])
+    assert held.dtype == torch.float32
+    bases = (Q.double() for Q in held_bases(opt, model[0]))
+    expected = scales(layer_gradients(plain, "0", x, y, F.cross_entropy), *bases)
+    assert_close(held.double(), expected, 1e-5 if dtype == torch.float32 else 5e-2)
+
+
 def test_positions_that_all_examples_share_cannot_be_told_apart():
     """A position embedding is looked up once for the batch: that layer alone takes the fallback, and says why."""
 
@@ -597,7 +673,8 @@ def test_positions_that_all_examples_share_cannot_be_told_apart():
 
     model, plain = seeded_build(Positions), seeded_build(Positions)
     x, y = noise(5, 4, 3), labels(5, 3)
-    opt = measured(model, x, y, F.cross_entropy)
+    with pytest.warns(UserWarning, match="place: .* do not split into the 5 examples"):
+        opt = measured(model, x, y, F.cross_entropy)
     assert_definition(opt, model, plain, x, y, F.cross_entropy, ["head"])
     before = copy.deepcopy(model.place.weight.detach())
     train_step(opt, model, x, y, F.cross_entropy)

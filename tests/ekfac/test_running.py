@@ -54,15 +54,20 @@ def squared_mean(plain, name, x, y, loss, bases):
 
 @builds
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
-def test_first_value_is_the_number_of_examples_times_the_squared_mean(kind, decay):
-    """Debiased: the first batch alone, whatever the decay, and nothing of a placeholder in it."""
+@pytest.mark.parametrize("steps", [1, 2])
+def test_first_value_is_the_number_of_examples_times_the_squared_mean(kind, decay, steps):
+    """It needs no rows, so the step that makes the basis measures too: the first batch alone, whatever the decay."""
     build, data = BUILDS[kind]
     model, (x, y) = build(), data(7)
-    opt = measured(model, x, y, F.cross_entropy, estimator="running", scale_decay=decay)
+    opt = running(model, scale_decay=decay)
+    with standing(opt):
+        for _ in range(steps):
+            train_step(opt, model, x, y, F.cross_entropy)
     for name in covered_names(model):
         layer = model.get_submodule(name)
         expected = 7 * squared_mean(build(), name, x, y, F.cross_entropy, held_bases(opt, layer))
         assert_close(held_scales(opt, layer), expected, 1e-9, name)
+        assert state_of(opt, layer)["scale_updates"] == steps
 
 
 def test_the_average_over_steps_is_a_debiased_ratio():
@@ -72,8 +77,7 @@ def test_the_average_over_steps_is_a_debiased_ratio():
     batches = [vectors(n, seed=n) for n in (5, 2, 7, 4)]
     with standing(opt):
         train_step(opt, model, *vectors(6, seed=9), F.cross_entropy)
-        first = float(state_of(opt, model[0])["scale_weight"])  # of the step that made the basis, if it counted
-        value, weight = held_scales(opt, model[0]), first
+        value, weight = held_scales(opt, model[0]), 6.0
         for x, y in batches:
             train_step(opt, model, x, y, F.cross_entropy)
             batch = len(x) * squared_mean(plain, "0", x, y, F.cross_entropy, held_bases(opt, model[0]))
@@ -276,11 +280,24 @@ def test_diagonal_factors_make_it_adam(kind, intervals):
     )
     adam = torch.optim.Adam(reference.parameters(), lr=0.01, betas=betas, eps=eps)
     for t in range(12):
-        x, y = data(5, seed=t)
+        x, y = data(4 + t % 3, seed=t)  # sizes must not matter
         train_step(opt, model, x, y, F.cross_entropy)
         train_step(adam, reference, x, y, F.cross_entropy)
         for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
             assert_close(p.detach(), q.detach(), 1e-10, f"{name} at {t}")
+
+
+@pytest.mark.parametrize("estimator", ["intra", "running"])
+def test_momentum_before_the_preconditioner_is_a_mean_of_gradients(estimator):
+    """V = (F + λ)⁻¹ m / (1 − β₁^t), m the running mean of gradients in parameter space."""
+    model, beta = mlp(), 0.8
+    opt = plain_ekfac(model, lr=0.1, momentum=beta, momentum_mode="pre", estimator=estimator, inv_update_steps=2)
+    m = 0.0
+    for t in range(1, 6):
+        gradient, change = next_directions(opt, model, *vectors(seed=t), F.cross_entropy, ["0"])["0"]
+        m = beta * m + (1 - beta) * gradient
+        expected = solve(opt.dense_curvature("0"), m / (1 - beta**t), 1e-2)
+        assert_close(change, 0.1 * expected, 1e-8, f"at {t}")
 
 
 def test_an_exponent_may_be_scheduled():

@@ -54,7 +54,8 @@ def columns(outputs: Any, loss: Callable[[Any], Tensor]) -> list[tuple[Tensor, .
     curvature = torch.autograd.functional.hessian(value, here)
     values, vectors = torch.linalg.eigh(curvature)
     kept = values > 1e-14 * values.max()
-    return [restored(v) for v in (vectors[:, kept] * values[kept].sqrt()).T]
+    kept[-1] = True  # where there is no curvature at all, a column of zeros
+    return [restored(v) for v in (vectors[:, kept] * values[kept].clamp(min=0).sqrt()).T]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from tests.fisher.oracle import (
     parameter_gradients,
     state_of,
     still,
+    unrelated,
 )
 from tests.oracle.definitions import covered_names, kron, objective
 from tests.oracle.driver import assert_close, assert_factors, held_factors, labels, noise, twin
@@ -87,13 +88,6 @@ def factors_after(model: nn.Module, x: Tensor, likelihood, targets=None, **keywo
     opt = still(model, "exact", **keywords)
     observed_step(opt, model, x, likelihood, targets)
     return opt
-
-
-def block_after(method: str, model: nn.Module, name: str, x: Tensor, likelihood, targets=None, **keywords) -> Tensor:
-    """The dense block once everything it is made of was measured."""
-    opt = still(model, "exact", METHODS[method], **keywords)
-    measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood, targets))
-    return opt.dense_curvature(name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,12 +188,11 @@ def test_several_calls_with_a_loss_term_each_are_the_hessian():
 
 @both
 @losses
-@approximations
-def test_one_datum_in_a_piecewise_linear_network_is_the_hessian(method, loss, approx):
+def test_one_datum_in_a_piecewise_linear_network_is_the_hessian(method, loss):
     model, (x, _) = mlp((4, 5, 6, 3), activation=nn.ReLU), vectors(1)
     y, (likelihood, value) = targets_for(loss, outputs_of(model, x)), LOSSES[loss]
     plain = twin(model)
-    opt = still(model, "exact", METHODS[method], approx=approx)
+    opt = still(model, "exact", METHODS[method])
     measured_scale(opt, model, lambda: observed_step(opt, model, x, likelihood()))
     for name in ("0", "2", "4"):
         exact = hessian_block(plain, name, lambda forward: value(forward(x), y))
@@ -438,6 +431,94 @@ def test_ignored_examples_of_a_classifier():
     assert_definition(model, x, y, loss, "categorical", y)
 
 
+class Flattened(nn.Module):
+    """Logits ``[N·S, C]``, as loops over language models flatten them."""
+
+    def __init__(self, tokens: nn.Module) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tokens(x).flatten(0, 1)
+
+
+@pytest.mark.parametrize("mixes", [False, True], ids=["separate", "mixed"])
+@approximations
+def test_logits_flattened_over_positions(approx, mixes):
+    """They are the same model: terms of one example need columns of their own here too."""
+    plain, x = seeded_build(lambda: Mixing(mixes)), noise(3, 4, 3)
+    y = token_labels(3, 4, ignored=True)
+    kept = int((y != -100).sum()) / 3
+    rows = observed(plain, ["inner", "outer"], x, y, token_mean(kept))
+    model = Flattened(plain)
+    opt = still(model, "exact", approx=approx)
+    observed_step(opt, model, x, "categorical", y.flatten())
+    for name, found in rows.items():
+        for mine, theirs in zip(held_factors(opt, model, f"tokens.{name}"), found.factors(approx), strict=True):
+            assert_close(mine, theirs, 1e-9, name)
+
+
+@pytest.mark.parametrize("loss", ["categorical", "gaussian", "gaussian mean"])
+def test_outputs_with_the_batch_on_their_second_axis(loss):
+    """``batch_dim=1``: the outputs of such a model are understood, or refused, but never mistaken."""
+
+    class PositionsFirst(nn.Module):
+        def __init__(self, tokens: nn.Module) -> None:
+            super().__init__()
+            self.tokens = tokens
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tokens(x.transpose(0, 1)).transpose(0, 1)
+
+    plain, x = seeded_build(Mixing), noise(3, 4, 3)
+    likelihood, value = LOSSES[loss]
+    y = token_labels(3, 4, ignored=False) if loss == "categorical" else noise(3, 4, 3)
+    rows = observed(plain, ["inner", "outer"], x, y, token_mean(4.0) if loss == "categorical" else value)
+    for batch_first in (True, False):
+        model = PositionsFirst(seeded_build(Mixing))
+        opt = still(model, "exact", batch_dim=1)
+        outputs = model(x.transpose(0, 1))
+        try:
+            opt.observe(outputs.transpose(0, 1) if batch_first else outputs, likelihood())
+        except ValueError:
+            assert not batch_first
+            continue
+        unrelated(outputs).backward()
+        opt.step()
+        for name, found in rows.items():
+            for mine, theirs in zip(held_factors(opt, model, f"tokens.{name}"), found.factors(), strict=True):
+                assert_close(mine, theirs, 1e-9, f"{name}, {batch_first}")
+
+
+@pytest.mark.parametrize("mixes", [False, True], ids=["separate", "mixed"])
+def test_tokens_as_examples_of_the_scales(mixes):
+    """EK-FAC with every token a datum: squares of each position's own term, none of their sum."""
+    model, x = seeded_build(lambda: Mixing(mixes)), noise(3, 4, 3)
+    rows = observed(model, ["inner", "outer"], x, token_labels(3, 4, ignored=False), token_mean(4.0))
+    opt = still(model, "exact", EKFAC, token_is_example=True, inv_update_steps=1000)
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, "categorical"))
+    for name, found in rows.items():
+        state = state_of(opt, model, name)
+        terms = [
+            torch.einsum("ksi,sj->ij", (g[:, 0] @ state["basis_g"]).square(), (a[0] @ state["basis_a"]).square())
+            for a, g in zip(found.a, found.g, strict=True)
+        ]
+        assert_close(state["scale"], sum(terms) / len(x), 1e-9, name)
+
+
+def test_a_mask_keeps_padding_out():
+    """With the mask and the ignored targets, padded sequences say what their tokens alone say."""
+    keep = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    padded, alone, x = seeded_build(lambda: Mixing(False)), seeded_build(lambda: Mixing(False)), noise(3, 4, 3)
+    one, other = still(padded, "exact"), still(alone, "exact")
+    with one.mask(keep):
+        observed_step(one, padded, x, "categorical", torch.where(keep, 1, -100))
+    observed_step(other, alone, x[keep], "categorical")
+    for name in ("inner", "outer"):
+        for mine, theirs in zip(held_factors(one, padded, name), held_factors(other, alone, name), strict=True):
+            assert_close(mine, theirs, 1e-9, name)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Other kinds of layers
 # ---------------------------------------------------------------------------------------------------------------------
@@ -451,36 +532,89 @@ class Front(nn.Module):
         self.layer, self.head = layer, nn.Linear(width, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.layer(x))
-        return self.head(h.flatten(2).mean(2) if h.ndim == 4 else h.mean(1) if h.ndim == 3 else h)
+        h = self.layer(x, x.cos()) if isinstance(self.layer, nn.Bilinear) else self.layer(x)
+        h = torch.tanh(h[0] if isinstance(h, tuple) else h)
+        spatial = isinstance(self.layer, (nn.modules.conv._ConvNd, nn.GroupNorm))
+        return self.head(h.flatten(2).mean(2) if spatial else h.mean(1) if h.ndim == 3 else h)
 
 
+class Recurrent(nn.Module):
+    """A recurrent network whose steps can be seen, in the place of a layer."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.cells = kind(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self, **keywords) -> None:
+        super().__init__()
+        self.heads = nn.MultiheadAttention(4, 2, batch_first=True, **keywords)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads(x, x.sin(), x.cos(), need_weights=False)[0]
+
+
+INDICES = torch.tensor([[1, 2, 2], [3, 0, 1], [5, 1, 6]])
 FRONTS = {
-    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 4, 2, stride=2, padding=1), lambda: noise(3, 2, 3, 3), 4),
-    "Embedding": (
-        lambda: nn.Embedding(7, 4, padding_idx=0),
-        lambda: torch.tensor([[1, 2, 2], [3, 0, 1], [5, 1, 6]]),
-        4,
-    ),
-    "LayerNorm": (lambda: nn.LayerNorm(4), lambda: noise(3, 4), 4),
-    "RMSNorm": (lambda: nn.RMSNorm(4), lambda: noise(3, 5, 4), 4),
-    "GroupNorm": (lambda: nn.GroupNorm(2, 4), lambda: noise(3, 4, 2, 3), 4),
+    "Conv1d": (lambda: nn.Conv1d(2, 4, 2, stride=2, padding=1, groups=2), noise(3, 2, 4)),
+    "Conv3d": (lambda: nn.Conv3d(2, 4, 2, dilation=2), noise(3, 2, 3, 3, 4)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(2, 4, 3, stride=2, output_padding=1), noise(3, 2, 3)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(2, 4, 2, stride=2, padding=1), noise(3, 2, 3, 3)),
+    "ConvTranspose2d of groups": (lambda: nn.ConvTranspose2d(2, 4, 3, groups=2, bias=False), noise(3, 2, 2, 2)),
+    "Embedding": (lambda: nn.Embedding(7, 4), INDICES),
+    "Embedding with padding": (lambda: nn.Embedding(7, 4, padding_idx=0), INDICES),
+    "EmbeddingBag sum": (lambda: nn.EmbeddingBag(7, 4, mode="sum"), INDICES),
+    "EmbeddingBag mean": (lambda: nn.EmbeddingBag(7, 4, mode="mean"), INDICES),
+    "Bilinear": (lambda: nn.Bilinear(3, 3, 4), noise(3, 3)),
+    "LayerNorm": (lambda: nn.LayerNorm(4), noise(3, 4)),
+    "RMSNorm": (lambda: nn.RMSNorm(4), noise(3, 5, 4)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), noise(3, 4, 2, 3)),
+    "RNN": (lambda: Recurrent(nn.RNN), noise(3, 4, 3)),
+    "GRU": (lambda: Recurrent(nn.GRU), noise(3, 4, 3)),
+    "LSTM": (lambda: Recurrent(nn.LSTM), noise(3, 4, 3)),
+    "MultiheadAttention": (Attention, noise(3, 4, 4)),
+    "MultiheadAttention without bias": (lambda: Attention(bias=False), noise(3, 4, 4)),
 }
 
 
-@both
-@pytest.mark.parametrize("kind", FRONTS)
-def test_the_trace_of_other_layers_is_the_exact_fisher_s(method, kind):
-    """EK-FAC's scales, and the exact blocks of norms, keep the trace of Σ_n Σ_v ∇⟨f, v⟩∇⟨f, v⟩ᵀ."""
-    build, data, width = FRONTS[kind]
-    if method == "kfac" and not kind.endswith("Norm"):
-        pytest.skip("the trace of a Kronecker product is another one")
-    model, x = seeded_build(lambda: Front(build(), width)), data()
-    y = labels(3, 3)
-    trained = [f"layer.{name}" for name, _ in model.layer.named_parameters()]
-    gradients = parameter_gradients(model, trained, x, y, cross_entropy)
+def front(kind: str) -> tuple[nn.Module, Tensor]:
+    build, x = FRONTS[kind]
+    return secondorder.nn.expose(seeded_build(lambda: Front(build(), 4))), x
+
+
+def assert_trace(method: str, kind: str, **keywords) -> None:
+    """The blocks of the first layer have the trace of Σ_n Σ_v ∇⟨f, v⟩∇⟨f, v⟩ᵀ / N."""
+    model, x = front(kind)
+    parts = [name for name, _ in model.named_parameters() if name.startswith("layer.")]
+    gradients = parameter_gradients(model, parts, x, labels(3, 3), cross_entropy)
     trace = sum(g.square().sum() for g in gradients) / len(x)
-    assert_close(block_after(method, model, "layer", x, "categorical").trace(), trace, 1e-9, kind)
+    opt = still(model, "exact", METHODS[method], **keywords)
+    measured_scale(opt, model, lambda: observed_step(opt, model, x, "categorical"))
+    blocks = [opt.dense_curvature(name) for name in opt.blocks if name.startswith("layer")]
+    assert_close(sum(block.trace() for block in blocks), trace, 1e-9, kind)
+
+
+@pytest.mark.parametrize("kind", FRONTS)
+def test_ekfac_keeps_the_trace_of_every_layer(kind):
+    assert_trace("ekfac", kind)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm", "GroupNorm"])
+@pytest.mark.parametrize("norm_curvature", ["unit", "diagonal"])
+@both
+def test_blocks_of_norms_keep_it_with_any_method(method, kind, norm_curvature):
+    assert_trace(method, kind, norm_curvature=norm_curvature)
+
+
+@pytest.mark.parametrize("limit", [2, 4])
+@pytest.mark.parametrize("kind", ["Embedding", "Conv1d", "ConvTranspose2d", "Bilinear", "LSTM", "MultiheadAttention"])
+def test_diagonal_factors_keep_it_too(kind, limit):
+    """Beyond ``max_factor_dim`` a side has no basis, and the scales are measured all the same."""
+    assert_trace("ekfac", kind, max_factor_dim=limit)
 
 
 def test_both_factors_of_an_embedding():
@@ -516,31 +650,6 @@ def test_the_unit_blocks_of_a_norm_layer(bias):
     units = found.reshape(len(found), -1, 4)  # [N·K, k, C]
     expected = torch.block_diag(*(u.T @ u / len(x) for u in units.unbind(2)))
     assert_close(factors_after(model, x, "categorical").dense_curvature("layer"), expected, 1e-9)
-
-
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.attention(x, x, x, need_weights=False)[0]).mean(1))
-
-
-def test_the_trace_of_attention_is_the_exact_fisher_s():
-    model, x = seeded_build(Attending), noise(3, 4, 4)
-    names = {
-        "attention.in_proj": ["attention.in_proj_weight", "attention.in_proj_bias"],
-        "attention.out_proj": ["attention.out_proj.weight", "attention.out_proj.bias"],
-    }
-    traces = {
-        block: sum(g.square().sum() for g in parameter_gradients(model, parts, x, labels(3, 3), cross_entropy)) / 3
-        for block, parts in names.items()
-    }
-    opt = still(model, "exact", EKFAC)
-    measured_scale(opt, model, lambda: observed_step(opt, model, x, "categorical"))
-    for block, trace in traces.items():
-        assert_close(opt.dense_curvature(block).trace(), trace, 1e-9, block)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

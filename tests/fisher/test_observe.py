@@ -93,7 +93,6 @@ def test_the_backward_that_follows_is_bitwise_the_same(fisher, kind):
         if with_observe:
             opt.observe(outputs, "categorical")
             assert torch.equal(outputs, kept)
-            assert outputs.grad is None
             assert inputs.grad is None
             assert outputs.requires_grad
         loss = F.cross_entropy(outputs, y)
@@ -597,6 +596,40 @@ def test_two_forwards_before_their_observations():
     assert_factors(all_factors(opt, model), expected)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("positions", [False, True], ids=["vectors", "flattened tokens"])
+def test_a_forward_that_is_thrown_away(first, positions):
+    """Recorded by autograd like any other, but nothing of it is asked for: its examples are nobody's."""
+    shape = (4, 4) if positions else (4,)
+    x, stray = noise(*shape, 4), noise(4, *shape[1:], 4, seed=1)
+    y = torch.zeros(16 if positions else 4, dtype=torch.long)
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).reshape(-1, 3)
+
+    held = []
+    for disturbed in (False, True):
+        model = Rows()
+        opt = still(model, "exact", approx="reduce")  # where it matters which rows are of one example
+        if disturbed and first:
+            model(stray)
+        outputs = model(x)
+        if disturbed and not first:
+            model(stray)
+        opt.observe(outputs, "categorical")
+        F.cross_entropy(outputs, y).backward()
+        opt.step()
+        held.append([held_factors(opt, model, f"layers.{i}") for i in (0, 2)])
+    for mine, theirs in zip(held[1], held[0], strict=True):
+        assert_close(mine[0], theirs[0], 1e-12)
+        assert_close(mine[1], theirs[1], 1e-12)
+
+
 def test_two_forwards_observed_at_once():
     """Outputs of two passes joined before the loss, as in contrastive training."""
     model, (x, y) = mlp(), vectors(8)
@@ -607,6 +640,88 @@ def test_two_forwards_observed_at_once():
     outputs.sum().backward()
     opt.step()
     assert_factors(all_factors(opt, model), expected)
+
+
+def test_inside_of_a_closure():
+    found = []
+    for as_closure in (False, True):
+        model, (x, y) = mlp(), vectors()
+        opt = still(model, "mc", lr=0.1)
+
+        def closure(model=model, opt=opt, x=x, y=y) -> Tensor:
+            opt.zero_grad()
+            outputs = model(x)
+            opt.observe(outputs, "categorical")
+            loss = F.cross_entropy(outputs, y)
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if as_closure:
+                opt.step(closure)
+            else:
+                closure()
+                opt.step()
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@both
+def test_an_expert_without_a_call_is_left_alone(method):
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.head = nn.ModuleList(nn.Linear(4, 5) for _ in range(2)), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+            return self.head(torch.tanh(sum(self.experts[i](x) for i in used)))
+
+    model, (x, y) = seeded_build(Experts), vectors()
+    opt = still(model, "mc", METHODS[method])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for used in ((0, 1), (0,), (0, 1)):
+            opt.zero_grad()
+            outputs = model(x, used)
+            opt.observe(outputs, "categorical")
+            F.cross_entropy(outputs, y).backward()
+            opt.step()
+    counts = [layer_state(opt, model, name)["factor_updates"] for name in ("experts.0", "experts.1", "head")]
+    assert counts == [3, 2, 3]
+
+
+@both
+def test_statistics_that_are_not_finite_are_dropped_and_counted(method):
+    class Broken(secondorder.Likelihood):
+        def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
+            return torch.full_like(outputs, float("nan"))
+
+    model, (x, _) = mlp(), vectors()
+    opt = still(model, "mc", METHODS[method])
+    observed_step(opt, model, x, "categorical")
+    held = all_factors(opt, model)
+    observed_step(opt, model, x, Broken())
+    for name, factors in held.items():
+        assert all(torch.equal(a, b) for a, b in zip(held_factors(opt, model, name), factors, strict=True))
+        assert layer_state(opt, model, name)["factor_updates"] == 1
+    assert opt.diagnostics()["skipped_statistics"] >= 2
+    observed_step(opt, model, x, "categorical")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_step_that_the_scaler_skips_leaves_nothing_behind():
+    model, (x, y) = mlp().float(), vectors()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    opt = still(model, "exact", grad_scaler=scaler)
+    for n, factor in ((6, float("inf")), (3, 1.0)):
+        opt.zero_grad()
+        outputs = model(x[:n].float())
+        opt.observe(outputs, "categorical")
+        scaler.scale(factor * F.cross_entropy(outputs, y[:n])).backward()
+        scaler.step(opt)
+        scaler.update()
+    assert layer_state(opt, model, "0")["factor_updates"] == 1
+    assert float(layer_state(opt, model, "0")["factor_weight"]) == 3
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -620,7 +735,9 @@ def test_after_the_backward_it_is_too_late(fisher):
     opt = still(model, fisher)
     outputs = model(x)
     F.cross_entropy(outputs, y).backward()
-    with pytest.raises(RuntimeError, match=r"observe.*before.*backward|before.*backward.*observe"):
+    with pytest.raises(
+        RuntimeError, match=r"observe.*before.*backward|before.*backward.*observe|between.*forward and loss.backward"
+    ):
         opt.observe(outputs, "categorical")
 
 
@@ -655,7 +772,7 @@ def test_outputs_of_a_wrong_kind_are_refused(outputs):
     model, (x, _) = mlp(), vectors()
     opt = still(model, "exact")
     model(x)
-    with pytest.raises(TypeError, match="outputs"):
+    with pytest.raises(TypeError, match="output"):
         opt.observe(outputs, "categorical")
 
 

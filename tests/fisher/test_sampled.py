@@ -51,7 +51,7 @@ def draws(opt, model, x, likelihood, steps: int, key: str = "factor_g", targets=
     return {name: torch.stack(values) for name, values in seen.items()}
 
 
-def repeated(x: Tensor, times: int = 48) -> Tensor:
+def repeated(x: Tensor, times: int = 96) -> Tensor:
     return x.repeat(times, *[1] * (x.ndim - 1))
 
 
@@ -62,14 +62,13 @@ def repeated(x: Tensor, times: int = 48) -> Tensor:
 
 @sampled
 @likelihoods
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_the_mean_over_draws_is_the_exact_fisher(fisher, likelihood, approx):
+def test_the_mean_over_draws_is_the_exact_fisher(fisher, likelihood):
     model, x = mlp((3, 4, 3)), vectors(3, d=3)[0]
     told, loss = LIKELIHOODS[likelihood]
     rows = observed(model, ["0", "2"], x, any_targets(likelihood, 3, 3), loss)
-    found = draws(still(model, fisher, approx=approx), model, repeated(x), told(), 60)
+    found = draws(still(model, fisher), model, repeated(x), told(), 30)
     for name, values in found.items():
-        assert_mean(values, rows[name].factors(approx)[1], f"B of {name}")
+        assert_mean(values, rows[name].factors()[1], f"B of {name}")
 
 
 @sampled
@@ -77,7 +76,7 @@ def test_the_mean_over_draws_is_the_exact_fisher(fisher, likelihood, approx):
 def test_convolutions(fisher, approx):
     model, (x, y) = convnet(stride=2, padding=1), images(2)
     rows = observed(model, covered_names(model), x, y, LIKELIHOODS["categorical"][1])
-    found = draws(still(model, fisher, approx=approx), model, repeated(x, 32), "categorical", 60)
+    found = draws(still(model, fisher, approx=approx), model, repeated(x), "categorical", 30)
     for name, values in found.items():
         assert_mean(values, rows[name].factors(approx)[1], f"B of {name}", 0.1)
 
@@ -105,7 +104,7 @@ def test_tokens_draw_independently(fisher, approx):
         return F.cross_entropy(f.flatten(0, 1), target.flatten(), reduction="sum") / (5 / 2)
 
     rows = observed(model, ["inner", "outer"], x, y, loss)
-    found = draws(still(model, fisher, approx=approx), model, repeated(x), "categorical", 80, targets=repeated(y))
+    found = draws(still(model, fisher, approx=approx), model, repeated(x), "categorical", 40, targets=repeated(y))
     for name, values in found.items():
         assert_mean(values, rows[name].factors(approx)[1], f"B of {name}", 0.1)
 
@@ -126,7 +125,7 @@ def test_several_heads_draw_independently(fisher):
 
     model, x = seeded_build(TwoHeads), noise(3, 3)
     rows = observed(model, ["trunk", "left", "right"], x, (labels(3, 3), noise(3, 2)), loss)
-    found = draws(still(model, fisher), model, repeated(x), ("categorical", "gaussian"), 60)
+    found = draws(still(model, fisher), model, repeated(x), ("categorical", "gaussian"), 30)
     for name, values in found.items():
         assert_mean(values, rows[name].factors()[1], f"B of {name}")
 
@@ -139,7 +138,7 @@ def test_the_scales_of_ekfac(fisher, likelihood):
     rows = observed(model, ["0", "2"], x, any_targets(likelihood, 3, 3), loss)
     opt = still(model, fisher, EKFAC, scale_decay=0.0, inv_update_steps=1000)
     observed_step(opt, model, repeated(x), told())  # without a basis there is nothing to measure in
-    found = draws(opt, model, repeated(x), told(), 60, key="scale")
+    found = draws(opt, model, repeated(x), told(), 30, key="scale")
     for name, values in found.items():
         state = state_of(opt, model, name)
         assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), f"scale of {name}")
@@ -154,10 +153,10 @@ def test_more_samples_have_less_variance_about_the_same_mean(fisher, method):
         model = mlp((3, 4, 3))
         rows = observed(model, ["0"], x, vectors(3)[1], LIKELIHOODS["categorical"][1])
         opt = still(model, fisher, METHODS[method], fisher_samples=samples)
-        values = draws(opt, model, repeated(x, 16), "categorical", 80)["0"]
+        values = draws(opt, model, repeated(x, 32), "categorical", 30)["0"]
         assert_mean(values, rows["0"].factors()[1], f"{samples} samples", 0.1)
         spread[samples] = float(values.var(0).sum())
-    assert 2.5 < spread[1] / spread[4] < 6.5
+    assert 2 < spread[1] / spread[4] < 8
 
 
 def test_more_samples_of_the_scales():
@@ -165,8 +164,8 @@ def test_more_samples_of_the_scales():
     model = mlp((3, 4, 3))
     rows = observed(model, ["0", "2"], x, vectors(3)[1], LIKELIHOODS["categorical"][1])
     opt = still(model, "mc", EKFAC, fisher_samples=4, scale_decay=0.0, inv_update_steps=1000)
-    observed_step(opt, model, repeated(x, 16), "categorical")
-    for name, values in draws(opt, model, repeated(x, 16), "categorical", 60, key="scale").items():
+    observed_step(opt, model, repeated(x, 32), "categorical")
+    for name, values in draws(opt, model, repeated(x, 32), "categorical", 30, key="scale").items():
         state = state_of(opt, model, name)
         assert_mean(values, rows[name].scale(state["basis_a"], state["basis_g"]), name)
 
@@ -185,12 +184,12 @@ def test_draws_of_a_classifier_are_its_own_labels():
     model, x = mlp((3, 4, 3)), vectors(1, d=3)[0]
     with torch.no_grad():
         p = model(x).softmax(1)[0]
-    values = draws(still(model, "mc"), model, x, "categorical", 400)["2"]
+    values = draws(still(model, "mc"), model, x, "categorical", 150)["2"]
     allowed = torch.stack([torch.outer(p - e, p - e) for e in torch.eye(3, dtype=torch.float64)])
     distances = (values[:, None] - allowed).abs().amax((2, 3))
     assert float(distances.amin(1).max()) < 1e-12
-    drawn = distances.argmin(1).bincount(minlength=3) / 400
-    assert ((drawn - p).abs() <= 5 * (p * (1 - p) / 400).sqrt()).all()
+    drawn = distances.argmin(1).bincount(minlength=3) / 150
+    assert ((drawn - p).abs() <= 5 * (p * (1 - p) / 150).sqrt()).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,7 +199,7 @@ def test_draws_of_a_classifier_are_its_own_labels():
 
 def sequence(fisher: str, method: type = KFAC, steps: int = 3, parts: int = 1, **keywords) -> list[Tensor]:
     """Factors of the first layer after each of some steps; every micro-batch is the same batch."""
-    model, (x, y) = mlp(), vectors(4)
+    model, (x, y) = mlp(), vectors(16)
     opt = still(model, fisher, method, **keywords)
     found = []
     for _ in range(steps):

@@ -105,6 +105,18 @@ def check_rows(adapter, x: Tensor, g: Tensor, examples: int, matrix: Tensor, by_
     squares, count = adapter.input_squares(x)
     assert count == a.shape[-2]
     close(squares, a.square().sum(-2)[..., : adapter.d_in])
+    sampled = adapter.sample_rows(x, g, 1, examples, torch.Generator().manual_seed(0))
+    if sampled is not None:
+        check_sample(sampled, a[..., : adapter.d_in], rows)
+
+
+def check_sample(sampled: tuple[Tensor, Tensor, float], a: Tensor, g: Tensor) -> None:
+    """Rows drawn at random are different ones of all rows, those of a and of g at the same positions."""
+    pairs, drawn = torch.cat([a, g], -1), torch.cat(sampled[:2], -1)
+    equal = (drawn[..., :, None, :] == pairs[..., None, :, :]).all(-1)
+    assert equal.any(-1).all()
+    assert equal.any(-2).sum() >= drawn.shape[-2]
+    assert drawn.shape[-2] * sampled[2] == pytest.approx(pairs.shape[-2])
 
 
 def check_parameters(adapter, module: nn.Module, matrix: Tensor, grads: list[Tensor | None]) -> None:
@@ -301,17 +313,21 @@ def check_table(adapter, module: nn.Module, args: tuple, rows: Tensor, owner: Te
     close(found.mT @ rows, matrix)
     close(found, flat * rows.any(1, keepdim=True))  # what reaches no weight is in no factor
     squares, count = adapter.input_squares(x)
-    assert count == len(rows)
+    assert count == rows.any(1).sum()  # a row of padding is none
     close(squares, (rows.mT @ rows).diagonal())
     totals, positions = adapter.input_sums(x, examples)
     assert positions * examples == len(rows)
     close(totals, torch.stack([rows[owner == n].sum(0) for n in range(examples)]))
     expected = torch.stack([found[owner == n].sum(0) for n in range(examples)])
     close(adapter.output_sums(g, x, examples), expected)
-    close(adapter.example_squares(x, found, examples), sum(one.square() for one in single).mT)
+    ordered = adapter.example_outputs(g, x, examples).flatten(0, 1)
+    close(adapter.example_squares(x, ordered, examples), sum(one.square() for one in single).mT)
     ones = adapter.example_squares(x, torch.ones(len(rows), 1, dtype=torch.float64), examples)
     close(ones[0], totals.square().sum(0))
     assert torch.equal(adapter.from_matrix(matrix, module.weight)[0], whole)
+    keep = torch.arange(len(rows)) % 3 != 1
+    squares, _ = adapter.input_squares(adapter.masked(x, keep.view(y.shape[:-1])))
+    close(squares, (rows * keep[:, None]).square().sum(0))
 
 
 @pytest.mark.parametrize("padding_idx", [None, 0, -1])
@@ -396,6 +412,24 @@ def test_embedding_bag(mode, padding_idx, bags, two_axes, include_last_offset):
     check_table(adapter, module, (flat,), rows, owner, offsets=offsets, per_sample_weights=given)
 
 
+@pytest.mark.parametrize("bags", [RAGGED, EVEN])
+def test_examples_of_bags_are_picked_with_their_entries(bags):
+    module = nn.EmbeddingBag(4, 3, mode="mean").double()
+    adapter, rows = EmbeddingBagAdapter(module, True), dense_bags(module, bags, None)
+    offsets = torch.tensor([0, *itertools.accumulate(map(len, bags))][:-1])
+    x = adapter.prepare((torch.tensor(list(itertools.chain(*bags))), offsets), {})
+    g = torch.arange(len(bags))[:, None].expand(-1, 3) + 0.5
+    examples = len(bags) // 2
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        picked, gradients, kept, ratio = adapter.pick_examples(x, g, examples - 1, examples, generator)
+        chosen = gradients[:, 0].long()
+        assert chosen.view(-1, 2).diff().eq(1).all()  # both bags of an example
+        assert (kept, ratio) == (examples - 1, examples / (examples - 1))
+        close(adapter.input_sums(picked, len(chosen))[0], rows[chosen])
+        close(adapter.output_rows(gradients, picked, kept), gradients * rows[chosen].any(1, keepdim=True))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Linear layers in another dress
 # ---------------------------------------------------------------------------------------------------------------------
@@ -454,12 +488,40 @@ def test_the_conv1d_of_transformers_is_found_once_it_is_imported(monkeypatch):
 def test_stacked_linears(shape, groups, trained):
     module = nn.Linear(2, 4 * groups).double()
     adapter = StackedAdapter(2, 4, groups, *freeze(module, *trained))
-    for examples in (4, 2):
-        check(adapter, module, (torch.randn(shape, dtype=torch.float64),), examples)
-    if len(shape) == 3:  # positions first
+    if len(shape) == 2:
+        for examples in (4, 2):
+            check(adapter, module, (torch.randn(shape, dtype=torch.float64),), examples)
+    else:  # positions first, always
         owner = torch.arange(5)[None, :, None].expand(4, 5, 4 * groups)
-        check(adapter, module, (torch.randn(shape, dtype=torch.float64),), 5, owner)
+        x = torch.randn(shape, dtype=torch.float64)
+        check(adapter, module, (x,), 5, owner)
+        with pytest.raises(ValueError, match="batch of 4"):
+            adapter.example_inputs(x, 4)
     assert adapter.is_unbatched(torch.ones(2))
+
+
+@pytest.mark.parametrize("d_in", [1, 2])
+def test_a_stacked_linear_is_called_one_by_one_too(d_in):
+    whole, single = StackedAdapter(d_in, 3, 3, True, True), nn.Linear(d_in, 3).double()
+    assert whole.of_part(-1) is whole
+    whole = whole.of_part(1)
+    x = torch.randn(5, 4, d_in, dtype=torch.float64)
+    g = torch.randn(5, 4, 3, dtype=torch.float64)
+    matrix = torch.cat([part.flatten(1) for part in gradients_of_linear(single, x, g)], 1)
+    (a,) = whole.input_rows(x)
+    close(whole.output_rows(g, x, 4).mT @ with_ones(whole, a), matrix)
+    inputs, outputs = with_ones(whole, whole.example_inputs(x, 4)), whole.example_outputs(g, x, 4)
+    close((outputs.mT @ inputs).sum(0), matrix)
+    close(whole.input_sums(x, 4)[0], inputs.sum(1)[:, :-1])
+    close(whole.output_sums(g, x, 4), outputs.sum(1))
+    check_sample(whole.sample_rows(x, g, 2, 4, torch.Generator().manual_seed(0)), a, whole.output_rows(g, x, 4))
+    keep = torch.arange(20).view(5, 4) % 3 > 0
+    close(next(whole.input_rows(whole.masked(x, keep))), a * keep.view(-1, 1))
+
+
+def gradients_of_linear(module: nn.Linear, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    weight, bias = torch.autograd.grad(module(x), (module.weight, module.bias), g)
+    return weight, bias[:, None]
 
 
 def test_a_stacked_linear_is_linears_side_by_side():
@@ -480,7 +542,7 @@ def test_a_stacked_linear_is_linears_side_by_side():
         (BatchNormAdapter(nn.BatchNorm2d(2), False, True), None, torch.ones(1, 2, 257, 1)),
         (EmbeddingAdapter(nn.Embedding(2, 2), True), torch.zeros(1, 257, dtype=torch.int64), torch.ones(1, 257, 2)),
         (BilinearAdapter(nn.Bilinear(1, 2, 2), False, True), None, torch.ones(1, 257, 2)),
-        (StackedAdapter(2, 1, 2, False, True), None, torch.ones(1, 257, 2)),
+        (StackedAdapter(2, 1, 2, False, True), None, torch.ones(257, 1, 2)),
     ],
 )
 def test_sums_of_half_precision_are_not_rounded_to_it(adapter, x, g):

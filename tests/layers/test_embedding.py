@@ -238,11 +238,11 @@ class Bags(nn.Module):
         return self.head(torch.tanh(self.bag(*inputs) * feature))
 
     def by_hand(self, tape: Tape, feature: Tensor, indices: list[int], weights: list[float]) -> Tensor:
-        row = torch.zeros(1, V, dtype=torch.float64)
         kept = [(i, w) for i, w in zip(indices, weights, strict=True) if i != self.bag.padding_idx]
+        row = torch.zeros(min(len(kept), 1), V, dtype=torch.float64)  # nothing to look up is no row, as is padding
         for i, w in kept:
             row[0, i] += w / (len(kept) if self.bag.mode == "mean" else 1)
-        z = tape.product("bag", row, self.bag.weight.mT)
+        z = tape.product("bag", row, self.bag.weight.mT).sum(0, keepdim=True)
         return tape.linear("head", self.head, torch.tanh(z * feature))
 
 
@@ -290,10 +290,30 @@ def test_bags_by_offsets(mode, last, padding_idx):
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_an_empty_bag_is_a_row_of_zeros(mode):
+def test_an_empty_bag_is_no_row(mode):
     bags = [*BAGS[:2], [], *BAGS[2:]]
     flat, offsets = flattened(bags)
     check_bags(seeded_build(lambda: Bags(mode=mode)), (flat, offsets[:-1]), bag_examples(bags))
+
+
+def test_bags_of_one_index_are_a_table_with_padding():
+    class One(nn.Module):
+        def __init__(self, kind: type[nn.Module]) -> None:
+            super().__init__()
+            self.table, self.head = kind(V, D, padding_idx=2), nn.Linear(D, 3)
+
+        def forward(self, x):
+            z = self.table(x.reshape(-1, 1) if isinstance(self.table, nn.EmbeddingBag) else x.flatten())
+            return self.head(torch.tanh(z).unflatten(0, x.shape).mean(1))
+
+    x, y, held = tokens(N, S), labels(N, 3), []
+    assert (x == 2).any()
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        model = seeded_build(lambda kind=kind: One(kind))
+        opt = plain_kfac(model)
+        train(opt, model, (x,), y, F.cross_entropy)
+        held.append(opt.dense_curvature("table"))
+    assert_close(held[1], held[0])
 
 
 @pytest.mark.parametrize("padding_idx", [None, 3])

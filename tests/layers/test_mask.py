@@ -3,6 +3,8 @@
 The definition never sees a padded token: each example is run by hand at its own length.
 """
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from tests.layers.reference import (
     Tape,
     attention_pairs,
+    block_state,
     check_block,
     embedding,
     expected_pairs,
     multihead,
+    step_of,
     train,
 )
 from tests.oracle.definitions import expected_factors
@@ -24,7 +28,6 @@ from tests.oracle.models import seeded_build
 
 N, S, D = 4, 5, 3
 LENGTHS = (5, 2, 4, 1)
-approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
 
 
 def padding_behind(lengths=LENGTHS) -> Tensor:
@@ -70,8 +73,8 @@ def unpadded(x: Tensor, keep: Tensor) -> list[tuple[Tensor]]:
     return [(x[n : n + 1][:, keep[n]],) for n in range(len(x))]
 
 
-def expected(model: Tokens, x: Tensor, keep: Tensor, y: Tensor, approx: str = "expand") -> dict:
-    return expected_pairs(twin(model).by_hand, unpadded(x, keep), y.split(1), F.cross_entropy, approx)
+def expected(model: Tokens, x: Tensor, keep: Tensor, y: Tensor) -> dict:
+    return expected_pairs(twin(model).by_hand, unpadded(x, keep), y.split(1), F.cross_entropy)
 
 
 def garbage(x: Tensor, keep: Tensor) -> Tensor:
@@ -80,13 +83,12 @@ def garbage(x: Tensor, keep: Tensor) -> Tensor:
 
 
 @keeps
-@approximations
 @pytest.mark.parametrize("backward_inside", [True, False], ids=["backward inside", "backward behind"])
-def test_statistics_are_those_of_the_unpadded_rows(where, approx, backward_inside):
+def test_statistics_are_those_of_the_unpadded_rows(where, backward_inside):
     model, keep, y = seeded_build(Tokens), KEEPS[where], labels(N, 3)
     x = garbage(noise(N, S, D), keep)
-    pairs = expected(model, x, keep, y, approx)
-    opt = plain_kfac(model, approx=approx)
+    pairs = expected(model, x, keep, y)
+    opt = plain_kfac(model)
     with opt.mask(keep):
         value = F.cross_entropy(model(x, keep), y)
         if backward_inside:
@@ -99,12 +101,11 @@ def test_statistics_are_those_of_the_unpadded_rows(where, approx, backward_insid
 
 
 @keeps
-@approximations
-def test_a_table_of_words(where, approx):
+def test_a_table_of_words(where):
     model, keep, y = seeded_build(lambda: Tokens(words=True)), KEEPS[where], labels(N, 3)
     x = torch.randint(7, (N, S), generator=torch.Generator().manual_seed(0))
-    pairs = expected(model, x, keep, y, approx)
-    opt = plain_kfac(model, approx=approx)
+    pairs = expected(model, x, keep, y)
+    opt = plain_kfac(model)
     with opt.mask(keep):
         train(opt, model, (x, keep), y, F.cross_entropy)
     A = torch.diag(pairs["table"][0].diagonal())
@@ -126,6 +127,26 @@ def test_gradients_are_as_without_the_mask_and_zero_at_padding():
     F.cross_entropy(plain(x, keep), y).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+def test_reduce_does_not_average_over_padding_unsaid():
+    """It follows the mask, or leaves the padded layers to the fallback with a warning by name; never the plain mean."""
+    model, keep, y = seeded_build(Tokens), KEEPS["behind"], labels(N, 3)
+    x = garbage(noise(N, S, D), keep)
+    rows = expected_pairs(twin(model).by_hand, unpadded(x, keep), y.split(1), F.cross_entropy, "reduce")
+    opt = plain_kfac(model, approx="reduce", lr=0.1)
+    with opt.mask(keep):
+        F.cross_entropy(model(x, keep), y).backward()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = dict(zip(("first", "second"), step_of(opt, [model.first.weight, model.second.weight]), strict=True))
+    for name, (gradient, moved) in found.items():
+        if block_state(opt, name)["factor_updates"]:
+            check_block(opt, name, rows[name])
+        else:
+            assert any(f"{name}: " in str(w.message) and "padded" in str(w.message) for w in told)
+            assert_close(moved, 0.1 * gradient)
+    check_block(opt, "head", rows["head"])
 
 
 def test_an_example_without_a_real_token_is_an_example_still():
@@ -269,8 +290,7 @@ def test_layers_of_another_shape_are_left_alone():
         check_block(opt, name.removeprefix("inner."), pairs[name])
 
 
-@approximations
-def test_attention_s_projections_are_masked_too(approx):
+def test_attention_s_projections_are_masked_too():
     class Attends(Tokens):
         def __init__(self) -> None:
             super().__init__()
@@ -292,8 +312,8 @@ def test_attention_s_projections_are_masked_too(approx):
 
     model, keep, y = seeded_build(Attends), KEEPS["anywhere"], labels(N, 3)
     x = garbage(noise(N, S, D), keep)
-    pairs = expected(model, x, keep, y, approx)
-    opt = plain_kfac(model, approx=approx)
+    pairs = expected(model, x, keep, y)
+    opt = plain_kfac(model)
     with opt.mask(keep):
         train(opt, model, (x, keep), y, F.cross_entropy)
     for name, pair in attention_pairs(pairs, "attn").items():
@@ -344,10 +364,24 @@ def test_a_checkpointed_part_knows_the_mask_of_its_forward(reentrant):
         check_block(opt, name, pair)
 
 
-@pytest.mark.parametrize("keep", [None, [[True]], torch.ones(N, S), torch.ones(N, S, dtype=torch.int64)], ids=str)
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, None], ids=str)
+def test_masks_of_ones_and_zeros_and_no_mask_at_all(kind):
+    """Tokenizers give integers; None is for loops whose batches may come without one."""
+    model, keep, y = seeded_build(Tokens), KEEPS["none" if kind is None else "anywhere"], labels(N, 3)
+    x = garbage(noise(N, S, D), keep)
+    pairs = expected(model, x, keep, y)
+    opt = plain_kfac(model)
+    with opt.mask(None if kind is None else keep.to(kind)):
+        train(opt, model, (x, keep), y, F.cross_entropy)
+    for name, pair in pairs.items():
+        check_block(opt, name, pair)
+
+
+@pytest.mark.parametrize("keep", [[[True]], "keep", torch.ones(N, S), torch.ones(N, S, dtype=torch.bfloat16)], ids=str)
 def test_a_mask_of_a_wrong_kind_is_refused(keep):
+    """A mask of floats is one to be added to scores: its zeros mean the opposite."""
     opt = plain_kfac(seeded_build(Tokens))
-    with pytest.raises((TypeError, ValueError), match="keep|mask|bool"), opt.mask(keep):
+    with pytest.raises(TypeError, match="mask"), opt.mask(keep):
         pass
 
 

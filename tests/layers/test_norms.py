@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.layers.reference import follows_fallback, step_of, train
 from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
@@ -214,6 +215,40 @@ def test_micro_batches_and_reductions_do_not_matter(case, reduction):
         value = F.cross_entropy(model(part), target, reduction=reduction)
         (value / 3 if reduction == "mean" else value).backward()
     opt.step()
+    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+
+
+def test_each_micro_batch_of_a_batch_norm_has_its_own_statistics():
+    model, x, y = problem("BatchNorm2d")
+    parts = [(x[:4], y[:4]), (x[4:], y[4:])]
+    expected = sum(second_moments(twin(model), *part) * len(part[0]) for part in parts) / N
+    opt = plain_kfac(model)
+    for part, target in parts:
+        (F.cross_entropy(model(part), target) * len(part) / N).backward()
+    opt.step()
+    assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(nn.LayerNorm(4), (4,)), (nn.InstanceNorm1d(4, affine=True), (4, 5))])
+def test_one_example_without_a_batch_axis(layer, shape):
+    layer = twin(layer).double()
+    opt = plain_kfac(layer)
+    layer(noise(*shape)).tanh().square().sum().backward()
+    u = torch.stack([layer.weight.grad, layer.bias.grad], -1)
+    opt.step()
+    assert_close(opt.dense_curvature(""), torch.block_diag(*(u[:, :, None] * u[:, None, :])), 1e-9)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_norm(reentrant):
+    class Checkpointed(Normed):
+        def forward(self, x):
+            return self.after(checkpoint(self.norm, self.before(x).requires_grad_(), use_reentrant=reentrant))
+
+    model, x, y = seeded_build(lambda: Checkpointed(nn.LayerNorm(4), 4, -1)), noise(N, 5, 4), labels(N, 3)
+    expected = second_moments(twin(model), x, y)
+    opt = plain_kfac(model)
+    train(opt, model, (x,), y, F.cross_entropy)
     assert_close(opt.dense_curvature("norm"), torch.block_diag(*expected), 1e-6)
 
 

@@ -39,6 +39,12 @@ class Gain(nn.Module):
         return z if self.offset is None else z + self.offset
 
 
+def by_example(x: Tensor, examples: int) -> Tensor:
+    if x.shape[0] % examples:
+        raise ValueError("its rows belong to no example")
+    return x.reshape(examples, -1, x.shape[-1])
+
+
 class GainAdapter(secondorder.Adapter):
     """Rows are the scaled inputs; the kernel lies transposed."""
 
@@ -60,12 +66,10 @@ class GainAdapter(secondorder.Adapter):
         return g.reshape(-1, self.d_out)
 
     def example_inputs(self, x: Tensor, examples: int) -> Tensor:
-        if x.shape[0] % examples:
-            raise ValueError("its rows belong to no example")
-        return self.gain * x.reshape(examples, -1, self.d_in)
+        return self.gain * by_example(x, examples)
 
     def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        return g.reshape(examples, -1, self.d_out)
+        return by_example(g, examples)
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None, workspace=None) -> Tensor:
         return super().to_matrix(None if weight is None else weight.mT.contiguous(), bias, workspace)

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from secondorder.curvature.layers import Adapter, split_examples, widened
+from secondorder.curvature.layers import Adapter, draw, split_examples, widened
 from secondorder.linalg import Workspace
+
+#: Stands for a position without an index, where a mask has taken it.
+_NOTHING = -1
 
 
 class EmbeddingAdapter(Adapter):
     """``nn.Embedding``: A is the diagonal of the relative frequencies of the indices.
 
-    Positions that hold ``padding_idx`` are in neither factor; they still count as positions in the mean that A is.
+    Positions that hold ``padding_idx`` are in neither factor, and do not count in the mean that A is.
     """
 
     one_hot = True
@@ -48,9 +51,6 @@ class EmbeddingAdapter(Adapter):
     def is_unbatched(self, x: Tensor) -> bool:
         return x.dim() == 0
 
-    def row_count(self, x: Tensor) -> int:
-        return x.numel()
-
     def input_rows(self, x: Tensor) -> Iterator[Tensor]:
         raise NotImplementedError("rows of a lookup table are never formed: input_squares has their diagonal factor")
 
@@ -60,13 +60,17 @@ class EmbeddingAdapter(Adapter):
             return rows
         return rows.masked_fill((x == self.padding_idx).reshape(-1, 1), 0)
 
-    def input_squares(self, x: Tensor) -> tuple[Tensor, int]:
-        index = x.reshape(-1).long()
-        counts = torch.zeros(self.d_in, dtype=torch.float32, device=x.device)
-        counts.index_add_(0, index, torch.ones_like(index, dtype=counts.dtype))
-        if self.padding_idx is not None:
-            counts[self.padding_idx] = 0
-        return counts, index.numel()
+    def input_squares(self, x: Tensor) -> tuple[Tensor, int | Tensor]:
+        index, _, weight = self.entries(x)
+        return weight.new_zeros(self.d_in).index_add_(0, index, weight), weight.sum()
+
+    def squared_means(self, inputs: list[Tensor], examples: int) -> Tensor:
+        x = inputs[0] if len(inputs) == 1 else torch.cat([self.indices(x, examples) for x in inputs], 1)
+        real = self.keep(x, examples).double()
+        return self.example_squares(x, (real / real.sum(1, keepdim=True).clamp(min=1)).reshape(-1, 1), examples)[0]
+
+    def masked(self, x: Tensor, keep: Tensor) -> Tensor:
+        return torch.where(keep.reshape(x.shape), x, _NOTHING)
 
     # ------------------------------------------------------------------ rows by example
     def indices(self, x: Tensor, examples: int) -> Tensor:
@@ -83,13 +87,14 @@ class EmbeddingAdapter(Adapter):
     def keep(self, x: Tensor, examples: int) -> Tensor:
         """Which of :meth:`indices` are not padding, bool ``[N, S]``."""
         index = self.indices(x, examples)
-        return torch.ones_like(index, dtype=torch.bool) if self.padding_idx is None else index != self.padding_idx
+        real = index != _NOTHING
+        return real if self.padding_idx is None else real & (index != self.padding_idx)
 
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        owner, positions = self._owners(x, examples)
+        place, positions = self._places(x, examples)
         index, row, weight = self.entries(x)
-        sums = torch.zeros(examples * self.d_in, dtype=weight.dtype, device=x.device)
-        sums.index_add_(0, owner[row] * self.d_in + index, weight)
+        owner = place[row] // max(positions, 1)
+        sums = weight.new_zeros(examples * self.d_in).index_add_(0, owner * self.d_in + index, weight)
         return sums.view(examples, self.d_in), positions
 
     def output_sums(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
@@ -107,7 +112,8 @@ class EmbeddingAdapter(Adapter):
 
         Args:
             x: What :meth:`prepare` returned.
-            rows: ``[rows, d]``, the rows of :meth:`output_rows`, as they are or rotated; ones give ``Σ_n (Σ_s a)²``.
+            rows: ``[N·S, d]``, those of :meth:`example_outputs` one after the other, as they are or rotated; ones give
+                ``Σ_n (Σ_s a)²``.
             examples: N of the pass.
 
         Returns:
@@ -116,10 +122,11 @@ class EmbeddingAdapter(Adapter):
         Raises:
             ValueError: If the positions cannot be told apart by example.
         """
-        owner, _ = self._owners(x, examples)
+        place, positions = self._places(x, examples)
         index, row, weight = self.entries(x)
-        values = rows[row] * weight[:, None].to(rows.dtype)
-        column, sums = _sum_duplicates(owner[row] * self.d_in + index, values)
+        place = place[row]
+        values = rows[place] * weight[:, None].to(rows.dtype)
+        column, sums = _sum_duplicates(place // max(positions, 1) * self.d_in + index, values)
         return rows.new_zeros(self.d_in, rows.shape[1]).index_add_(0, column % self.d_in, sums.square()).mT
 
     def entries(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,14 +136,13 @@ class EmbeddingAdapter(Adapter):
             Two int64 tensors and the weights, 0 for what gives no gradient, such as padding.
         """
         index = x.reshape(-1).long()
-        if self.padding_idx is None:
-            weight = torch.ones_like(index, dtype=torch.float32)
-        else:
-            weight = (index != self.padding_idx).float()
-        return index, torch.arange(index.numel(), device=x.device), weight
+        used = index != _NOTHING
+        if self.padding_idx is not None:
+            used = used & (index != self.padding_idx)
+        return index.clamp(min=0), torch.arange(index.numel(), device=x.device), used.float()
 
-    def _owners(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        """The example of each row ``[rows]``, and how many rows an example has.
+    def _places(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
+        """Where each row stands when rows are ordered by example, ``[rows]``, and how many an example has.
 
         Returns:
             Both.
@@ -145,10 +151,9 @@ class EmbeddingAdapter(Adapter):
             ValueError: If the positions cannot be told apart by example.
         """
         shape = self._row_shape(x)
-        by_example = split_examples(torch.arange(shape.numel(), device=x.device).view(*shape, 1), examples)[..., 0]
-        owner = torch.empty_like(by_example.reshape(-1))
-        numbers = torch.arange(examples, device=x.device)[:, None].expand_as(by_example)
-        return owner.scatter_(0, by_example.reshape(-1), numbers.reshape(-1)), by_example.shape[1]
+        rows = torch.arange(shape.numel(), device=x.device)
+        by_example = split_examples(rows.view(*shape, 1), examples)[..., 0]
+        return torch.empty_like(rows).scatter_(0, by_example.reshape(-1), rows), by_example.shape[1]
 
     def _row_shape(self, x: Tensor) -> torch.Size:
         return x.shape
@@ -171,6 +176,8 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
 
     A is the diagonal of ``E[a ∘ a]``; what an index has to do with others of its bag is left out.
     """
+
+    positions_are_tokens = False
 
     def __init__(self, module: nn.EmbeddingBag, has_weight: bool, has_bias: bool = False) -> None:
         super().__init__(module, has_weight, has_bias)
@@ -201,9 +208,7 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
         else:
             bags, bag, used = self._split_bags(index, offsets)
         weight = self._weights(index, bag, bags, used, None if weights is None else weights.detach().reshape(-1))
-        packed = torch.stack([index.double(), bag.double(), weight])
-        room = -(-packed.shape[1] // bags) if bags else 0
-        return F.pad(packed, (0, bags * room - packed.shape[1])).reshape(3, bags, room).transpose(0, 1)
+        return _packed(index, bag, weight, bags)
 
     def _split_bags(self, index: Tensor, offsets: Tensor) -> tuple[int, Tensor, Tensor]:
         """Number of bags, the bag of each entry, and whether it is in one at all."""
@@ -225,22 +230,46 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
     def is_unbatched(self, x: Tensor) -> bool:
         return False
 
-    def row_count(self, x: Tensor) -> int:
-        return x.shape[0]
-
     def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
         rows = g.reshape(-1, self.d_out)
         if x is None:
             return rows
-        _, bag, weight = self.entries(x)
-        filled = torch.zeros(len(rows), dtype=weight.dtype, device=x.device).index_add_(0, bag, weight.abs())
-        return rows.masked_fill((filled == 0)[:, None], 0)  # an empty bag, or one of padding, reaches no weight
+        return rows.masked_fill(~self._filled(x)[:, None], 0)  # an empty bag, or one of padding, reaches no weight
 
-    def input_squares(self, x: Tensor) -> tuple[Tensor, int]:
+    def input_squares(self, x: Tensor) -> tuple[Tensor, int | Tensor]:
         index, bag, weight = self.entries(x)
         column, sums = _sum_duplicates(bag * self.d_in + index, weight[:, None])
         squares = weight.new_zeros(self.d_in).index_add_(0, column % self.d_in, sums[:, 0].square())
-        return squares, x.shape[0]
+        return squares, self._filled(x).sum()
+
+    def squared_means(self, inputs: list[Tensor], examples: int) -> Tensor:
+        if len(inputs) > 1:
+            raise ValueError("its bags of several calls cannot be told apart by example")
+        real = self._filled(inputs[0]).double().view(examples, -1)
+        weight = real / real.sum(1, keepdim=True).clamp(min=1)
+        return self.example_squares(inputs[0], weight.reshape(-1, 1), examples)[0]
+
+    def _filled(self, x: Tensor) -> Tensor:
+        """Which bags hold anything, bool ``[bags]``."""
+        _, bag, weight = self.entries(x)
+        return weight.new_zeros(x.shape[0]).index_add_(0, bag, weight.abs()) > 0
+
+    def masked(self, x: Tensor, keep: Tensor) -> Tensor:
+        index, bag, weight = self.entries(x)
+        return _packed(index, bag, weight * keep.reshape(-1)[bag], x.shape[0])
+
+    def pick_examples(
+        self, x: Tensor, g: Tensor, kept: int, examples: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, int, float]:
+        if g.shape[0] % examples:
+            return x, g, examples, 1.0
+        chosen = draw(examples, kept, generator, g.device)
+        bags = torch.arange(len(g), device=g.device).view(examples, -1)[chosen].flatten()
+        place = torch.full((len(g),), -1, device=g.device).scatter_(0, bags, torch.arange(len(bags), device=g.device))
+        index, bag, weight = self.entries(x)
+        bag = place[bag]
+        weight = weight * (bag >= 0)
+        return _packed(index, bag.clamp(min=0), weight, len(bags)), g[bags], kept, examples / kept
 
     def indices(self, x: Tensor, examples: int) -> Tensor:
         raise ValueError("bags hold different numbers of indices: use example_squares")
@@ -251,6 +280,13 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
 
     def _row_shape(self, x: Tensor) -> torch.Size:
         return x.shape[:1]
+
+
+def _packed(index: Tensor, bag: Tensor, weight: Tensor, bags: int) -> Tensor:
+    """Entries ``[M]`` as ``[bags, 3, K]``, see :meth:`EmbeddingBagAdapter.prepare`."""
+    packed = torch.stack([index.double(), bag.double(), weight])
+    room = -(-packed.shape[1] // bags) if bags else 0
+    return F.pad(packed, (0, bags * room - packed.shape[1])).reshape(3, bags, room).transpose(0, 1)
 
 
 def _sum_duplicates(key: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,8 @@ class NormAdapter(Adapter):
         norm_curvature: ``"unit"`` for a k×k block per unit, ``"diagonal"`` for its diagonal.
     """
 
+    is_exact = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -68,9 +70,6 @@ class NormAdapter(Adapter):
         """
 
     # ------------------------------------------------------------------ rows
-    def row_count(self, x: Tensor) -> int:
-        raise NotImplementedError("a normalisation layer has a row per example, whatever its input")
-
     def input_rows(self, x: Tensor) -> Iterator[Tensor]:
         raise NotImplementedError("the input factor of a normalisation layer is [1]")
 
@@ -148,6 +147,8 @@ class RMSNormAdapter(LayerNormAdapter):
 
 class ChannelNormAdapter(NormAdapter):
     """Layers with a scale and a shift per channel: inputs ``[N, C, …]``."""
+
+    channels_first = True
 
     def __init__(
         self,

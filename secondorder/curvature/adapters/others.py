@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondorder.curvature.layers import CHUNK_BYTES, Adapter, LinearAdapter, split_examples, widened
+from secondorder.curvature.layers import CHUNK_BYTES, Adapter, LinearAdapter, draw, split_examples, widened
 from secondorder.linalg import Workspace
 
 
@@ -28,9 +28,6 @@ class BilinearAdapter(Adapter):
 
     def is_unbatched(self, x: Tensor) -> bool:
         return x.dim() == 1
-
-    def row_count(self, x: Tensor) -> int:
-        return x.numel() // sum(self.sizes)
 
     def input_rows(self, x: Tensor) -> Iterator[Tensor]:
         x = x.reshape(-1, sum(self.sizes))
@@ -89,9 +86,10 @@ def hugging_face_conv1d() -> type[nn.Module] | None:
 
 
 class StackedAdapter(Adapter):
-    """Γ Linears of equal shape that share their input and are stacked in one weight ``[Γ·d_o, d_i]``.
+    """Γ Linears of equal shape that are stacked in one weight ``[Γ·d_o, d_i]``, each with a block of its own.
 
-    Such are the query, key and value projections of attention in one product. Each has a block of its own.
+    Such are the query, key and value projections of attention. Three axes of an input are (position, example, feature),
+    as in everything that attention and recurrent layers compute inside.
 
     Args:
         d_in: Features of the input.
@@ -107,11 +105,16 @@ class StackedAdapter(Adapter):
         super().__init__(nn.Identity(), has_weight, has_bias)
         self.d_in, self.d_out, self.groups = d_in, d_out_per_group, groups
 
+    def of_part(self, part: int) -> Adapter:
+        if part < 0:
+            return self
+        return StackedAdapter(self.d_in, self.d_out, 1, self.has_weight, self.has_bias)
+
+    def sequence_axes(self, x: Tensor) -> tuple[int, int] | None:
+        return (1, 0) if x.dim() == 3 else None
+
     def is_unbatched(self, x: Tensor) -> bool:
         return x.dim() == 1
-
-    def row_count(self, x: Tensor) -> int:
-        return x.numel() // max(self.d_in, 1)
 
     def input_rows(self, x: Tensor) -> Iterator[Tensor]:
         yield self._shared(x.reshape(-1, self.d_in))
@@ -119,22 +122,42 @@ class StackedAdapter(Adapter):
     def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
         return self._parted(g.reshape(-1, self.groups * self.d_out))
 
-    def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        by_example = split_examples(x, examples)
-        return self._shared(widened(by_example).sum(1)), by_example.shape[1]
-
-    def output_sums(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        return self._parted(widened(split_examples(g, examples)).sum(1))
+    def sample_rows(
+        self, x: Tensor, g: Tensor, positions: int, examples: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, float] | None:
+        rows, kept = g.numel() // g.shape[-1], positions * examples
+        if rows <= kept:
+            return None
+        at = draw(rows, kept, generator, g.device)
+        a = self._shared(x.reshape(-1, self.d_in)[at])
+        return a, self._parted(g.reshape(-1, g.shape[-1])[at]), rows / kept
 
     def example_inputs(self, x: Tensor, examples: int) -> Tensor:
-        return self._shared(split_examples(x, examples))
+        return self._shared(self._by_example(x, examples))
 
     def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        return self._parted(split_examples(g, examples))
+        return self._parted(self._by_example(g, examples))
+
+    def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
+        by_example = widened(self._by_example(x, examples))
+        return self._shared(by_example.sum(1)), by_example.shape[1]
+
+    def output_sums(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return widened(self.example_outputs(g, x, examples)).sum(-2)
+
+    def _by_example(self, x: Tensor, examples: int) -> Tensor:
+        if x.dim() != 3:
+            return split_examples(x, examples)
+        if x.shape[1] != examples:
+            raise ValueError(f"its sequences of {x.shape[1]} examples are not those of a batch of {examples}")
+        return x.transpose(0, 1)
 
     def _shared(self, x: Tensor) -> Tensor:
         return x.expand(self.groups, *x.shape) if self.groups > 1 else x
 
     def _parted(self, g: Tensor) -> Tensor:
         """``[…, Γ·d_o]`` as ``[(Γ,) …, d_o]``."""
-        return g.unflatten(-1, (self.groups, self.d_out)).movedim(-2, 0) if self.groups > 1 else g
+        if self.groups == 1:
+            return g
+        parts: Tensor = g.unflatten(-1, (self.groups, self.d_out))
+        return parts.movedim(-2, 0)

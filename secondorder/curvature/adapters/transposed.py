@@ -55,19 +55,29 @@ class ConvTransposeAdapter(ConvAdapter):
         output_size = args[1] if len(args) > 1 else kwargs.get("output_size")
         if output_size is None:
             return x
-        smallest = [n - extra for n, extra in zip(self._output_sizes(x), self.output_padding, strict=True)]
+        smallest = [n - extra for n, extra in zip(self.output_size(x), self.output_padding, strict=True)]
         extra = [int(n) - m for n, m in zip(output_size[-len(smallest) :], smallest, strict=True)]
         return x.reshape(*x.shape, 1, *[1] * len(extra)).expand(*x.shape, 1, *[n + 1 for n in extra])
 
     def is_unbatched(self, x: Tensor) -> bool:
         return super().is_unbatched(self._split(x)[0])
 
-    def row_count(self, x: Tensor) -> int:
-        x = self._batched(x)
-        return x.shape[0] * math.prod(self._output_sizes(x))
+    def output_size(self, x: Tensor) -> list[int]:
+        x, output_padding = self._split(x)
+        found = zip(x.shape[-len(self.kernel) :], self.spread, self.padding, self.dilation, self.kernel, strict=True)
+        sizes = [(n - 1) * s + 1 + 2 * margin - d * (k - 1) for n, s, (margin, _), d, k in found]
+        return [n + extra for n, extra in zip(sizes, output_padding, strict=True)]
 
     def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
         return super().output_rows(self._flipped(g), x, examples)
+
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return super().example_outputs(self._flipped(g), x, examples)
+
+    def sample_rows(
+        self, x: Tensor, g: Tensor, positions: int, examples: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, float] | None:
+        return super().sample_rows(x, self._flipped(g), positions, examples, generator)
 
     def _split(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """The input itself and the output padding."""
@@ -75,12 +85,6 @@ class ConvTransposeAdapter(ConvAdapter):
         if x.dim() < 2 * axes + 2:
             return x, self.output_padding
         return x.flatten(-axes - 1)[..., 0], tuple(n - 1 for n in x.shape[-axes:])
-
-    def _output_sizes(self, x: Tensor) -> list[int]:
-        x, output_padding = self._split(x)
-        found = zip(x.shape[-len(self.kernel) :], self.spread, self.padding, self.dilation, self.kernel, strict=True)
-        sizes = [(n - 1) * s + 1 + 2 * margin - d * (k - 1) for n, s, (margin, _), d, k in found]
-        return [n + extra for n, extra in zip(sizes, output_padding, strict=True)]
 
     def _patches(self, x: Tensor) -> Tensor:
         """View ``[N, Γ, C/Γ, *out, *kernel]`` of the larger input, positions in reverse order."""

@@ -1,0 +1,300 @@
+"""Translation of Multi30k, German to English, by the encoder-decoder ``torch.nn.Transformer``.
+
+Nothing is shared: source and target have word and position embeddings of their own, and the head is a matrix of its
+own. Words come from a plain list of the most frequent ones of the training sentences; all others are one unknown word.
+"""
+
+import gzip
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from benchmarks.workloads.base import (
+    IGNORED,
+    Batch,
+    Classification,
+    Size,
+    evaluating,
+    find_folder,
+    seeded,
+    shuffled_indices,
+)
+
+LANGUAGES = ("de", "en")  # source, target
+TRAIN_FILES = tuple(f"train.{language}.gz" for language in LANGUAGES)
+VALIDATION_FILES = tuple(f"val.{language}" for language in LANGUAGES)
+ORIGIN = "https://github.com/multi30k/dataset (task 1, tokenised and lower-cased)"
+HINT = f"Put {', '.join((*TRAIN_FILES, *VALIDATION_FILES))}, one sentence a line, into <data-dir>/multi30k."
+SPECIAL = ("<pad>", "<begin>", "<end>", "<unknown>")
+PAD, BEGIN, END, UNKNOWN = range(len(SPECIAL))
+EVAL_SENTENCES = 256
+POOL = 20
+"""Batches that are drawn together and sorted by length, so that little of a batch is padding."""
+
+Sentences = list[list[str]]
+
+
+class _Side(nn.Module):
+    """Word and position embeddings of one language."""
+
+    def __init__(self, vocabulary: int, length: int, width: int) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(vocabulary, width, PAD), nn.Embedding(length, width)
+
+    def forward(self, words: Tensor) -> Tensor:
+        # Positions are looked up for every sentence, so that each has gradients of its own there.
+        positions = torch.arange(words.shape[1], device=words.device).expand_as(words)
+        out: Tensor = self.words(words) + self.positions(positions)
+        return out
+
+
+class _Translator(nn.Module):
+    """``nn.Transformer`` with norms in front, without dropout, between embeddings and a head."""
+
+    def __init__(self, vocabularies: Sequence[int], length: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.source, self.target = (_Side(vocabulary, length, width) for vocabulary in vocabularies)
+        options: dict[str, Any] = {
+            "dim_feedforward": 2 * width,
+            "dropout": 0.0,
+            "batch_first": True,
+            "norm_first": True,
+        }
+        # nn.Transformer would build the same encoder, and warn that its norms rule out nested tensors.
+        layer = nn.TransformerEncoderLayer(width, heads, **options)
+        encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.transformer = nn.Transformer(width, heads, num_decoder_layers=layers, custom_encoder=encoder, **options)
+        self.head = nn.Linear(width, vocabularies[1])
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        """Say which word comes next, at every place of the target.
+
+        Args:
+            source: Words ``[batch, S]``.
+            target: Words so far ``[batch, T]``.
+
+        Returns:
+            Logits ``[batch, T, vocabulary]``.
+        """
+        length = target.shape[1]
+        later = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+        padding = source == PAD
+        # The target's padding stands behind all that counts, where the causal mask hides it already.
+        hidden = self.transformer(
+            self.source(source),
+            self.target(target),
+            tgt_mask=later,
+            src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+@dataclass(frozen=True)
+class Multi30k(Classification):
+    """Cross-entropy of the next English word, mean over all words of the batch."""
+
+    data_dir: Path
+    batch_size: int = 128
+    vocabulary: int = 2000
+    """Words of each language, special ones included."""
+    length: int = 40
+    """Words of a sentence, those that mark its ends included; more are cut off."""
+    width: int = 256
+    layers: int = 2
+    heads: int = 4
+
+    name: ClassVar[str] = "multi30k"
+    metric: ClassVar[str] = "validation loss"
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "full": 150}
+
+    @classmethod
+    def smoke(cls, data_dir: Path) -> "Multi30k":
+        """Return the small version of this workload.
+
+        Args:
+            data_dir: Folder that holds ``multi30k``.
+
+        Returns:
+            A workload with one narrow layer on either side, few words and a smaller batch.
+        """
+        return cls(data_dir, batch_size=16, vocabulary=200, length=20, width=32, layers=1, heads=2)
+
+    def build_model(self, seed: int) -> nn.Module:
+        """Return the transformer with weights from ``seed``; the text decides the vocabularies.
+
+        Args:
+            seed: Seed of the initial weights.
+
+        Returns:
+            A model from words ``[batch, S]`` and ``[batch, T]`` to logits ``[batch, T, vocabulary]``.
+        """
+        sizes = [len(words) for words in self._vocabularies]
+        with seeded(seed):
+            return _Translator(sizes, self.length, self.width, self.layers, self.heads)
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yield shuffled training pairs for ever, those of a batch of about the same length.
+
+        Args:
+            seed: Seed of the shuffling.
+
+        Yields:
+            German and English sentences ``[batch, S]`` and ``[batch, T]``, padded to the longest of the batch; the
+            English ones begin with a mark.
+        """
+        pairs = self._numbered(self._train)
+        generator = torch.Generator().manual_seed(seed)
+        pool = max(1, min(POOL, len(pairs) // self.batch_size))
+        for index in shuffled_indices(len(pairs), pool * self.batch_size, generator):
+            by_length = sorted(index.tolist(), key=lambda i: (len(pairs[i][0]), len(pairs[i][1])))
+            for start in torch.randperm(pool, generator=generator).mul(self.batch_size).tolist():
+                yield _padded([pairs[i] for i in by_length[start : start + self.batch_size]])
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the logits of the word after each one of the target.
+
+        Args:
+            model: The transformer.
+            batch: Source and target.
+
+        Returns:
+            Logits ``[batch, T - 1, vocabulary]``.
+        """
+        source, target = batch
+        logits: Tensor = model(source, target[:, :-1])
+        return logits
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Return the word after each one of the target.
+
+        Args:
+            batch: Source and target.
+
+        Returns:
+            Words ``[batch, T - 1]``; padding is marked as ignored.
+        """
+        target = batch[1][:, 1:]
+        return target.masked_fill(target == PAD, IGNORED)
+
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
+        """Return the loss on the first 256 pairs of the validation set.
+
+        Args:
+            model: The transformer.
+            everything: Take all of its pairs.
+
+        Returns:
+            Nats per word.
+        """
+        pairs = self._numbered(self._validation)
+        pairs = pairs if everything else pairs[:EVAL_SENTENCES]
+        total, words = 0.0, 0
+        with evaluating(model):
+            for start in range(0, len(pairs), EVAL_SENTENCES):
+                batch = _padded(pairs[start : start + EVAL_SENTENCES])
+                count = int((self.targets(batch) != IGNORED).sum())
+                total, words = total + count * float(self.loss(model, batch)), words + count
+        return total / words
+
+    def _numbered(self, sentences: Sequence[Sentences]) -> list[Batch]:
+        """Turn pairs of sentences into numbers of words.
+
+        Args:
+            sentences: Those of the source, and those of the target.
+
+        Returns:
+            Source ``[S]`` and target ``[T]`` of each pair.
+        """
+        source, target = self._vocabularies
+        return [
+            (_numbers([*de[: self.length - 1], SPECIAL[END]], source), _numbers(self._marked(en), target))
+            for de, en in zip(*sentences, strict=True)
+        ]
+
+    def _marked(self, sentence: list[str]) -> list[str]:
+        # The last word is only ever predicted: the decoder sees one word less than there are.
+        return [SPECIAL[BEGIN], *sentence[: self.length - 1], SPECIAL[END]]
+
+    @cached_property
+    def _vocabularies(self) -> list[dict[str, int]]:
+        return [number_words(sentences, self.vocabulary) for sentences in self._train]
+
+    @cached_property
+    def _train(self) -> list[Sentences]:
+        return self._read(TRAIN_FILES)
+
+    @cached_property
+    def _validation(self) -> list[Sentences]:
+        return self._read(VALIDATION_FILES)
+
+    def _read(self, names: Sequence[str]) -> list[Sentences]:
+        candidates = (self.data_dir / "multi30k", self.data_dir)
+        folder = find_folder(candidates, (*TRAIN_FILES, *VALIDATION_FILES), ORIGIN, HINT)
+        sides = [read_sentences(folder / name) for name in names]
+        if len(sides[0]) != len(sides[1]):
+            raise ValueError(f"{names[0]} and {names[1]} must pair up, got {len(sides[0])} and {len(sides[1])} lines")
+        return sides
+
+
+def read_sentences(path: Path) -> Sentences:
+    """Read sentences, one a line, their words set apart by blanks.
+
+    Args:
+        path: A text file, gzipped if its name ends in ``.gz``.
+
+    Returns:
+        The words of each line.
+
+    Raises:
+        ValueError: When the file is truncated or no such text.
+    """
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
+    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as err:
+        raise ValueError(f"{path} is truncated or no text: {err}") from err
+    return [line.split() for line in text.removesuffix("\n").split("\n")]
+
+
+def number_words(sentences: Iterable[Iterable[str]], size: int) -> dict[str, int]:
+    """Number the most frequent words; of equally frequent ones the first in the alphabet comes first.
+
+    Args:
+        sentences: The words.
+        size: Most entries that the vocabulary may have, with the special ones.
+
+    Returns:
+        Numbers by word, the special ones first.
+    """
+    counts = Counter(word for sentence in sentences for word in sentence)
+    ranked = sorted(counts.keys() - set(SPECIAL), key=lambda word: (-counts[word], word))
+    return {word: number for number, word in enumerate([*SPECIAL, *ranked[: size - len(SPECIAL)]])}
+
+
+def _numbers(words: Iterable[str], vocabulary: dict[str, int]) -> Tensor:
+    return torch.tensor([vocabulary.get(word, UNKNOWN) for word in words])
+
+
+def _padded(pairs: Sequence[Batch]) -> Batch:
+    """Stack sentences of unequal length.
+
+    Args:
+        pairs: Source ``[S]`` and target ``[T]`` of each pair.
+
+    Returns:
+        Sources and targets, each padded to the longest.
+    """
+    source, target = (
+        pad_sequence(list(side), batch_first=True, padding_value=PAD) for side in zip(*pairs, strict=True)
+    )
+    return source, target

@@ -1,0 +1,169 @@
+"""What decides how a layer method estimates its curvature, uses it and judges it: each choice on every task."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import secondorder
+from tests.contract.methods import METHODS, Method
+from tests.contract.tasks import CNN, TRANSFORMER, Task, assert_changed, assert_identical, backward, train, values
+from tests.contract.test_host_sync import Waits, readings  # noqa: F401 - a fixture
+from tests.contract.test_state_resume import END, MIDDLE, resumed
+
+pytestmark = pytest.mark.option("skip_layers")
+
+RULES: dict[str, dict[str, Any]] = {
+    "reduced": {"approx": "reduce"},
+    "half the power": {"power": 0.5},
+    "diagonal factors": {"max_factor_dim": 4},
+    "norms by number": {"norm_curvature": "diagonal"},
+    "batches weigh alike": {"weighting": "update", "burnin_steps": 2},
+    "decay per step": {"decay_per_step": True},
+    "some rows": {"factor_batch_size": 3, "factor_positions": 2, "deterministic_seed": 7},
+    "decay as curvature": {"weight_decay": 0.1, "weight_decay_in_curvature": True},
+    "no gradients": {"fisher": "forward_only"},
+    "some squares": {"scale_batch_size": 3},
+    "rare squares": {"scale_update_steps": 3, "scale_decay": 0.5},
+    "squares of tokens": {"token_is_example": True},
+    "from eigenvalues": {"transport": "kfac"},
+    "by index": {"transport": "none"},
+    "measured anew": {"transport": "recompute"},
+    "cheap bases": {"basis_update": "qr", "full_every": 2},
+}
+OBSERVED: dict[str, dict[str, Any]] = {
+    "sampled": {"fisher": "mc", "fisher_samples": 2},
+    "signs": {"fisher": "curvature_prop"},
+    "every column": {"fisher": "exact"},
+}
+JUDGED: dict[str, dict[str, Any]] = {
+    "adaptive": {"adaptive_damping": True, "damping_interval": 2},
+    "adaptive, bounded": {"adaptive_damping": True, "damping_interval": 1, "min_damping": 0.005, "max_damping": 0.02},
+    "rejecting": {"reject_steps": True},
+    "modelled": {"quadratic_model": True, "lr": 1.0, "include_damping_in_model": True},
+    "modelled exactly": {"quadratic_model": True, "lr": 0.1, "likelihood": "categorical"},
+    "calibrated": {"calibrate_damping": True},
+}
+Run = Callable[[nn.Module, Any, Task, int, int], None]
+
+
+def observe(model: nn.Module, optimizer: Any, task: Task, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        inputs, targets = task.batch(step, next(model.parameters()).dtype)
+        outputs = model(inputs)
+        optimizer.observe(outputs, secondorder.Categorical(), targets)
+        F.cross_entropy(outputs.flatten(0, -2), targets.flatten()).backward()
+        optimizer.step()
+
+
+def by_closure(model: nn.Module, optimizer: Any, task: Task, steps: int, start: int = 0) -> None:
+    for step in range(start, start + steps):
+
+        def closure() -> tuple[Tensor, Tensor]:
+            optimizer.zero_grad()
+            inputs, targets = task.batch(step, next(model.parameters()).dtype)  # noqa: B023
+            outputs = model(inputs)
+            loss = F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+            loss.backward()
+            return loss, outputs
+
+        optimizer.step(closure)
+
+
+def trains_and_resumes(method: Method, task: Task, run: Run, **keywords: Any) -> None:
+    """Everything moves and stays finite; what a checkpoint holds goes on as if it had not been one."""
+    model = task.model()
+    optimizer, before = method.build(model, **keywords), values(model)
+    run(model, optimizer, task, MIDDLE, 0)
+    assert_changed(model, before)
+    other, second = resumed(method, task, model, optimizer, **keywords)
+    run(model, optimizer, task, END - MIDDLE, MIDDLE)
+    run(other, second, task, END - MIDDLE, MIDDLE)
+    assert_identical(values(other), values(model))
+    assert_identical(second.state_dict(), optimizer.state_dict())
+    assert_changed(model, before)
+    assert optimizer.diagnostics()["skipped_steps"] == 0
+
+
+@pytest.mark.rules(RULES)
+def test_choices_of_the_estimate(method: Method, task: Task, rule: str) -> None:
+    trains_and_resumes(method, task, train, **RULES[rule])
+
+
+@pytest.mark.rules(OBSERVED)
+def test_curvature_that_is_observed(method: Method, task: Task, rule: str) -> None:
+    trains_and_resumes(method, task, observe, **OBSERVED[rule])
+
+
+@pytest.mark.rules(JUDGED)
+def test_steps_that_are_judged_by_their_loss(method: Method, task: Task, rule: str) -> None:
+    trains_and_resumes(method, task, by_closure, **JUDGED[rule])
+
+
+@pytest.mark.rules(JUDGED)
+def test_they_need_a_closure_or_are_the_plain_step(method: Method, mlp: Task, rule: str) -> None:
+    """By name, and before anything has moved."""
+    model = mlp.model()
+    optimizer, before = method.build(model, **JUDGED[rule]), values(model)
+    backward(model, optimizer, mlp, 0)
+    if "quadratic_model" in JUDGED[rule]:
+        optimizer.step()  # the model of the blocks needs no loss
+        assert_changed(model, before)
+        return
+    with pytest.raises(RuntimeError, match=next(iter(JUDGED[rule]))):
+        optimizer.step()
+    assert_identical(values(model), before)
+
+
+@functools.cache
+def plainly(method: str, task: Task) -> dict[str, Tensor]:
+    """Where the settings alone lead to."""
+    model = task.model()
+    train(model, next(m for m in METHODS if m.name == method).build(model), task, 6)
+    return values(model)
+
+
+@pytest.mark.rules({name: rule for name, rule in RULES.items() if "weight_decay" not in rule})
+def test_every_choice_changes_the_steps_on_some_task(method: Method, rule: str) -> None:
+    """Each of them means something to at least one of the models."""
+    changed = False
+    for task in (CNN, TRANSFORMER):
+        model = task.model()
+        train(model, method.build(model, **RULES[rule]), task, 6)
+        plain = plainly(method.name, task)
+        changed |= any(not torch.equal(value, plain[name]) for name, value in values(model).items())
+    assert changed
+
+
+@pytest.mark.rules(RULES)
+def test_no_choice_waits_for_the_device(method: Method, rule: str, readings: list[str]) -> None:  # noqa: F811
+    model = CNN.model(torch.float32)
+    optimizer = method.build(model, **RULES[rule])
+    readings.clear()
+    with Waits() as waits:
+        train(model, optimizer, CNN, 7)
+    assert waits.seen == []
+    assert readings == []
+
+
+@pytest.mark.rules({name: RULES[name] for name in ("some rows", "some squares")} | OBSERVED)
+def test_what_is_drawn_is_drawn_from_the_seed(method: Method, rule: str) -> None:
+    """And from nobody else's generator."""
+    keywords, results = {**RULES, **OBSERVED}[rule], []
+    run = observe if rule in OBSERVED else train
+    for seed in (0, 1):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            state = torch.get_rng_state()
+            model = CNN.model()
+            run(model, method.build(model, **keywords), CNN, 5)
+            assert_identical(torch.get_rng_state(), state)
+        results.append(values(model))
+    assert_identical(results[1], results[0])
