@@ -213,7 +213,7 @@ _WHITEN: dict[WorkloadName, Settings] = {
     "resnet20": {"lr": 1e-2, "fallback_lr": 3e-3, **_WHITENING},
     "chargpt": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
     "logistic": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
-    "multi30k": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
+    "multi30k": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
 }
 _NATURAL: dict[WorkloadName, Settings] = {
     "digits": {"lr": 0.02, "graft": "adam", "factor_update_steps": 5, "inv_update_steps": 10},
@@ -237,7 +237,7 @@ _WATCHFUL: Settings = {
 
 _ADAPTIVE: dict[WorkloadName, Settings] = {
     "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 1.0},
-    "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 100.0},
+    "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 0.1},
 }
 
 METHODS: dict[MethodName, Method] = {

@@ -14,10 +14,12 @@ from secondorder import linalg, options
 from secondorder.adaptive import AdaptiveOptimizer
 from secondorder.curvature import factors, statistics
 from secondorder.curvature.block import Block
+from secondorder.curvature.capture import Captured
 from secondorder.curvature.heads import Head
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.likelihood import Likelihood, resolve
 from secondorder.lifecycle import Group, State
+from secondorder.optimizer import Directions
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512
@@ -94,8 +96,9 @@ class FactoredOptimizer(AdaptiveOptimizer):
     #: Whether `damping_mode` was left to the constructor.
     _mode_by_default = False
     _fisher = FisherOptions()
-    #: Calls of `observe` since the last step.
+    #: Calls of `observe` since the last step, and the loss terms that those of this step saw.
     _observations = 0
+    _observed_terms = torch.ones((), dtype=torch.float64)
 
     def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Group options from the arguments of a constructor, with what is unset resolved."""
@@ -153,17 +156,26 @@ class FactoredOptimizer(AdaptiveOptimizer):
         batches = [waiting.examples or 0 for waiting in capture.observable()]
         batch_dim = self._layer_options.batch_dim
         laid = [Head.of(*head, batches, batch_dim) for head in zip(heads, resolved, given, strict=True)]
-        vectors = self._exact_vectors(laid) if self._fisher.fisher == "exact" else self._drawn_vectors(laid)
-        capture.observe(heads, vectors, self._fisher.fisher_samples)
+        # The mean over loss terms is taken when all micro-batches are there; heads weigh by their own numbers of terms.
+        terms = [head.terms for head in laid]
+        by_head = [torch.ones_like(t) if self._is_sum() else (terms[0] / t).sqrt() for t in terms]
+        draw = self._exact_vectors if self._fisher.fisher == "exact" else self._drawn_vectors
+        capture.observe(heads, draw(laid, by_head), terms[0])
         self._observations += 1
 
-    def _drawn_vectors(self, heads: Sequence[Head]) -> Iterator[list[Tensor]]:
+    def _is_sum(self) -> bool:
+        return bool(self.param_groups[0]["loss_reduction"] == "sum")
+
+    def _drawn_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Random vectors whose second moment is the loss curvature of one example."""
         generator = torch.Generator(heads[0].outputs.device).manual_seed(self.seed(-1 - self._observations))
-        for _ in range(self._fisher.fisher_samples):
-            yield [head.draw(self._fisher.fisher, generator) for head in heads]
+        samples = self._fisher.fisher_samples
+        for _ in range(samples):
+            yield [
+                h.draw(self._fisher.fisher, generator, f / samples**0.5) for h, f in zip(heads, by_head, strict=True)
+            ]
 
-    def _exact_vectors(self, heads: Sequence[Head]) -> Iterator[list[Tensor]]:
+    def _exact_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Columns of a square root of the loss curvature, those of one head after those of another."""
         counts = [head.kind.columns(head.outputs) for head in heads]
         if sum(counts) > _MAX_COLUMNS:
@@ -171,9 +183,14 @@ class FactoredOptimizer(AdaptiveOptimizer):
                 f"fisher='exact' would take {sum(counts)} backward passes, more than {_MAX_COLUMNS}: use fisher='mc' "
                 "or 'curvature_prop', which take one"
             )
-        for i, head in enumerate(heads):
-            for column in range(counts[i]):
-                yield [head.column(column) if other is head else other.nothing() for other in heads]
+        for head, count, factor in zip(heads, counts, by_head, strict=True):
+            for column in range(count):
+                yield [head.column(column, factor) if other is head else other.nothing() for other in heads]
+
+    def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
+        if statistics.terms is not None:
+            self._observed_terms = statistics.terms
+        super()._learn(statistics, gradients, gate)
 
     def _advance(self) -> None:
         self._observations = 0
@@ -231,10 +248,13 @@ class FactoredOptimizer(AdaptiveOptimizer):
             mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)
         return mixed
 
-    def gradient_scale(self, group: Group, examples: int) -> float:
-        """Factor from sums over captured gradients to means over per-example ones."""
+    def gradient_scale(self, group: Group, examples: int) -> Any:
+        """Factor from sums over captured gradients to means over per-example ones; a 0-dim tensor on a device."""
         if self._fisher.is_observed:  # vectors are of unit scale
-            return 1.0 / examples
+            if group["loss_reduction"] == "sum":
+                return 1.0 / examples
+            terms = self._observed_terms.clamp(min=1)
+            return 1.0 / (terms if terms.is_cuda else float(terms.cpu().numpy()))
         return statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
 
     def update_factors(self, block: Block, sums: KroneckerSums, examples: int, gate: Tensor | None) -> Tensor:

@@ -124,8 +124,11 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             return
         for i in self._capture.due | set(self._capture.refused):
             block = self._blocks[i]
-            if i not in captured.statistics and block.name not in self._warned and block.owner in gradients:
-                missed[block.name] = self._capture.refused.get(i, missing)
+            if i in captured.statistics or i in captured.idle or block.owner not in gradients:
+                continue
+            reason = self._capture.refused.setdefault(i, missing)  # describe() says so too
+            if block.name not in self._warned:
+                missed[block.name] = reason
         if missed:
             self._warned.update(missed)
             lines = "; ".join(f"{name}: {reason}" for name, reason in missed.items())

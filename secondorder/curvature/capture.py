@@ -146,10 +146,14 @@ class Captured(NamedTuple):
     Attributes:
         statistics: By site index.
         examples: N by site index: of all forwards whose backward ran, whether or not they reached the layer.
+        idle: Sites whose layer ran on no row at all.
+        terms: Loss terms that were observed, 0-dim, or None.
     """
 
     statistics: dict[int, Statistic]
     examples: dict[int, int]
+    idle: frozenset[int] = frozenset()
+    terms: Tensor | None = None
 
 
 class Capture:
@@ -162,6 +166,8 @@ class Capture:
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self.sites: list[Site] = []
         self.refused: dict[int, str] = {}
+        #: Sites whose layer ran on no row at all since the last step.
+        self.idle: set[int] = set()
         self.grad_scaler: Any = None
         #: Whether statistics come from :meth:`observe` instead of the backward pass of the loss.
         self.observes = False
@@ -179,6 +185,7 @@ class Capture:
         self._lock = threading.Lock()
         self._pauses = 0
         self._observing = False
+        self._terms: Tensor | None = None
         #: Whether capture was paused since the last step: then a layer without statistics is no surprise.
         self.was_paused = False
         self._due: set[int] = set()
@@ -265,7 +272,7 @@ class Capture:
     def discard(self) -> None:
         """Forget the pending statistics (their gradients were discarded)."""
         self._pending, self._examples, self._own_examples = {}, 0, {}
-        self._backward_ran = False
+        self._backward_ran, self._terms = False, None
         self._void.clear()
         self._passes = {i: p for i, p in self._passes.items() if not p.counted}
 
@@ -288,7 +295,8 @@ class Capture:
         """Hand over the pending statistics and start anew."""
         self._flush()
         examples = {i: self._examples + self._own_examples.get(i, 0) for i in self._pending}
-        taken = Captured(self._pending, examples)
+        taken = Captured(self._pending, examples, frozenset(self.idle), self._terms)
+        self.idle.clear()
         for index in self._pending:
             self.refused.pop(index, None)
         self._passes.clear()
@@ -384,8 +392,11 @@ class Capture:
             if not current.counted:
                 current.counted = True
                 self._examples += current.examples
-        if call.g.numel() == 0 or index in self._void:
-            return  # an expert without a token says nothing about its factors
+        if call.g.numel() == 0:
+            self.idle.add(index)  # an expert without a token says nothing about its factors
+            return
+        if index in self._void:
+            return
         if not self._statistic(index).wants_whole_pass:
             self._add(index, [call], current.examples)
             return
@@ -402,13 +413,13 @@ class Capture:
         """Forward passes whose layer outputs are waiting to be observed."""
         return [current for current in self._passes.values() if current.edges]
 
-    def observe(self, outputs: list[Tensor], vectors: Iterable[list[Tensor]], count: int) -> None:
+    def observe(self, outputs: list[Tensor], vectors: Iterable[list[Tensor]], terms: Tensor) -> None:
         """Push vectors back to the layer outputs and take in what arrives.
 
         Args:
             outputs: Model outputs.
-            vectors: For each backward pass, one tensor per output, scaled for a mean over loss terms.
-            count: Vectors over whose squares the curvature is a mean (1 for columns of a square root, which add up).
+            vectors: For each backward pass, one tensor per output; the second moments add up.
+            terms: Loss terms in the outputs, 0-dim.
 
         Raises:
             RuntimeError: If the outputs do not depend on a layer that is waiting, or their graph is gone.
@@ -416,14 +427,14 @@ class Capture:
         waiting = [(current, edge, seen) for current in self.observable() for edge, seen in current.edges]
         if not waiting:
             raise RuntimeError(_NOTHING_TO_OBSERVE)
-        self._observing, reached, scale = True, set[int](), None
+        self._observing, reached = True, set[int]()
         try:
             for number, vector in enumerate(vectors):
                 gradients = _pull_back(outputs, [edge for _, edge, _ in waiting], vector)
-                if scale is None:
+                if number == 0:
                     reached = {id(w[0]) for w, g in zip(waiting, gradients, strict=True) if g is not None}
-                    scale = self._count_observed([p for p in self.observable() if id(p) in reached], count)
-                self._take_in(waiting, gradients, scale, number > 0)
+                    self._count_observed([p for p in self.observable() if id(p) in reached], terms)
+                self._take_in(waiting, gradients, number > 0)
         finally:
             self._observing = False
         for current in self.observable():
@@ -431,21 +442,19 @@ class Capture:
                 current.edges.clear()
                 current.observed = True
 
-    def _count_observed(self, passes: list[Pass], count: int) -> Tensor:
-        """Count the examples of some passes; returns the factor that makes their statistics per datum."""
+    def _count_observed(self, passes: list[Pass], terms: Tensor) -> None:
+        """Count the examples of some passes, and the loss terms in their outputs."""
         if not passes:
             raise RuntimeError(_NOTHING_TO_OBSERVE)
-        examples = sum(current.examples or 0 for current in passes)
-        self._examples += examples
+        self._examples += sum(current.examples or 0 for current in passes)
+        self._terms = terms if self._terms is None else self._terms + terms
         for current in passes:
             current.counted = True
-        return torch.tensor(examples / count, dtype=torch.float64).sqrt()
 
     def _take_in(
         self,
         waiting: list[tuple[Pass, GradientEdge, Seen]],
         gradients: Sequence[Tensor | None],
-        scale: Tensor,
         again: bool,
     ) -> None:
         calls: dict[tuple[int, int], tuple[Pass, list[Call]]] = {}
@@ -457,7 +466,7 @@ class Capture:
                 continue
             g = g.reshape(seen.shape)
             keep = current.mask_for(g, self.sites[seen.site].adapter)
-            call = Call(seen.x, g, scale, keep, seen.part, again)
+            call = Call(seen.x, g, None, keep, seen.part, again)
             calls.setdefault((id(current), seen.site), (current, []))[1].append(call)
         for (_, index), (current, found) in calls.items():
             self._add(index, found, current.examples or 0)

@@ -62,20 +62,24 @@ class Head:
             targets = targets.unflatten(0, (examples, -1))
         return cls(kind, plain.unflatten(0, (examples, -1)), targets, lambda v: v.flatten(0, 1))
 
-    def draw(self, fisher: str, generator: torch.Generator) -> Tensor:
-        """A random vector, sampled (``"mc"``) or of random signs."""
-        sample = self.kind.sample if fisher == "mc" else self.kind.rademacher
-        return self._per_term(sample(self.outputs, self.targets, generator))
+    @property
+    def terms(self) -> Tensor:
+        """Loss terms in the output, 0-dim float64."""
+        found = self.kind.terms(self.outputs, self.targets)
+        return torch.as_tensor(found, dtype=torch.float64, device=self.outputs.device)
 
-    def column(self, index: int) -> Tensor:
-        """A column of the square root of the curvature."""
-        return self._per_term(self.kind.column(self.outputs, self.targets, index))
+    def draw(self, fisher: str, generator: torch.Generator, factor: Tensor) -> Tensor:
+        """A random vector of unit scale times a factor, sampled (``"mc"``) or of random signs."""
+        sample = self.kind.sample if fisher == "mc" else self.kind.rademacher
+        return self._scaled(sample(self.outputs, self.targets, generator), factor)
+
+    def column(self, index: int, factor: Tensor) -> Tensor:
+        """A column of the square root of the curvature, times a factor."""
+        return self._scaled(self.kind.column(self.outputs, self.targets, index), factor)
 
     def nothing(self) -> Tensor:
         """Zeros."""
         return self.restore(torch.zeros_like(self.outputs))
 
-    def _per_term(self, vector: Tensor) -> Tensor:
-        """A vector of unit scale as that of a mean over the loss terms."""
-        terms = torch.as_tensor(self.kind.terms(self.outputs, self.targets), dtype=torch.float64, device=vector.device)
-        return self.restore((vector / terms.sqrt()).to(vector.dtype))
+    def _scaled(self, vector: Tensor, factor: Tensor) -> Tensor:
+        return self.restore((vector * factor.to(vector.device)).to(vector.dtype))

@@ -42,17 +42,18 @@ class Part(NamedTuple):
 def parts_of(module: nn.Module, norm_curvature: str) -> tuple[list[Part], str]:
     """The parts of a module, or none and the reason in words."""
     inner = _linear_parts(module)
+    name = type(module).__name__
     if inner is not None:
         found = [_linear_part(module, part) for part in inner]
-        return [part for part in found if part is not None], (
-            f"no linear map of {type(module).__name__} applies it (such as an added key and value)"
-        )
+        hidden = [part.weight_name for part, made in zip(inner, found, strict=True) if made is None]
+        reason = f"{name}.{hidden[0]} is parametrized" if hidden else f"no linear map of {name} applies it"
+        return [part for part in found if part is not None], reason
     if isinstance(module, nn.MultiheadAttention):
-        return [], f"{type(module).__name__} overrides MultiheadAttention.forward"
+        return [], f"{name} overrides MultiheadAttention.forward"
     kind, reason = find_adapter(module)
     if kind is None:
         return [], reason
-    name, own = type(module).__name__, module._parameters
+    own = module._parameters
     if kind.weight_name not in own:
         return [], f"{name}.{kind.weight_name} is parametrized"
     if any(p is not None and p.is_complex() for p in own.values()):
@@ -92,7 +93,7 @@ def _linear_parts(module: nn.Module) -> list[LinearPart] | None:
 
 def _linear_part(module: nn.Module, part: LinearPart) -> Part | None:
     weight, bias = _parameter(module, part.weight_name), _parameter(module, part.bias_name)
-    if weight is None and bias is None:
+    if weight is None and (bias is None or part.weight_name is not None):
         return None
     d_in = weight.shape[1] if weight is not None else 0
     whole = weight if weight is not None else bias

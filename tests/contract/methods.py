@@ -41,6 +41,7 @@ class Variant:
         lingers: Whether a gradient of zero may move a parameter: by what earlier gradients left unsent, or by momentum
             over gradients.
         excludes: Keywords that the choice leaves no room for.
+        narrow: Whether the choice is one of arithmetic, the same for every kind of layer: one task is enough for it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Variant:
     heavy_ball: bool = True
     lingers: bool = False
     excludes: frozenset[str] = frozenset()
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,13 @@ _EKFAC = kronecker({"factors": squares, "second_order": bases, "scale": entries}
 
 
 def _layer_variant(
-    name: str, keywords: Mapping[str, Any], state: frozenset[str], sizes: Sizes, *, over_gradients: bool = False
+    name: str,
+    keywords: Mapping[str, Any],
+    state: frozenset[str],
+    sizes: Sizes,
+    *,
+    over_gradients: bool = False,
+    narrow: bool = False,
 ) -> Variant:
     """A variant of a layer method.
 
@@ -145,6 +153,7 @@ def _layer_variant(
         state: State keys of the parameter that owns a block.
         sizes: By kind of `memory_usage()`: the numbers of bytes.
         over_gradients: Whether momentum runs over the gradients of blocks, instead of their directions.
+        narrow: Whether one task is enough.
     """
     own = {"gradient_momentum"} if over_gradients else set()
 
@@ -163,6 +172,7 @@ def _layer_variant(
         heavy_ball=not over_gradients,
         lingers=over_gradients,
         excludes=frozenset({"graft", "inner", "nesterov"} if over_gradients else ()),
+        narrow=narrow,
     )
 
 
@@ -242,7 +252,7 @@ METHODS = (
         {"lr": 0.05, "momentum": 0.9, "damping": 0.01, "factor_update_steps": 2, "inv_update_steps": 4},
         variants=(
             _layer_variant("intra", {}, _SCALED, _EKFAC),
-            _layer_variant("running", {"estimator": "running"}, _SCALED, _EKFAC),
+            _layer_variant("running", {"estimator": "running"}, _SCALED, _EKFAC, narrow=True),
             _layer_variant(
                 "pre",
                 # ε far above rounding, which it would amplify as Adam's does
@@ -251,7 +261,7 @@ METHODS = (
                 _EKFAC,
                 over_gradients=True,
             ),
-            _layer_variant("qr", {"basis_update": "qr"}, _SCALED | {"off_diagonal"}, _EKFAC),
+            _layer_variant("qr", {"basis_update": "qr"}, _SCALED | {"off_diagonal"}, _EKFAC, narrow=True),
         ),
         landmark="scale",
         eager={"factor_update_steps": 1},

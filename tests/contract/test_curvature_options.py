@@ -15,9 +15,11 @@ import secondorder
 from tests.contract.methods import METHODS, Method
 from tests.contract.tasks import CNN, TRANSFORMER, Task, assert_changed, assert_identical, backward, train, values
 from tests.contract.test_host_sync import Waits, readings  # noqa: F401 - a fixture
-from tests.contract.test_state_resume import END, MIDDLE, resumed
+from tests.contract.test_state_resume import resumed
 
 pytestmark = pytest.mark.option("skip_layers")
+
+MIDDLE, END = 3, 6  # refreshes at 0 and 4, factors at 0, 2 and 4
 
 RULES: dict[str, dict[str, Any]] = {
     "reduced": {"approx": "reduce"},

@@ -389,6 +389,39 @@ def test_tokens(approx, ignored, mixes):
     assert_definition(model, x, y, token_mean(kept), "categorical", y, approx=approx)
 
 
+def test_tokens_of_a_summed_objective():
+    """``loss_reduction="sum"``: an example's loss is the sum over its tokens, as with the empirical Fisher."""
+    model, x = seeded_build(Mixing), noise(3, 4, 3)
+    y = token_labels(3, 4, ignored=True)
+    assert_definition(model, x, y, token_mean(1.0), "categorical", y, loss_reduction="sum")
+
+
+@both
+@pytest.mark.parametrize("cuts", [[4], [2, 2], [1, 3]], ids=str)
+@pytest.mark.parametrize("ignored", [False, True], ids=["all tokens", "some ignored"])
+def test_tokens_in_micro_batches(method, cuts, ignored):
+    """However the targets that count are spread over the micro-batches, the mean runs over all of them."""
+    x, y = noise(4, 4, 3), token_labels(4, 4, ignored=False)
+    if ignored:
+        y[0, 1:], y[2, 0] = -100, -100
+    model = seeded_build(Mixing)
+    rows = observed(model, ["inner", "outer"], x, y, token_mean(int((y != -100).sum()) / 4))
+    opt = still(model, "exact", METHODS[method], inv_update_steps=1000)
+    for _ in range(2):
+        opt.zero_grad()
+        for a, b in zip(x.split(cuts), y.split(cuts), strict=True):
+            outputs = model(a)
+            opt.observe(outputs, "categorical", b)
+            unrelated(outputs).backward()
+        opt.step()
+    for name, found in rows.items():
+        for mine, theirs in zip(held_factors(opt, model, name), found.factors(), strict=True):
+            assert_close(mine, theirs, 1e-9, name)
+        if method == "ekfac":
+            state = state_of(opt, model, name)
+            assert_close(state["scale"], found.scale(state["basis_a"], state["basis_g"]), 1e-9, name)
+
+
 def test_an_example_without_a_single_target():
     model, x = seeded_build(Mixing), noise(3, 4, 3)
     y = token_labels(3, 4, ignored=False)
