@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.flops import InverseMethod
+from benchmarks.flops import Scheme
 from benchmarks.machine import peak_bytes
 from benchmarks.runner import Trainer
 from benchmarks.timing import MEASURED, Row, StepClass
@@ -17,8 +17,8 @@ class Contender:
     """One optimizer under the clock."""
 
     trainer: Trainer
-    inverse: InverseMethod | None = None
-    """How it inverts; None for a first-order method."""
+    scheme: Scheme | None = None
+    """How it inverts curvature; None for a method whose steps are all alike."""
     row: Row = field(init=False)
     taken: int = 0
 
@@ -28,7 +28,7 @@ class Contender:
     @property
     def next_class(self) -> StepClass:
         """Class of the next step."""
-        return MEASURED.step_class(self.taken) if self.inverse else "plain"
+        return MEASURED.step_class(self.taken) if self.scheme else "plain"
 
     def step(self, record: bool = True) -> None:
         """Take one step.
@@ -48,7 +48,7 @@ class Contender:
             Bytes above the level at rest, at the peak of a step of each class.
         """
         peaks: dict[StepClass, int] = {}
-        for _ in range(MEASURED.refresh if self.inverse else 1):
+        for _ in range(MEASURED.refresh if self.scheme else 1):
             kind = self.next_class
             if kind in peaks:
                 self.step(record=False)

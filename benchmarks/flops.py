@@ -1,28 +1,36 @@
-"""FLOPs of a training step and of the parts of K-FAC, from shapes: the floor under a measured step time.
+"""FLOPs of a training step and of the parts of K-FAC and EK-FAC, from shapes: the floor under a measured step time.
 
-With N rows (examples times shared positions), ``n_a`` inputs (one more with a bias) and ``n_g`` outputs per layer::
+With N examples of S positions each, ``n_a`` inputs (one more with a bias) and ``n_g`` outputs per layer::
 
-    factors         A += xᵀx, G += gᵀg                          2 N (n_a² + n_g²)
+    factors         A += xᵀx, G += gᵀg                          2 N S (n_a² + n_g²)
     refresh         cholesky: factorise and invert                n_a³ + n_g³
                     eigen: about nine times that              9 (n_a³ + n_g³)
     precondition    cholesky: G⁻¹ ∇ A⁻¹                          2 (n_g² n_a + n_g n_a²)
                     eigen: into the basis and out of it       4 (n_g² n_a + n_g n_a²)
+    EK-FAC's scale  running: of the rotated gradient, no product of its own
+                    intra, the least of the exact ways: rotate rows or per-example gradients, which are made of rows,
+                        min(2 N S n_a², 2 N n_g n_a²) + min(2 N S n_g², 2 N n_g² n_a) + 2 N S n_a n_g
+                    or multiply pairs of rotated rows    2 N S (n_a² + n_g²) + N S (S + 1) n_a n_g
+    transport       at a refresh: R = Q'ᵀQ, and R∘R on both sides of the scale
+                                                              2 (n_a³ + n_g³) + 2 (n_g² n_a + n_g n_a²)
 
+Where A is no full matrix, the diagonal of an embedding or the 1 of a normalisation layer, nothing is counted for it.
 Symmetric products are counted in full, because BLAS computes them in full through GEMM. A multiply-add is 2 FLOPs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-InverseMethod = Literal["cholesky", "eigen"]
+Scheme = Literal["cholesky", "eigen", "intra", "running"]
+"""How curvature is inverted: two ways of K-FAC, and EK-FAC with either estimator of its scale."""
 
-_REFRESH = {"cholesky": 1, "eigen": 9}  # times n³
-_GEMMS = {"cholesky": 2, "eigen": 4}
+_REFRESH = {"cholesky": 1, "eigen": 9, "intra": 9, "running": 9}  # times n³
+_GEMMS = {"cholesky": 1, "eigen": 2, "intra": 2, "running": 2}  # on either side of a gradient
 
 
 @dataclass(frozen=True)
@@ -37,38 +45,69 @@ class LayerShape:
     rows: int
     """Examples times shared positions."""
     groups: int = 1
+    full_a: bool = True
+    """Whether A is a matrix: that of an embedding is a diagonal, that of a normalisation layer is 1."""
 
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> list[LayerShape]:
-    """Return the shapes of a model's linear and convolution layers, in the order in which they run.
+    """Return the shapes of the blocks of a model's layers, in the order in which they run.
 
     Args:
-        model: The model.
+        model: The model, of linear and convolution layers, attention, embeddings, layer and batch norms.
         forward: Runs one batch through it, without gradients.
 
     Returns:
-        One shape per call of a layer.
+        One shape per call of a layer; of attention one for each of its four maps.
     """
     shapes: list[LayerShape] = []
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)}
-    hooks = [
-        module.register_forward_hook(lambda layer, _, out, name=name: shapes.append(_shape(name, layer, out)))
-        for name, module in layers.items()
-    ]
+    examples: list[int] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        examples.append(args[0].shape[0])
+
+    def note(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        return lambda layer, args, out: shapes.extend(_shapes(name, layer, args, out, examples[-1]))
+
+    handles = [model.register_forward_pre_hook(enter)]
+    handles += [module.register_forward_hook(note(name)) for name, module in model.named_modules()]
     try:
         with torch.no_grad():
             forward()
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
     return shapes
 
 
-def _shape(name: str, layer: nn.Linear | nn.Conv2d, output: Tensor) -> LayerShape:
-    groups = layer.groups if isinstance(layer, nn.Conv2d) else 1
-    d_out = layer.weight.shape[0]
-    n_a = layer.weight[0].numel() + (layer.bias is not None)
-    return LayerShape(name, n_a, d_out // groups, output.numel() // d_out, groups)
+def _shapes(name: str, layer: nn.Module, args: tuple[Any, ...], output: Any, examples: int) -> Iterable[LayerShape]:
+    """Return the blocks of one call of a layer.
+
+    Args:
+        name: Its name.
+        layer: The layer; of other kinds than those that :func:`layer_shapes` names there are none.
+        args: What it was called with.
+        output: What it returned.
+        examples: Examples of the batch.
+
+    Yields:
+        Their shapes.
+    """
+    if isinstance(layer, nn.Linear | nn.Conv2d):
+        groups = layer.groups if isinstance(layer, nn.Conv2d) else 1
+        d_out = layer.weight.shape[0]
+        n_a = layer.weight[0].numel() + (layer.bias is not None)
+        yield LayerShape(name, n_a, d_out // groups, output.numel() // d_out, groups)
+    elif isinstance(layer, nn.MultiheadAttention):
+        width, has_bias = layer.embed_dim, layer.in_proj_bias is not None
+        for part, x in zip(("query", "key", "value", "out"), (*args[:3], output[0]), strict=True):
+            d_in = width if part == "out" else x.shape[-1]
+            yield LayerShape(f"{name}.{part}", d_in + has_bias, width, x.numel() // x.shape[-1])
+    elif isinstance(layer, nn.Embedding):
+        yield LayerShape(name, layer.num_embeddings, layer.embedding_dim, args[0].numel(), full_a=False)
+    elif isinstance(layer, nn.LayerNorm | nn.BatchNorm2d):
+        trained = list(layer.parameters())
+        if trained:
+            yield LayerShape(name, 1, len(trained), examples, trained[0].numel(), full_a=False)
 
 
 def factor_flops(shapes: Sequence[LayerShape]) -> int:
@@ -80,33 +119,72 @@ def factor_flops(shapes: Sequence[LayerShape]) -> int:
     Returns:
         Number of FLOPs.
     """
-    return sum(2 * s.groups * s.rows * (s.n_a**2 + s.n_g**2) for s in shapes)
+    return sum(2 * s.groups * s.rows * (s.full_a * s.n_a**2 + s.n_g**2) for s in shapes)
 
 
-def refresh_flops(shapes: Sequence[LayerShape], method: InverseMethod) -> int:
+def refresh_flops(shapes: Sequence[LayerShape], scheme: Scheme) -> int:
     """Return the FLOPs of one refresh of every block.
 
     Args:
         shapes: The blocks.
-        method: How a factor is inverted.
+        scheme: How curvature is inverted.
 
     Returns:
         Number of FLOPs.
     """
-    return sum(_REFRESH[method] * s.groups * (s.n_a**3 + s.n_g**3) for s in shapes)
+    total = sum(_REFRESH[scheme] * s.groups * (s.full_a * s.n_a**3 + s.n_g**3) for s in shapes)
+    if scheme in {"intra", "running"}:
+        total += sum(s.groups * (2 * (s.full_a * s.n_a**3 + s.n_g**3) + _both_sides(s)) for s in shapes)
+    return total
 
 
-def precondition_flops(shapes: Sequence[LayerShape], method: InverseMethod) -> int:
+def precondition_flops(shapes: Sequence[LayerShape], scheme: Scheme) -> int:
     """Return the FLOPs of preconditioning every gradient once.
 
     Args:
         shapes: The blocks.
-        method: How a factor is inverted.
+        scheme: How curvature is inverted.
 
     Returns:
         Number of FLOPs.
     """
-    return sum(_GEMMS[method] * s.groups * (s.n_g**2 * s.n_a + s.n_g * s.n_a**2) for s in shapes)
+    return sum(_GEMMS[scheme] * s.groups * _both_sides(s) for s in shapes)
+
+
+def scale_flops(shapes: Sequence[LayerShape], scheme: Scheme, examples: int) -> int:
+    """Return the FLOPs of the products behind the scale of EK-FAC for one batch.
+
+    Args:
+        shapes: The blocks.
+        scheme: How curvature is inverted.
+        examples: Examples of the batch.
+
+    Returns:
+        Number of FLOPs.
+    """
+    return sum(s.groups * _scale_of_example(s, examples) * examples for s in shapes) if scheme == "intra" else 0
+
+
+def _scale_of_example(s: LayerShape, examples: int) -> int:
+    positions = s.rows // examples
+    rows_g = 2 * positions * s.n_g**2
+    if not s.full_a:  # the rows of g are rotated, and squared
+        return rows_g
+    rows_a, product = 2 * positions * s.n_a**2, 2 * positions * s.n_a * s.n_g
+    gradients = min(rows_a, 2 * s.n_g * s.n_a**2) + min(rows_g, 2 * s.n_g**2 * s.n_a) + product
+    return min(gradients, rows_a + rows_g + product * (positions + 1) // 2)
+
+
+def _both_sides(s: LayerShape) -> int:
+    """Return the FLOPs of multiplying one gradient by a matrix on either side.
+
+    Args:
+        s: The block, one of its groups.
+
+    Returns:
+        Number of FLOPs.
+    """
+    return 2 * (s.n_g**2 * s.n_a + s.full_a * s.n_g * s.n_a**2)
 
 
 def factor_bytes(shapes: Sequence[LayerShape], element: int = 4) -> int:
@@ -119,7 +197,7 @@ def factor_bytes(shapes: Sequence[LayerShape], element: int = 4) -> int:
     Returns:
         Number of bytes.
     """
-    return sum(element * s.groups * (s.n_a**2 + s.n_g**2) for s in shapes)
+    return sum(element * s.groups * ((s.n_a**2 if s.full_a else s.n_a) + s.n_g**2) for s in shapes)
 
 
 def counted_flops(step: Callable[[], object]) -> int:

@@ -235,9 +235,13 @@ _WATCHFUL: Settings = {
     "inv_update_steps": 5,
 }
 
-_ADAPTIVE: dict[WorkloadName, Settings] = {
+_KFAC_ADAPTIVE: dict[WorkloadName, Settings] = {
     "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 1.0},
     "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 0.1},
+}
+_EKFAC_ADAPTIVE: dict[WorkloadName, Settings] = {
+    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 1.0},
+    "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 1.0, "scale_decay": 0.8},
 }
 
 METHODS: dict[MethodName, Method] = {
@@ -327,6 +331,6 @@ METHODS: dict[MethodName, Method] = {
     ),
     "ekfac_natural": Method("EKFAC, power 1", _ekfac, _NATURAL),
     "ekfac_whiten": Method("EKFAC, power 1/2", _ekfac, _WHITEN),
-    "kfac_adaptive": Method("KFAC, adaptive", _kfac, _ADAPTIVE),
-    "ekfac_adaptive": Method("EKFAC, adaptive", _ekfac, _ADAPTIVE),
+    "kfac_adaptive": Method("KFAC, adaptive", _kfac, _KFAC_ADAPTIVE),
+    "ekfac_adaptive": Method("EKFAC, adaptive", _ekfac, _EKFAC_ADAPTIVE),
 }

@@ -1,6 +1,6 @@
 """Arithmetic of step times: classes of steps, their amortised sums, and the floor that FLOPs set.
 
-A K-FAC step is plain, or it updates the factors, or it also refreshes the inverses. All three are timed in one short
+A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. All three are timed in one short
 run and weighed as longer intervals would weigh them.
 """
 
@@ -102,12 +102,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of a training step and of what K-FAC adds to it."""
+    """FLOPs of a training step and of what K-FAC or EK-FAC adds to it."""
 
     training: int
     precondition: int
     factor: int
     refresh: int
+    scale: int = 0
+    """Of EK-FAC's scale, which every step measures."""
 
     def floor(self, intervals: Intervals) -> float:
         """Return the least ratio to a plain training step, were every FLOP equally fast.
@@ -121,7 +123,7 @@ class Work:
         return 1 + self.extra(intervals) / self.training
 
     def extra(self, intervals: Intervals) -> float:
-        """Return the FLOPs that K-FAC adds to a step on average.
+        """Return the FLOPs that are added to a step on average.
 
         Args:
             intervals: What to amortise over.
@@ -129,4 +131,4 @@ class Work:
         Returns:
             Number of FLOPs.
         """
-        return self.precondition + self.factor / intervals.factor + self.refresh / intervals.refresh
+        return self.precondition + self.scale + self.factor / intervals.factor + self.refresh / intervals.refresh

@@ -46,8 +46,9 @@ def parts_of(module: nn.Module, norm_curvature: str) -> tuple[list[Part], str]:
     if inner is not None:
         found = [_linear_part(module, part) for part in inner]
         hidden = [part.weight_name for part, made in zip(inner, found, strict=True) if made is None]
-        reason = f"{name}.{hidden[0]} is parametrized" if hidden else f"no linear map of {name} applies it"
-        return [part for part in found if part is not None], reason
+        if hidden:
+            return [], f"{name}.{hidden[0]} is parametrized"
+        return [part for part in found if part is not None], f"no linear map of {name} applies it"
     if isinstance(module, nn.MultiheadAttention):
         return [], f"{name} overrides MultiheadAttention.forward"
     kind, reason = find_adapter(module)
