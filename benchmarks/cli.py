@@ -5,6 +5,7 @@ import warnings
 
 import tyro
 
+from benchmarks.commands.basis import Basis
 from benchmarks.commands.demo import Demo
 from benchmarks.commands.step_time import StepTime
 from benchmarks.commands.swap import Swap
@@ -12,7 +13,7 @@ from benchmarks.commands.train import Train
 from benchmarks.commands.window import Window
 from benchmarks.workloads import DataMissingError
 
-Command = Demo | StepTime | Swap | Train | Window
+Command = Basis | Demo | StepTime | Swap | Train | Window
 
 
 def main(args: list[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(args: list[str] | None = None) -> int:
     Returns:
         Exit status: 0, 1 when a check did not pass, 2 when data is missing or a value is bad.
     """
-    # Norms and embeddings of the workloads are meant to follow the fallback rule.
+    # Layers that a recipe leaves out are meant to follow the fallback rule.
     warnings.filterwarnings("ignore", message=".*follow the fallback rule")
     command = tyro.cli(Command, prog="python -m benchmarks", description=__doc__, args=args)
     try:

@@ -236,11 +236,11 @@ _WATCHFUL: Settings = {
 }
 
 _KFAC_ADAPTIVE: dict[WorkloadName, Settings] = {
-    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 1.0},
+    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 0.01},
     "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 0.1},
 }
 _EKFAC_ADAPTIVE: dict[WorkloadName, Settings] = {
-    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 1.0},
+    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 0.01},
     "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 1.0, "scale_decay": 0.8},
 }
 

@@ -1,7 +1,7 @@
 """Arithmetic of step times: classes of steps, their amortised sums, and the floor that FLOPs set.
 
-A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. All three are timed in one short
-run and weighed as longer intervals would weigh them.
+A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. All three are timed in
+one short run and weighed as longer intervals would weigh them.
 """
 
 import statistics

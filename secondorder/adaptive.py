@@ -22,10 +22,9 @@ from torch import Tensor
 from secondorder.curvature import quadratic
 from secondorder.curvature.block import Block
 from secondorder.curvature.replay import Moment, eager, kept_gradients, recorded
-from secondorder.lifecycle import RULE_KEYS
+from secondorder.lifecycle import RULE_KEYS, Directions
 from secondorder.linalg import full_precision
 from secondorder.modelled import ModelledOptimizer
-from secondorder.optimizer import Directions
 from secondorder.trial import Adaptation, Evaluation, Snapshot, match_outputs, parts_of
 
 ReturnedT = TypeVar("ReturnedT")

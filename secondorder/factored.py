@@ -18,8 +18,7 @@ from secondorder.curvature.capture import Captured
 from secondorder.curvature.heads import Head
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.likelihood import Likelihood, resolve
-from secondorder.lifecycle import Group, State
-from secondorder.optimizer import Directions
+from secondorder.lifecycle import Directions, Group, State
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512

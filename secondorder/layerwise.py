@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from secondorder.capturing import Capturing, LayerOptions
 from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block, find_name
 from secondorder.curvature.capture import Captured, Statistic
-from secondorder.lifecycle import Group, module_of
+from secondorder.lifecycle import Directions, Group, module_of
 from secondorder.linalg import all_true_on_cpu, full_precision
-from secondorder.optimizer import Directions, SecondOrderOptimizer, rate
+from secondorder.optimizer import SecondOrderOptimizer, rate
 
 log = logging.getLogger("secondorder")
 
@@ -287,6 +287,9 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             torch._foreach_mul_([directions[p] for p in clipped if self._group[p]["kl_clip"] == limit], factor)
 
     # ------------------------------------------------------------------ checkpoints
+    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
+        return self.kinds.get(key) != "momentum" and super()._may_lack(key, group)
+
     def _finish_load(self) -> None:
         """Complete what a checkpoint may leave out, and follow the loaded options."""
         complete = {b: set(self.state[b.owner]) for b in self._blocks}

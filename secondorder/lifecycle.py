@@ -19,6 +19,7 @@ from secondorder.linalg import Workspace
 
 Group = dict[str, Any]
 State = dict[str, Tensor | int]
+Directions = dict[nn.Parameter, Tensor]
 SelfT = TypeVar("SelfT", bound="Lifecycle")
 
 #: State of the first-order rules, shaped like the parameter.

@@ -15,8 +15,8 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.quadratic import QuadraticModel
 from secondorder.curvature.replay import exact_products
 from secondorder.layerwise import LayerOptimizer
-from secondorder.lifecycle import Group
-from secondorder.optimizer import Directions, rate
+from secondorder.lifecycle import Directions, Group
+from secondorder.optimizer import rate
 from secondorder.trial import Adaptation, Evaluation
 
 

@@ -16,10 +16,9 @@ from secondorder import options, update
 from secondorder.checkpoint import Checkpointing
 from secondorder.curvature.statistics import all_finite
 from secondorder.diagnostics.report import Reporting
-from secondorder.lifecycle import Group
+from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import all_true_on_cpu
 
-Directions = dict[nn.Parameter, Tensor]
 ReturnedT = TypeVar("ReturnedT")
 
 

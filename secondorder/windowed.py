@@ -17,9 +17,9 @@ from secondorder.curvature.lowrank import LowRank
 from secondorder.curvature.rows import gated
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import Compression
-from secondorder.lifecycle import Group, module_of
+from secondorder.lifecycle import Directions, Group, module_of
 from secondorder.linalg import full_precision
-from secondorder.optimizer import Directions, SecondOrderOptimizer
+from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.windowing import Source, Unit, Windowing, real
 
 #: Norm of a gradient above which its products overflow, by working precision.

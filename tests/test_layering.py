@@ -28,7 +28,7 @@ MAY_IMPORT = {
         "linalg", "options", "comm",
     },
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
-    "factored": {"adaptive", "layerwise", "lifecycle", "curvature", "linalg", "options"},
+    "factored": {"adaptive", "layerwise", "optimizer", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
     "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update"},
     "trial": {"curvature", "options"},

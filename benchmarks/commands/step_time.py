@@ -18,7 +18,7 @@ from benchmarks import flops, report
 from benchmarks.commands.options import Common
 from benchmarks.contender import Contender, measure
 from benchmarks.filling import fill_windows
-from benchmarks.flops import InverseMethod
+from benchmarks.flops import Scheme
 from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
 from benchmarks.recipes import METHODS, WINDOW_METHODS, MethodName, Settings
 from benchmarks.runner import Trainer, optimizer_bytes
@@ -34,22 +34,30 @@ TIME_COLUMNS = (
     "floor",
     "beyond SGD ms / least",
 )
+# Whose recipe each method takes, the keyword that makes the difference, and its values. In the other recipes of EKFAC
+# the momentum comes before the preconditioning, and excludes a graft.
+_SCHEMES: dict[MethodName, tuple[MethodName, Literal["inverse_method", "estimator"], tuple[Scheme, ...]]] = {
+    "kfac": ("kfac", "inverse_method", ("cholesky", "eigen")),
+    "ekfac": ("ekfac_natural", "estimator", ("intra", "running")),
+}
 
 
 @dataclass
 class StepTime(Common):
-    """Time every method's steps against SGD's, and KFAC's also against the floor that their FLOPs set."""
+    """Time every method's steps against SGD's, those of KFAC and EKFAC also against the floor that their FLOPs set."""
 
     workload: WorkloadName = "autoencoder"
     """What to train."""
-    optimizers: tuple[MethodName, ...] = ("adamw", "kfac", *WINDOW_METHODS)
+    optimizers: tuple[MethodName, ...] = ("adamw", "kfac", "ekfac", *WINDOW_METHODS)
     """Which ones take turns with SGD."""
     graft: Literal["adam", "sgd"] | None = None
     """Rule that gives a second-order step its size; it adds the work of that rule."""
     inverse_method: Literal["both", "cholesky", "eigen"] = "both"
     """How KFAC inverts its factors."""
+    estimator: Literal["both", "intra", "running"] = "both"
+    """How EKFAC measures its scale, on every step."""
     steps: int = 40
-    """Timed steps of each optimizer; 10 show every class of KFAC's steps."""
+    """Timed steps of each optimizer; 10 show every class of the steps of KFAC and EKFAC."""
     batch_size: int | None = None
     """Examples per step; unset: the workload's own number."""
     memory: bool = True
@@ -101,10 +109,14 @@ class StepTime(Common):
         intervals = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
         contenders = []
         for name in self.optimizers:
-            if name == "kfac":
-                for inverse in self._inversions():
-                    changes = {"graft": self.graft, **intervals, "inverse_method": inverse}
-                    contenders.append(self._contender(workload, name, changes, inverse))
+            if name in _SCHEMES:
+                recipe, keyword, schemes = _SCHEMES[name]
+                chosen = getattr(self, keyword)
+                for scheme in schemes if chosen == "both" else (chosen,):
+                    changes = {"graft": self.graft, **intervals, keyword: scheme}
+                    contenders.append(
+                        self._contender(workload, recipe, changes, f"{METHODS[name].label} {scheme}", scheme)
+                    )
             elif name in WINDOW_METHODS:
                 # Random rows give no sensible direction, so the weights stay where they are.
                 contenders.append(self._contender(workload, name, {"graft": self.graft, "lr": 0.0}))
@@ -114,63 +126,67 @@ class StepTime(Common):
         return self._contender(workload, "sgd", {}), contenders
 
     def _contender(
-        self, workload: Workload, name: MethodName, changes: Settings, inverse: InverseMethod | None = None
+        self,
+        workload: Workload,
+        name: MethodName,
+        changes: Settings,
+        label: str | None = None,
+        scheme: Scheme | None = None,
     ) -> Contender:
         """Build one optimizer and its model.
 
         Args:
             workload: What to train.
-            name: Which optimizer.
+            name: Whose recipe.
             changes: Keywords that replace the recipe's.
-            inverse: How it inverts, if it does.
+            label: Its name in the tables; unset: the method's.
+            scheme: How it inverts curvature; None for one whose steps are all alike.
 
         Returns:
             The optimizer, ready to be timed.
         """
-        label = METHODS[name].label if inverse is None else f"{METHODS[name].label} {inverse}"
-        make = partial(METHODS[name].build, workload=self.workload, changes=changes)
-        return Contender(Trainer(label, workload, make, self.seed), inverse)
-
-    def _inversions(self) -> tuple[InverseMethod, ...]:
-        every: tuple[InverseMethod, ...] = get_args(InverseMethod)
-        return every if self.inverse_method == "both" else (self.inverse_method,)
+        method = METHODS[name]
+        make = partial(method.build, workload=self.workload, changes=changes)
+        closure = method.needs_closure(self.workload, changes)
+        return Contender(Trainer(label or method.label, workload, make, self.seed, closure=closure), scheme)
 
 
-def workload_flops(workload: Workload, seed: int) -> tuple[dict[InverseMethod, Work], int]:
-    """Count the FLOPs of one training step and of what K-FAC adds.
+def workload_flops(workload: Workload, seed: int) -> tuple[dict[Scheme, Work], int]:
+    """Count the FLOPs of one training step and of what K-FAC or EK-FAC adds.
 
     Args:
         workload: What is trained.
         seed: Seed of the model and the batch.
 
     Returns:
-        The FLOPs for each way to invert, and the bytes of all factors.
+        The FLOPs for each way to invert curvature, and the bytes of all factors.
     """
     model, batch = workload.build_model(seed), next(workload.batches(seed))
     shapes = flops.layer_shapes(model, lambda: workload.loss(model, batch))
     training = flops.counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
-    methods: tuple[InverseMethod, ...] = get_args(InverseMethod)
+    schemes: tuple[Scheme, ...] = get_args(Scheme)
     work = {
-        method: Work(
+        scheme: Work(
             training,
-            flops.precondition_flops(shapes, method),
+            flops.precondition_flops(shapes, scheme),
             flops.factor_flops(shapes),
-            flops.refresh_flops(shapes, method),
+            flops.refresh_flops(shapes, scheme),
+            flops.scale_flops(shapes, scheme, workload.batch_size),
         )
-        for method in methods
+        for scheme in schemes
     }
     return work, flops.factor_bytes(shapes)
 
 
 def _figures(
-    run: Contender, reference: Contender, work: dict[InverseMethod, Work], gemm: Rate, memory: bool
+    run: Contender, reference: Contender, work: dict[Scheme, Work], gemm: Rate, memory: bool
 ) -> dict[str, Any]:
     """Return the figures of one optimizer.
 
     Args:
         run: The optimizer, timed.
         reference: The reference, timed.
-        work: FLOPs for each way to invert.
+        work: FLOPs for each way to invert curvature.
         gemm: Measured rate of matrix products.
         memory: Measure the peak of a step, too.
 
@@ -187,17 +203,17 @@ def _figures(
         "peak_bytes": run.peaks() if memory else {},
         "amortised": {},
     }
-    for intervals in REPORTED if run.inverse else (MEASURED,):
+    for intervals in REPORTED if run.scheme else (MEASURED,):
         entry = {
             "ratio": run.row.ratio(intervals, reference.row),
             "ratio_of_minima": run.row.ratio(intervals, reference.row, minima=True),
         }
-        if run.inverse:
-            extra = work[run.inverse].extra(intervals)
-            entry["floor"] = work[run.inverse].floor(intervals)
+        if run.scheme:
+            extra = work[run.scheme].extra(intervals)
+            entry["floor"] = work[run.scheme].floor(intervals)
             entry["extra_seconds"] = (entry["ratio"] - 1) * sgd
             entry["floor_seconds"] = extra / (gemm.median * 1e9)
-        figures["amortised"][intervals.name if run.inverse else "every step"] = entry
+        figures["amortised"][intervals.name if run.scheme else "every step"] = entry
     return figures
 
 

@@ -44,8 +44,7 @@ from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.factored import FactoredOptimizer, Found, batched, joint_ok, pack, warms_up
-from secondorder.lifecycle import Group, State
-from secondorder.optimizer import Directions
+from secondorder.lifecycle import Directions, Group, State
 from secondorder.trial import Adaptation
 
 #: Part of a factor off the diagonal of its basis above which the next QR refresh takes another sweep.
@@ -274,6 +273,10 @@ class EKFAC(FactoredOptimizer):
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
         self._late: dict[Block, tuple[EigenSums, int]] = {}
         self._rotated: dict[Block, Tensor] = {}
+        #: What QR refreshes left off the diagonal, on its way to the host.
+        self._off_diagonal: dict[Block, Tensor] = {}
+        #: Whether bases are recomputed for a checkpoint without them: the scale then keeps its place by index.
+        self._loading = False
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
@@ -421,10 +424,10 @@ class EKFAC(FactoredOptimizer):
             values = {side: found[block, side][0][0] for side in "ag"}
             shape = [_shape(state[f"eigenvalues_{side}"]) for side in "ag"]
             product = values["g"].reshape(shape[1])[..., :, None] * values["a"].reshape(shape[0])[..., None, :]
-            if state["refreshes"] == 0 and state["scale_updates"] == 0:
+            if state["scale_updates"] == 0:
                 # A placeholder of weight 0: nothing of it survives the first measurement.
                 self.adopt(block, "scale", product, good)
-            else:
+            elif not self._loading:
                 self._carry_over(block, found, product, good)
             for side in "ag":
                 for key, tensor in zip((f"eigenvalues_{side}", f"basis_{side}"), found[block, side][0], strict=False):
@@ -497,18 +500,18 @@ class EKFAC(FactoredOptimizer):
         return found
 
     def _is_warm(self, block: Block) -> bool:
-        refreshes = self.state[block.owner]["refreshes"]
-        return bool(
-            block.group["basis_update"] == "qr" and refreshes > 0 and refreshes % block.group["full_every"] != 0
-        )
+        group, refreshes = block.group, self.state[block.owner]["refreshes"]
+        if group["basis_update"] != "qr" or self._loading:
+            return False
+        return bool(refreshes > 0 and refreshes % group["full_every"] != 0)
 
     def _iterate(self, blocks: Sequence[Block]) -> dict[tuple[Block, str], Found]:
         """Orthogonal iteration from the bases of now; a second sweep where the last one did not get close enough."""
         found: dict[tuple[Block, str], Found] = {}
-        far = torch.stack([self.state[b.owner]["off_diagonal"] for b in blocks]).cpu() > _FAR_FROM_DIAGONAL
         jobs: dict[int, list[tuple[Block, str]]] = {}
-        for block, row in zip(blocks, far.tolist(), strict=True):
-            for side, is_far in zip("ag", row, strict=True):
+        for block in blocks:
+            for side, off in zip("ag", self._left_off_diagonal(block), strict=True):
+                is_far = off > _FAR_FROM_DIAGONAL
                 factor = self.state[block.owner][f"factor_{side}"]
                 if self.is_diagonal(block, side):
                     found[block, side] = (factor.clamp(min=0),), torch.isfinite(factor).all()
@@ -523,7 +526,14 @@ class EKFAC(FactoredOptimizer):
             for (block, side), ((values, basis, order, off), ok) in zip(members, results, strict=True):
                 found[block, side] = (values, basis, order), ok
                 self.state[block.owner]["off_diagonal"]["ag".index(side)] = off.max()
+        for block in blocks:
+            self._off_diagonal[block] = self.state[block.owner]["off_diagonal"].to("cpu", non_blocking=True)
         return found
+
+    def _left_off_diagonal(self, block: Block) -> Any:
+        """What the last QR refresh left off the diagonals of A and G; arrived long ago, or loaded just now."""
+        arrived = self._off_diagonal.get(block)
+        return (self.state[block.owner]["off_diagonal"].cpu() if arrived is None else arrived).numpy()
 
     # ------------------------------------------------------------------ stage 5: directions
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
@@ -593,6 +603,14 @@ class EKFAC(FactoredOptimizer):
         if preconditioned and self._options(p)["momentum_mode"] == "pre":
             return "plain"
         return super()._rule(p, group, preconditioned)
+
+    def _finish_load(self) -> None:
+        self._off_diagonal.clear()
+        self._loading = True
+        try:
+            super()._finish_load()
+        finally:
+            self._loading = False
 
     # ------------------------------------------------------------------ what it tells
     def block_curvature(self, block: Block) -> Tensor:

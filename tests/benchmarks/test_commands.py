@@ -13,7 +13,7 @@ import torch
 from benchmarks.cli import main
 from benchmarks.commands.swap import LINES, REPLACEMENTS
 from benchmarks.machine import peak_bytes
-from benchmarks.recipes import METHODS
+from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.runner import optimizer_bytes
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import WORKLOADS, resnet20
@@ -46,20 +46,21 @@ def test_demo_as_a_process(tmp_path):
         str(tmp_path),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
-    for method in METHODS.values():
+    methods = [method for name, method in METHODS.items() if name not in VARIANTS]
+    for method in methods:
         assert method.label in done.stdout
     plot = tmp_path / "demo.png"
     assert f"plot: {plot}\n" in done.stdout  # unwrapped, on one line
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "demo.txt").read_text().splitlines()[0] in done.stdout
     results = json.loads((tmp_path / "demo.json").read_text())["results"]
-    assert [len(result["losses"]) for result in results] == [12] * len(METHODS)
+    assert [len(result["losses"]) for result in results] == [12] * len(methods)
     assert len({result["losses"][0] for result in results}) == 1  # the same start
     assert results[0]["step_time_ratio"] == 1.0
 
 
 def test_help_lists_commands_and_workloads(capsys):
-    commands, workloads = "{demo,step-time,swap,train,window}", ",".join(WORKLOADS)
+    commands, workloads = "{basis,demo,step-time,swap,train,window}", ",".join(WORKLOADS)
     for words, expected in ((["--help"], commands), (["train", "--help"], workloads)):
         with pytest.raises(SystemExit) as caught:
             main(words)
@@ -94,6 +95,32 @@ def test_train_a_window_method(tmp_path, capsys, method, settings):
     assert len(saved["losses"]) == 12
     assert saved["optimizer_bytes"] == saved["memory"]["total"] > saved["memory"]["window"] > 0
     assert f"{saved['optimizer_bytes']:,}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("kfac", ["skip_layers=Conv2d, 7", "fisher=mc"]),
+        ("kfac", ["adaptive_damping=true", "damping=0.1", "damping_interval=2"]),
+        ("ekfac", ["basis_update=qr", "estimator=running", "factor_update_steps=2", "inv_update_steps=2"]),
+        ("ekfac_adaptive", ["damping_interval=2"]),
+    ],
+)
+def test_train_a_layer_method(tmp_path, method, settings):
+    words = ["train", "--workload", "digits", "--optimizer", method, "--size", "smoke", "--steps", "10"]
+    assert _run(*words, "--set", *settings, "--out-dir", str(tmp_path)) == 0
+    saved = json.loads((tmp_path / f"train-digits-{method}.json").read_text())
+    assert saved["settings"].items() >= parse_settings(settings).items()
+    assert saved["losses"][-1] < saved["losses"][0]
+    assert saved["memory"]["second_order"] > 0
+
+
+def test_train_names_the_workloads_that_have_a_recipe(tmp_path, data_dir, capsys):
+    words = ["train", "--workload", "chargpt", "--optimizer", "kfac_adaptive", "--size", "smoke", "--steps", "1"]
+    words += ["--data-dir", str(data_dir), "--out-dir", str(tmp_path)]
+    assert _run(*words) == 2
+    assert "no recipe for chargpt, only for digits, autoencoder: take --no-recipe" in capsys.readouterr().err
+    assert _run(*words, "--no-recipe") == 0
 
 
 def test_train_refuses_two_compressions_at_once(tmp_path, capsys):
@@ -138,17 +165,19 @@ def test_parse_settings():
 
 @pytest.mark.parametrize("inverse", ["both", "cholesky"])
 def test_step_time(tmp_path, capsys, inverse):
-    words = ["step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10", "--inverse-method", inverse]
+    words = ["step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10"]
+    words += ["--inverse-method", inverse, "--estimator", "both" if inverse == "both" else "running"]
     assert _run(*words, "--out-dir", str(tmp_path)) == 0
     printed = capsys.readouterr().out
     saved = json.loads((tmp_path / "step-time-digits.json").read_text())
     labels = [result["label"] for result in saved["results"]]
     kfacs = ["KFAC cholesky", "KFAC eigen"] if inverse == "both" else ["KFAC cholesky"]
-    assert sorted(labels) == sorted(["SGD", "AdamW", *kfacs, "M-FAC", "sparse M-FAC", "GGT"])
+    ekfacs = ["EKFAC intra", "EKFAC running"] if inverse == "both" else ["EKFAC running"]
+    assert sorted(labels) == sorted(["SGD", "AdamW", *kfacs, *ekfacs, "M-FAC", "sparse M-FAC", "GGT"])
     assert "10/100" in printed
     assert "1/10" in printed
     for result in saved["results"]:
-        if result["label"].startswith("KFAC"):
+        if "KFAC" in result["label"]:
             counts = {kind: len(times) for kind, times in result["times"].items()}
             assert counts == {"plain": 5, "factor": 4, "refresh": 1}
             assert result["amortised"]["10/100"]["floor"] > 1
@@ -177,8 +206,8 @@ def test_swap_on_digits(tmp_path, capsys):
     assert [(o["base"], o["passed"]) for o in outcomes] == [("adamw", True), ("sgd", True)]
 
 
-@pytest.mark.parametrize("method", ["mfac", "sparse_mfac", "ggt"])
-def test_swap_to_a_window_method(tmp_path, capsys, method):
+@pytest.mark.parametrize("method", ["ekfac", "mfac", "sparse_mfac", "ggt"])
+def test_swap_to_another_method(tmp_path, capsys, method):
     """Whether the loss is lower is for the full size to say; here it must run, and be judged."""
     words = ["swap", "--workload", "digits", "--method", method, "--steps", "12", "--tolerance", "10"]
     assert _run(*words, "--out-dir", str(tmp_path)) == 0

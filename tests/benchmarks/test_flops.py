@@ -12,6 +12,7 @@ from benchmarks.flops import (
     layer_shapes,
     precondition_flops,
     refresh_flops,
+    scale_flops,
 )
 from benchmarks.timing import Intervals, Work
 from benchmarks.workloads import make_workload
@@ -61,7 +62,7 @@ def _shapes(name, data_dir):
     model, batch = workload.build_model(0), next(workload.batches(0))
     model.eval()
     scale = make_workload(name, data_dir).batch_size
-    shapes = layer_shapes(model, lambda: workload.loss(model, batch))
+    shapes = [s for s in layer_shapes(model, lambda: workload.loss(model, batch)) if s.full_a]  # as was published
     training = scale * counted_flops(lambda: workload.loss(model, batch).backward())
     return [LayerShape(s.name, s.n_a, s.n_g, s.rows * scale) for s in shapes], training
 
@@ -92,6 +93,86 @@ def test_published_work_of_the_transformer_with_one_layer_for_query_key_and_valu
     assert precondition_flops(shapes, "cholesky") / 1e9 == pytest.approx(0.9, abs=0.05)
     assert refresh_flops(shapes, "cholesky") / 1e9 == pytest.approx(1.3, abs=0.05)
     assert factor_bytes(shapes) / 1e6 == pytest.approx(12.2, rel=0.01)
+
+
+def test_shapes_of_lookups_norms_and_attention():
+    """Five positions of three examples; queries, keys and values come from inputs of different length."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True, kdim=6, vdim=4)
+            self.plain = nn.LayerNorm(8, elementwise_affine=False)
+
+        def forward(self, x, key, value):
+            return self.plain(self.attention(self.norm(self.words(x)), key, value)[0])
+
+    model, batch = Model(), (torch.zeros(3, 5, dtype=torch.long), torch.randn(3, 7, 6), torch.randn(3, 7, 4))
+    maps = [("query", 8, 15), ("key", 6, 21), ("value", 4, 21), ("out", 8, 15)]
+    assert layer_shapes(model, lambda: model(*batch)) == [
+        LayerShape("words", 11, 8, 15, full_a=False),
+        LayerShape("norm", 1, 2, 3, groups=8, full_a=False),
+        *(LayerShape(f"attention.{part}", d_in + 1, 8, rows) for part, d_in, rows in maps),
+    ]
+
+
+def test_nothing_is_counted_for_an_input_side_without_a_matrix():
+    lookup, norm = LayerShape("", 11, 8, 15, full_a=False), LayerShape("", 1, 2, 3, groups=8, full_a=False)
+    assert factor_flops([lookup]) == 2 * 15 * 64
+    assert factor_bytes([lookup]) == 4 * (11 + 64)
+    assert refresh_flops([lookup], "eigen") == 9 * 512
+    assert precondition_flops([lookup], "cholesky") == 2 * 64 * 11
+    assert precondition_flops([lookup], "eigen") == 4 * 64 * 11
+    assert scale_flops([lookup], "intra", examples=3) == 2 * 15 * 64
+    assert factor_flops([norm]) == 8 * 2 * 3 * 4
+    assert scale_flops([norm], "intra", examples=3) == 8 * 2 * 3 * 4
+
+
+def _ways_to_the_scale(n, s, n_a, n_g):
+    """FLOPs of every exact way to the squares of rotated per-example gradients, counted by torch; all give the same."""
+    a, g = torch.randn(n, s, n_a, dtype=torch.float64), torch.randn(n, s, n_g, dtype=torch.float64)
+    q_a, q_g = (torch.linalg.qr(torch.randn(k, k, dtype=torch.float64))[0] for k in (n_a, n_g))
+
+    def gradients(early_a, early_g):
+        x = ((g @ q_g) if early_g else g).mT @ ((a @ q_a) if early_a else a)
+        x = x if early_a else x @ q_a
+        return (x if early_g else q_g.mT @ x).square().sum(0)
+
+    def pairs():
+        rows_a, rows_g, total = a @ q_a, g @ q_g, 0
+        for i in range(s):
+            for j in range(i, s):
+                total = total + (1 + (j > i)) * (rows_g[:, i] * rows_g[:, j]).mT @ (rows_a[:, i] * rows_a[:, j])
+        return total
+
+    ways = [pairs, *(lambda i=i: gradients(i % 2 == 0, i < 2) for i in range(4))]
+    for way in ways:
+        torch.testing.assert_close(way(), ways[0]())
+    return [counted_flops(way) for way in ways]
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 5, 3), (4, 2, 9, 8), (4, 9, 5, 3), (3, 9, 5, 40), (3, 9, 40, 5)])
+def test_scale_takes_the_least_of_all_exact_ways(sizes):
+    n, s, n_a, n_g = sizes
+    shapes = [LayerShape("", n_a, n_g, n * s), LayerShape("", n_a, n_g, n * s, groups=2)]
+    assert scale_flops(shapes, "intra", n) == 3 * min(_ways_to_the_scale(*sizes))
+    assert scale_flops(shapes, "running", n) == scale_flops(shapes, "eigen", n) == 0
+
+
+def test_ekfac_costs_what_eigenbases_cost_and_the_way_of_its_scale_into_a_new_one():
+    shapes = [LayerShape("", 6, 4, 10)]
+    assert precondition_flops(shapes, "running") == precondition_flops(shapes, "eigen")
+    q = {n: torch.randn(n, n) for n in (6, 4)}
+    scale = torch.randn(4, 6)
+    transport = counted_flops(lambda: (q[4].mT @ q[4]).square() @ scale @ (q[6].mT @ q[6]).square().mT)
+    for scheme in ("intra", "running"):
+        assert refresh_flops(shapes, scheme) == refresh_flops(shapes, "eigen") + transport
+
+
+def test_the_scale_is_part_of_every_step():
+    work = Work(training=1000, precondition=100, factor=0, refresh=0, scale=300)
+    assert work.floor(Intervals(10, 100)) == pytest.approx(1.4)
 
 
 def test_floor_of_the_autoencoder():

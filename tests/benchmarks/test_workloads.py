@@ -1,18 +1,27 @@
 """Every workload: a seed decides weights and batches, missing data is named, and the sizes are the published ones."""
 
+import warnings
+from dataclasses import replace
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
-from benchmarks.workloads import WORKLOADS, DataMissingError, chargpt, make_workload
+from benchmarks.workloads import WORKLOADS, DataMissingError, chargpt, make_workload, multi30k
 from benchmarks.workloads.mnist import read_labels
-from benchmarks.workloads.tiny import write_idx
+from benchmarks.workloads.multi30k import number_words, read_sentences
+from benchmarks.workloads.tiny import write_idx, write_sentences
+from secondorder import EKFAC, KFAC
+from secondorder.curvature.likelihood import resolve
 
 FILES = {
     "autoencoder": ("mnist", "train-images-idx3-ubyte.gz", "mnist"),
     "resnet20": ("cifar10", "data_batch_1", "cs.toronto.edu"),
     "chargpt": ("shakespeare", "input.txt", "char-rnn"),
     "logistic": ("mnist", "train-labels-idx1-ubyte.gz", "mnist"),
+    "multi30k": ("multi30k", "train.de.gz", "multi30k/dataset"),
 }
 
 
@@ -122,6 +131,117 @@ def test_all_of_the_held_out_text_in_parts_gives_the_mean_over_its_windows(data_
     assert workload.evaluate(model) != whole
 
 
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_likelihood_is_that_of_the_loss(name, data_dir):
+    """Its terms are those that the loss is a mean over, and its curvature the Hessian of their sum, in the outputs."""
+    workload = make_workload(name, data_dir, "smoke", batch_size=3)
+    model, batch = workload.build_model(0), next(workload.batches(0))
+    outputs, targets = workload.outputs(model, batch).detach().double(), workload.targets(batch)
+    targets = targets.double() if targets.is_floating_point() else targets
+    kind = resolve(workload.likelihood)
+    tangent = torch.randn_like(outputs)
+
+    def loss(x):
+        return workload.criterion(x, targets) * kind.terms(outputs, targets)
+
+    _, product = torch.autograd.functional.hvp(loss, outputs, tangent)
+    torch.testing.assert_close(kind.hessian_product(outputs, targets, tangent), product)
+    assert workload.loss(model, batch).item() == pytest.approx(workload.criterion(outputs, targets).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("method", [KFAC, EKFAC])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_parameter_is_covered(name, method, data_dir):
+    workload = make_workload(name, data_dir, "smoke")
+    model = workload.build_model(0)
+    optimizer = method(model, lr=0.01, graft="adam", factor_update_steps=1, inv_update_steps=2)
+    assert "fallback" not in optimizer.describe()
+    batch, losses = next(workload.batches(0)), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a layer of which nothing can be captured
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = workload.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.98 * losses[0]
+    refreshes = [state["refreshes"] for state in optimizer.state.values() if "refreshes" in state]
+    assert set(refreshes) == {3}
+
+
+def _translation(folder, train):
+    for side, language in enumerate(("de", "en")):
+        write_sentences(folder / f"train.{language}.gz", [line.split() for line in train[side]])
+        write_sentences(folder / f"val.{language}", [["a"]])
+    return make_workload("multi30k", folder, "smoke", batch_size=2)
+
+
+def test_sentences_become_numbers(tmp_path):
+    """0 pads, 1 begins, 2 ends, 3 is unknown; words by frequency, then by the alphabet."""
+    workload = _translation(tmp_path, (["b a b", "c"], ["y x", "z z"]))
+    source, target = next(workload.batches(0))
+    order = source[:, 0].argsort()
+    assert source[order].tolist() == [[4, 5, 4, 2], [6, 2, 0, 0]]
+    assert target[order].tolist() == [[1, 6, 5, 2], [1, 4, 4, 2]]
+    assert workload.targets((source, torch.tensor([[1, 6, 2, 0, 0]]))).tolist() == [[6, 2, -100, -100]]
+    assert number_words([["b", "a", "<end>"], ["b"]], 5) == {
+        "<pad>": 0,
+        "<begin>": 1,
+        "<end>": 2,
+        "<unknown>": 3,
+        "b": 4,
+    }
+
+
+def test_long_sentences_are_cut_and_rare_words_unknown(tmp_path):
+    workload = replace(_translation(tmp_path, (["a " * 50, "c"], ["x " * 50, "z"])), vocabulary=5, length=6)
+    source, target = next(workload.batches(0))
+    assert sorted(source.tolist()) == [[3, 2, 0, 0, 0, 0], [4, 4, 4, 4, 4, 2]]
+    assert sorted(target.tolist()) == [[1, 3, 2, 0, 0, 0, 0], [1, 4, 4, 4, 4, 4, 2]]
+    assert workload.outputs(workload.build_model(0), (source, target)).shape == (2, 6, 5)
+
+
+def test_padding_changes_nothing(data_dir):
+    workload = make_workload("multi30k", data_dir, "smoke")
+    model, (source, target) = workload.build_model(0).double(), next(workload.batches(0))
+    losses, gradients = [], []
+    for pad in (0, 3):
+        loss = workload.loss(model, (F.pad(source, (0, pad)), F.pad(target, (0, pad))))
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+        losses.append(loss)
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_sentences_of_a_batch_are_of_about_the_same_length(data_dir):
+    workload = make_workload("multi30k", data_dir, "smoke")
+    sources = [source for source, _ in islice(workload.batches(0), 8)]
+    lengths = [source.shape[1] for source in sources]
+    assert len(set(lengths)) > 3
+    assert lengths != sorted(lengths)
+    assert sum(int((source == 0).sum()) for source in sources) < 0.1 * sum(source.numel() for source in sources)
+
+
+def test_evaluation_in_parts_gives_the_mean_over_all_words(data_dir, monkeypatch):
+    workload = make_workload("multi30k", data_dir, "smoke")
+    model = workload.build_model(0)
+    whole = workload.evaluate(model, everything=True)
+    monkeypatch.setattr(multi30k, "EVAL_SENTENCES", 5)
+    assert workload.evaluate(model, everything=True) == pytest.approx(whole)
+    assert workload.evaluate(model) != whole
+
+
+def test_damaged_translations_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"train\.de\.gz and train\.en\.gz must pair up, got 1 and 2 lines"):
+        next(_translation(tmp_path, (["a"], ["x", "y"])).batches(0))
+    whole = (tmp_path / "train.de.gz").read_bytes()
+    for path, content in ((tmp_path / "train.de.gz", whole[:20]), (tmp_path / "val.de", b"\xff\xfe")):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path.name} is truncated or no text"):
+            read_sentences(path)
+
+
 def test_published_sizes(data_dir):
     """Parameter counts: the autoencoder's and ResNet-20's from the layer widths, the transformer's by hand."""
     widths = [784, 1000, 500, 250, 30, 250, 500, 1000, 784]
@@ -134,6 +254,11 @@ def test_published_sizes(data_dir):
     embeddings = (vocabulary + 128) * 128
     expected = 4 * layer + embeddings + 2 * 128 + (128 + 1) * vocabulary
     assert _count(make_workload("chargpt", data_dir)) == expected
+    words = 4 + 14
+    attention, mlp, norm = 4 * (256 + 1) * 256, (256 + 1) * 512 + (512 + 1) * 256, 2 * 256
+    encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
+    expected = 2 * (encoder + decoder) + 2 * norm + 2 * (words + 40) * 256 + (256 + 1) * words
+    assert _count(make_workload("multi30k", data_dir)) == expected
 
 
 def _count(workload):

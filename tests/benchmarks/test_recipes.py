@@ -1,0 +1,108 @@
+"""Recipes: every one builds and trains, and plain values become the keywords of a constructor."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.recipes import METHODS, VARIANTS, layer_keywords
+from benchmarks.runner import Trainer
+from benchmarks.workloads import WORKLOADS, make_workload
+
+LAYERED = ["kfac", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive"]
+CASES = [(name, workload) for name in LAYERED for workload in METHODS[name].recipes]
+
+
+def _trainer(name, workload, data_dir, **changes):
+    method = METHODS[name]
+    make, closure = partial(method.build, workload=workload, changes=changes), method.needs_closure(workload, changes)
+    return Trainer(name, make_workload(workload, data_dir, "smoke"), make, closure=closure)
+
+
+@pytest.mark.parametrize(("name", "workload"), CASES)
+def test_a_recipe_takes_steps(name, workload, data_dir):
+    trainer = _trainer(name, workload, data_dir)
+    for _ in range(3):
+        trainer.step()
+    assert not trainer.diverged
+    assert trainer.optimizer.diagnostics()["skipped_steps"] == 0
+    assert trainer.optimizer.diagnostics()["refresh_failures"] == 0
+
+
+def test_every_method_that_is_no_variant_has_a_recipe_for_every_workload():
+    for name, method in METHODS.items():
+        assert name in VARIANTS or set(method.recipes) == set(WORKLOADS)
+
+
+def test_ekfac_takes_one_of_both_exponents_everywhere():
+    exponents = {}
+    for workload in WORKLOADS:
+        settings = METHODS["ekfac"].settings(workload)
+        both = [METHODS[name].settings(workload) for name in ("ekfac_natural", "ekfac_whiten")]
+        assert [found.get("power", 1.0) for found in both] == [1.0, 0.5]
+        assert settings in both
+        exponents[workload] = settings.get("power", 1.0)
+    assert exponents["autoencoder"] == 1.0
+    assert exponents["resnet20"] == 0.5
+
+
+def test_layer_keywords():
+    assert layer_keywords({"lr": 1.0}) == {"lr": 1.0}
+    assert layer_keywords({"skip_layers": "head"}) == {"skip_layers": ["head"]}
+    found = layer_keywords({"skip_layers": "LayerNorm, *.norm, Embedding,"})
+    assert found == {"skip_layers": [nn.LayerNorm, "*.norm", nn.Embedding]}
+
+
+def test_skipped_layers_follow_the_fallback(data_dir):
+    trainer = _trainer("kfac", "chargpt", data_dir, skip_layers="LayerNorm,Embedding,head")
+    rows = trainer.optimizer.describe().splitlines()
+    skipped = {row.split()[0] for row in rows if "left out by skip_layers" in row}
+    norms = {f"{name}.{part}" for name in ("layers.0.norm1", "layers.0.norm2", "norm") for part in ("weight", "bias")}
+    assert skipped == norms | {"tokens.weight", "positions.weight", "head.weight", "head.bias"}
+
+
+def test_a_closure_only_where_the_loss_is_judged():
+    assert not METHODS["kfac"].needs_closure("autoencoder")
+    assert METHODS["kfac"].needs_closure("autoencoder", {"adaptive_damping": True})
+    assert METHODS["kfac"].needs_closure(None, {"quadratic_model": True})
+    assert METHODS["kfac_adaptive"].needs_closure("autoencoder")
+    assert not METHODS["kfac_adaptive"].needs_closure("autoencoder", {"adaptive_damping": False, "quadratic_model": 0})
+
+
+@pytest.mark.parametrize("name", ["sgd", "kfac", "ekfac_whiten"])
+def test_a_closure_changes_nothing_for_those_that_need_none(name, data_dir):
+    losses = []
+    for closure in (False, True):
+        make = partial(METHODS[name].build, workload="digits")
+        trainer = Trainer(name, make_workload("digits", data_dir, "smoke"), make, closure=closure)
+        for _ in range(4):
+            trainer.step()
+        losses.append(trainer.history.losses)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ["kfac_adaptive", "ekfac_adaptive"])
+def test_adaptive_damping_moves_with_the_exact_model(name, data_dir):
+    trainer = _trainer(name, "digits", data_dir, damping=0.5, damping_interval=2)
+    for _ in range(4):
+        trainer.step()
+    found = trainer.optimizer.diagnostics()
+    assert found["damping"][0] == pytest.approx(0.5 * 0.95**4)  # trusted twice
+    assert 0.75 < found["reduction_ratio"] < 1.25
+    assert found["model_rate"] > 0
+
+
+def test_the_fisher_of_the_models_own_predictions_is_observed(data_dir):
+    trainer = _trainer("ekfac_natural", "multi30k", data_dir, fisher="mc", factor_update_steps=1, inv_update_steps=1)
+    empirical = _trainer("ekfac_natural", "multi30k", data_dir, factor_update_steps=1, inv_update_steps=1)
+    for _ in range(2):
+        trainer.step()
+        empirical.step()
+    pairs = zip(trainer.model.parameters(), empirical.model.parameters(), strict=True)
+    for p, q in pairs:
+        for key in ("factor_g", "scale"):
+            if key in trainer.optimizer.state[p]:
+                one, other = trainer.optimizer.state[p][key], empirical.optimizer.state[q][key]
+                assert one.norm() > 0
+                assert not torch.allclose(one, other)
