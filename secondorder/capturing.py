@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,9 @@ class LayerOptions:
 
 class Capturing(Lifecycle):
     """Plans blocks over the layers of a module, and has captured what the coming step will use."""
+
+    #: Options that decide what the state of a block holds.
+    allocating: ClassVar[tuple[str, ...]] = ()
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
@@ -168,6 +171,8 @@ class Capturing(Lifecycle):
                 state.setdefault(key, value)
             elif key not in state:
                 state[key] = torch.zeros_like(value, device=p.device)
+                if self.kinds[key] == "second_order":
+                    state["refreshes"] = 0  # nothing to precondition with until the next refresh, which is due
             else:  # the model was moved or cast
                 state[key] = state[key].to(p.device, value.dtype)
 
@@ -264,7 +269,8 @@ class Capturing(Lifecycle):
 
     # ------------------------------------------------------------------ what may change between steps
     def _layout(self) -> list[tuple[object, ...]]:
-        return [*super()._layout(), *((g.get("max_factor_dim"),) for g in self.param_groups)]
+        chosen = [tuple(g.get(name) for name in self.allocating) for g in self.param_groups]
+        return [*super()._layout(), *chosen]
 
     # ------------------------------------------------------------------ copies
     def _kept_by_copies(self) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class FactoredOptimizer(AdaptiveOptimizer):
         if not self._fisher.is_observed:
             return
         capture = self._require_capture()
-        if capture.is_paused or not capture.due:
+        if capture.is_paused or not capture.due or not self._trains():
             return
         batches = [waiting.examples or 0 for waiting in capture.observable()]
         batch_dim = self._layer_options.batch_dim
@@ -161,6 +161,9 @@ class FactoredOptimizer(AdaptiveOptimizer):
         draw = self._exact_vectors if self._fisher.fisher == "exact" else self._drawn_vectors
         capture.observe(heads, draw(laid, by_head), terms[0])
         self._observations += 1
+
+    def _trains(self) -> bool:
+        return self._root is None or self._root.training
 
     def _is_sum(self) -> bool:
         return bool(self.param_groups[0]["loss_reduction"] == "sum")
@@ -364,6 +367,13 @@ class FactoredOptimizer(AdaptiveOptimizer):
                 # A number given as damping is λ itself unless a mode is given with it.
                 param_group.setdefault("damping_mode", "absolute")
         super().add_param_group(param_group)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        if group["approx"] == "reduce" and group["factor_positions"] is not None:
+            raise ValueError(
+                "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies keep."""

@@ -17,7 +17,7 @@ from secondorder.capturing import Capturing, LayerOptions
 from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block, find_name
 from secondorder.curvature.capture import Captured, Statistic
-from secondorder.lifecycle import Directions, Group, module_of
+from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of
 from secondorder.linalg import all_true_on_cpu, full_precision
 from secondorder.optimizer import SecondOrderOptimizer, rate
 
@@ -136,7 +136,7 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
                 f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
                 f"fallback or an old estimate ({lines}). Usual causes: the model was in eval mode, or torch.compile "
                 "ran it before the optimizer was made (then make the optimizer first, or call torch.compiler.reset()).",
-                stacklevel=6,  # past the two wrappers that torch puts around `step`
+                stacklevel=depth_of_caller(),
             )
 
     # ------------------------------------------------------------------ stage 4: refresh
@@ -293,6 +293,7 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
     def _finish_load(self) -> None:
         """Complete what a checkpoint may leave out, and follow the loaded options."""
         complete = {b: set(self.state[b.owner]) for b in self._blocks}
+        refreshes = {b: self.state[b.owner].get("refreshes", 0) for b in self._blocks}
         changed = self._rebuild()
         renewed = [
             b
@@ -304,8 +305,7 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             with torch.no_grad(), full_precision(renewed[0].owner.device):
                 ok = self.refresh(renewed, True)
             for block, good in zip(renewed, ok.cpu().numpy(), strict=True):
-                if not good:
-                    self.state[block.owner]["refreshes"] = 0
+                self.state[block.owner]["refreshes"] = refreshes[block] if good else 0
         if self._capture is not None:
             if changed:
                 self._hook()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -177,7 +178,7 @@ class Lifecycle(Optimizer):
             warnings.warn(
                 f"{type(self).__name__}: some parameters get no curvature and follow the fallback rule ({text}). "
                 "describe() lists every parameter; name them in skip_layers to silence this.",
-                stacklevel=5,
+                stacklevel=depth_of_caller(),
             )
 
     @property
@@ -352,6 +353,17 @@ def module_of(method: str, params: Any, module: nn.Module | None) -> tuple[nn.Mo
     if module is not None and not isinstance(module, nn.Module):
         raise TypeError(f"module= must be an nn.Module, got {type(module).__name__}")
     return module, params
+
+
+def depth_of_caller() -> int:
+    """``stacklevel`` of the first frame that is neither ours nor torch's, for a warning where this is called."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "secondorder",
+        "torch",
+    ):
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:

@@ -197,7 +197,8 @@ class Capture:
         self._taps: list[LayerHook] = []
         self._tap_handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
-        for root in roots:
+        self._roots = weakref.WeakSet(roots)
+        for root in self._roots:
             self._root_handles += [
                 root.register_forward_pre_hook(RootEnter(self.switch), with_kwargs=True),
                 root.register_forward_hook(RootLeave(self.switch), always_call=True),
@@ -226,7 +227,9 @@ class Capture:
             for module, part in site.taps:
                 tap = LayerHook(self.switch, i, site.adapter, part)
                 self._taps.append(tap)
-                self._tap_handles.append(module.register_forward_hook(tap, with_kwargs=True))
+                # A root that is a layer itself: its output is tapped before the pass is closed.
+                first = module in self._roots
+                self._tap_handles.append(module.register_forward_hook(tap, with_kwargs=True, prepend=first))
         switch = self.switch
         for attention in watched:
             self._tap_handles += attention.install(lambda: switch.armed)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from secondorder.curvature.layers import Adapter
+from secondorder.curvature.layers import Adapter, draw
 from secondorder.linalg import add_gram_, add_outer_rows_, full_precision, mirror_upper_
 
 
@@ -202,7 +202,10 @@ class KroneckerSums:
         outputs = [
             c.whole(adapter.of_part(c.part).output_sums(c.gradient(dtype), c.x, examples), adapter) for c in calls
         ]
-        self._add_outputs(torch.stack(outputs).sum(0), -1)
+        total, weight, chosen = torch.stack(outputs).sum(0), 1.0, None
+        if self._sampler is not None and not (adapter.constant_input or adapter.one_hot):
+            chosen, weight = self._sampler.pick(examples, self.a.device)
+        self._add_outputs(total if chosen is None else total.index_select(-2, chosen) * weight**0.5, -1)
         if calls[0].again:
             return
         if adapter.constant_input:
@@ -210,7 +213,8 @@ class KroneckerSums:
         elif adapter.one_hot:
             self.a += adapter.squared_means([call.x for call in calls if call.x is not None], examples).to(dtype)
         else:
-            self._add_rows(self.a, self._mean_inputs(calls, examples))
+            means = self._mean_inputs(calls, examples)
+            self._add_rows(self.a, means if chosen is None else means.index_select(-2, chosen), weight)
         self._count(examples, -1)
 
     def _mean_inputs(self, calls: list[Call], examples: int) -> Tensor:
@@ -235,6 +239,12 @@ class Sampler:
 
     def __init__(self, examples: int | None, positions: int | None, generator: torch.Generator) -> None:
         self._examples, self._positions, self._generator = examples, positions, generator
+
+    def pick(self, examples: int, device: torch.device) -> tuple[Tensor | None, float]:
+        """Indices of the examples to use, None for all, and the ratio of all to them."""
+        if self._examples is None or examples <= self._examples:
+            return None, 1.0
+        return draw(examples, self._examples, self._generator, device), examples / self._examples
 
     def draw(
         self, adapter: Adapter, x: Tensor, g: Tensor, examples: int

@@ -176,6 +176,7 @@ class EKFAC(FactoredOptimizer):
         "off_diagonal": "buffers",
         "gradient_momentum": "momentum",
     }
+    allocating = ("max_factor_dim", "basis_update", "momentum_mode")
 
     def __init__(
         self,
@@ -292,6 +293,19 @@ class EKFAC(FactoredOptimizer):
                 f"estimator='running' squares the gradient of the loss, which is no sample of fisher={fisher!r}: use "
                 "estimator='intra'"
             )
+        if _is_adam(group):
+            chosen = self._adaptation
+            clashes = {
+                "adaptive_damping=True": chosen.adaptive_damping,
+                "calibrate_damping=True": chosen.calibrate_damping,
+                "weight_decay_in_curvature=True": group["weight_decay_in_curvature"],
+            }
+            found = [name for name, clash in clashes.items() if clash]
+            if found:
+                raise ValueError(
+                    "estimator='running', momentum_mode='pre' and power=0.5 are Adam in an eigenbasis, which has "
+                    f"fallback_eps and no damping: drop {', '.join(found)}"
+                )
         if group["momentum_mode"] == "pre":
             clashes = {
                 f"graft={group['graft']!r}": group["graft"] is not None,
@@ -584,7 +598,7 @@ class EKFAC(FactoredOptimizer):
         """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``."""
         group, s = block.group, self.state[block.owner]["scale"]
         rotated = self._rotated.get(block)
-        like_adam = _like_adam(group) and group["power"] == 0.5
+        like_adam = _is_adam(group)
         mean = s.mean((-2, -1))
         damping = torch.full_like(mean, group["fallback_eps"]) if like_adam else self.damping_of(block, mean)
         return scale.precondition(
@@ -634,6 +648,11 @@ class EKFAC(FactoredOptimizer):
 def _like_adam(group: Mapping[str, Any]) -> bool:
     """Whether the scale is that of the mean gradient, whose steps have Adam's size whatever the batch."""
     return bool(group["estimator"] == "running" and group["momentum_mode"] == "pre")
+
+
+def _is_adam(group: Mapping[str, Any]) -> bool:
+    """Whether the direction is Adam's in the eigenbasis, with ε for damping."""
+    return _like_adam(group) and group["power"] == 0.5
 
 
 def _shape(x: Tensor) -> torch.Size:
