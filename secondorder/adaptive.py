@@ -164,8 +164,12 @@ class AdaptiveOptimizer(ModelledOptimizer):
         """After a second rejection in a row, start momentum anew: more damping cannot mend a step that it causes."""
         if self.param_groups[0]["rejected_in_a_row"] > 1:
             for p in before.values:
-                if "momentum_buffer" in self.state[p]:
-                    self.state[p]["momentum_buffer"].zero_()
+                state = self.state[p]
+                for key in [k for k in state if k == "momentum_buffer" or self.kinds.get(k) == "momentum"]:
+                    if isinstance(state[key], Tensor):
+                        state[key].zero_()
+                    else:
+                        state[key] = 0  # its age
 
     def _predicted(self, before: Snapshot, gradients: Directions) -> Tensor:
         """``q(δ) − q(0)`` of the step that was taken."""

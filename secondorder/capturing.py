@@ -88,7 +88,7 @@ class Capturing(Lifecycle):
         self._skipped_statistics: dict[str, int | Tensor] = {}
         self._kl_factor: Tensor | None = None
         self._warned: set[str] = set()
-        self._armed_for: list[tuple[int, int]] = []
+        self._armed_for: list[tuple[Any, ...]] = []
 
     def _connect(self, root: nn.Module | None) -> None:
         """Plan the blocks of a module and hook them."""
@@ -107,7 +107,7 @@ class Capturing(Lifecycle):
             self._capture.owner = weakref.ref(self)
             self._capture.batch_dim = self._layer_options.batch_dim
         sites = [self._site(b) for b in self._blocks]
-        self._capture.set_sites(sites, watched_attention(self._root) if sites else [])
+        self._capture.set_sites(sites, watched_attention(self._root, {m for b in self._blocks for m, _ in b.taps}))
         self._closed = False
         self._arm()
 
@@ -202,10 +202,15 @@ class Capturing(Lifecycle):
         if capture is not None:
             self._armed_for = self._schedule()
             capture.grad_scaler = self._scaler
-            capture.arm(b.index for b in self._blocks if self._capture_is_due(b))
+            capture.arm((b.index for b in self._blocks if self._capture_is_due(b)), self._counts_examples())
 
-    def _schedule(self) -> list[tuple[int, int]]:
-        return [(g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups]
+    def _counts_examples(self) -> bool:
+        """Whether examples are to be counted even where no block is captured."""
+        return False
+
+    def _schedule(self) -> list[tuple[Any, ...]]:
+        names = ("inv_update_steps", "factor_update_steps", "scale_update_steps", "estimator")
+        return [tuple(g.get(name) for name in names) for g in self.param_groups]
 
     def _follow_schedule(self) -> None:
         """Let intervals and frozen layers that changed since the last step act on the forward that begins."""

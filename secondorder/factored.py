@@ -14,7 +14,7 @@ from secondorder import linalg, options
 from secondorder.adaptive import AdaptiveOptimizer
 from secondorder.curvature import factors, statistics
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Captured
+from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.heads import Head
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.likelihood import Likelihood, resolve
@@ -86,12 +86,14 @@ class FactoredOptimizer(AdaptiveOptimizer):
         "factor_g": "factors",
         "factor_weight": "buffers",
         "factor_updates": "buffers",
+        "factor_step": "buffers",
         "refreshes": "buffers",
         "basis_a": "second_order",
         "basis_g": "second_order",
         "eigenvalues_a": "second_order",
         "eigenvalues_g": "second_order",
     }
+    allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step")
     #: Whether `damping_mode` was left to the constructor.
     _mode_by_default = False
     _fisher = FisherOptions()
@@ -208,6 +210,8 @@ class FactoredOptimizer(AdaptiveOptimizer):
             "factor_weight": self.zeros(block, (), torch.float64),
         }
         spec["factor_updates"] = spec["refreshes"] = 0
+        if group["decay_per_step"]:
+            spec["factor_step"] = 0
         return spec
 
     def basis_spec(self, block: Block, group: Mapping[str, Any]) -> State:
@@ -256,7 +260,7 @@ class FactoredOptimizer(AdaptiveOptimizer):
             if group["loss_reduction"] == "sum":
                 return 1.0 / examples
             terms = self._observed_terms.clamp(min=1)
-            return 1.0 / (terms if terms.is_cuda else float(terms.cpu().numpy()))
+            return 1.0 / (float(terms.numpy()) if terms.device.type == "cpu" else terms)
         return statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
 
     def update_factors(self, block: Block, sums: KroneckerSums, examples: int, gate: Tensor | None) -> Tensor:
@@ -269,15 +273,26 @@ class FactoredOptimizer(AdaptiveOptimizer):
         finite = statistics.all_finite(totals)
         ok = finite if gate is None else finite & gate
         running, weight = [state["factor_a"], state["factor_g"]], state["factor_weight"]
-        decay = self.decay(group, group["factor_decay"], state["factor_updates"], group["factor_update_steps"])
+        decay = self.decay(block, group["factor_decay"], state["factor_updates"], "factor_step")
         statistics.ratio_ema_(running, weight, totals, [1.0, scale_g], self.batch_weight(group, examples), decay, ok)
         return finite
 
-    def decay(self, group: Group, decay: float, updates: int, interval: int) -> float:
-        """β of the coming update of a running estimate."""
+    def decay(self, block: Block, decay: float, updates: int, last: str) -> float:
+        """β of the coming update of a running estimate, ``last`` being where the step of the last one is kept."""
+        group = block.group
         if updates < group["burnin_steps"]:
             return 1.0
-        return float(decay**interval) if group["decay_per_step"] else decay
+        return float(decay ** (self._t - self.state[block.owner][last])) if group["decay_per_step"] else decay
+
+    def note_step(self, block: Block, last: str) -> None:
+        """Keep the step of an update, where decay counts steps."""
+        if block.group["decay_per_step"]:
+            self.state[block.owner][last] = self._t
+
+    def count_update(self, block: Block, statistic: Statistic) -> None:
+        """Count a statistic that was folded in."""
+        super().count_update(block, statistic)
+        self.note_step(block, "factor_step")
 
     def batch_weight(self, group: Group, examples: int) -> float:
         """W of a batch in the running estimates."""
@@ -370,6 +385,8 @@ class FactoredOptimizer(AdaptiveOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
+        if self._fisher.is_observed and group["loss_terms"] != 1:
+            raise ValueError(f"loss_terms={group['loss_terms']}: observe() counts the loss terms itself; leave it at 1")
         if group["approx"] == "reduce" and group["factor_positions"] is not None:
             raise ValueError(
                 "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"

@@ -17,6 +17,7 @@ from secondorder.capturing import Capturing, LayerOptions
 from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block, find_name
 from secondorder.curvature.capture import Captured, Statistic
+from secondorder.curvature.projections import Projection
 from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of
 from secondorder.linalg import all_true_on_cpu, full_precision
 from secondorder.optimizer import SecondOrderOptimizer, rate
@@ -118,7 +119,6 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         """Say once, by name, which layers have a gradient but nothing captured though it was due."""
         assert self._capture is not None
         missed = {}
-        missing = "observe() was not called" if self._capture.observes else "its hooks did not run"
         if self._capture.was_paused:
             self._capture.was_paused = False
             return
@@ -126,7 +126,7 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             block = self._blocks[i]
             if i in captured.statistics or i in captured.idle or block.owner not in gradients:
                 continue
-            reason = self._capture.refused.setdefault(i, missing)  # describe() says so too
+            reason = self._capture.refused.setdefault(i, self._why_missing(block))  # describe() says so too
             if block.name not in self._warned:
                 missed[block.name] = reason
         if missed:
@@ -138,6 +138,14 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
                 "ran it before the optimizer was made (then make the optimizer first, or call torch.compiler.reset()).",
                 stacklevel=depth_of_caller(),
             )
+
+    def _why_missing(self, block: Block) -> str:
+        assert self._capture is not None
+        if self._capture.observes:
+            return "observe() was not called for it"
+        if isinstance(block.taps[0][0], Projection):
+            return "its hooks did not run; in a compiled model call secondorder.nn.expose(model) first"
+        return "its hooks did not run"
 
     # ------------------------------------------------------------------ stage 4: refresh
     def _refresh_due(self) -> list[int]:
@@ -287,8 +295,10 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             torch._foreach_mul_([directions[p] for p in clipped if self._group[p]["kl_clip"] == limit], factor)
 
     # ------------------------------------------------------------------ checkpoints
-    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
-        return self.kinds.get(key) != "momentum" and super()._may_lack(key, group)
+    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
+        for group in groups:
+            self._check_group(group)
+        return super()._checked_state(found, groups)
 
     def _finish_load(self) -> None:
         """Complete what a checkpoint may leave out, and follow the loaded options."""

@@ -59,6 +59,13 @@ _NOTHING_TO_OBSERVE = (
     "returned in train mode, once per forward (several heads in one call) and before its backward; a compiled model "
     "cannot be observed."
 )
+_OBSERVED_ALREADY = (
+    "observe: this forward was observed already. Pass all heads in one call: observe([first, second], [...])."
+)
+_REENTRANT = (
+    "observe: a part of the model is checkpointed with use_reentrant=True, which hides its layers from any backward "
+    "but the loss's. Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+)
 _NO_GRAPH = (
     "observe: the graph behind the outputs is gone or was never built. Call observe between the forward and "
     "loss.backward(), outside torch.no_grad()."
@@ -111,7 +118,9 @@ class Pass:
         self.examples = shape[batch_dim] if -len(shape) <= batch_dim < len(shape) else None
         self.keep = keep
         self.counted = False
-        self._input_dim = len(shape)
+        self._shape, self._batch_dim = shape, batch_dim
+        #: Weak reference to an output of the model.
+        self.output: Callable[[], object | None] | None = None
         self.calls: dict[int, int] = {}
         self.fired: dict[int, list[Call]] = {}
         self.done: dict[int, int] = {}
@@ -122,9 +131,27 @@ class Pass:
         """Note a call of a layer; an unbatched input to the whole model is one example."""
         self.calls[index] = self.calls.get(index, 0) + 1
         axes = adapter.sequence_axes(x)
-        alone = axes is not None and x.shape[axes[0]] == 1 and self._input_dim == x.dim() - 1
-        if alone or (x.dim() == self._input_dim and adapter.is_unbatched(x)):
+        alone = axes is not None and x.shape[axes[0]] == 1 and len(self._shape) == x.dim() - 1
+        if alone or (x.dim() == len(self._shape) and adapter.is_unbatched(x)):
             self.examples = 1
+
+    def lay_out(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> tuple[Tensor | None, Tensor]:
+        """Input and output gradient with examples first, where the model has them second."""
+        if self._batch_dim != 1 or adapter.channels_first or adapter.sequence_axes(g) is not None:
+            return x, g
+        if g.dim() > 2 and g.shape[1] == self.examples:
+            return x if x is None else x.transpose(0, 1), g.transpose(0, 1)
+        if g.dim() == 2 and len(g) == self._shape[0] * self._shape[1] and (x is None or len(x) == len(g)):
+            two = self._shape[:2]
+            return x if x is None else x.unflatten(0, two).transpose(0, 1), g.unflatten(0, two).transpose(0, 1)
+        return x, g
+
+    def is_shared(self, g: Tensor, adapter: Adapter) -> bool:
+        """Whether a table is looked up once for the whole batch: one row per position, none per example."""
+        if not adapter.one_hot or g.dim() != 2 or len(self._shape) < 2 or not self.examples:
+            return False
+        positions = self._shape[1 - self._batch_dim]
+        return len(g) == positions != self.examples
 
     def mask_for(self, g: Tensor, adapter: Adapter) -> Tensor | None:
         """``keep`` shaped like the leading dimensions of a gradient, if its positions are those of the mask."""
@@ -148,12 +175,14 @@ class Captured(NamedTuple):
         examples: N by site index: of all forwards whose backward ran, whether or not they reached the layer.
         idle: Sites whose layer ran on no row at all.
         terms: Loss terms that were observed, 0-dim, or None.
+        total: Examples of all forwards that were counted.
     """
 
     statistics: dict[int, Statistic]
     examples: dict[int, int]
     idle: frozenset[int] = frozenset()
     terms: Tensor | None = None
+    total: int = 0
 
 
 class Capture:
@@ -189,6 +218,7 @@ class Capture:
         #: Whether capture was paused since the last step: then a layer without statistics is no surprise.
         self.was_paused = False
         self._due: set[int] = set()
+        self._counts = False
         self._void: set[int] = set()
         self._nodes: dict[int, Any] = {}
         self._pending: dict[int, Statistic] = {}
@@ -234,14 +264,23 @@ class Capture:
         for attention in watched:
             self._tap_handles += attention.install(lambda: switch.armed)
 
-    def arm(self, due: Iterable[int]) -> None:
-        """Capture the given sites from now on, and no others."""
+    def arm(self, due: Iterable[int], counts: bool = False) -> None:
+        """Capture the given sites from now on, and no others.
+
+        Args:
+            due: Indices of the sites.
+            counts: Whether to count examples even where no site is due.
+        """
         self._due = set(due)
+        self._counts = counts
         for tap in self._taps:
             tap.armed = tap.index in self._due
-        self.switch.armed = bool(self._due) and not self._pauses
+        self.switch.armed = self._is_wanted()
         self.switch.depth, self.switch.token = 0, None
         self._nodes = {i: _gradient_node(self.sites[i].owner) for i in self._due}
+
+    def _is_wanted(self) -> bool:
+        return (bool(self._due) or self._counts) and not self._pauses
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -253,7 +292,7 @@ class Capture:
             yield
         finally:
             self._pauses -= 1
-            self.switch.armed = bool(self._due) and not self._pauses
+            self.switch.armed = self._is_wanted()
 
     @contextmanager
     def masked(self, keep: Tensor | None) -> Iterator[None]:
@@ -298,7 +337,7 @@ class Capture:
         """Hand over the pending statistics and start anew."""
         self._flush()
         examples = {i: self._examples + self._own_examples.get(i, 0) for i in self._pending}
-        taken = Captured(self._pending, examples, frozenset(self.idle), self._terms)
+        taken = Captured(self._pending, examples, frozenset(self.idle), self._terms, self._examples)
         self.idle.clear()
         for index in self._pending:
             self.refused.pop(index, None)
@@ -310,12 +349,19 @@ class Capture:
     # ------------------------------------------------------------------ forward
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's)."""
-        if self._pending and self._backward_ran and all(site.owner.grad is None for site in self.sites):
+        if (
+            (self._pending or self._examples)
+            and self._backward_ran
+            and all(site.owner.grad is None for site in self.sites)
+        ):
             self.discard()
 
     def open_pass(self, shape: torch.Size) -> int:
         """Begin a forward pass whose first input has this shape; returns its id."""
         number = next(self._pass_ids)
+        for old in self._passes.values():
+            if old.edges and old is not self._latest and old.output is not None and old.output() is None:
+                old.edges.clear()  # a forward that nobody will observe must not keep its graph
         current = self._passes[number] = Pass(shape, self.batch_dim, self._keep)
         if not in_backward():
             self._flush()
@@ -334,7 +380,11 @@ class Capture:
     def enter_backward(self, current: Pass) -> None:
         """The gradient has reached the output of ``current``: recomputed layers belong to it."""
         self._latest = current
-        self._backward_ran = self._backward_ran or not self._observing
+        if self._observing or self._pauses:
+            return
+        self._backward_ran = True
+        if self._counts:
+            self._count(current)
 
     # ------------------------------------------------------------------ backward
     def wants(self, index: int) -> bool:
@@ -369,8 +419,11 @@ class Capture:
             self.refuse(index, _NO_SCALER)
             return
         adapter = self.sites[index].adapter
-        keep = None if current is None else current.mask_for(g, adapter)
-        call = Call(x if adapter.needs_input else None, g.detach(), self._unscale(g.device), keep, part)
+        keep, shared = None, False
+        if current is not None:
+            x, g = current.lay_out(x, g, adapter)
+            keep, shared = current.mask_for(g, adapter), current.is_shared(g, adapter)
+        call = Call(x if adapter.needs_input else None, g.detach(), self._unscale(g.device), keep, part, shared=shared)
         if current is None:
             self._record_alone(index, call)
         else:
@@ -391,10 +444,7 @@ class Capture:
         if current.examples is None:
             self._record_alone(index, call)
             return
-        with self._lock:
-            if not current.counted:
-                current.counted = True
-                self._examples += current.examples
+        self._count(current)
         if call.g.numel() == 0:
             self.idle.add(index)  # an expert without a token says nothing about its factors
             return
@@ -429,7 +479,8 @@ class Capture:
         """
         waiting = [(current, edge, seen) for current in self.observable() for edge, seen in current.edges]
         if not waiting:
-            raise RuntimeError(_NOTHING_TO_OBSERVE)
+            again = any(current.observed for current in self._passes.values())
+            raise RuntimeError(_OBSERVED_ALREADY if again else _NOTHING_TO_OBSERVE)
         self._observing, reached = True, set[int]()
         try:
             for number, vector in enumerate(vectors):
@@ -467,12 +518,20 @@ class Capture:
             if seen.is_stale:
                 self.refuse(seen.site, "its input is modified in place before it is observed")
                 continue
-            g = g.reshape(seen.shape)
-            keep = current.mask_for(g, self.sites[seen.site].adapter)
-            call = Call(seen.x, g, None, keep, seen.part, again)
+            adapter = self.sites[seen.site].adapter
+            x, g = current.lay_out(seen.x, g.reshape(seen.shape), adapter)
+            keep, shared = current.mask_for(g, adapter), current.is_shared(g, adapter)
+            call = Call(x, g, None, keep, seen.part, again, shared)
             calls.setdefault((id(current), seen.site), (current, []))[1].append(call)
         for (_, index), (current, found) in calls.items():
             self._add(index, found, current.examples or 0)
+
+    def _count(self, current: Pass) -> None:
+        """Count the examples of a pass, once."""
+        with self._lock:
+            if not current.counted:
+                current.counted = True
+                self._examples += current.examples or 0
 
     def _flush(self) -> None:
         """Add calls that waited for others of their pass (a branch without backward, a recomputed layer)."""
@@ -509,6 +568,8 @@ def _pull_back(outputs: list[Tensor], edges: list[GradientEdge], vectors: list[T
     except RuntimeError as error:
         if "second time" in str(error) or "does not require grad" in str(error):
             raise RuntimeError(_NO_GRAPH) from error
+        if ".grad()" in str(error) or "use_reentrant" in str(error):
+            raise RuntimeError(_REENTRANT) from error
         raise
 
 

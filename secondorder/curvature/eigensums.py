@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from secondorder.curvature import scale
 from secondorder.curvature.adapters.embedding import EmbeddingAdapter
 from secondorder.curvature.kronecker import Call, KroneckerSums
-from secondorder.curvature.layers import Adapter, draw
+from secondorder.curvature.layers import Adapter, ConvAdapter
 from secondorder.linalg import full_precision
 
 
@@ -26,7 +28,6 @@ class ScaleSums:
 
     Attributes:
         total: The sum ``[(Γ,) n_g, n_a]``.
-        tokens_per_example: Data that each example stands for.
     """
 
     def __init__(
@@ -40,15 +41,22 @@ class ScaleSums:
         generator: torch.Generator | None = None,
     ) -> None:
         self._adapter, self._bases = adapter, (basis_a, basis_g)
-        self._tokens = tokens and adapter.positions_are_tokens
         self._kept, self._generator = kept, generator
         self.total = torch.zeros_like(like)
-        self.tokens_per_example = 1.0
+        self._tokens = None
+        if tokens and adapter.positions_are_tokens:
+            lead = (adapter.groups, 1, 1) if adapter.groups > 1 else (1, 1)
+            self._tokens = torch.zeros(lead, dtype=like.dtype, device=like.device)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the sum."""
         return self.total.nbytes
+
+    def per_datum(self, reduction: str, examples: float) -> Tensor:
+        """The sum of squared captured gradients as a mean over data, which are tokens where they were asked for."""
+        data = examples if self._tokens is None else self._tokens.clamp(min=1)
+        return self.total * data if reduction == "mean" else self.total / data
 
     def add(self, calls: list[Call], examples: int) -> None:
         """Add all calls of the layer in one forward pass over ``examples`` examples.
@@ -56,6 +64,8 @@ class ScaleSums:
         Raises:
             ValueError: If the rows cannot be told apart by example.
         """
+        for call in calls:
+            call.require_examples()
         with full_precision(self.total.device):
             if all(call.part < 0 for call in calls):
                 self._add_part(calls, examples, -1)
@@ -65,58 +75,78 @@ class ScaleSums:
                 if mine:
                     self._add_part(mine, examples, part)
 
+    def _add_part(self, calls: list[Call], examples: int, part: int) -> None:
+        adapter, weight = self._adapter, 1.0
+        bases = [b if b is None or part < 0 else b[part] for b in self._bases]
+        out = self.total if part < 0 else self.total[part]
+        if self._tokens is not None:
+            self._count_tokens(calls, part)
+        if len(calls) == 1:
+            calls, examples, weight = self._choose(calls[0], examples)
+        if isinstance(adapter, EmbeddingAdapter):
+            out.add_(self._embedded(adapter, calls, examples, bases[1]), alpha=weight)
+            return
+        for some, count in self._chunks(calls, examples):
+            found = [self._rows(call, count, part) for call in some]
+            g = found[0][1] if len(found) == 1 else torch.cat([g for _, g in found], -2)
+            inputs = [a for a, _ in found if a is not None]
+            a = (inputs[0] if len(inputs) == 1 else torch.cat(inputs, -2)) if inputs else None
+            if self._tokens is not None:
+                g = g.flatten(-3, -2)[..., None, :]
+                a = a if a is None else a.flatten(-3, -2)[..., None, :]
+            total = scale.scale_intra(a, g, bases[0], bases[1], homogeneous=adapter.has_bias and a is not None)
+            out.add_(total, alpha=weight)
+
+    def _count_tokens(self, calls: list[Call], part: int) -> None:
+        assert self._tokens is not None
+        out = self._tokens if part < 0 else self._tokens[part]
+        for call in calls:
+            out += call.g.numel() // call.g.shape[-1] if call.keep is None else call.keep.sum()
+
+    def _choose(self, call: Call, examples: int) -> tuple[list[Call], int, float]:
+        """The call at some examples drawn at random, before any row is formed."""
+        if self._kept is None or self._kept >= examples or call.x is None or call.keep is not None:
+            return [call], examples, 1.0
+        assert self._generator is not None
+        adapter = self._adapter.of_part(call.part)
+        x, g, examples, weight = adapter.pick_examples(call.x, call.g, self._kept, examples, self._generator)
+        return [call._replace(x=x, g=g)], examples, weight
+
+    def _chunks(self, calls: list[Call], examples: int) -> Iterator[tuple[list[Call], int]]:
+        """Parts of the batch whose patches are small; other layers have no rows beyond their input."""
+        adapter, call = self._adapter, calls[0]
+        alone = len(calls) == 1 and isinstance(adapter, ConvAdapter) and call.x is not None
+        if not alone or call.x is None or call.x.shape[0] != examples or call.g.shape[0] != examples:
+            yield calls, examples
+            return
+        assert isinstance(adapter, ConvAdapter)
+        room = adapter.row_count(call.x[:1]) * adapter.groups * adapter.d_in * self.total.element_size()
+        size = max(1, scale.CHUNK_BYTES // max(room, 1))
+        for x, g in zip(call.x.split(size), call.g.split(size), strict=True):
+            yield [call._replace(x=x, g=g)], len(x)
+
     def _rows(self, call: Call, examples: int, part: int) -> tuple[Tensor | None, Tensor]:
         """Rows a and g of a call by example, of the wanted block alone if ``part`` is not -1."""
-        adapter, dtype = self._adapter.of_part(call.part), self.total.dtype
-        g = adapter.example_outputs(call.gradient(dtype), call.x, examples)
+        adapter = self._adapter.of_part(call.part)
+        g = adapter.example_outputs(call.gradient(self.total.dtype), call.x, examples)
         a = None
-        if not adapter.constant_input and not adapter.one_hot:
+        if not adapter.constant_input:
             assert call.x is not None
             a = adapter.example_inputs(call.x, examples)
         if call.part != part:
             a, g = a if a is None else a[part], g[part]
         return a, g
 
-    def _add_part(self, calls: list[Call], examples: int, part: int) -> None:
-        adapter = self._adapter
-        bases = [b if b is None or part < 0 else b[part] for b in self._bases]
-        found = [self._rows(call, examples, part) for call in calls]
-        g = found[0][1] if len(found) == 1 else torch.cat([g for _, g in found], -2)
-        out = self.total if part < 0 else self.total[part]
-        if isinstance(adapter, EmbeddingAdapter):
-            out += self._embedded(adapter, calls, g, examples, bases[1])
-            return
-        inputs = [a for a, _ in found if a is not None]
-        a = (inputs[0] if len(inputs) == 1 else torch.cat(inputs, -2)) if inputs else None
-        if self._tokens:
-            self.tokens_per_example = float(g.shape[-2])
-            g = g.flatten(-3, -2)[..., None, :]
-            a = a if a is None else a.flatten(-3, -2)[..., None, :]
-        g, a, weight = self._choose(g, a)
-        total = scale.scale_intra(a, g, bases[0], bases[1], homogeneous=adapter.has_bias and a is not None)
-        out.add_(total, alpha=weight)
-
-    def _choose(self, g: Tensor, a: Tensor | None) -> tuple[Tensor, Tensor | None, float]:
-        """Some examples drawn at random, and what makes their sum that of all."""
-        examples = g.shape[-3]
-        if self._kept is None or self._kept >= examples:
-            return g, a, 1.0
-        assert self._generator is not None
-        chosen = draw(examples, self._kept, self._generator, g.device)
-        return g.index_select(-3, chosen), a if a is None else a.index_select(-3, chosen), examples / self._kept
-
-    def _embedded(
-        self, adapter: EmbeddingAdapter, calls: list[Call], g: Tensor, examples: int, basis_g: Tensor | None
-    ) -> Tensor:
+    def _embedded(self, adapter: EmbeddingAdapter, calls: list[Call], examples: int, basis_g: Tensor | None) -> Tensor:
         """A looked-up table: rows of one index are added before the square, and no one-hot row is formed."""
+        outputs = [adapter.example_outputs(c.gradient(self.total.dtype), c.x, examples) for c in calls]
         inputs = [call.x for call in calls if call.x is not None]
         if len(inputs) == 1:
             x = inputs[0]
         else:
             x = torch.cat([adapter.indices(x, examples) for x in inputs], 1)
-        rows = g.flatten(0, 1)
-        if self._tokens:
-            self.tokens_per_example = float(g.shape[-2])
+        rows = torch.cat(outputs, 1).flatten(0, 1)
+        if self._tokens is not None:
             x, examples = adapter.indices(x, examples).reshape(-1), len(rows)
         return adapter.example_squares(x, rows if basis_g is None else rows @ basis_g, examples)
 
@@ -171,8 +201,9 @@ class EigenSums:
             self.scales.add(calls, examples)
         else:
             self._require_examples(calls, examples)
-        if self._keep_calls:
-            self.calls.append((calls, examples))
+        if self._keep_calls:  # copies: a program may reuse its buffers before the step
+            copies = [c._replace(x=None if c.x is None else c.x.clone(), g=c.g.clone()) for c in calls]
+            self.calls.append((copies, examples))
         if self.factors is not None:
             self.factors.add(calls, examples)
 
@@ -180,4 +211,5 @@ class EigenSums:
         """Refuse at once, not when the first scale is due, a layer whose examples cannot be told apart."""
         if self._by_example:
             for call in calls:
+                call.require_examples()
                 self._adapter.of_part(call.part).example_outputs(call.g, call.x, examples)

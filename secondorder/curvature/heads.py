@@ -53,6 +53,11 @@ class Head:
             return cls(kind, plain.transpose(0, 1), swapped, lambda v: v.transpose(0, 1))
         if not sizes or (outputs.dim() > 0 and shape[0] in sizes):
             return cls(kind, plain, targets, lambda v: v)
+        if batch_dim == 1 and outputs.dim() == 2:
+            raise ValueError(
+                f"observe: outputs of shape {tuple(shape)} do not say which rows belong to one of {sizes[-1]} "
+                "examples; pass them as [S, N, C]"
+            )
         examples = next((size for size in sizes if outputs.dim() > 0 and shape[0] % size == 0), None)
         if examples is None:
             raise ValueError(f"observe: outputs of shape {tuple(shape)} do not split into {sizes[-1]} examples")
@@ -66,7 +71,9 @@ class Head:
     def terms(self) -> Tensor:
         """Loss terms in the output, 0-dim float64."""
         found = self.kind.terms(self.outputs, self.targets)
-        return torch.as_tensor(found, dtype=torch.float64, device=self.outputs.device)
+        if isinstance(found, Tensor):
+            return found.to(self.outputs.device, torch.float64)
+        return torch.full((), found, dtype=torch.float64, device=self.outputs.device)
 
     def draw(self, fisher: str, generator: torch.Generator, factor: Tensor) -> Tensor:
         """A random vector of unit scale times a factor, sampled (``"mc"``) or of random signs."""

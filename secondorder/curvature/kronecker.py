@@ -22,6 +22,7 @@ class Call(NamedTuple):
         keep: 1 for real and 0 for padded rows, shaped like the leading dimensions of ``g``, or None.
         part: Which of the Γ blocks the call fills; -1 for all.
         again: Whether the input was already taken in (another vector pushed back through one forward).
+        shared: Whether its rows are those of the whole batch, none of an example.
     """
 
     x: Tensor | None
@@ -30,6 +31,12 @@ class Call(NamedTuple):
     keep: Tensor | None = None
     part: int = -1
     again: bool = False
+    shared: bool = False
+
+    def require_examples(self) -> None:
+        """Raise a ``ValueError`` if no row belongs to an example."""
+        if self.shared:
+            raise ValueError(f"its {len(self.g)} rows are shared by the whole batch, so they have no examples")
 
     def gradient(self, dtype: torch.dtype) -> Tensor:
         """``g`` unscaled and without padded rows, in the precision of the factor."""
@@ -121,10 +128,15 @@ class KroneckerSums:
     def _row_count(self) -> Tensor:
         """Rows in ``a``, at least 1, shaped to divide it."""
         if not self._part_rows:
-            return torch.as_tensor(self._rows, dtype=self.a.dtype, device=self.a.device).clamp(min=1)
+            return self._on_device(self._rows).clamp(min=1)
         rows = [self._rows + self._part_rows.get(part, 0.0) for part in range(self._adapter.groups)]
-        counts = torch.stack([torch.as_tensor(r, dtype=self.a.dtype, device=self.a.device) for r in rows])
+        counts = torch.stack([self._on_device(r) for r in rows])
         return counts.clamp(min=1).view(-1, *[1] * (self.a.dim() - 1))
+
+    def _on_device(self, rows: float | Tensor) -> Tensor:
+        if isinstance(rows, Tensor):
+            return rows.to(self.a.dtype)
+        return torch.full((), rows, dtype=self.a.dtype, device=self.a.device)  # a copy would wait for the device
 
     def _add_expanded(self, call: Call, examples: int) -> None:
         adapter, weight = self._adapter.of_part(call.part), 1.0
@@ -197,6 +209,8 @@ class KroneckerSums:
     def _add_reduced(self, calls: list[Call], examples: int) -> None:
         """Add the means of inputs and the sums of gradients of each example, over all calls and positions."""
         adapter, dtype = self._adapter, self.a.dtype
+        for call in calls:
+            call.require_examples()
         if any(call.keep is not None for call in calls) and not adapter.constant_input:
             raise ValueError("padded rows cannot be told apart by approx='reduce'; use approx='expand' with mask()")
         outputs = [

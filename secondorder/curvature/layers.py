@@ -249,7 +249,10 @@ class LinearAdapter(Adapter):
 
 def draw(count: int, kept: int, generator: torch.Generator, device: torch.device) -> Tensor:
     """``kept`` different indices below ``count``, at random."""
-    return torch.randperm(count, generator=generator)[:kept].sort().values.to(device)
+    chosen = torch.randperm(count, generator=generator)[:kept].sort().values
+    if device.type == "cpu":
+        return chosen
+    return (chosen.pin_memory() if device.type == "cuda" else chosen).to(device, non_blocking=True)
 
 
 def widened(x: Tensor) -> Tensor:

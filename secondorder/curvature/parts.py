@@ -115,10 +115,11 @@ def _parameter(module: nn.Module, name: str | None) -> nn.Parameter | None:
     return module.get_submodule(path)._parameters.get(leaf)
 
 
-def watched_attention(root: nn.Module) -> list[WatchedAttention]:
-    """The attention modules whose projections only show while they are watched."""
-    return [
+def watched_attention(root: nn.Module, tapped: set[nn.Module]) -> list[WatchedAttention]:
+    """The attention modules of which some projections are tapped: they only show while they are watched."""
+    found = [
         WatchedAttention(module)
         for module in root.modules()
         if isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward
     ]
+    return [watched for watched in found if any(projection in tapped for projection in watched.projections.children())]

@@ -221,6 +221,7 @@ def _mark_output(switch: Switch, output: Any) -> None:
         return
     current = capture.find_pass(switch.token)
     if current is not None:
+        current.output = weakref.ref(tensor)
         reference = weakref.ref(capture)
 
         def enter(_: Tensor) -> None:

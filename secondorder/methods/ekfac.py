@@ -175,8 +175,11 @@ class EKFAC(FactoredOptimizer):
         "scale_updates": "buffers",
         "off_diagonal": "buffers",
         "gradient_momentum": "momentum",
+        "gradient_updates": "momentum",
+        "factor_step": "buffers",
+        "scale_step": "buffers",
     }
-    allocating = ("max_factor_dim", "basis_update", "momentum_mode")
+    allocating: ClassVar[tuple[str, ...]] = (*FactoredOptimizer.allocating, "basis_update", "momentum_mode")
 
     def __init__(
         self,
@@ -269,8 +272,10 @@ class EKFAC(FactoredOptimizer):
         self._warn_intervals()
 
     def _begin_eigen(self) -> None:
-        #: Examples of this step by block, where `estimator="running"` needs their number.
-        self._step_examples: dict[Block, int] = {}
+        #: Examples of this step.
+        self._step_examples = 0
+        #: Step whose gradient the running scale has seen.
+        self._measured_at = -1
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
         self._late: dict[Block, tuple[EigenSums, int]] = {}
         self._rotated: dict[Block, Tensor] = {}
@@ -288,6 +293,15 @@ class EKFAC(FactoredOptimizer):
         fisher, running = self._fisher.fisher, group["estimator"] == "running"
         if fisher == "forward_only":
             raise ValueError("fisher='forward_only' measures no gradients, of which EKFAC's scale is made: use KFAC")
+        if running:
+            unused = {
+                "transport='recompute'": group["transport"] == "recompute",
+                "token_is_example=True": group["token_is_example"],
+                f"scale_batch_size={group['scale_batch_size']}": group["scale_batch_size"] is not None,
+            }
+            found = [name for name, clash in unused.items() if clash]
+            if found:
+                raise ValueError(f"estimator='running' looks at no example: drop {', '.join(found)}")
         if running and fisher != "empirical":
             raise ValueError(
                 f"estimator='running' squares the gradient of the loss, which is no sample of fisher={fisher!r}: use "
@@ -331,13 +345,16 @@ class EKFAC(FactoredOptimizer):
         }
         if group["basis_update"] == "qr":
             spec["off_diagonal"] = self.zeros(block, (2,))
+        if group["decay_per_step"]:
+            spec["scale_step"] = 0
         return spec
 
     def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
         found = super()._curvature_state(p, group)
         block = self._block_of.get(p)
         if block is not None and group["momentum_mode"] == "pre":
-            found = found | {"gradient_momentum": torch.empty(p.shape, dtype=self._precision(p), device="meta")}
+            mean = torch.empty(p.shape, dtype=self._precision(p), device="meta")
+            found = found | {"gradient_momentum": mean, "gradient_updates": 0}
         return found
 
     def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -350,9 +367,7 @@ class EKFAC(FactoredOptimizer):
         group = block.group
         if group["inv_update_steps"] == 0:
             return False
-        if super()._capture_is_due(block) or self._scale_is_due(block):
-            return group["estimator"] == "intra" or self._factors_are_due(block) or self._counts(block)
-        return False
+        return self._factors_are_due(block) or (group["estimator"] == "intra" and self._scale_is_due(block))
 
     def _factors_are_due(self, block: Block) -> bool:
         return super()._capture_is_due(block)
@@ -361,9 +376,12 @@ class EKFAC(FactoredOptimizer):
         steps: int = block.group["scale_update_steps"]
         return self._t % steps == 0
 
-    def _counts(self, block: Block) -> bool:
-        """Whether this block counts the examples of a step for all that need their number: the first one does."""
-        return not _like_adam(block.group) and block is next(b for b in self._blocks if b.group is block.group)
+    def _counts_examples(self) -> bool:
+        """Whether the number of examples is needed in a step that captures nothing else."""
+        return any(
+            g["estimator"] == "running" and not _like_adam(g) and self._t % g["scale_update_steps"] == 0
+            for g in self.param_groups
+        )
 
     def new_statistic(self, block: Block, group: Group) -> EigenSums:
         """Empty sums of what is due."""
@@ -388,8 +406,7 @@ class EKFAC(FactoredOptimizer):
         return ScaleSums(block.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
 
     def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
-        self._step_examples = {self._blocks[i]: count for i, count in statistics.examples.items()}
-        self._late.clear()
+        self._step_examples = statistics.total or max(statistics.examples.values(), default=0)
         super()._learn(statistics, gradients, gate)
 
     def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
@@ -408,24 +425,27 @@ class EKFAC(FactoredOptimizer):
 
     def count_update(self, block: Block, statistic: Statistic) -> None:
         """Count a statistic that was folded in."""
-        sums, state = cast(EigenSums, statistic), self.state[block.owner]
-        state["factor_updates"] += sums.factors is not None
-        state["scale_updates"] += sums.scales is not None
+        sums = cast(EigenSums, statistic)
+        if sums.factors is not None:
+            super().count_update(block, statistic)
+        if sums.scales is not None:
+            self._count_scale(block)
+
+    def _count_scale(self, block: Block) -> None:
+        self.state[block.owner]["scale_updates"] += 1
+        self.note_step(block, "scale_step")
 
     def _fold_scale(self, block: Block, sums: ScaleSums, examples: int, ok: Tensor) -> None:
-        group = block.group
-        factor = self.gradient_scale(group, examples)
-        if not self._fisher.is_observed:
-            tokens = sums.tokens_per_example
-            factor *= tokens if group["loss_reduction"] == "mean" else 1.0 / tokens
-        self._fold(block, sums.total, factor, self.batch_weight(group, examples), ok)
+        group, weight = block.group, self.batch_weight(block.group, examples)
+        if self._fisher.is_observed:
+            self._fold(block, sums.total, self.gradient_scale(group, examples), weight, ok)
+            return
+        reduction = group["loss_reduction"]
+        terms = group["loss_terms"] if reduction == "mean" else 1.0
+        self._fold(block, sums.per_datum(reduction, examples), terms, weight, ok)
 
     def _fold(self, block: Block, total: Tensor, factor: float, weight: float, ok: Tensor) -> None:
-        group, state = block.group, self.state[block.owner]
-        own = group["scale_decay"]
-        decay = self.decay(
-            group, group["factor_decay"] if own is None else own, state["scale_updates"], group["scale_update_steps"]
-        )
+        state, decay = self.state[block.owner], self._scale_decay(block)
         statistics.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, decay, ok)
 
     # ------------------------------------------------------------------ refresh
@@ -477,12 +497,18 @@ class EKFAC(FactoredOptimizer):
 
     def _weight_of_one(self, block: Block) -> Tensor:
         """Weight of a single update in the running mean, from that of all."""
-        state, group = self.state[block.owner], block.group
-        decay, updates = group["scale_decay"], state["scale_updates"]
-        decay = group["factor_decay"] if decay is None else decay
-        share = 1 / max(updates, 1) if decay == 1 else (1 - decay) / (1 - decay ** max(updates, 1))
+        state, updates = self.state[block.owner], max(self.state[block.owner]["scale_updates"], 1)
+        decay = self._scale_decay(block)
+        share = 1 / updates if decay == 1 else (1 - decay) / (1 - decay**updates)
         weight: Tensor = state["scale_weight"] * share
         return weight
+
+    def _scale_decay(self, block: Block) -> float:
+        """β of the coming update of the scale."""
+        group, state = block.group, self.state[block.owner]
+        own = group["scale_decay"]
+        decay = group["factor_decay"] if own is None else own
+        return self.decay(block, decay, state["scale_updates"], "scale_step")
 
     def _measure_late(self, block: Block, sums: EigenSums, examples: int, good: Tensor) -> None:
         """Measure the scale of this step's batch alone, in the basis just found (``transport="recompute"``)."""
@@ -492,7 +518,7 @@ class EKFAC(FactoredOptimizer):
         ok = good & statistics.all_finite([scales.total])
         state["scale_weight"].mul_(~ok)
         self._fold_scale(block, scales, examples, ok)
-        state["scale_updates"] += 1
+        self._count_scale(block)
 
     def _new_bases(self, blocks: Sequence[Block], host_checks: bool) -> dict[tuple[Block, str], Found]:
         """Eigenvalues and bases by block and side; a third tensor is the order of columns that a QR refresh made."""
@@ -551,16 +577,20 @@ class EKFAC(FactoredOptimizer):
 
     # ------------------------------------------------------------------ stage 5: directions
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
+        if self._measured_at != self._t:  # not again where several dampings are tried on one gradient
+            for block in self._blocks:
+                running = block.group["estimator"] == "running"
+                if running and self._active(block, gradients) and self._scale_is_due(block):
+                    self._measure_running(block, gradients, gate)
+        self._measured_at = self._t
+        directions = super()._precondition(gradients, gate)
         self._rotated.clear()
-        for block in self._blocks:
-            if block.group["estimator"] == "running" and self._active(block, gradients) and self._scale_is_due(block):
-                self._measure_running(block, gradients, gate)
-        return super()._precondition(gradients, gate)
+        return directions
 
     def _measure_running(self, block: Block, gradients: Directions, gate: Tensor | None) -> None:
         """Fold the squared gradient into the scale: no per-example work at all."""
-        group, state = block.group, self.state[block.owner]
-        examples = 1.0 if _like_adam(group) else self._examples_of(block)
+        group = block.group
+        examples = 1.0 if _like_adam(group) else float(self._step_examples)
         if examples == 0:
             return
         with linalg.full_precision(block.owner.device):
@@ -568,18 +598,14 @@ class EKFAC(FactoredOptimizer):
             matrix = block.matrix([gradients[p].to(self._precision(p)) for p in block.params], self._workspace)
             rotated = scale.rotate(matrix, self.basis(block, "a"), self.basis(block, "g"), self._workspace).clone()
         ok = statistics.all_finite([rotated])
-        if group["loss_reduction"] == "sum":
-            examples = 1 / examples
-        squares = scale.scale_running(rotated, examples * (group["loss_terms"] if not _like_adam(group) else 1.0))
-        weight = 1.0 if _like_adam(group) else self.batch_weight(group, max(int(examples), 1))
+        weight = 1.0 if _like_adam(group) else self.batch_weight(group, int(examples))
+        # N (∇/N)² where the objective is a sum.
+        factor = examples * group["loss_terms"] if group["loss_reduction"] == "mean" else 1.0 / examples
+        squares = scale.scale_running(rotated, 1.0 if _like_adam(group) else factor)
         self._fold(block, squares, 1.0, weight, ok if gate is None else ok & gate)
-        state["scale_updates"] += 1
+        self._count_scale(block)
         if group["graft"] != "adam" and group["momentum_mode"] == "post":
             self._rotated[block] = rotated
-
-    def _examples_of(self, block: Block) -> float:
-        counted = [n for b, n in self._step_examples.items() if b.group is block.group]
-        return float(max(counted, default=0))
 
     def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
         """What to precondition; with ``momentum_mode="pre"`` the bias-corrected running mean of gradients."""
@@ -591,7 +617,8 @@ class EKFAC(FactoredOptimizer):
                 beta, mean = self._group[p]["momentum"], self.state[p]["gradient_momentum"]
                 gradient = gradients[p].to(mean.dtype)
                 mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
-                source[p] = mean / (1 - beta ** self._steps_of(p))
+                self.state[p]["gradient_updates"] += 1
+                source[p] = mean / (1 - beta ** self.state[p]["gradient_updates"])
         return source
 
     def precondition(self, block: Block, gradient: Tensor) -> Tensor:
@@ -618,8 +645,13 @@ class EKFAC(FactoredOptimizer):
             return "plain"
         return super()._rule(p, group, preconditioned)
 
+    def _advance(self) -> None:
+        self._late.clear()
+        super()._advance()
+
     def _finish_load(self) -> None:
         self._off_diagonal.clear()
+        self._late.clear()
         self._loading = True
         try:
             super()._finish_load()

@@ -145,7 +145,7 @@ class KFAC(FactoredOptimizer):
         "inverse_a": "second_order",
         "inverse_g": "second_order",
     }
-    allocating = ("max_factor_dim", "inverse_method")
+    allocating: ClassVar[tuple[str, ...]] = (*FactoredOptimizer.allocating, "inverse_method")
 
     def __init__(
         self,

@@ -155,10 +155,10 @@ def _layer_variant(
         over_gradients: Whether momentum runs over the gradients of blocks, instead of their directions.
         narrow: Whether one task is enough.
     """
-    own = {"gradient_momentum"} if over_gradients else set()
+    own = {"gradient_momentum", "gradient_updates"} if over_gradients else set()
 
     def dtypes(compute: torch.dtype) -> dict[str, torch.dtype]:
-        keys = state - _COUNTERS | own
+        keys = (state | own) - _COUNTERS - {"gradient_updates"}
         return {**dict.fromkeys(keys, compute), **dict.fromkeys(keys & _WEIGHTS, torch.float64)}
 
     return Variant(

@@ -132,6 +132,16 @@ class StackedAdapter(Adapter):
         a = self._shared(x.reshape(-1, self.d_in)[at])
         return a, self._parted(g.reshape(-1, g.shape[-1])[at]), rows / kept
 
+    def pick_examples(
+        self, x: Tensor, g: Tensor, kept: int, examples: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, int, float]:
+        if g.dim() != 3:
+            return super().pick_examples(x, g, kept, examples, generator)
+        if g.shape[1] != examples:
+            return x, g, examples, 1.0
+        chosen = draw(examples, kept, generator, g.device)
+        return x[:, chosen], g[:, chosen], kept, examples / kept
+
     def example_inputs(self, x: Tensor, examples: int) -> Tensor:
         return self._shared(self._by_example(x, examples))
 

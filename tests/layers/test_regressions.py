@@ -1,0 +1,361 @@
+"""Which rows belong to which example: layouts that look like others, tokens as data, shared positions, parts of a batch.
+
+A layer whose examples cannot be told apart is left out and says why; it is never given numbers of the wrong rows.
+"""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.ekfac.definitions import scales
+from tests.ekfac.driver import held_bases, held_scales, plain_ekfac, state_of
+from tests.oracle.driver import assert_close, labels, noise, plain_kfac
+from tests.oracle.models import seeded_build
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing was captured")
+
+
+def train(opt, model: nn.Module, x: Tensor, loss, keep: Tensor | None = None, steps: int = 2) -> None:
+    """Steps on one batch that leave the parameters where they are: a basis, then a scale in it."""
+    for group in opt.param_groups:
+        group["lr"] = 0.0
+    for _ in range(steps):
+        opt.zero_grad()
+        with opt.mask(keep):
+            outputs = model(x)
+        loss(outputs).backward()
+        opt.step()
+
+
+def is_left_out(opt, layer: nn.Module) -> bool:
+    """Whether nothing was learned about a layer; then the table has the reason."""
+    state = state_of(opt, layer)
+    if state["factor_updates"] or state["refreshes"]:
+        return False
+    assert state.get("scale_updates", 0) == 0
+    line = next(line for line in opt.describe().splitlines() if "fallback: " in line)
+    assert len(line.split("fallback: ")[1]) > 20
+    return True
+
+
+def gradients(layer: nn.Module, examples: list[Tensor], loss) -> Tensor:
+    """``[N, 1, d_out, d_in]``: the gradient of each example's own loss, by hand."""
+    found = []
+    for n, x in enumerate(examples):
+        weight = layer.weight.detach().clone().requires_grad_()
+        found.append(torch.autograd.grad(loss(x @ weight.mT, n), weight)[0][None])
+    return torch.stack(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sequence first
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class SequenceFirst(nn.Module):
+    """``[S, N, 3]`` to ``[S, N, 2]``, on sequences or on their rows in one."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.layer, self.flat = nn.Linear(3, 2, bias=False), flat
+
+    def forward(self, x):
+        return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]) if self.flat else self.layer(x)
+
+
+def sequence_first(S: int, N: int, flat: bool) -> tuple[nn.Module, Tensor, Tensor]:
+    return seeded_build(lambda: SequenceFirst(flat)), noise(S, N, 3), noise(S, N, 2, seed=1)
+
+
+sizes = pytest.mark.parametrize(("S", "N"), [(5, 4), (4, 4), (8, 4), (2, 4), (4, 1)])
+flats = pytest.mark.parametrize("flat", [False, True], ids=["sequences", "rows"])
+
+
+@sizes
+@flats
+@pytest.mark.parametrize("transport", ["project", "recompute"])
+def test_the_scale_of_sequence_first_batches(S, N, flat, transport):
+    model, x, y = sequence_first(S, N, flat)
+    opt = plain_ekfac(model, batch_dim=1, transport=transport)
+    train(opt, model, x, lambda f: (f - y).square().sum((0, 2)).mean())
+    if flat and is_left_out(opt, model.layer):
+        return
+    G = gradients(model.layer, list(x.unbind(1)), lambda f, n: (f - y[:, n]).square().sum())
+    assert_close(held_scales(opt, model.layer), scales(G, *held_bases(opt, model.layer)), 1e-9)
+
+
+@sizes
+@flats
+def test_reduced_factors_of_sequence_first_batches(S, N, flat):
+    model, x, y = sequence_first(S, N, flat)
+    opt = plain_kfac(model, batch_dim=1, approx="reduce")
+    train(opt, model, x, lambda f: (f - y).square().sum((0, 2)).mean(), steps=1)
+    if flat and is_left_out(opt, model.layer):
+        return
+    means, state = x.mean(0), state_of(opt, model.layer)
+    sums = 2 * (x @ model.layer.weight.detach().mT - y).sum(0)
+    assert_close(state["factor_a"], means.mT @ means / N, 1e-9)
+    assert_close(state["factor_g"], sums.mT @ sums / N, 1e-9)
+
+
+@sizes
+@flats
+def test_expanded_factors_of_sequence_first_batches(S, N, flat):
+    """Rows need not be told apart here."""
+    model, x, y = sequence_first(S, N, flat)
+    opt = plain_kfac(model, batch_dim=1)
+    train(opt, model, x, lambda f: (f - y).square().sum((0, 2)).mean(), steps=1)
+    rows, g = x.flatten(0, 1), 2 * (x @ model.layer.weight.detach().mT - y).flatten(0, 1)
+    state = state_of(opt, model.layer)
+    assert_close(state["factor_a"], rows.mT @ rows / (S * N), 1e-9)
+    assert_close(state["factor_g"], g.mT @ g / N, 1e-9)
+    assert float(state["factor_weight"]) == N
+
+
+@sizes
+@flats
+def test_a_mask_of_sequence_first_batches(S, N, flat):
+    model, x, y = sequence_first(S, N, flat)
+    keep = torch.arange(S)[None] < torch.tensor([1, 2, 3, 4][:N])[:, None]
+    opt = plain_kfac(model, batch_dim=1)
+    train(opt, model, x, lambda f: ((f - y) * keep.mT[..., None]).square().sum() / N, keep, steps=1)
+    if flat and is_left_out(opt, model.layer):
+        return
+    g = 2 * (x @ model.layer.weight.detach().mT - y)
+    rows, g = x.transpose(0, 1)[keep], g.transpose(0, 1)[keep]
+    state = state_of(opt, model.layer)
+    assert_close(state["factor_a"], rows.mT @ rows / int(keep.sum()), 1e-9)
+    assert_close(state["factor_g"], g.mT @ g / N, 1e-9)
+
+
+@pytest.mark.parametrize("batch_dim", [0, 1])
+@pytest.mark.parametrize(("S", "N"), [(5, 4), (4, 4)])
+def test_a_layer_that_is_the_whole_model(batch_dim, S, N):
+    layer = seeded_build(lambda: nn.Linear(3, 2, bias=False))
+    x = noise(*((N, S) if batch_dim == 0 else (S, N)), 3)
+    keep = torch.arange(S)[None] < torch.tensor([1, 2, 3, 4])[:, None]
+    along = keep if batch_dim == 0 else keep.mT
+    opt = plain_kfac(layer, batch_dim=batch_dim)
+    train(opt, layer, x, lambda f: (f * along[..., None]).square().sum() / N, keep, steps=1)
+    rows, state = x[along], state_of(opt, layer)
+    g = 2 * rows @ layer.weight.detach().mT
+    assert_close(state["factor_a"], rows.mT @ rows / len(rows), 1e-9)
+    assert_close(state["factor_g"], g.mT @ g / N, 1e-9)
+    assert float(state["factor_weight"]) == N
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens as data
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def ragged(*lengths: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Micro-batches of three sequences each, with all their tokens real."""
+    return [
+        (noise(3, S, 3, seed=i), noise(3, S, 2, seed=i + 9), torch.ones(3, S).bool()) for i, S in enumerate(lengths)
+    ]
+
+
+def padded(*lengths: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    found = ragged(*[8] * len(lengths))
+    return [
+        (x, y, torch.arange(8)[None] < torch.tensor(n)[:, None]) for (x, y, _), n in zip(found, lengths, strict=True)
+    ]
+
+
+BATCHES = {
+    "equal": ragged(4, 4),
+    "short first": ragged(4, 12),
+    "long first": ragged(12, 4),
+    "mask": padded([2, 2, 4]),
+    "masks": padded([2, 2, 4], [8, 1, 5]),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_scale_of_tokens_as_data(case, reduction):
+    """A token's own gradient, squared, and the mean over real tokens: the loss of a micro-batch is their mean."""
+    batches = BATCHES[case]
+    model = seeded_build(lambda: nn.Sequential(nn.Linear(3, 2, bias=False)))
+    opt = plain_ekfac(model, lr=0.0, token_is_example=True, loss_reduction=reduction)
+    for _ in range(2):
+        opt.zero_grad()
+        for x, y, keep in batches:
+            with opt.mask(None if bool(keep.all()) else keep):
+                found = (model(x) - y).square().sum(-1)[keep]
+            (found.sum() if reduction == "sum" else found.mean() / len(batches)).backward()
+        opt.step()
+    tokens = [(x[keep], y[keep]) for x, y, keep in batches]
+    rows, targets = (torch.cat(parts) for parts in zip(*tokens, strict=True))
+    G = gradients(model[0], list(rows), lambda f, n: (f - targets[n]).square().sum())
+    assert_close(held_scales(opt, model[0]), scales(G, *held_bases(opt, model[0])), 1e-9)
+
+
+class Attention(nn.Module):
+    def __init__(self, E: int = 4, expose: bool = False) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, 2, batch_first=True, bias=False)
+
+    def forward(self, q, kv=None):
+        kv = q if kv is None else kv
+        return self.attention(q, kv, kv, need_weights=False)[0]
+
+
+def test_tokens_as_data_in_cross_attention():
+    """Queries and outputs have positions of their own number: 2 in an example whose keys have 10."""
+    N, L, S, E = 3, 2, 10, 4
+    model = seeded_build(Attention)
+    q, kv, y = noise(N, L, E), noise(N, S, E, seed=1), noise(N, L, E, seed=2)
+    opt = plain_ekfac(model, lr=0.0, token_is_example=True)
+    for _ in range(2):
+        opt.zero_grad()
+        (model(q, kv) - y).square().sum(-1).mean().backward()
+        opt.step()
+    attention = model.attention
+    W_q, W_k, W_v = attention.in_proj_weight.detach().chunk(3)
+
+    def heads(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (2, -1)).transpose(1, 2)
+
+    queries = (q @ W_q.mT).requires_grad_()
+    mixed = F.scaled_dot_product_attention(heads(queries), heads(kv @ W_k.mT), heads(kv @ W_v.mT))
+    mixed = mixed.transpose(1, 2).flatten(2)
+    outputs = (mixed @ attention.out_proj.weight.detach().mT).requires_grad_()
+    outputs.retain_grad()
+    queries.retain_grad()
+    (outputs - y).square().sum(-1).mean().backward()
+    for key, a, g in (("in_proj", q, queries.grad), ("out_proj", mixed.detach(), outputs.grad)):
+        G = N * L * g.reshape(-1, E, 1) * a.reshape(-1, 1, E)
+        state = opt.state[opt.blocks[f"attention.{key}"].owner]
+        s, Q_A, Q_B = (state[k] if state[k].ndim == 2 else state[k][0] for k in ("scale", "basis_a", "basis_g"))
+        assert_close(s, scales(G[:, None], Q_B[None], Q_A[None])[0], 1e-9, key)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows that all examples share
+# ---------------------------------------------------------------------------------------------------------------------
+
+T = 8
+
+
+class Positions(nn.Module):
+    """Positions are looked up once for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.place, self.head = nn.Embedding(5, 3), nn.Embedding(T + 1, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        words = x if x.is_floating_point() else self.words(x)
+        return self.head(torch.tanh(words + self.place(torch.arange(x.shape[1]))))
+
+
+def read(f: Tensor) -> Tensor:
+    return f.square().flatten(1).sum(1).mean()
+
+
+@pytest.mark.parametrize("N", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("kind", ["indices", "features"])
+@pytest.mark.parametrize("method", ["scale", "reduce"])
+def test_shared_positions_are_never_split_among_the_examples(N, kind, method):
+    model = seeded_build(Positions)
+    x = torch.arange(N * T).view(N, T) % 5 if kind == "indices" else noise(N, T, 3)
+    opt = plain_ekfac(model) if method == "scale" else plain_kfac(model, approx="reduce")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(opt, model, x, read, steps=3)
+    assert is_left_out(opt, model.place)
+    assert any("place" in str(w.message) for w in caught)
+    assert state_of(opt, model.head)["refreshes"] == 1 if method == "scale" else 3
+
+
+@pytest.mark.parametrize("N", [1, 3, 4, 8])
+def test_factors_of_shared_positions_are_means_over_the_rows_there_are(N):
+    model = seeded_build(Positions)
+    opt = plain_kfac(model)
+    train(opt, model, torch.arange(N * T).view(N, T) % 5, read, steps=1)
+    expected = torch.full((T + 1,), 1 / T, dtype=torch.float64)
+    expected[T] = 0.0
+    assert_close(state_of(opt, model.place)["factor_a"], expected, 1e-9)
+
+
+class Grid(nn.Module):
+    """Features of positions, mapped once for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.head = nn.Linear(2, 3), nn.Linear(3, 2)
+        self.register_buffer("grid", noise(T, 2, seed=5))
+
+    def forward(self, x):
+        return self.head(torch.tanh(x + self.place(self.grid)))
+
+
+@pytest.mark.parametrize("N", [2, 4, 8])
+def test_a_linear_layer_on_shared_positions(N):
+    model = seeded_build(Grid)
+    opt = plain_kfac(model)
+    train(opt, model, noise(N, T, 3), read, steps=1)
+    rows = torch.cat([model.grid, torch.ones(T, 1, dtype=torch.float64)], 1)
+    assert_close(state_of(opt, model.place)["factor_a"], rows.mT @ rows / T, 1e-9)
+    exact = plain_ekfac(model)
+    train(exact, model, noise(N, T, 3), read, steps=3)
+    assert is_left_out(exact, model.place)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts of a batch
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [5, 12, 24])
+def test_the_examples_that_are_drawn_are_whole_ones_in_attention(length):
+    """Every example has an axis of its own, so A tells which ones are in it."""
+    N, kept = 12, 2
+    model = seeded_build(lambda: Attention(E=N))
+    x = torch.eye(N, dtype=torch.float64)[:, None].expand(N, length, N).contiguous()
+    opt = plain_kfac(model, factor_batch_size=kept)
+    train(opt, model, x, read, steps=1)
+    for A in opt.state[model.attention.in_proj_weight]["factor_a"]:
+        diagonal = A.diagonal()
+        assert int((diagonal > 0).sum()) == kept
+        assert_close(diagonal[diagonal > 0], torch.full((kept,), 1 / kept, dtype=torch.float64), 1e-12)
+
+
+def test_examples_are_drawn_for_the_scale_of_a_table():
+    N = 12
+    table = seeded_build(lambda: nn.Embedding(N, 3))
+    model, y = nn.Sequential(table), noise(N, 6, 3, seed=4)
+    opt = plain_ekfac(model, scale_batch_size=1)
+    train(opt, model, torch.arange(N)[:, None].expand(N, 6), lambda f: (f - y).square().flatten(1).sum(1).mean())
+    s = held_scales(opt, table)[0]
+    used = s.sum(0) > 0
+    assert int(used.sum()) == 1
+    chosen = int(used.nonzero())
+    gradient = 2 * (table.weight.detach()[chosen] - y[chosen]).sum(0)
+    Q_B = held_bases(opt, table)[0][0]
+    assert_close(s[:, chosen], (Q_B.mT @ gradient).square(), 1e-9)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled attention
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_to_do_about_compiled_attention_is_named():
+    torch._dynamo.reset()
+    model = seeded_build(Attention)
+    opt = plain_kfac(model, lr=0.01)
+    fast = torch.compile(model, backend="eager")
+    x, y = noise(3, 4, 4), labels(3, 4)
+    with pytest.warns(UserWarning, match=r"secondorder\.nn\.expose"):
+        for _ in range(2):
+            opt.zero_grad()
+            F.cross_entropy(fast(x).mean(1), y).backward()
+            opt.step()
+    assert math.isfinite(float(model.attention.in_proj_weight.detach().sum()))
