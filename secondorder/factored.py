@@ -385,8 +385,6 @@ class FactoredOptimizer(AdaptiveOptimizer):
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        if self._fisher.is_observed and group["loss_terms"] != 1:
-            raise ValueError(f"loss_terms={group['loss_terms']}: observe() counts the loss terms itself; leave it at 1")
         if group["approx"] == "reduce" and group["factor_positions"] is not None:
             raise ValueError(
                 "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"

@@ -61,7 +61,8 @@ class EKFAC(FactoredOptimizer):
         module: Module to hook when ``params`` is not one.
         comm: Communication strategy; None means one process.
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
-            times the mean eigenvalue of each block, which is safe whatever the scale of the loss.
+            times the mean eigenvalue of each block, which is safe whatever the scale of the loss. The Adam form has
+            ``fallback_eps`` instead.
         damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block. Unset: absolute when
             ``damping`` is given.
         factor_decay: β, weight of the old factors in the running mean.
@@ -89,7 +90,7 @@ class EKFAC(FactoredOptimizer):
         fisher_samples: Draws per example of ``"mc"`` and ``"curvature_prop"``.
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
         loss_terms: Outputs that the loss of an example is a mean over (squared error, binary cross-entropy). Leave it
-            at 1 for a mean over tokens, which is the loss of the example itself.
+            at 1 for a mean over tokens, which is the loss of the example itself; :meth:`observe` counts them itself.
         batch_dim: Dimension of the model's first input that counts examples.
         skip_layers: Names, patterns, types or modules to leave out, with all below them.
         norm_curvature: Blocks of normalisation layers: ``"unit"``, scale and shift of a unit together, or
@@ -100,7 +101,8 @@ class EKFAC(FactoredOptimizer):
         weighting: Weight of a batch in the running means, its ``"samples"`` or 1 per ``"update"``.
         burnin_steps: First updates of the running means that all weigh the same (β = 1).
         decay_per_step: Raise β to the power of the interval, so that it is a decay per step.
-        factor_batch_size: Examples of each micro-batch, drawn at random, that enter the factors; unset: all.
+        factor_batch_size: Examples of each micro-batch, drawn at random, that enter the factors; unset: all. Not
+            together with :meth:`mask`.
         factor_positions: Positions of each example (pixels, tokens), drawn at random, that do; unset: all.
         weight_decay_in_curvature: Count ``weight_decay`` as curvature: λ grows by it.
         power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens.
@@ -274,8 +276,6 @@ class EKFAC(FactoredOptimizer):
     def _begin_eigen(self) -> None:
         #: Examples of this step.
         self._step_examples = 0
-        #: Step whose gradient the running scale has seen.
-        self._measured_at = -1
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
         self._late: dict[Block, tuple[EigenSums, int]] = {}
         self._rotated: dict[Block, Tensor] = {}
@@ -577,12 +577,10 @@ class EKFAC(FactoredOptimizer):
 
     # ------------------------------------------------------------------ stage 5: directions
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
-        if self._measured_at != self._t:  # not again where several dampings are tried on one gradient
-            for block in self._blocks:
-                running = block.group["estimator"] == "running"
-                if running and self._active(block, gradients) and self._scale_is_due(block):
-                    self._measure_running(block, gradients, gate)
-        self._measured_at = self._t
+        for block in self._blocks:
+            running = block.group["estimator"] == "running"
+            if running and self._active(block, gradients) and self._scale_is_due(block):
+                self._measure_running(block, gradients, gate)
         directions = super()._precondition(gradients, gate)
         self._rotated.clear()
         return directions

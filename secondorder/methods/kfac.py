@@ -71,7 +71,7 @@ class KFAC(FactoredOptimizer):
             :meth:`observe`; ``"forward_only"`` takes G = I.
         fisher_samples: Draws per example of ``"mc"`` and ``"curvature_prop"``.
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
-        loss_terms: Scalar loss terms per example that a mean runs over (tokens).
+        loss_terms: Scalar loss terms per example that a mean runs over (tokens); :meth:`observe` counts them itself.
         batch_dim: Dimension of the model's first input that counts examples.
         skip_layers: Names, patterns, types or modules to leave out, with all below them.
         norm_curvature: Blocks of normalisation layers: ``"unit"``, scale and shift of a unit together, or
@@ -82,7 +82,8 @@ class KFAC(FactoredOptimizer):
         weighting: Weight of a batch in the running means, its ``"samples"`` or 1 per ``"update"``.
         burnin_steps: First updates of the running means that all weigh the same (β = 1).
         decay_per_step: Raise β to the power of the interval, so that it is a decay per step.
-        factor_batch_size: Examples of each micro-batch, drawn at random, that enter the factors; unset: all.
+        factor_batch_size: Examples of each micro-batch, drawn at random, that enter the factors; unset: all. Not
+            together with :meth:`mask`.
         factor_positions: Positions of each example (pixels, tokens), drawn at random, that do; unset: all.
         weight_decay_in_curvature: Count ``weight_decay`` as curvature: λ grows by it.
         power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens. Below 1 it needs the eigenvalues,

@@ -673,7 +673,7 @@ def test_positions_that_all_examples_share_cannot_be_told_apart():
 
     model, plain = seeded_build(Positions), seeded_build(Positions)
     x, y = noise(5, 4, 3), labels(5, 3)
-    with pytest.warns(UserWarning, match="place: .* do not split into the 5 examples"):
+    with pytest.warns(UserWarning, match="place: .* shared by the whole batch"):
         opt = measured(model, x, y, F.cross_entropy)
     assert_definition(opt, model, plain, x, y, F.cross_entropy, ["head"])
     before = copy.deepcopy(model.place.weight.detach())

@@ -28,6 +28,13 @@ from tests.oracle.models import mlp, seeded_build, vectors
 ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "lr": 1e-2}
 
 
+RECOMPUTED = {"transport": "recompute"}
+LEAVING = [
+    *((EKFAC, options) for options in ({}, RECOMPUTED, {"estimator": "running"}, {"fisher": "mc"})),
+    *((KFAC, options) for options in ({}, {"fisher": "mc"}, {"approx": "reduce"})),
+]
+
+
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -60,14 +67,10 @@ def test_an_input_buffer_may_be_filled_anew_between_micro_batches(transport):
         assert_close(held_scales(opt, layer), scales(G, *held_bases(opt, layer)), 1e-9, name)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"transport": "recompute"}, {"estimator": "running"}, {"fisher": "mc"}], ids=str
-)
-@pytest.mark.parametrize("method", [EKFAC, KFAC])
-def test_nothing_of_a_batch_outlives_its_step(method, options):
-    if method is KFAC and options and "fisher" not in options:
-        return
-    model = mlp((4, 5, 3))
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # gc finds what torch has deprecated
+@pytest.mark.parametrize("build", LEAVING, ids=lambda b: f"{b[0].__name__}-{b[1]}")
+def test_nothing_of_a_batch_outlives_its_step(build):
+    (method, options), model = build, mlp((4, 5, 3))
     opt = method(model, lr=0.01, damping=0.1, factor_update_steps=1, inv_update_steps=1, **options)
     seen = []
     model[1].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
@@ -87,6 +90,7 @@ def test_nothing_of_a_batch_outlives_its_step(method, options):
     assert opt.memory_usage()["pending"] == 0
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_rotated_gradients_do_not_outlive_the_step():
     model = mlp((40, 30), bias=False)
     opt = plain_ekfac(model, estimator="running", momentum=0.9, lr=0.01)
@@ -141,8 +145,7 @@ def test_a_summed_loss_has_the_running_scale_of_its_mean(terms, weighting):
         mlp(), x, y, lambda o, t: F.cross_entropy(o, t, reduction="sum"),
         estimator="running", weighting=weighting, loss_reduction="sum", loss_terms=terms,
     )  # fmt: skip
-    blocks = [next(iter(opt.blocks.values())) for opt in (mean, total)]
-    states = [opt.state[block.owner] for opt, block in zip((mean, total), blocks, strict=True)]
+    states = [opt.state[opt.blocks["0"].owner] for opt in (mean, total)]
     assert_close(total.dense_curvature("0"), mean.dense_curvature("0"), 1e-9)
     expected = (8 if weighting == "samples" else 1) * (1 + 0.95)
     assert [float(state["scale_weight"]) for state in states] == pytest.approx([expected] * 2)
@@ -252,8 +255,8 @@ def test_the_first_step_after_a_resume_without_curvature_is_that_of_a_new_optimi
         train_step(second, other, *vectors(seed=99), F.cross_entropy)
         moved.append(flat(other) - flat(model))
     assert_close(moved[0], moved[1], 1e-9)
-    if options["power"] == 0.5 if "power" in options else False:
-        assert float(moved[0].norm()) <= 1e-2 * len(moved[0]) ** 0.5 * 1.001  # Adam's: lr along every axis
+    if "power" in options:  # Adam's: lr along every axis
+        assert float(moved[0].norm()) <= 1e-2 * len(moved[0]) ** 0.5 * 1.001
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,14 +266,7 @@ def test_the_first_step_after_a_resume_without_curvature_is_that_of_a_new_optimi
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"scale_decay": 0.5},
-        {"decay_per_step": True},
-        {"burnin_steps": 100},
-        {"burnin_steps": 3},
-        {"scale_decay": 1.0},
-    ],
+    [{}, {"scale_decay": 0.5}, {"scale_decay": 1.0}, {"decay_per_step": True}, {"burnin_steps": 100}],
     ids=str,
 )
 def test_a_scale_that_starts_again_from_eigenvalues_weighs_as_one_update(options):
@@ -403,6 +399,5 @@ def test_a_checkpoint_whose_options_exclude_those_of_the_optimizer_is_refused_wh
     assert [{k: v for k, v in g.items() if k != "params"} for g in second.param_groups] == groups
     assert torch.equal(values(other[0]), start)
     for p, state in zip(other.parameters(), states, strict=True):
-        assert opt is not second
         assert second.state[p].keys() == state.keys()
         assert all(torch.equal(torch.as_tensor(second.state[p][k]), torch.as_tensor(v)) for k, v in state.items())

@@ -761,7 +761,11 @@ def test_an_unknown_likelihood_is_refused_by_its_name(likelihood):
         opt.observe(model(x), likelihood)
 
 
-@pytest.mark.parametrize("likelihood", [None, 3, secondorder.Categorical, F.cross_entropy, {"categorical"}], ids=["None", "int", "class", "function", "set"])
+@pytest.mark.parametrize(
+    "likelihood",
+    [None, 3, secondorder.Categorical, F.cross_entropy, {"categorical"}],
+    ids=["None", "int", "class", "function", "set"],
+)
 def test_a_likelihood_of_a_wrong_kind_is_refused(likelihood):
     model, (x, _) = mlp(), vectors()
     opt = still(model, "exact")

@@ -339,13 +339,19 @@ def test_it_counts_for_skip_layers_and_checkpoints():
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("kind", [nn.Linear(2, 2), "Linear", int, None, F.linear], ids=["module", "name", "type", "None", "function"])
+@pytest.mark.parametrize(
+    "kind", [nn.Linear(2, 2), "Linear", int, None, F.linear], ids=["module", "name", "type", "None", "function"]
+)
 def test_a_module_type_of_a_wrong_kind_is_refused(kind):
     with pytest.raises(TypeError, match="module_type"):
         secondorder.register_layer(kind, GainAdapter)
 
 
-@pytest.mark.parametrize("adapter", [object, int, "GainAdapter", None, Gain, lambda module: None], ids=["object", "int", "name", "None", "module", "function"])
+@pytest.mark.parametrize(
+    "adapter",
+    [object, int, "GainAdapter", None, Gain, lambda module: None],
+    ids=["object", "int", "name", "None", "module", "function"],
+)
 def test_an_adapter_of_a_wrong_kind_is_refused(adapter):
     with pytest.raises(TypeError, match="adapter"):
         secondorder.register_layer(fresh(), adapter)
