@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from secondorder import linalg, options
-from secondorder.adaptive import AdaptiveOptimizer
 from secondorder.curvature import factors, statistics
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Captured, Statistic
-from secondorder.curvature.heads import Head
+from secondorder.curvature.capture import Statistic
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
-from secondorder.curvature.likelihood import Likelihood, resolve
-from secondorder.lifecycle import Directions, Group, State
+from secondorder.lifecycle import Group, State
+from secondorder.observing import FisherOptions, ObservingOptimizer
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512
@@ -26,39 +23,11 @@ _BATCH_LIMIT = 512
 _RELATIVE, _ABSOLUTE = 10.0, 1e-3
 #: Intervals when none is given.
 INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
-#: Backward passes that the exact Fisher may take for one ``observe``.
-_MAX_COLUMNS = 1000
-_FISHERS = ("empirical", "mc", "exact", "curvature_prop", "forward_only")
 
 Found = tuple[tuple[Tensor, ...], Tensor]
 
 
-@dataclass(frozen=True)
-class FisherOptions:
-    """Which Fisher is estimated.
-
-    Attributes:
-        fisher: Its type.
-        fisher_samples: Vectors drawn per example.
-    """
-
-    fisher: str = "empirical"
-    fisher_samples: int = 1
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        options.choice(*_FISHERS)("fisher", self.fisher)
-        options.whole(1)("fisher_samples", self.fisher_samples)
-        if self.fisher_samples > 1 and self.fisher not in ("mc", "curvature_prop"):
-            raise ValueError(f"fisher_samples={self.fisher_samples} needs fisher='mc' or 'curvature_prop'")
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether ``observe`` supplies the statistics."""
-        return self.fisher in ("mc", "exact", "curvature_prop")
-
-
-class FactoredOptimizer(AdaptiveOptimizer):
+class FactoredOptimizer(ObservingOptimizer):
     """Base of the methods with factors A and G per layer, and an eigenbasis of each."""
 
     checks: ClassVar[dict[str, options.Check]] = {
@@ -96,10 +65,6 @@ class FactoredOptimizer(AdaptiveOptimizer):
     allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step")
     #: Whether `damping_mode` was left to the constructor.
     _mode_by_default = False
-    _fisher = FisherOptions()
-    #: Calls of `observe` since the last step, and the loss terms that those of this step saw.
-    _observations = 0
-    _observed_terms = torch.ones((), dtype=torch.float64)
 
     def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Group options from the arguments of a constructor, with what is unset resolved."""
@@ -110,95 +75,6 @@ class FactoredOptimizer(AdaptiveOptimizer):
         defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
         self._fisher = FisherOptions(given["fisher"], given["fisher_samples"])
         return defaults
-
-    # ------------------------------------------------------------------ observation
-    def _hook(self) -> None:
-        super()._hook()
-        assert self._capture is not None
-        self._capture.observes = self._fisher.is_observed
-
-    def observe(
-        self,
-        outputs: Tensor | Sequence[Tensor],
-        likelihood: str | Likelihood | Sequence[str | Likelihood],
-        targets: Tensor | None | Sequence[Tensor | None] = None,
-    ) -> None:
-        """Estimate the Fisher of the model's own predictions, for ``fisher`` other than ``"empirical"``.
-
-        To be called between the forward and ``loss.backward()``, for every micro-batch. It pulls vectors of the loss
-        curvature back to the layers in passes of its own, which leave ``.grad``, the graph and the random state of
-        the program as they were. Where the Fisher needs no such pass, or nothing is due, it does nothing.
-
-        Args:
-            outputs: What the model returned, logits ``[N, …]``; a sequence for a model with several heads.
-            likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (a summed squared error) or an object, such
-                as ``Categorical(class_dim=1)``; one per head.
-            targets: Only to find entries that the loss ignores; one per head.
-
-        Raises:
-            ValueError: If a likelihood is unknown, or the exact Fisher needs too many passes.
-            TypeError: If an argument is of a wrong kind.
-            RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
-        """
-        if not isinstance(outputs, (Tensor, list, tuple)):
-            raise TypeError(f"observe takes outputs of the model, a tensor or a sequence of them, got {outputs!r}")
-        heads: list[Tensor] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        kinds, given = _one_each(likelihood, len(heads)), _one_each(targets, len(heads))
-        if not heads or not all(isinstance(head, Tensor) for head in heads):
-            raise TypeError("observe takes the output of the model, a tensor or a sequence of tensors")
-        if not len(heads) == len(kinds) == len(given):
-            raise ValueError(f"observe: {len(heads)} outputs, {len(kinds)} likelihoods and {len(given)} targets")
-        resolved = [resolve(kind) for kind in kinds]
-        if not self._fisher.is_observed:
-            return
-        capture = self._require_capture()
-        if capture.is_paused or not capture.due or not self._trains():
-            return
-        batches = [waiting.examples or 0 for waiting in capture.observable()]
-        batch_dim = self._layer_options.batch_dim
-        laid = [Head.of(*head, batches, batch_dim) for head in zip(heads, resolved, given, strict=True)]
-        # The mean over loss terms is taken when all micro-batches are there; heads weigh by their own numbers of terms.
-        terms = [head.terms for head in laid]
-        by_head = [torch.ones_like(t) if self._is_sum() else (terms[0] / t).sqrt() for t in terms]
-        draw = self._exact_vectors if self._fisher.fisher == "exact" else self._drawn_vectors
-        capture.observe(heads, draw(laid, by_head), terms[0])
-        self._observations += 1
-
-    def _trains(self) -> bool:
-        return self._root is None or self._root.training
-
-    def _is_sum(self) -> bool:
-        return bool(self.param_groups[0]["loss_reduction"] == "sum")
-
-    def _drawn_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Random vectors whose second moment is the loss curvature of one example."""
-        generator = torch.Generator(heads[0].outputs.device).manual_seed(self.seed(-1 - self._observations))
-        samples = self._fisher.fisher_samples
-        for _ in range(samples):
-            yield [
-                h.draw(self._fisher.fisher, generator, f / samples**0.5) for h, f in zip(heads, by_head, strict=True)
-            ]
-
-    def _exact_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Columns of a square root of the loss curvature, those of one head after those of another."""
-        counts = [head.kind.columns(head.outputs) for head in heads]
-        if sum(counts) > _MAX_COLUMNS:
-            raise ValueError(
-                f"fisher='exact' would take {sum(counts)} backward passes, more than {_MAX_COLUMNS}: use fisher='mc' "
-                "or 'curvature_prop', which take one"
-            )
-        for head, count, factor in zip(heads, counts, by_head, strict=True):
-            for column in range(count):
-                yield [head.column(column, factor) if other is head else other.nothing() for other in heads]
-
-    def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
-        if statistics.terms is not None:
-            self._observed_terms = statistics.terms
-        super()._learn(statistics, gradients, gate)
-
-    def _advance(self) -> None:
-        self._observations = 0
-        super()._advance()
 
     # ------------------------------------------------------------------ state
     def factor_spec(self, block: Block, group: Mapping[str, Any]) -> State:
@@ -211,7 +87,7 @@ class FactoredOptimizer(AdaptiveOptimizer):
         }
         spec["factor_updates"] = spec["refreshes"] = 0
         if group["decay_per_step"]:
-            spec["factor_step"] = 0
+            spec["factor_step"] = max(self._t - 1, 0)
         return spec
 
     def basis_spec(self, block: Block, group: Mapping[str, Any]) -> State:
@@ -246,13 +122,6 @@ class FactoredOptimizer(AdaptiveOptimizer):
             sampler = Sampler(group["factor_batch_size"], group["factor_positions"], generator)
         constant_g = self._fisher.fisher == "forward_only"
         return KroneckerSums(block.adapter, group["approx"], state["factor_a"], state["factor_g"], sampler, constant_g)
-
-    def seed(self, stream: int) -> int:
-        """Seed of a random choice in this step: the same after a resume, different in every step and stream."""
-        mixed: int = self.param_groups[0]["deterministic_seed"]
-        for number in (self._t, stream):
-            mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)
-        return mixed
 
     def gradient_scale(self, group: Group, examples: int) -> Any:
         """Factor from sums over captured gradients to means over per-example ones; a 0-dim tensor on a device."""
@@ -448,10 +317,6 @@ def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, st
     if damping is None:
         return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
     return damping, "absolute" if mode is None else mode
-
-
-def _one_each(given: Any, heads: int) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given] * heads
 
 
 def _identity_like(factor: Tensor, diagonal: bool) -> Tensor:

@@ -24,7 +24,7 @@ Schedule: TypeAlias = Callable[[int], Any] | Mapping[int, Any]
 #: What stands in a group and is no option: parameters, and what schedulers and optimizers note there for themselves.
 _RESERVED = frozenset({"params", "param_names", "initial_lr", "fallback_base_lr"})
 #: Options of our methods that decide what the state of a layer holds, which is laid out once.
-_ALLOCATING = frozenset({"inverse_method", "max_factor_dim", "basis_update", "momentum_mode"})
+_ALLOCATING = frozenset({"inverse_method", "max_factor_dim", "basis_update", "momentum_mode", "transport"})
 #: Stands for "no value yet": before the first milestone.
 _UNSET = object()
 

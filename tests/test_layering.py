@@ -24,11 +24,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
-        "factored", "trial", "layerwise", "capturing", "windowed", "windowing", "optimizer", "lifecycle", "curvature",
+        "factored", "rebasing", "trial", "layerwise", "capturing", "windowed", "windowing", "optimizer", "lifecycle", "curvature",
         "linalg", "options", "comm",
     },
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
-    "factored": {"adaptive", "layerwise", "optimizer", "lifecycle", "curvature", "linalg", "options"},
+    "factored": {"observing", "lifecycle", "curvature", "linalg", "options"},
+    "observing": {"adaptive", "lifecycle", "curvature", "options"},
+    "rebasing": {"factored", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
     "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update"},
     "trial": {"curvature", "options"},

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import Adapter
+from secondorder.curvature.passes import Pass
 from secondorder.curvature.projections import WatchedAttention
 from secondorder.curvature.taps import (
     CAPTURES,
@@ -99,72 +100,6 @@ class Site(NamedTuple):
     adapter: Adapter
     owner: nn.Parameter
     new_statistic: Callable[[], Statistic]
-
-
-class Pass:
-    """One forward of the root module.
-
-    Args:
-        shape: Shape of the first input tensor.
-        batch_dim: The dimension that counts examples.
-        keep: ``[N, S]``, True for real and False for padded positions, or None.
-
-    Attributes:
-        examples: N, or None if it could not be read (then each layer counts its own).
-        edges: Where the gradients of layer outputs can be asked for, if they are to be observed.
-    """
-
-    def __init__(self, shape: torch.Size, batch_dim: int, keep: Tensor | None) -> None:
-        self.examples = shape[batch_dim] if -len(shape) <= batch_dim < len(shape) else None
-        self.keep = keep
-        self.counted = False
-        self._shape, self._batch_dim = shape, batch_dim
-        #: Weak reference to an output of the model.
-        self.output: Callable[[], object | None] | None = None
-        self.calls: dict[int, int] = {}
-        self.fired: dict[int, list[Call]] = {}
-        self.done: dict[int, int] = {}
-        self.edges: list[tuple[GradientEdge, Seen]] = []
-        self.observed = False
-
-    def see(self, index: int, adapter: Adapter, x: Tensor) -> None:
-        """Note a call of a layer; an unbatched input to the whole model is one example."""
-        self.calls[index] = self.calls.get(index, 0) + 1
-        axes = adapter.sequence_axes(x)
-        alone = axes is not None and x.shape[axes[0]] == 1 and len(self._shape) == x.dim() - 1
-        if alone or (x.dim() == len(self._shape) and adapter.is_unbatched(x)):
-            self.examples = 1
-
-    def lay_out(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> tuple[Tensor | None, Tensor]:
-        """Input and output gradient with examples first, where the model has them second."""
-        if self._batch_dim != 1 or adapter.channels_first or adapter.sequence_axes(g) is not None:
-            return x, g
-        if g.dim() > 2 and g.shape[1] == self.examples:
-            return x if x is None else x.transpose(0, 1), g.transpose(0, 1)
-        if g.dim() == 2 and len(g) == self._shape[0] * self._shape[1] and (x is None or len(x) == len(g)):
-            two = self._shape[:2]
-            return x if x is None else x.unflatten(0, two).transpose(0, 1), g.unflatten(0, two).transpose(0, 1)
-        return x, g
-
-    def is_shared(self, g: Tensor, adapter: Adapter) -> bool:
-        """Whether a table is looked up once for the whole batch: one row per position, none per example."""
-        if not adapter.one_hot or g.dim() != 2 or len(self._shape) < 2 or not self.examples:
-            return False
-        positions = self._shape[1 - self._batch_dim]
-        return len(g) == positions != self.examples
-
-    def mask_for(self, g: Tensor, adapter: Adapter) -> Tensor | None:
-        """``keep`` shaped like the leading dimensions of a gradient, if its positions are those of the mask."""
-        keep = self.keep
-        if keep is None:
-            return None
-        if adapter.channels_first:
-            return None  # its second axis counts channels
-        if g.dim() > 2 and adapter.sequence_axes(g) is None and g.shape[:2] == keep.shape:
-            return keep
-        if g.dim() > 2 and g.shape[:2] == keep.shape[::-1]:
-            return keep.T
-        return keep.reshape(-1) if g.dim() == 2 and len(g) == keep.numel() else None
 
 
 class Captured(NamedTuple):

@@ -160,36 +160,6 @@ def scale_intra(
     return total.clamp_(min=0)  # differences of pairs may round below it
 
 
-def embedding_scale(indices: Tensor, keep: Tensor | None, g: Tensor, basis_g: Tensor | None, n_a: int) -> Tensor:
-    """``Σ_n (Q_Gᵀ G_n)²`` of an embedding, whose inputs are one-hot and whose A is diagonal.
-
-    Rows of one example that look up the same entry are added before the square. No one-hot row is formed, and the host
-    need not know how many entries differ.
-
-    Args:
-        indices: Entries looked up ``[N, S]``.
-        keep: Which of them count ``[N, S]``, or None for all; the others may hold anything.
-        g: Gradients of the outputs ``[N, S, n_g]``.
-        basis_g: ``Q_G [n_g, n_g]`` or None.
-        n_a: V, number of entries.
-
-    Returns:
-        The sum ``[n_g, V]``, a transposed view.
-    """
-    if keep is not None:
-        indices, g = torch.where(keep, indices, 0), torch.where(keep[..., None], g, 0)
-    rows = g.flatten(0, 1) if basis_g is None else product(g.flatten(0, 1), aligned(basis_g, Workspace()))
-    # Runs of equal entries within an example, numbered through all examples. There are at most as many as rows.
-    entries, order = indices.sort(dim=1, stable=True)
-    starts = torch.ones_like(entries)
-    starts[:, 1:] = entries[:, 1:] != entries[:, :-1]
-    run = starts.flatten().cumsum(0).sub_(1).view_as(entries)
-    entry_of_run = torch.zeros_like(entries).flatten().scatter_(0, run.flatten(), entries.flatten())
-    run_of_row = torch.empty_like(run).scatter_(1, order, run)
-    sums = torch.zeros_like(rows).index_add_(0, run_of_row.flatten(), rows)
-    return rows.new_zeros(n_a, rows.shape[-1]).index_add_(0, entry_of_run, sums.square_()).mT
-
-
 def scale_running(rotated: Tensor, examples: float) -> Tensor:
     """``N (Q_Gᵀ ∇ Q_A)²`` from the rotated mean gradient ``[..., n_g, n_a]`` over N examples: cheap and biased."""
     # Expected is the variance of a per-example gradient plus N times its squared mean, which s has only once.

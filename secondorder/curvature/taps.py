@@ -18,8 +18,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 
 if TYPE_CHECKING:
-    from secondorder.curvature.capture import Capture, Pass
+    from secondorder.curvature.capture import Capture
     from secondorder.curvature.layers import Adapter
+    from secondorder.curvature.passes import Pass
 
 #: Captures by the key that their hooks hold.
 CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()

@@ -32,7 +32,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.optim.optimizer import ParamsT
 
 from secondorder import linalg, options
@@ -43,15 +42,13 @@ from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
 from secondorder.curvature.likelihood import Likelihood
-from secondorder.factored import FactoredOptimizer, Found, batched, joint_ok, pack, warms_up
+from secondorder.factored import Found, joint_ok, warms_up
 from secondorder.lifecycle import Directions, Group, State
+from secondorder.rebasing import RebasingOptimizer
 from secondorder.trial import Adaptation
 
-#: Part of a factor off the diagonal of its basis above which the next QR refresh takes another sweep.
-_FAR_FROM_DIAGONAL = 0.1
 
-
-class EKFAC(FactoredOptimizer):
+class EKFAC(RebasingOptimizer):
     """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
@@ -159,29 +156,27 @@ class EKFAC(FactoredOptimizer):
     """
 
     checks: ClassVar[dict[str, options.Check]] = {
-        **FactoredOptimizer.checks,
+        **RebasingOptimizer.checks,
         "estimator": options.choice("intra", "running"),
         "scale_decay": options.number(0.0, 1.0, optional=True),
         "scale_update_steps": options.whole(1),
         "scale_batch_size": options.optional_whole(1),
         "token_is_example": options.flag,
         "transport": options.choice("project", "kfac", "none", "recompute"),
-        "basis_update": options.choice("eigh", "qr"),
-        "full_every": options.whole(1),
         "momentum_mode": options.choice("post", "pre"),
     }
     kinds: ClassVar[dict[str, str]] = {
-        **FactoredOptimizer.kinds,
+        **RebasingOptimizer.kinds,
         "scale": "scale",
         "scale_weight": "buffers",
         "scale_updates": "buffers",
-        "off_diagonal": "buffers",
         "gradient_momentum": "momentum",
         "gradient_updates": "momentum",
         "factor_step": "buffers",
         "scale_step": "buffers",
+        "scale_unit": "buffers",
     }
-    allocating: ClassVar[tuple[str, ...]] = (*FactoredOptimizer.allocating, "basis_update", "momentum_mode")
+    allocating: ClassVar[tuple[str, ...]] = (*RebasingOptimizer.allocating, "momentum_mode", "transport")
 
     def __init__(
         self,
@@ -274,15 +269,12 @@ class EKFAC(FactoredOptimizer):
         self._warn_intervals()
 
     def _begin_eigen(self) -> None:
+        self._begin_bases()
         #: Examples of this step.
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
         self._late: dict[Block, tuple[EigenSums, int]] = {}
         self._rotated: dict[Block, Tensor] = {}
-        #: What QR refreshes left off the diagonal, on its way to the host.
-        self._off_diagonal: dict[Block, Tensor] = {}
-        #: Whether bases are recomputed for a checkpoint without them: the scale then keeps its place by index.
-        self._loading = False
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
@@ -343,10 +335,10 @@ class EKFAC(FactoredOptimizer):
             "scale_weight": self.zeros(block, (), torch.float64),
             "scale_updates": 0,
         }
-        if group["basis_update"] == "qr":
-            spec["off_diagonal"] = self.zeros(block, (2,))
         if group["decay_per_step"]:
-            spec["scale_step"] = 0
+            spec["scale_step"] = max(self._t - 1, 0)
+        if group["transport"] == "kfac":
+            spec["scale_unit"] = self.zeros(block, (), torch.float64)
         return spec
 
     def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
@@ -447,11 +439,13 @@ class EKFAC(FactoredOptimizer):
     def _fold(self, block: Block, total: Tensor, factor: float, weight: float, ok: Tensor) -> None:
         state, decay = self.state[block.owner], self._scale_decay(block)
         statistics.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, decay, ok)
+        if "scale_unit" in state:
+            state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))
 
     # ------------------------------------------------------------------ refresh
     def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Bring the bases of some blocks up to date, and their scales into the new bases."""
-        found = self._new_bases(blocks, host_checks)
+        found = self.new_bases(blocks, host_checks)
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
             state = self.state[block.owner]
@@ -478,7 +472,7 @@ class EKFAC(FactoredOptimizer):
         state, mode = self.state[block.owner], block.group["transport"]
         if mode == "kfac":
             self.adopt(block, "scale", product, good)
-            self.adopt(block, "scale_weight", self._weight_of_one(block), good)
+            self.adopt(block, "scale_weight", state["scale_unit"], good)  # as one update
             return
         if mode == "none":
             moved = state["scale"]
@@ -494,14 +488,6 @@ class EKFAC(FactoredOptimizer):
                 overlaps.append(scale.overlap(old, new[0].reshape(old.shape)) if old is not None and new else None)
             moved = scale.transport(state["scale"], *overlaps)
         self.adopt(block, "scale", moved, good)
-
-    def _weight_of_one(self, block: Block) -> Tensor:
-        """Weight of a single update in the running mean, from that of all."""
-        state, updates = self.state[block.owner], max(self.state[block.owner]["scale_updates"], 1)
-        decay = self._scale_decay(block)
-        share = 1 / updates if decay == 1 else (1 - decay) / (1 - decay**updates)
-        weight: Tensor = state["scale_weight"] * share
-        return weight
 
     def _scale_decay(self, block: Block) -> float:
         """β of the coming update of the scale."""
@@ -519,61 +505,6 @@ class EKFAC(FactoredOptimizer):
         state["scale_weight"].mul_(~ok)
         self._fold_scale(block, scales, examples, ok)
         self._count_scale(block)
-
-    def _new_bases(self, blocks: Sequence[Block], host_checks: bool) -> dict[tuple[Block, str], Found]:
-        """Eigenvalues and bases by block and side; a third tensor is the order of columns that a QR refresh made."""
-
-        def decompose(chosen: Sequence[Block]) -> dict[tuple[Block, str], Found]:
-            wanted = {(b, side): self.state[b.owner][f"factor_{side}"] for b in chosen for side in "ag"}
-            return self.factorise(
-                wanted, lambda stack: pack(linalg.eigh_psd(stack, host_checks)), lambda diagonal: diagonal.clamp(min=0)
-            )
-
-        warm = [b for b in blocks if self._is_warm(b)]
-        found = decompose([b for b in blocks if b not in warm])
-        if warm:
-            iterated = self._iterate(warm)
-            if host_checks:  # a basis that lost its orthogonality starts anew
-                lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
-                iterated.update(decompose(lost))
-            found.update(iterated)
-        return found
-
-    def _is_warm(self, block: Block) -> bool:
-        group, refreshes = block.group, self.state[block.owner]["refreshes"]
-        if group["basis_update"] != "qr" or self._loading:
-            return False
-        return bool(refreshes > 0 and refreshes % group["full_every"] != 0)
-
-    def _iterate(self, blocks: Sequence[Block]) -> dict[tuple[Block, str], Found]:
-        """Orthogonal iteration from the bases of now; a second sweep where the last one did not get close enough."""
-        found: dict[tuple[Block, str], Found] = {}
-        jobs: dict[int, list[tuple[Block, str]]] = {}
-        for block in blocks:
-            for side, off in zip("ag", self._left_off_diagonal(block), strict=True):
-                is_far = off > _FAR_FROM_DIAGONAL
-                factor = self.state[block.owner][f"factor_{side}"]
-                if self.is_diagonal(block, side):
-                    found[block, side] = (factor.clamp(min=0),), torch.isfinite(factor).all()
-                else:
-                    jobs.setdefault(2 if is_far else 1, []).append((block, side))
-        for sweeps, members in jobs.items():
-            pairs = [
-                torch.cat([self.state[b.owner][f"factor_{side}"], self.state[b.owner][f"basis_{side}"]], -2)
-                for b, side in members
-            ]
-            results = batched(pairs, lambda stack, sweeps=sweeps: _sweep(stack, sweeps))  # type: ignore[misc]
-            for (block, side), ((values, basis, order, off), ok) in zip(members, results, strict=True):
-                found[block, side] = (values, basis, order), ok
-                self.state[block.owner]["off_diagonal"]["ag".index(side)] = off.max()
-        for block in blocks:
-            self._off_diagonal[block] = self.state[block.owner]["off_diagonal"].to("cpu", non_blocking=True)
-        return found
-
-    def _left_off_diagonal(self, block: Block) -> Any:
-        """What the last QR refresh left off the diagonals of A and G; arrived long ago, or loaded just now."""
-        arrived = self._off_diagonal.get(block)
-        return (self.state[block.owner]["off_diagonal"].cpu() if arrived is None else arrived).numpy()
 
     # ------------------------------------------------------------------ stage 5: directions
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
@@ -648,13 +579,8 @@ class EKFAC(FactoredOptimizer):
         super()._advance()
 
     def _finish_load(self) -> None:
-        self._off_diagonal.clear()
         self._late.clear()
-        self._loading = True
-        try:
-            super()._finish_load()
-        finally:
-            self._loading = False
+        super()._finish_load()
 
     # ------------------------------------------------------------------ what it tells
     def block_curvature(self, block: Block) -> Tensor:
@@ -687,14 +613,3 @@ def _is_adam(group: Mapping[str, Any]) -> bool:
 
 def _shape(x: Tensor) -> torch.Size:
     return x.shape
-
-
-def _sweep(pairs: Tensor, sweeps: int) -> Found:
-    """Factor over basis ``[k, 2n, n]`` to eigenvalues, basis, order of columns, what is off the diagonal, and ok."""
-    factor, basis = pairs.chunk(2, -2)
-    try:
-        *results, ok = scale.qr_refresh(factor, basis, sweeps)
-    except LinAlgError:  # the caller starts anew
-        nothing = torch.zeros_like(factor[..., 0])
-        results, ok = [nothing, basis, nothing.long(), nothing[:, 0]], nothing[:, 0].bool()
-    return tuple(results), ok

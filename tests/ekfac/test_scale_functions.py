@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from secondorder.curvature.adapters.embedding import EmbeddingAdapter
 from secondorder.curvature.scale import (
     choose_route,
     dense,
-    embedding_scale,
     overlap,
     precondition,
     qr_refresh,
@@ -332,15 +332,12 @@ def test_embedding_is_the_loop_over_one_hot_rows(shape: tuple[int, int], which: 
     indices, g, (_, basis_g) = torch.randint(n_a, shape), draw(*shape, n_g), bases(which, 1, n_g)
     keep = torch.rand(shape) < 0.6 if masked else torch.ones(shape, dtype=torch.bool)
     wanted = naive_embedding(indices, keep, g, n_a, basis_g)
-    if masked:  # what does not count may hold anything
-        indices[~keep], g[~keep] = -100, float("nan")
-    found = embedding_scale(indices, keep if masked else None, g, basis_g, n_a)
+    adapter = EmbeddingAdapter(torch.nn.Embedding(n_a, n_g), True)
+    x = adapter.masked(indices, keep) if masked else indices
+    rows = torch.where(keep[..., None], g, 0).flatten(0, 1)
+    found = adapter.example_squares(x, rows if basis_g is None else rows @ basis_g, shape[0])
     assert found.shape == (n_g, n_a)
     torch.testing.assert_close(found, wanted, **EXACT)
-
-
-def test_embedding_without_rows() -> None:
-    assert torch.equal(embedding_scale(torch.zeros(0, 3).long(), None, draw(0, 3, 2), None, 5), draw(2, 5) * 0)
 
 
 # one step
@@ -736,7 +733,8 @@ def test_the_host_is_never_asked() -> None:
     with Waits():
         for route in ROUTES:
             scale_intra(a, g, basis_a, basis_g, route)
-        embedding_scale(indices, keep, g, basis_g, 6)
+        table = EmbeddingAdapter(torch.nn.Embedding(6, 5), True)
+        table.example_squares(table.masked(indices, keep), g.flatten(0, 1) @ basis_g, 4)
         precondition(a[0].new_ones(5, 6), basis_a, basis_g, scale, lam, 0.5, Workspace())
         transport(scale, overlap(basis_a, basis_a), overlap(basis_g, basis_g))
         qr_refresh(matrix, basis, sweeps=2)

@@ -1,0 +1,116 @@
+"""Bases that follow their factors: by eigendecomposition, or by orthogonal iteration from the last basis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from secondorder import linalg, options
+from secondorder.curvature import scale
+from secondorder.curvature.block import Block
+from secondorder.factored import FactoredOptimizer, Found, batched, joint_ok, pack
+from secondorder.lifecycle import State
+
+#: Part of a factor off the diagonal of its basis above which the next QR refresh takes another sweep.
+_FAR_FROM_DIAGONAL = 0.1
+
+
+class RebasingOptimizer(FactoredOptimizer):
+    """Base of the methods that stay right in an approximate eigenbasis, as they measure curvature in it."""
+
+    checks: ClassVar[dict[str, options.Check]] = {
+        **FactoredOptimizer.checks,
+        "basis_update": options.choice("eigh", "qr"),
+        "full_every": options.whole(1),
+    }
+    kinds: ClassVar[dict[str, str]] = {**FactoredOptimizer.kinds, "off_diagonal": "buffers"}
+    allocating: ClassVar[tuple[str, ...]] = (*FactoredOptimizer.allocating, "basis_update")
+
+    def _begin_bases(self) -> None:
+        #: What QR refreshes left off the diagonal, on its way to the host.
+        self._off_diagonal: dict[Block, Tensor] = {}
+        #: Whether bases are recomputed for a checkpoint without them.
+        self._loading = False
+
+    def basis_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """Eigenbases and eigenvalues, and for QR refreshes what they left off the diagonals of A and G."""
+        spec = super().basis_spec(block, group)
+        return spec | {"off_diagonal": self.zeros(block, (2,))} if group["basis_update"] == "qr" else spec
+
+    def new_bases(self, blocks: Sequence[Block], host_checks: bool) -> dict[tuple[Block, str], Found]:
+        """Eigenvalues and bases by block and side; a third tensor is the order of columns that a QR refresh made."""
+
+        def decompose(chosen: Sequence[Block]) -> dict[tuple[Block, str], Found]:
+            wanted = {(b, side): self.state[b.owner][f"factor_{side}"] for b in chosen for side in "ag"}
+            return self.factorise(
+                wanted, lambda stack: pack(linalg.eigh_psd(stack, host_checks)), lambda diagonal: diagonal.clamp(min=0)
+            )
+
+        warm = [b for b in blocks if self._is_warm(b)]
+        found = decompose([b for b in blocks if b not in warm])
+        if warm:
+            iterated = self._iterate(warm)
+            if host_checks:  # a basis that lost its orthogonality starts anew
+                lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
+                iterated.update(decompose(lost))
+            found.update(iterated)
+        return found
+
+    def _is_warm(self, block: Block) -> bool:
+        group, refreshes = block.group, self.state[block.owner]["refreshes"]
+        if group["basis_update"] != "qr" or self._loading:
+            return False
+        return bool(refreshes > 0 and refreshes % group["full_every"] != 0)
+
+    def _iterate(self, blocks: Sequence[Block]) -> dict[tuple[Block, str], Found]:
+        """Orthogonal iteration from the bases of now; a second sweep where the last one did not get close enough."""
+        found: dict[tuple[Block, str], Found] = {}
+        jobs: dict[int, list[tuple[Block, str]]] = {}
+        for block in blocks:
+            for side, off in zip("ag", self._left_off_diagonal(block), strict=True):
+                is_far = off > _FAR_FROM_DIAGONAL
+                factor = self.state[block.owner][f"factor_{side}"]
+                if self.is_diagonal(block, side):
+                    found[block, side] = (factor.clamp(min=0),), torch.isfinite(factor).all()
+                else:
+                    jobs.setdefault(2 if is_far else 1, []).append((block, side))
+        for sweeps, members in jobs.items():
+            pairs = [
+                torch.cat([self.state[b.owner][f"factor_{side}"], self.state[b.owner][f"basis_{side}"]], -2)
+                for b, side in members
+            ]
+            results = batched(pairs, lambda stack, sweeps=sweeps: _sweep(stack, sweeps))  # type: ignore[misc]
+            for (block, side), ((values, basis, order, off), ok) in zip(members, results, strict=True):
+                found[block, side] = (values, basis, order), ok
+                self.state[block.owner]["off_diagonal"]["ag".index(side)] = off.max()
+        for block in blocks:
+            self._off_diagonal[block] = self.state[block.owner]["off_diagonal"].to("cpu", non_blocking=True)
+        return found
+
+    def _left_off_diagonal(self, block: Block) -> Any:
+        """What the last QR refresh left off the diagonals of A and G; arrived long ago, or loaded just now."""
+        arrived = self._off_diagonal.get(block)
+        return (self.state[block.owner]["off_diagonal"].cpu() if arrived is None else arrived).numpy()
+
+    def _finish_load(self) -> None:
+        self._off_diagonal.clear()
+        self._loading = True
+        try:
+            super()._finish_load()
+        finally:
+            self._loading = False
+
+
+def _sweep(pairs: Tensor, sweeps: int) -> Found:
+    """Factor over basis ``[k, 2n, n]`` to eigenvalues, basis, order of columns, what is off the diagonal, and ok."""
+    factor, basis = pairs.chunk(2, -2)
+    try:
+        *results, ok = scale.qr_refresh(factor, basis, sweeps)
+    except LinAlgError:  # the caller starts anew
+        nothing = torch.zeros_like(factor[..., 0])
+        results, ok = [nothing, basis, nothing.long(), nothing[:, 0]], nothing[:, 0].bool()
+    return tuple(results), ok
