@@ -132,10 +132,13 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         if missed:
             self._warned.update(missed)
             lines = "; ".join(f"{name}: {reason}" for name, reason in missed.items())
+            causes = (
+                " Usual causes: the model was in eval mode, or torch.compile ran it before the optimizer was made "
+                "(then make it first, or call torch.compiler.reset())."
+            )
             warnings.warn(
                 f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
-                f"fallback or an old estimate ({lines}). Usual causes: the model was in eval mode, or torch.compile "
-                "ran it before the optimizer was made (then make the optimizer first, or call torch.compiler.reset()).",
+                f"fallback or an old estimate ({lines}).{causes if 'hooks did not run' in lines else ''}",
                 stacklevel=depth_of_caller(),
             )
 

@@ -53,10 +53,12 @@ class ScaleSums:
         """Bytes of the sum."""
         return self.total.nbytes
 
-    def per_datum(self, reduction: str, examples: float) -> Tensor:
-        """The sum of squared captured gradients as a mean over data, which are tokens where they were asked for."""
-        data = examples if self._tokens is None else self._tokens.clamp(min=1)
-        return self.total * data if reduction == "mean" else self.total / data
+    def per_datum(self, reduction: str, examples: float) -> tuple[Tensor, float]:
+        """A sum and its factor that make the mean over data, which are tokens where they were asked for."""
+        if self._tokens is None:
+            return self.total, examples if reduction == "mean" else 1.0 / examples
+        tokens = self._tokens.clamp(min=1)  # may differ from block to block
+        return self.total * tokens if reduction == "mean" else self.total / tokens, 1.0
 
     def add(self, calls: list[Call], examples: int) -> None:
         """Add all calls of the layer in one forward pass over ``examples`` examples.

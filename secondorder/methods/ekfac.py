@@ -433,8 +433,9 @@ class EKFAC(RebasingOptimizer):
             self._fold(block, sums.total, self.gradient_scale(group, examples), weight, ok)
             return
         reduction = group["loss_reduction"]
+        total, factor = sums.per_datum(reduction, examples)
         terms = group["loss_terms"] if reduction == "mean" else 1.0
-        self._fold(block, sums.per_datum(reduction, examples), terms, weight, ok)
+        self._fold(block, total, factor * terms, weight, ok)
 
     def _fold(self, block: Block, total: Tensor, factor: float, weight: float, ok: Tensor) -> None:
         state, decay = self.state[block.owner], self._scale_decay(block)
@@ -449,9 +450,8 @@ class EKFAC(RebasingOptimizer):
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
             state = self.state[block.owner]
-            values = {side: found[block, side][0][0] for side in "ag"}
-            shape = [_shape(state[f"eigenvalues_{side}"]) for side in "ag"]
-            product = values["g"].reshape(shape[1])[..., :, None] * values["a"].reshape(shape[0])[..., None, :]
+            values_a, values_g = (found[block, side][0][0].reshape(state[f"eigenvalues_{side}"].shape) for side in "ag")
+            product = values_g[..., :, None] * values_a[..., None, :]
             if state["scale_updates"] == 0:
                 # A placeholder of weight 0: nothing of it survives the first measurement.
                 self.adopt(block, "scale", product, good)
@@ -478,7 +478,7 @@ class EKFAC(RebasingOptimizer):
             moved = state["scale"]
             for side, axis in (("a", -1), ("g", -2)):
                 for order in found[block, side][0][2:3]:  # the columns that a QR refresh sorted
-                    index = order.reshape(_shape(state[f"eigenvalues_{side}"]))
+                    index = order.reshape(state[f"eigenvalues_{side}"].shape)
                     index = index[..., None, :] if axis == -1 else index[..., :, None]
                     moved = moved.gather(axis, index.expand_as(moved))
         else:
@@ -609,7 +609,3 @@ def _like_adam(group: Mapping[str, Any]) -> bool:
 def _is_adam(group: Mapping[str, Any]) -> bool:
     """Whether the direction is Adam's in the eigenbasis, with ε for damping."""
     return _like_adam(group) and group["power"] == 0.5
-
-
-def _shape(x: Tensor) -> torch.Size:
-    return x.shape

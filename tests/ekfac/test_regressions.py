@@ -62,8 +62,7 @@ def test_an_input_buffer_may_be_filled_anew_between_micro_batches(transport):
             buffer.fill_(7.0)
             opt.step()
     for name in ("0", "2"):
-        G = layer_gradients(mlp(), name, x, y, F.cross_entropy)
-        layer = model.get_submodule(name)
+        G, layer = layer_gradients(mlp(), name, x, y, F.cross_entropy), model.get_submodule(name)
         assert_close(held_scales(opt, layer), scales(G, *held_bases(opt, layer)), 1e-9, name)
 
 
@@ -108,9 +107,7 @@ def test_calls_that_are_kept_for_the_step_count_as_pending():
     opt = plain_ekfac(model, transport="recompute", inv_update_steps=1)
     assert opt.memory_usage()["pending"] == 0
     backward(model, x, y, F.cross_entropy)
-    usage = opt.memory_usage()
-    assert usage["pending"] >= (64 * 4 + 64 * 3 + 5 * 5 + 3 * 3) * 8
-    assert usage["total"] == sum(v for k, v in usage.items() if k != "total")
+    assert opt.memory_usage()["pending"] >= (64 * 4 + 64 * 3 + 5 * 5 + 3 * 3) * 8
     opt.step()
     assert opt.memory_usage()["pending"] == 0
 

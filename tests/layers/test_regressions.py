@@ -37,8 +37,10 @@ def is_left_out(opt, layer: nn.Module) -> bool:
     if state["factor_updates"] or state["refreshes"]:
         return False
     assert state.get("scale_updates", 0) == 0
-    line = next(line for line in opt.describe().splitlines() if "fallback: " in line)
-    assert len(line.split("fallback: ")[1]) > 20
+    group = opt.param_groups[0]
+    name = next(n for n, p in zip(group["param_names"], group["params"], strict=True) if p is layer.weight)
+    line = next(line for line in opt.describe().splitlines() if line.startswith(name + " "))
+    assert len(line.partition(" fallback: ")[2]) > 20, line
     return True
 
 
@@ -273,6 +275,27 @@ def test_shared_positions_are_never_split_among_the_examples(N, kind, method):
     assert is_left_out(opt, model.place)
     assert any("place" in str(w.message) for w in caught)
     assert state_of(opt, model.head)["refreshes"] > 0
+
+
+class Columns(nn.Module):
+    """A table for each column of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.head = nn.ModuleList(nn.Embedding(5, 3) for _ in range(3)), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(sum(table(x[:, i]) for i, table in enumerate(self.tables))))
+
+
+@pytest.mark.parametrize("N", [2, 4, 6])
+def test_a_row_per_example_is_not_taken_for_a_shared_position(N):
+    model, x = seeded_build(Columns), torch.arange(N * 3).view(N, 3) % 5
+    opt = plain_ekfac(model)
+    train(opt, model, x, read)
+    for i, table in enumerate(model.tables):
+        seen = held_scales(opt, table)[0].sum(0) > 0
+        assert seen.nonzero().flatten().tolist() == sorted(set(x[:, i].tolist()))
 
 
 @pytest.mark.parametrize("N", [1, 3, 4, 8])
