@@ -357,7 +357,7 @@ class Capture:
         keep, shared = None, False
         if current is not None:
             x, g = current.lay_out(x, g, adapter)
-            keep, shared = current.mask_for(g, adapter), current.is_shared(g, adapter)
+            keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
         call = Call(x if adapter.needs_input else None, g.detach(), self._unscale(g.device), keep, part, shared=shared)
         if current is None:
             self._record_alone(index, call)
@@ -455,7 +455,7 @@ class Capture:
                 continue
             adapter = self.sites[seen.site].adapter
             x, g = current.lay_out(seen.x, g.reshape(seen.shape), adapter)
-            keep, shared = current.mask_for(g, adapter), current.is_shared(g, adapter)
+            keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
             call = Call(x, g, None, keep, seen.part, again, shared)
             calls.setdefault((id(current), seen.site), (current, []))[1].append(call)
         for (_, index), (current, found) in calls.items():

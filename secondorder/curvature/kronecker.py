@@ -36,7 +36,9 @@ class Call(NamedTuple):
     def require_examples(self) -> None:
         """Raise a ``ValueError`` if no row belongs to an example."""
         if self.shared:
-            raise ValueError(f"its {len(self.g)} rows are shared by the whole batch, so they have no examples")
+            raise ValueError(
+                f"its {len(self.g)} rows may be shared by the whole batch, so they have no examples of their own"
+            )
 
     def gradient(self, dtype: torch.dtype) -> Tensor:
         """``g`` unscaled and without padded rows, in the precision of the factor."""

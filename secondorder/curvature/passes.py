@@ -58,9 +58,10 @@ class Pass:
             return x if x is None else x.unflatten(0, two).transpose(0, 1), g.unflatten(0, two).transpose(0, 1)
         return x, g
 
-    def is_shared(self, g: Tensor, adapter: Adapter) -> bool:
+    def is_shared(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
         """Whether a table is looked up once for the whole batch: one row per position, none per example."""
-        if not adapter.one_hot or g.dim() != 2 or len(self._shape) < 2 or not self.examples:
+        single = adapter.one_hot and x is not None and x.dim() == 1
+        if not single or len(self._shape) < 2 or not self.examples:
             return False
         positions = self._shape[1 - self._batch_dim]
         return len(g) == positions  # as many as examples, too: nobody could tell

@@ -384,7 +384,7 @@ class _Enter(_Hook):
         route, mode = self.route, None
         if module.training and torch.is_grad_enabled() and route.wanted():
             route.projections.train()
-            mode = _Reroute(module, route.projections)
+            mode = _Reroute(module, route)
             mode.__enter__()  # type: ignore[no-untyped-call]
         route.running.append(mode)
 
@@ -402,10 +402,10 @@ class _Leave(_Hook):
 class _Reroute(TorchFunctionMode):
     """Takes the attention of one module through projections; everything else passes."""
 
-    def __init__(self, module: nn.MultiheadAttention, projections: AttentionProjections) -> None:
+    def __init__(self, module: nn.MultiheadAttention, route: _Route) -> None:
         super().__init__()
         self.module = module
-        self.projections = projections
+        self.route = route
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -413,11 +413,14 @@ class _Reroute(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not F.multi_head_attention_forward or not self._is_own(args, kwargs):
             return func(*args, **kwargs)
-        return attention(self.projections, *args, **{k: v for k, v in kwargs.items() if not k.startswith("static_")})
+        projections = self.route.projections
+        return attention(projections, *args, **{k: v for k, v in kwargs.items() if not k.startswith("static_")})
 
     def _is_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is of this module's own weights, and of no keys from outside."""
         module = self.module
+        if not self.route.wanted():
+            return False  # left behind by an interrupt from the keyboard, after which torch runs no hook
         if len(args) < 13 or kwargs.get("static_k") is not None or kwargs.get("static_v") is not None:
             return False
         stacked, out = args[5], args[11]
