@@ -24,8 +24,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
-        "factored", "rebasing", "trial", "layerwise", "capturing", "windowed", "windowing", "optimizer", "lifecycle", "curvature",
-        "linalg", "options", "comm",
+        "rebasing", "factored", "trial", "layerwise", "capturing", "windowed", "windowing", "optimizer", "lifecycle",
+        "curvature", "linalg", "options", "comm",
     },
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
     "factored": {"observing", "lifecycle", "curvature", "linalg", "options"},
