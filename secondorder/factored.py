@@ -170,17 +170,21 @@ class FactoredOptimizer(ObservingOptimizer):
     # ------------------------------------------------------------------ damping
     def damping_of(self, block: Block, mean_value: Tensor) -> Tensor:
         """λ of a block whose mean eigenvalue is ``mean_value [...]``."""
-        group = block.group
-        damping = statistics.effective_damping(group["damping"], group["damping_mode"], mean_value)
-        if group["weight_decay_in_curvature"]:
-            damping = damping + group["weight_decay"]
-        return damping
+        damping, group = self.tikhonov(block, mean_value), block.group
+        return damping + group["weight_decay"] if group["weight_decay_in_curvature"] else damping
+
+    def tikhonov(self, block: Block, mean_value: Tensor) -> Tensor:
+        """λ as the options give it, without weight decay."""
+        if block.adapter.is_exact:
+            # Relative to the steepest of the units: one that hardly matters must not take the longest step.
+            mean_value = mean_value.amax().expand_as(mean_value)
+        return statistics.effective_damping(block.group["damping"], block.group["damping_mode"], mean_value)
 
     def block_damping(self, block: Block) -> Tensor:
         """λ of a block as the damping of its quadratic model."""
-        state, group = self.state[block.owner], block.group
+        state = self.state[block.owner]
         means = [factors.mean_diagonal(state[f"factor_{side}"], self.is_diagonal(block, side)) for side in "ag"]
-        return statistics.effective_damping(group["damping"], group["damping_mode"], means[0] * means[1])
+        return self.tikhonov(block, means[0] * means[1])
 
     # ------------------------------------------------------------------ refresh
     def refresh_bases(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:

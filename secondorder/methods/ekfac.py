@@ -60,8 +60,8 @@ class EKFAC(RebasingOptimizer):
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
             times the mean eigenvalue of each block, which is safe whatever the scale of the loss. The Adam form has
             ``fallback_eps`` instead.
-        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block. Unset: absolute when
-            ``damping`` is given.
+        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block (of a normalisation layer:
+            of its steepest unit). Unset: absolute when ``damping`` is given.
         factor_decay: β, weight of the old factors in the running mean.
         factor_update_steps: F, steps between updates of the factors. Unset: 10.
         inv_update_steps: K, steps between refreshes; 0 turns preconditioning off. Unset: 100.
@@ -592,8 +592,7 @@ class EKFAC(RebasingOptimizer):
 
     def block_damping(self, block: Block) -> Tensor:
         """λ of a block as the damping of its quadratic model."""
-        mean, group = self.state[block.owner]["scale"].mean((-2, -1)), block.group
-        return statistics.effective_damping(group["damping"], group["damping_mode"], mean)
+        return self.tikhonov(block, self.state[block.owner]["scale"].mean((-2, -1)))
 
     def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
         """``Q_G ((Q_Gᵀ X Q_A) ∘ s) Q_Aᵀ`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""

@@ -52,8 +52,8 @@ class KFAC(FactoredOptimizer):
         comm: Communication strategy; None means one process.
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
             times the mean eigenvalue of each block, which is safe whatever the scale of the loss.
-        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block. Unset: absolute when
-            ``damping`` is given.
+        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block (of a normalisation layer:
+            of its steepest unit). Unset: absolute when ``damping`` is given.
         damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``, ``"pi"`` splits it over the factors. Unset:
             exact for eigen, pi for cholesky.
         inverse_method: ``"eigen"`` (λ acts at once) or ``"cholesky"`` (half the work per step, a refresh many times

@@ -348,3 +348,19 @@ def test_running_statistics_move_as_without_the_optimizer():
 def test_a_wrong_choice_is_refused(value):
     with pytest.raises((ValueError, TypeError), match="norm_curvature"):
         plain_kfac(nn.LayerNorm(3), norm_curvature=value)
+
+
+def test_relative_damping_is_relative_to_the_steepest_unit():
+    """Relative to its own curvature, a unit that hardly matters would take the longest step of all."""
+    model, x, y = problem("LayerNorm of tokens")
+    with torch.no_grad():
+        model.norm.weight[0] *= 1e-3
+    opt = plain_kfac(model, damping=2.0, damping_mode="relative")
+    F.cross_entropy(model(x), y).backward()
+    (weight, dw), (bias, db) = step_of(opt, list(model.norm.parameters()))
+    blocks = opt.state[model.norm.weight]["factor_g"]
+    damping = 2.0 * blocks.diagonal(dim1=-2, dim2=-1).mean(-1).max()
+    eye = torch.eye(2, dtype=torch.float64)
+    for unit, block in enumerate(blocks):
+        expected = torch.linalg.solve(block + damping * eye, torch.stack([weight[unit], bias[unit]]))
+        assert_close(torch.stack([dw[unit], db[unit]]), expected, 1e-8)
