@@ -202,11 +202,7 @@ class Capturing(Lifecycle):
         if capture is not None:
             self._armed_for = self._schedule()
             capture.grad_scaler = self._scaler
-            capture.arm((b.index for b in self._blocks if self._capture_is_due(b)), self._counts_examples())
-
-    def _counts_examples(self) -> bool:
-        """Whether examples are to be counted even where no block is captured."""
-        return False
+            capture.arm(b.index for b in self._blocks if self._capture_is_due(b))
 
     def _schedule(self) -> list[tuple[Any, ...]]:
         names = ("inv_update_steps", "factor_update_steps", "scale_update_steps", "estimator")

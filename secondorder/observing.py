@@ -101,9 +101,13 @@ class ObservingOptimizer(AdaptiveOptimizer):
         laid = [Head.of(*head, batches, batch_dim) for head in zip(heads, resolved, given, strict=True)]
         # The mean over loss terms is taken when all micro-batches are there; heads weigh by their own numbers of terms.
         terms = [head.terms for head in laid]
-        by_head = [torch.ones_like(t) if self._is_sum() else (terms[0] / t).sqrt() for t in terms]
+        most = torch.stack([t.to(terms[0].device) for t in terms]).max()  # not 0 where any head has terms
+        by_head = [
+            torch.ones_like(t) if self._is_sum() else torch.where(t > 0, (most.to(t.device) / t.clamp(min=1)).sqrt(), 0)
+            for t in terms
+        ]
         draw = self._exact_vectors if self._fisher.fisher == "exact" else self._drawn_vectors
-        capture.observe(heads, draw(laid, by_head), terms[0])
+        capture.observe(heads, draw(laid, by_head), most)
         self._observations += 1
 
     def _trains(self) -> bool:

@@ -44,6 +44,9 @@ from secondorder.curvature.taps import (
 _KEYS = itertools.count()
 #: Forwards without a backward that are remembered.
 _MAX_PASSES = 4096
+#: Forwards that may wait to be observed though the model's own outputs are gone: something may have been computed from
+#: them.
+_WAITING_PASSES = 8
 
 _HIGHER_ORDER = (
     "layer '{name}': its backward is being differentiated itself (create_graph=True), and Kronecker statistics of such "
@@ -153,7 +156,6 @@ class Capture:
         #: Whether capture was paused since the last step: then a layer without statistics is no surprise.
         self.was_paused = False
         self._due: set[int] = set()
-        self._counts = False
         self._void: set[int] = set()
         self._nodes: dict[int, Any] = {}
         self._pending: dict[int, Statistic] = {}
@@ -199,23 +201,14 @@ class Capture:
         for attention in watched:
             self._tap_handles += attention.install(lambda: switch.armed)
 
-    def arm(self, due: Iterable[int], counts: bool = False) -> None:
-        """Capture the given sites from now on, and no others.
-
-        Args:
-            due: Indices of the sites.
-            counts: Whether to count examples even where no site is due.
-        """
+    def arm(self, due: Iterable[int]) -> None:
+        """Capture the given sites from now on, and no others."""
         self._due = set(due)
-        self._counts = counts
         for tap in self._taps:
             tap.armed = tap.index in self._due
-        self.switch.armed = self._is_wanted()
+        self.switch.armed = bool(self._due) and not self._pauses
         self.switch.depth, self.switch.token = 0, None
         self._nodes = {i: _gradient_node(self.sites[i].owner) for i in self._due}
-
-    def _is_wanted(self) -> bool:
-        return (bool(self._due) or self._counts) and not self._pauses
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -227,7 +220,7 @@ class Capture:
             yield
         finally:
             self._pauses -= 1
-            self.switch.armed = self._is_wanted()
+            self.switch.armed = bool(self._due) and not self._pauses
 
     @contextmanager
     def masked(self, keep: Tensor | None) -> Iterator[None]:
@@ -291,13 +284,13 @@ class Capture:
         ):
             self.discard()
 
-    def open_pass(self, shape: torch.Size) -> int:
-        """Begin a forward pass whose first input has this shape; returns its id."""
+    def open_pass(self, shape: torch.Size, holds_indices: bool) -> int:
+        """Begin a forward pass whose first input has this shape, and may hold indices; returns its id."""
         number = next(self._pass_ids)
-        for old in self._passes.values():
-            if old.edges and old is not self._latest and old.output is not None and old.output() is None:
+        for old in self.observable()[:-_WAITING_PASSES]:
+            if old.is_dropped:
                 old.edges.clear()  # a forward that nobody will observe must not keep its graph
-        current = self._passes[number] = Pass(shape, self.batch_dim, self._keep)
+        current = self._passes[number] = Pass(shape, self.batch_dim, self._keep, holds_indices)
         if not in_backward():
             self._flush()
             self._latest = current
@@ -318,8 +311,6 @@ class Capture:
         if self._observing or self._pauses:
             return
         self._backward_ran = True
-        if self._counts:
-            self._count(current)
 
     # ------------------------------------------------------------------ backward
     def wants(self, index: int) -> bool:

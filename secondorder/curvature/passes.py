@@ -20,19 +20,23 @@ class Pass:
         shape: Shape of the first input tensor.
         batch_dim: The dimension that counts examples.
         keep: ``[N, S]``, True for real and False for padded positions, or None.
+        holds_indices: Whether the first input is of integers.
 
     Attributes:
         examples: N, or None if it could not be read (then each layer counts its own).
         edges: Where the gradients of layer outputs can be asked for, if they are to be observed.
     """
 
-    def __init__(self, shape: torch.Size, batch_dim: int, keep: Tensor | None) -> None:
+    def __init__(
+        self, shape: torch.Size, batch_dim: int, keep: Tensor | None = None, holds_indices: bool = False
+    ) -> None:
         self.examples = shape[batch_dim] if -len(shape) <= batch_dim < len(shape) else None
         self.keep = keep
         self.counted = False
         self._shape, self._batch_dim = shape, batch_dim
-        #: Weak reference to an output of the model.
-        self.output: Callable[[], object | None] | None = None
+        self._holds_indices = holds_indices
+        #: Weak references to the outputs of the model.
+        self.outputs: list[Callable[[], object | None]] = []
         self.calls: dict[int, int] = {}
         self.fired: dict[int, list[Call]] = {}
         self.done: dict[int, int] = {}
@@ -49,8 +53,11 @@ class Pass:
 
     def lay_out(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> tuple[Tensor | None, Tensor]:
         """Input and output gradient with examples first, where the model has them second."""
-        if self._batch_dim != 1 or adapter.channels_first or adapter.sequence_axes(g) is not None:
+        if self._batch_dim != 1 or adapter.sequence_axes(g) is not None:
             return x, g
+        if adapter.channels_first:
+            flat = len(g) == self._shape[0] * self._shape[1] and (x is None or len(x) == len(g))
+            return (x if x is None else self._examples_first(x), self._examples_first(g)) if flat else (x, g)
         if g.dim() > 2 and g.shape[1] == self.examples:
             return x if x is None else x.transpose(0, 1), g.transpose(0, 1)
         if g.dim() == 2 and len(g) == self._shape[0] * self._shape[1] and (x is None or len(x) == len(g)):
@@ -58,13 +65,26 @@ class Pass:
             return x if x is None else x.unflatten(0, two).transpose(0, 1), g.unflatten(0, two).transpose(0, 1)
         return x, g
 
+    def _examples_first(self, x: Tensor) -> Tensor:
+        """Rows flattened from (position, example) as rows flattened from (example, position)."""
+        rows: Tensor = x.unflatten(0, self._shape[:2])
+        return rows.transpose(0, 1).flatten(0, 1)
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether all outputs are gone while the pass still waits to be observed."""
+        return bool(self.edges and self.outputs) and all(output() is None for output in self.outputs)
+
     def is_shared(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
         """Whether a table is looked up once for the whole batch: one row per position, none per example."""
         single = adapter.one_hot and x is not None and x.dim() == 1
         if not single or len(self._shape) < 2 or not self.examples:
             return False
         positions = self._shape[1 - self._batch_dim]
-        return len(g) == positions  # as many as examples, too: nobody could tell
+        if len(g) != positions or self.examples == 1:
+            return False
+        # As many positions as examples: nobody can tell, where the input is one of positions at all.
+        return len(g) != self.examples or len(self._shape) == 3 or (len(self._shape) == 2 and self._holds_indices)
 
     def mask_for(self, g: Tensor, adapter: Adapter) -> Tensor | None:
         """``keep`` shaped like the leading dimensions of a gradient, if its positions are those of the mask."""

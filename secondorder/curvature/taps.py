@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -217,25 +217,30 @@ def _notify(switch: Switch) -> None:
 
 
 def _mark_output(switch: Switch, output: Any) -> None:
-    capture, tensor = CAPTURES.get(switch.key), _first_tensor(output, with_gradient=True)
-    if capture is None or tensor is None:
+    capture = CAPTURES.get(switch.key)
+    current = None if capture is None else capture.find_pass(switch.token)
+    if capture is None or current is None:
         return
-    current = capture.find_pass(switch.token)
-    if current is not None:
-        current.output = weakref.ref(tensor)
-        reference = weakref.ref(capture)
+    for tensor in _tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(_entrance(weakref.ref(capture), current))
+            current.outputs.append(weakref.ref(tensor))
 
-        def enter(_: Tensor) -> None:
-            if (alive := reference()) is not None:
-                alive.enter_backward(current)
 
-        tensor.register_hook(enter)
+def _entrance(reference: weakref.ref[Capture], current: Pass) -> Callable[[Tensor], None]:
+    """A hook that tells the capture which pass a backward has entered."""
+
+    def enter(_: Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive.enter_backward(current)
+
+    return enter
 
 
 # ------------------------------------------------------------------ operators for compiled models
 def _open_pass(x: Tensor, key: int) -> Tensor:
     capture = CAPTURES.get(key)
-    number = -1 if capture is None else capture.open_pass(x.shape)
+    number = -1 if capture is None else capture.open_pass(x.shape, not (x.is_floating_point() or x.is_complex()))
     return torch.full((), number, dtype=torch.int64)
 
 
@@ -280,24 +285,27 @@ _tap_op.register_autograd(_tap_gradient, setup_context=_tap_setup)
 
 
 # ------------------------------------------------------------------ helpers
-def _first_tensor(value: Any, with_gradient: bool = False) -> Tensor | None:
-    """The first tensor in nested containers; the first that requires a gradient, if asked for."""
+def _first_tensor(value: Any) -> Tensor | None:
+    """The first tensor in nested containers; of packed sequences, as many rows as there are sequences."""
+    return next(_tensors(value, by_sequence=True), None)
+
+
+def _tensors(value: Any, by_sequence: bool = False) -> Iterator[Tensor]:
+    """The tensors in nested containers; of packed sequences one row each, if asked for ``by_sequence``."""
     if isinstance(value, Tensor):
-        return value if value.requires_grad or not with_gradient else None
-    if isinstance(value, PackedSequence) and not with_gradient:
-        return value.data[: int(value.batch_sizes[0])]  # as many rows as there are sequences
+        yield value
+        return
     children: Iterable[Any] = ()
-    if isinstance(value, (tuple, list)):
+    if by_sequence and isinstance(value, PackedSequence):
+        children = (value.data[: int(value.batch_sizes[0])],)
+    elif isinstance(value, (tuple, list)):
         children = value
     elif isinstance(value, Mapping):
         children = value.values()
     elif dataclasses.is_dataclass(value):
         children = [getattr(value, field.name) for field in dataclasses.fields(value)]
     for child in children:
-        found = _first_tensor(child, with_gradient)
-        if found is not None:
-            return found
-    return None
+        yield from _tensors(child, by_sequence)
 
 
 def in_backward() -> bool:

@@ -359,7 +359,8 @@ class EKFAC(RebasingOptimizer):
         group = block.group
         if group["inv_update_steps"] == 0:
             return False
-        return self._factors_are_due(block) or (group["estimator"] == "intra" and self._scale_is_due(block))
+        # A running scale needs the number of examples, which any layer of the step tells.
+        return self._factors_are_due(block) or (self._scale_is_due(block) and not _like_adam(group))
 
     def _factors_are_due(self, block: Block) -> bool:
         return super()._capture_is_due(block)
@@ -367,13 +368,6 @@ class EKFAC(RebasingOptimizer):
     def _scale_is_due(self, block: Block) -> bool:
         steps: int = block.group["scale_update_steps"]
         return self._t % steps == 0
-
-    def _counts_examples(self) -> bool:
-        """Whether the number of examples is needed in a step that captures nothing else."""
-        return any(
-            g["estimator"] == "running" and not _like_adam(g) and self._t % g["scale_update_steps"] == 0
-            for g in self.param_groups
-        )
 
     def new_statistic(self, block: Block, group: Group) -> EigenSums:
         """Empty sums of what is due."""
