@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from secondorder import linalg, options
+from secondorder.capturing import LayerOptions
 from secondorder.curvature import factors, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
-from secondorder.lifecycle import Group, State
+from secondorder.lifecycle import Group, State, depth_of_caller
 from secondorder.observing import FisherOptions, ObservingOptimizer
+from secondorder.trial import Adaptation
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512
@@ -65,6 +68,20 @@ class FactoredOptimizer(ObservingOptimizer):
     allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step")
     #: Whether `damping_mode` was left to the constructor.
     _mode_by_default = False
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Take the arguments of a method's constructor, by name."""
+        layer_options = LayerOptions(**_chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
+        self._begin_adaptation(Adaptation(**_chosen(Adaptation, given)))
+        super().__init__(
+            given["params"],
+            self._default_options(given),
+            module=given["module"],
+            comm=given["comm"],
+            layer_options=layer_options,
+            grad_scaler=given["grad_scaler"],
+        )
+        self._warn_intervals()
 
     def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Group options from the arguments of a constructor, with what is unset resolved."""
@@ -274,11 +291,16 @@ class FactoredOptimizer(ObservingOptimizer):
                 warnings.warn(
                     f"group {i}: inv_update_steps={refresh} is not a multiple of factor_update_steps={update}: some "
                     "refreshes will use factors that are a few steps old",
-                    stacklevel=3,
+                    stacklevel=depth_of_caller(),
                 )
 
 
-def warms_up(given: Mapping[str, Any]) -> bool:
+def _chosen(options_of: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are fields of a dataclass."""
+    return {field.name: given[field.name] for field in fields(options_of)}
+
+
+def _warms_up(given: Mapping[str, Any]) -> bool:
     """Whether refreshes are frequent at first: as asked for, else unless an interval was given."""
     asked = given["refresh_warmup"]
     return all(given[name] is None for name in INTERVALS) if asked is None else asked

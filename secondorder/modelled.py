@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from secondorder import update
+from secondorder import options, update
 from secondorder.curvature.block import Block
 from secondorder.curvature.quadratic import QuadraticModel
 from secondorder.curvature.replay import exact_products
@@ -128,9 +128,9 @@ class ModelledOptimizer(LayerOptimizer):
             "inner='adamw'": group["inner"] == "adamw",
             "nesterov=True": group["nesterov"],
         }
-        found = [name for name, clash in clashes.items() if clash]
+        found = options.clashing(clashes)
         if found:
-            raise ValueError(f"quadratic_model=True sets rate and momentum itself: drop {', '.join(found)}")
+            raise ValueError(f"quadratic_model=True sets rate and momentum itself: drop {found}")
 
     def _apply(self, gradients: Directions, directions: Directions, gate: Tensor | None) -> None:
         if self._adaptation.quadratic_model and directions:

@@ -147,6 +147,11 @@ def validate(group: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
         )
 
 
+def clashing(clashes: Mapping[str, bool]) -> str:
+    """The options that clash, as they were given, with commas between them; empty if none does."""
+    return ", ".join(name for name, clash in clashes.items() if clash)
+
+
 def resolve_fallback(fallback: str | None, graft: str | None) -> str:
     """The fallback rule: as given, else the grafted one, else SGD."""
     if fallback is None:

@@ -28,11 +28,11 @@ MAY_IMPORT = {
         "curvature", "linalg", "options", "comm",
     },
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
-    "factored": {"observing", "lifecycle", "curvature", "linalg", "options"},
+    "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
     "observing": {"adaptive", "lifecycle", "curvature", "options"},
     "rebasing": {"factored", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
-    "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update"},
+    "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update", "options"},
     "trial": {"curvature", "options"},
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
     "layerwise": {"optimizer", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},

@@ -35,17 +35,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import linalg, options
-from secondorder.capturing import LayerOptions
 from secondorder.comm import CommStrategy
 from secondorder.curvature import scale, statistics
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
 from secondorder.curvature.likelihood import Likelihood
-from secondorder.factored import Found, joint_ok, warms_up
+from secondorder.factored import Found, joint_ok
 from secondorder.lifecycle import Directions, Group, State
 from secondorder.rebasing import RebasingOptimizer
-from secondorder.trial import Adaptation
 
 
 class EKFAC(RebasingOptimizer):
@@ -248,25 +246,8 @@ class EKFAC(RebasingOptimizer):
         deterministic_seed: int = 0,
     ) -> None:
         given = locals()
-        layer_options = LayerOptions(
-            skip_layers, stagger, warms_up(given), max_failures, tied, norm_curvature, batch_dim
-        )
-        self._begin_adaptation(
-            Adaptation(
-                adaptive_damping, damping_interval, min_damping, max_damping, include_damping_in_model, reject_steps,
-                quadratic_model, likelihood, calibrate_damping,
-            )
-        )  # fmt: skip
         self._begin_eigen()
-        super().__init__(
-            params,
-            self._default_options(given),
-            module=module,
-            comm=comm,
-            layer_options=layer_options,
-            grad_scaler=grad_scaler,
-        )
-        self._warn_intervals()
+        super().__init__(given)
 
     def _begin_eigen(self) -> None:
         self._begin_bases()
@@ -291,9 +272,9 @@ class EKFAC(RebasingOptimizer):
                 "token_is_example=True": group["token_is_example"],
                 f"scale_batch_size={group['scale_batch_size']}": group["scale_batch_size"] is not None,
             }
-            found = [name for name, clash in unused.items() if clash]
+            found = options.clashing(unused)
             if found:
-                raise ValueError(f"estimator='running' looks at no example: drop {', '.join(found)}")
+                raise ValueError(f"estimator='running' looks at no example: drop {found}")
         if running and fisher != "empirical":
             raise ValueError(
                 f"estimator='running' squares the gradient of the loss, which is no sample of fisher={fisher!r}: use "
@@ -306,11 +287,11 @@ class EKFAC(RebasingOptimizer):
                 "calibrate_damping=True": chosen.calibrate_damping,
                 "weight_decay_in_curvature=True": group["weight_decay_in_curvature"],
             }
-            found = [name for name, clash in clashes.items() if clash]
+            found = options.clashing(clashes)
             if found:
                 raise ValueError(
                     "estimator='running', momentum_mode='pre' and power=0.5 are Adam in an eigenbasis, which has "
-                    f"fallback_eps and no damping: drop {', '.join(found)}"
+                    f"fallback_eps and no damping: drop {found}"
                 )
         if group["momentum_mode"] == "pre":
             clashes = {
@@ -320,9 +301,9 @@ class EKFAC(RebasingOptimizer):
                 "quadratic_model=True": self._adaptation.quadratic_model,
                 f"momentum={group['momentum']}": group["momentum"] >= 1,
             }
-            found = [name for name, clash in clashes.items() if clash]
+            found = options.clashing(clashes)
             if found:
-                raise ValueError(f"momentum_mode='pre' excludes {', '.join(found)}")
+                raise ValueError(f"momentum_mode='pre' excludes {found}")
 
     # ------------------------------------------------------------------ state
     def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:

@@ -29,16 +29,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import linalg, options
-from secondorder.capturing import LayerOptions
 from secondorder.comm import CommStrategy
 from secondorder.curvature import factors, scale, statistics
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.kronecker import KroneckerSums
 from secondorder.curvature.likelihood import Likelihood
-from secondorder.factored import FactoredOptimizer, joint_ok, pack, warms_up
+from secondorder.factored import FactoredOptimizer, joint_ok, pack
 from secondorder.lifecycle import Group, State
-from secondorder.trial import Adaptation
 
 
 class KFAC(FactoredOptimizer):
@@ -211,24 +209,7 @@ class KFAC(FactoredOptimizer):
         deterministic_seed: int = 0,
     ) -> None:
         given = locals()
-        layer_options = LayerOptions(
-            skip_layers, stagger, warms_up(given), max_failures, tied, norm_curvature, batch_dim
-        )
-        self._begin_adaptation(
-            Adaptation(
-                adaptive_damping, damping_interval, min_damping, max_damping, include_damping_in_model, reject_steps,
-                quadratic_model, likelihood, calibrate_damping,
-            )
-        )  # fmt: skip
-        super().__init__(
-            params,
-            self._default_options(given),
-            module=module,
-            comm=comm,
-            layer_options=layer_options,
-            grad_scaler=grad_scaler,
-        )
-        self._warn_intervals()
+        super().__init__(given)
 
     # ------------------------------------------------------------------ the verbs
     def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:

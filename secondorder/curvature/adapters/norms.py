@@ -89,9 +89,6 @@ class NormAdapter(Adapter):
             return by_unit[:, 0]
         return by_unit.reshape(len(by_unit), self.groups, self.d_out).transpose(0, 1)
 
-    def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        raise NotImplementedError("the input factor of a normalisation layer is [1]")
-
     def example_inputs(self, x: Tensor, examples: int) -> Tensor:
         raise NotImplementedError("the input factor of a normalisation layer is [1]")
 
