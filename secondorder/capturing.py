@@ -16,7 +16,7 @@ from secondorder import options
 from secondorder.curvature.block import Block, Choices, SkipRule, clean_name, plan_blocks, unwrap
 from secondorder.curvature.capture import Capture, Site, Statistic
 from secondorder.curvature.parts import watched_attention
-from secondorder.lifecycle import Group, Lifecycle, State, shape_of
+from secondorder.lifecycle import Clock, Group, Lifecycle, State, shape_of
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ class Capturing(Lifecycle):
             self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
             self._capture.owner = weakref.ref(self)
             self._capture.batch_dim = self._layer_options.batch_dim
+            self._capture.clock = self._clock
         sites = [self._site(b) for b in self._blocks]
         self._capture.set_sites(sites, watched_attention(self._root, {m for b in self._blocks for m, _ in b.taps}))
         self._closed = False
@@ -221,6 +222,11 @@ class Capturing(Lifecycle):
         warming = self._layer_options.refresh_warmup and self._t < group["inv_update_steps"]
         due: bool = warming or self._t % group["factor_update_steps"] == 0
         return due or self.state[block.owner]["factor_updates"] == 0
+
+    def _time_stages(self, clock: Clock | None) -> None:
+        super()._time_stages(clock)
+        if self._capture is not None:
+            self._capture.clock = clock
 
     def _follow_scaler(self) -> None:
         if self._capture is not None:

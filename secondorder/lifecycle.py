@@ -6,8 +6,8 @@ import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar, cast
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,14 @@ Group = dict[str, Any]
 State = dict[str, Tensor | int]
 Directions = dict[nn.Parameter, Tensor]
 SelfT = TypeVar("SelfT", bound="Lifecycle")
+
+
+class Clock(Protocol):
+    """Times the stages of a step."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Time what runs inside the ``with`` block."""
+
 
 #: State of the first-order rules, shaped like the parameter.
 RULE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -82,6 +90,7 @@ class Lifecycle(Optimizer):
         self._skipped_on_device: Tensor | int = 0
         self._workspace = Workspace()
         self._kept_directions: dict[str, Tensor] | None = None
+        self._clock: Clock | None = None
 
     def _restore(self, kept: dict[str, Any]) -> None:
         """Take :meth:`_kept_by_copies` back."""
@@ -155,6 +164,10 @@ class Lifecycle(Optimizer):
 
     def _steps_of(self, p: nn.Parameter) -> float:
         return float(self.state[p]["step"].numpy())
+
+    def _time_stages(self, clock: Clock | None) -> None:
+        """Have a clock time the stages of the steps to come; None stops it."""
+        self._clock = clock
 
     # ------------------------------------------------------------------ what may change between steps
     def _layout(self) -> list[tuple[object, ...]]:

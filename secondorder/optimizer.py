@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -117,22 +117,35 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         if not gradients:
             self._discard()
             return returned
-        with record_function("secondorder.statistics"):
+        with self._stage("reduce"):
             statistics = self.comm.reduce_statistics(self._take())
+        with self._stage("statistics"):
             ok, gate = self._inspect(gradients)
             if ok:
                 self._learn(statistics, gradients, gate)
         if ok:
-            with record_function("secondorder.refresh"):
-                self.comm.share_curvature(self._refresh_due())
+            with self._stage("refresh"):
+                refreshed = self._refresh_due()
+            with self._stage("share"):
+                self.comm.share_curvature(refreshed)
             with self._trial(gradients, gate):
                 self._count_updates(gradients)
-                with record_function("secondorder.precondition"):
+                with self._stage("precondition"):
                     directions = self._keep(self._precondition(gradients, gate))
-                with record_function("secondorder.update"):
+                with self._stage("update"):
                     self._apply(gradients, directions, gate)
         self._advance()
         return returned
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        """Name a stage for the profiler, and time it where somebody asked for that."""
+        with record_function(f"secondorder.{name}"):
+            if self._clock is None:
+                yield
+                return
+            with self._clock.stage(name):
+                yield
 
     # ------------------------------------------------------------------ stages 0 and 1: gradients
     def _gradients(self) -> Directions:

@@ -18,7 +18,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -121,6 +121,8 @@ class Capture(Observation):
         #: Whether statistics come from :meth:`observe` instead of the backward pass of the loss.
         self.observes = False
         self.batch_dim = 0
+        #: Times what capture costs a backward pass, if anybody asked.
+        self.clock: Any = None
         self._keep: Tensor | None = None
         self._backward_ran = False
         #: Weak reference to the optimizer: taps in an old graph may outlive it.
@@ -322,6 +324,10 @@ class Capture(Observation):
         Raises:
             RuntimeError: If this is the second backward through one forward.
         """
+        with nullcontext() if self.clock is None else self.clock.stage("capture"):
+            self._record(index, part, x, g, current)
+
+    def _record(self, index: int, part: int, x: Tensor | None, g: Tensor, current: Pass | None) -> None:
         self._backward_ran = True
         if g.dtype == torch.float16 and self.grad_scaler is None:
             self.refuse(index, _NO_SCALER)
