@@ -9,6 +9,7 @@ from secondorder.curvature.registry import register_layer
 from secondorder.curvature.topk import TopK
 from secondorder.methods.ekfac import EKFAC
 from secondorder.methods.ggt import GGT
+from secondorder.methods.hylo import HyLo
 from secondorder.methods.kfac import KFAC
 from secondorder.methods.mfac import MFAC, SparseMFAC
 from secondorder.optimizer import SecondOrderOptimizer
@@ -25,6 +26,7 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "Gaussian",
+    "HyLo",
     "Likelihood",
     "LowRank",
     "ParamScheduler",

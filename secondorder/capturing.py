@@ -65,6 +65,9 @@ class Capturing(Lifecycle):
 
     #: Options that decide what the state of a block holds.
     allocating: ClassVar[tuple[str, ...]] = ()
+    #: Options that say how many steps lie between two updates of the estimates, and between two refreshes.
+    capture_interval: ClassVar[str] = "factor_update_steps"
+    refresh_interval: ClassVar[str] = "inv_update_steps"
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
@@ -206,7 +209,7 @@ class Capturing(Lifecycle):
             capture.arm(b.index for b in self._blocks if self._capture_is_due(b))
 
     def _schedule(self) -> list[tuple[Any, ...]]:
-        names = ("inv_update_steps", "factor_update_steps", "scale_update_steps", "estimator")
+        names = (self.refresh_interval, self.capture_interval, "scale_update_steps", "estimator")
         return [tuple(g.get(name) for name in names) for g in self.param_groups]
 
     def _follow_schedule(self) -> None:
@@ -217,10 +220,10 @@ class Capturing(Lifecycle):
 
     def _capture_is_due(self, block: Block) -> bool:
         group = block.group
-        if group["inv_update_steps"] == 0:
+        if group[self.refresh_interval] == 0:
             return False
-        warming = self._layer_options.refresh_warmup and self._t < group["inv_update_steps"]
-        due: bool = warming or self._t % group["factor_update_steps"] == 0
+        warming = self._layer_options.refresh_warmup and self._t < group[self.refresh_interval]
+        due: bool = warming or self._t % group[self.capture_interval] == 0
         return due or self.state[block.owner]["factor_updates"] == 0
 
     def _time_stages(self, clock: Clock | None) -> None:

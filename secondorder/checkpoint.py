@@ -85,9 +85,9 @@ class Checkpointing(Lifecycle):
         loaded: dict[nn.Parameter, dict[str, Any]] = {}
         for live, given in zip(self.param_groups, groups, strict=True):
             for p, i in zip(live["params"], given["params"], strict=True):
-                spec = self._expected_state(p, given)
                 # torch's flattened checkpoints put an empty dict where a key was left out.
                 theirs = {k: v for k, v in found.get(i, {}).items() if not (isinstance(v, dict) and not v)}
+                spec = self._expected_state(p, given, theirs)
                 required = {k: v for k, v in spec.items() if not self._may_lack(k, given)}
                 shapes = {k: shape_of(v) for k, v in required.items()}
                 shapes.update({k: shape_of(v) for k, v in spec.items() if k in theirs})
@@ -106,7 +106,8 @@ class Checkpointing(Lifecycle):
         for p, found in loaded.items():
             self.state[p] = found
 
-    def _expected_state(self, p: nn.Parameter, group: Group) -> State:
+    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> State:
+        """What the state of a parameter should be; ``theirs`` is what a checkpoint has for it."""
         expected: State = {"step": torch.zeros(())}
         if p is self._first:
             expected["global_step"] = 0

@@ -200,7 +200,7 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         return due, bool(new) or any(b.name in self._failures for b in due)
 
     def _refresh_is_due(self, block: Block) -> bool:
-        state, interval = self.state[block.owner], block.group["inv_update_steps"]
+        state, interval = self.state[block.owner], block.group[self.refresh_interval]
         if interval == 0 or state["factor_updates"] == 0:
             return False
         if state["refreshes"] == 0:  # the same factors would only fail again
@@ -230,12 +230,19 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         self._arm()
 
     def _is_on(self, p: nn.Parameter, group: Group) -> bool:
-        return bool(group["inv_update_steps"])
+        return bool(group[self.refresh_interval])
+
+    def seed(self, stream: int) -> int:
+        """Seed of a random choice in this step: the same after a resume, different in every step and stream."""
+        mixed: int = self.param_groups[0]["deterministic_seed"]
+        for number in (self._t, stream):
+            mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)
+        return mixed
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
     def _active(self, block: Block, gradients: Directions) -> bool:
         """Whether a block preconditions in this step."""
-        ready = block.group["inv_update_steps"] > 0 and self.state[block.owner]["refreshes"] > 0
+        ready = block.group[self.refresh_interval] > 0 and self.state[block.owner]["refreshes"] > 0
         return bool(ready) and all(p in gradients for p in block.params)
 
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:

@@ -146,13 +146,6 @@ class ObservingOptimizer(AdaptiveOptimizer):
         self._observations = 0
         super()._advance()
 
-    def seed(self, stream: int) -> int:
-        """Seed of a random choice in this step: the same after a resume, different in every step and stream."""
-        mixed: int = self.param_groups[0]["deterministic_seed"]
-        for number in (self._t, stream):
-            mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)
-        return mixed
-
 
 def _one_each(given: Any, heads: int) -> list[Any]:
     return list(given) if isinstance(given, (list, tuple)) else [given] * heads

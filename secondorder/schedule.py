@@ -6,9 +6,11 @@ whatever happened to it in between, so schedules neither compound nor drift, and
 
 from __future__ import annotations
 
+import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -189,6 +191,73 @@ class ParamScheduler:
                 "λ itself, or with damping_mode='relative' if this is meant.",
                 stacklevel=3,
             )
+
+
+@dataclass(frozen=True)
+class DampingDecay:
+    """Damping that falls from one value towards another: λ(t) = λ_T + (λ₀ − λ_T) (1 − α)^max(0, t − t₀).
+
+    α = 2 log₁₀(λ₀/λ_T) / N, at most 1. In steps of the optimizer, so λ does not depend on how often a method refreshes.
+    After the N steps of the decay a share of about (λ_T/λ₀)^0.87 of the way is left: λ_T is approached, not reached.
+
+    Args:
+        initial: λ₀, held during the warm-up.
+        final: λ_T, at most ``initial``.
+        decay_steps: N, optimizer steps of the decay.
+        warmup_steps: t₀, optimizer steps before it.
+
+    Raises:
+        ValueError: For a value out of range.
+        TypeError: For a value of a wrong kind.
+    """
+
+    initial: float
+    final: float
+    decay_steps: int
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("initial", "final"):
+            options.number(0.0, low_open=True)(name, getattr(self, name))
+            object.__setattr__(self, name, float(getattr(self, name)))
+        options.whole(1)("decay_steps", self.decay_steps)
+        options.whole(0)("warmup_steps", self.warmup_steps)
+        if self.final > self.initial:
+            raise ValueError(
+                f"final={self.final} must not be above initial={self.initial}: this rule only lets damping fall; give "
+                "ParamScheduler a function of the step or milestones for one that rises"
+            )
+
+    def __call__(self, step: int) -> float:
+        """λ of a step, between ``final`` and ``initial``."""
+        if step <= self.warmup_steps:
+            return self.initial  # to the bit
+        rate = min(1.0, 2 * math.log10(self.initial / self.final) / self.decay_steps)
+        left = (1 - rate) ** (step - self.warmup_steps)
+        return min(self.initial, self.final + (self.initial - self.final) * left)
+
+
+def damping_decay(initial: float, final: float, decay_steps: int, warmup_steps: int = 0) -> DampingDecay:
+    """A schedule that lets damping fall from one value towards another, for :class:`ParamScheduler`.
+
+    Args:
+        initial: Damping at first, and during the warm-up.
+        final: What it falls towards, at most ``initial``.
+        decay_steps: Optimizer steps of the decay.
+        warmup_steps: Optimizer steps before it.
+
+    Returns:
+        A function of the step that can be pickled and compared; see :class:`DampingDecay`.
+
+    Example:
+        >>> import torch, secondorder
+        >>> from secondorder.schedule import damping_decay
+        >>> optimizer = secondorder.KFAC(torch.nn.Linear(4, 2), lr=0.1, damping=1.0)
+        >>> schedule = secondorder.ParamScheduler(optimizer, damping=damping_decay(1.0, 0.01, decay_steps=1000))
+        >>> schedule.step()
+    """
+    return DampingDecay(initial, final, decay_steps, warmup_steps)
 
 
 class _Milestones:

@@ -24,11 +24,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
-        "rebasing", "factored", "trial", "layerwise", "capturing", "windowed", "windowing", "optimizer", "lifecycle",
+        "rebasing", "factored", "substituting", "rowwise", "switching", "trial", "layerwise", "capturing", "windowed", "windowing", "optimizer", "lifecycle",
         "curvature", "linalg", "options", "comm",
     },
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
-    "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
+    "factored": {"observing", "damped", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
+    "damped": {"lifecycle"},
+    # layer methods with rows of examples
+    "substituting": {"rowwise", "factored", "lifecycle", "curvature", "linalg"},
+    "rowwise": {"layerwise", "damped", "capturing", "lifecycle", "curvature", "options"},
     "observing": {"adaptive", "lifecycle", "curvature", "options"},
     "rebasing": {"factored", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
@@ -44,6 +48,7 @@ MAY_IMPORT = {
     "diagnostics": {"lifecycle", "curvature"},
     "checkpoint": {"lifecycle", "options"},
     "schedule": {"lifecycle", "options"},
+    "switching": {"options"},
     "lifecycle": {"comm", "curvature", "linalg", "options"},
     "nn": {"curvature"},
     "curvature": {"linalg"},
@@ -62,9 +67,11 @@ PURE = {
     "curvature/gram.py": set(),
     "curvature/rows.py": set(),
     "curvature/inverse_fisher.py": {"linalg"},
+    "curvature/kernel.py": {"linalg"},
     "curvature/likelihood.py": set(),
     "curvature/quadratic.py": set(),
     "curvature/scale.py": {"linalg"},
+    "curvature/selection.py": set(),
     "comm/placement.py": set(),
 }
 PURE_FORBIDDEN = {"Module", "Parameter", "Optimizer", "param_groups"}

@@ -1,0 +1,137 @@
+"""How many directions the curvature of a layer has, and what is lost when few rows stand for all: pure functions.
+
+With per-example gradients u_n, scaled so that ``F = Σ u uᵀ``, and the kernel ``K_nm = ⟨u_n, u_m⟩``, which has the
+eigenvalues of F that are not zero. The exact update of a gradient V, ``u* = (F + λI)⁻¹ V``, is that of SNGD with all
+rows (Ren & Goldfarb 2019, arXiv 1906.02353); KID and KIS (Mu et al., HyLo, SC22) keep r of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from secondorder.curvature import kernel, selection
+from secondorder.curvature.kernel import Rows
+
+
+class System(NamedTuple):
+    """A layer's ``(F + λI) u = V`` by its rows, everything in float64.
+
+    Attributes:
+        rows: All rows, n of them.
+        kernel: K ``[..., n, n]``.
+        damping: λ ``[...]``.
+        matrix: V, in the shape that goes with the rows.
+    """
+
+    rows: Rows
+    kernel: Tensor
+    damping: Tensor
+    matrix: Tensor
+
+
+class Sums(NamedTuple):
+    """Sums over the coordinates of an update u and of the exact one u*; those of several layers add up.
+
+    Attributes:
+        error: ``‖u − u*‖²``.
+        own: ``‖u‖²``.
+        exact: ``‖u*‖²``.
+        inner: ``⟨u, u*⟩``.
+    """
+
+    error: float = 0.0
+    own: float = 0.0
+    exact: float = 0.0
+    inner: float = 0.0
+
+    def plus(self, other: Sums) -> Sums:
+        """The sums over both."""
+        return Sums(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def measures(self) -> dict[str, float]:
+        """Relative error ``‖u − u*‖ / ‖u*‖`` and cosine; NaN for updates of zeros."""
+        length = math.sqrt(self.own * self.exact)
+        return {
+            "rel_error": math.sqrt(self.error / self.exact) if self.exact else math.nan,
+            "cos": max(-1.0, min(1.0, self.inner / length)) if length else math.nan,
+        }
+
+
+class Kept(NamedTuple):
+    """An update from few rows.
+
+    Attributes:
+        update: It.
+        measure: Name and value of what tells how well the rows were chosen.
+    """
+
+    update: Tensor
+    measure: tuple[str, float]
+
+
+def in_float64(rows: Rows) -> Rows:
+    """The rows in float64; indices stay what they are."""
+    a = rows.a.double() if rows.a is not None and rows.a.is_floating_point() else rows.a
+    return rows._replace(a=a, g=rows.g.double())
+
+
+def spectrum(kernel_: Tensor, damping: Tensor) -> dict[str, Any]:
+    """What the eigenvalues of a kernel tell; several kernels are blocks of one.
+
+    Args:
+        kernel_: K ``[..., n, n]``, finite.
+        damping: λ ``[...]``; the mean of several.
+
+    Returns:
+        ``rank90``, how many of the largest eigenvalues make up nine tenths of their sum; ``eff_rank``, exp of their
+        entropy; ``sigma_max`` and ``sigma_sum``; ``damping_over_sigma1``, λ over the largest.
+    """
+    values = torch.linalg.eigvalsh(kernel_).clamp(min=0).flatten()
+    largest, total = values.amax(), values.sum()
+    found = [
+        kernel.rank_of_energy(values).double(), kernel.effective_rank(values), largest, total, damping.mean() / largest
+    ]  # fmt: skip
+    names = "rank90", "eff_rank", "sigma_max", "sigma_sum", "damping_over_sigma1"
+    report: dict[str, Any] = dict(zip(names, torch.stack(found).tolist(), strict=True))
+    report["rank90"] = int(report["rank90"])
+    return report
+
+
+def exact(system: System) -> Tensor:
+    """u*, from all rows."""
+    inverse, _ = kernel.damped_inverse(system.kernel, system.damping)
+    return kernel.apply(system.rows, inverse, system.damping, system.matrix)
+
+
+def interpolated(system: System, rank: int) -> Kept:
+    """KID: the pivots of an interpolative decomposition; the measure is how much of the trace of K they explain."""
+    found = selection.interpolate(system.kernel, rank)
+    rows = kernel.pick(system.rows, found.index, found.valid)
+    core = selection.core(system.kernel, found, system.damping, "diag")
+    inverse, _ = kernel.interpolated_inverse(core, kernel.gram(rows).to(core))
+    trace = system.kernel.diagonal(dim1=-2, dim2=-1).sum()
+    return Kept(
+        kernel.apply(rows, inverse, system.damping, system.matrix),
+        ("kid_energy", float(found.energy[..., -1].sum() / trace)),
+    )
+
+
+def sampled(system: System, rank: int, sampling: str, generator: torch.Generator) -> Kept:
+    """KIS: rows drawn by their lengths; the measure is the effective sample size ``(Σω²)²/Σω⁴``, of blocks the mean."""
+    drawn = selection.draw(kernel.norms(system.rows), rank, sampling, generator)
+    rows = kernel.pick(system.rows, drawn.index, drawn.weight)
+    inverse, _ = kernel.damped_inverse(kernel.gram(rows), system.damping)
+    squares = drawn.weight.square()
+    size = (squares.sum(-1).square() / squares.square().sum(-1)).mean()
+    return Kept(kernel.apply(rows, inverse, system.damping, system.matrix), ("kis_ess", float(size)))
+
+
+def compare(update: Tensor, exact_update: Tensor) -> Sums:
+    """Sums over all coordinates of an update and of the exact one."""
+    u, reference = update.flatten(), exact_update.flatten()
+    rest = u - reference
+    return Sums(*torch.stack([rest.dot(rest), u.dot(u), reference.dot(reference), u.dot(reference)]).tolist())

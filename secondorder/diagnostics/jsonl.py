@@ -1,0 +1,100 @@
+"""Events in files of one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("secondorder")
+
+
+class EventFile:
+    """A file to which events are appended, each on disk as soon as it is written.
+
+    What stands in the file already stays. Several processes may append to one file.
+
+    Args:
+        path: The file; its folder must be there.
+        columns: Names of the values of an event, in this order.
+
+    Attributes:
+        count: Events written by this object.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self.columns = tuple(columns)
+        self.count = 0
+        broken = _ends_in_mid_line(path)
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+        if broken:  # a program was stopped while it wrote
+            self._file.write("\n")
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Append an event.
+
+        Raises:
+            ValueError: If it has other columns.
+        """
+        if event.keys() != set(self.columns):
+            raise ValueError(f"an event has the columns {self.columns}, got {tuple(event)}")
+        row = {name: _plain(event[name]) for name in self.columns}
+        self._file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+        self.count += 1
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The events of a file, in the order in which they were written.
+
+    A line that a program could not finish is left out, and logged unless it is the last one.
+
+    Args:
+        path: A file of one JSON object per line.
+
+    Returns:
+        One dict per event, from column to value; None stands for what is not defined or not finite.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from secondorder.diagnostics import read_events
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "rank.jsonl"
+        >>> _ = path.write_text('{"step": 0, "layer": "fc", "rank90": 7}\\n')
+        >>> read_events(path)[0]["rank90"]
+        7
+    """
+    return list(_events(Path(path)))
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                event = None
+            if isinstance(event, dict):
+                yield event
+            elif line.strip() and line.endswith("\n"):  # the last one may be being written
+                log.warning("%s, line %d is no event and is left out", path, number)
+
+
+def _ends_in_mid_line(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,563 @@
+r"""HyLo: natural gradient through the kernel of a few examples per layer, sampled or interpolated.
+
+With the per-example gradients ``u_n = Σ_s g_ns a_nsᵀ`` of a layer (of the un-averaged loss, 1 appended to ``a`` for a
+bias) over m examples, the empirical Fisher is ``F = (1/m) Σ u_n u_nᵀ``, and the Woodbury identity gives
+
+.. math::
+    (F + \lambda I)^{-1} V = \frac{1}{\lambda} \left[ V - \frac{1}{m} \hat G^\top \mathrm{diag}(M \hat\jmath) \hat A
+    \right], \qquad \hat\jmath_n = \langle \hat u_n, V \rangle.
+
+=============  ====================================  ==========================================================
+mode           rows kept                             M
+=============  ====================================  ==========================================================
+``"sngd"``     all m                                 ``(K + λI)⁻¹``, K = ⟨u, u'⟩ / m
+``"kis"``      R drawn with probability π_n ∝ ‖u_n‖²  as above, rows divided by √π_n: the mean of F̂ is F
+``"kid"``      R pivots of a Cholesky factorisation  ``(S⁻¹ + K̂)⁻¹``, S = P D⁻¹ Pᵀ, K ≈ Pᵀ K̂ P + (D − λI)
+``"auto"``     KID or KIS, as a policy says
+=============  ====================================  ==========================================================
+
+=====================  ==========================================
+``damping``            λ
+``rank_fraction``      ρ = R / m
+=====================  ==========================================
+
+Mu et al., HyLo, SC22, with its interpolation corrected; Ren & Goldfarb 2019 (arXiv 1906.02353), section 3; positions
+shared within an example: Eschenhagen et al. 2023 (2311.00636).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from secondorder import options
+from secondorder.capturing import LayerOptions
+from secondorder.comm import CommStrategy
+from secondorder.curvature import kernel, selection
+from secondorder.curvature.block import Block, SkipRule
+from secondorder.curvature.examples import as_rows_matrix
+from secondorder.curvature.kernel import Rows
+from secondorder.lifecycle import Directions, Group, State
+from secondorder.rowwise import Fresh
+from secondorder.substituting import SubstitutingOptimizer
+from secondorder.switching import GradNormChange, SwitchPolicy
+
+log = logging.getLogger("secondorder")
+
+_MODES = ("auto", "kid", "kis", "sngd")
+#: Numbers of a stack of kernels that are worked on together.
+_STACK = 1 << 24
+#: Rows beyond which a kernel is factorised in the precision of its rows.
+_DOUBLE_FACTOR = 4096
+#: Ranks that an energy asks for are rounded up to a multiple of this, so that few sizes occur.
+_RANK_STEP = 8
+
+
+class Kept(NamedTuple):
+    """Rows that a refresh keeps of a block, and what makes their M.
+
+    Attributes:
+        rows: Rows ``[(Γ,) R, S, …]``.
+        damping: λ ``[(Γ)]``.
+        core: S of the interpolation ``[(Γ,) R, R]``, or None.
+    """
+
+    rows: Rows
+    damping: Tensor
+    core: Tensor | None = None
+
+
+class HyLo(SubstitutingOptimizer):
+    """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
+
+    Args:
+        params: A module, or what ``torch.optim`` takes together with ``module``.
+        lr: Learning rate η, a number or a tensor of one element.
+        momentum: Heavy-ball momentum on the preconditioned gradient.
+        module: Module to hook when ``params`` is not one.
+        comm: Communication strategy; None means one process.
+        damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). It acts
+            from the next refresh on. Unset: DEFAULT.
+        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of the kernel of each block. Unset:
+            absolute when ``damping`` is given.
+        normalize_damping: Multiply the direction by λ, so that it does not grow when λ falls, and is the gradient where
+            λ is large.
+        mode: ``"auto"`` switches between KID and KIS as ``switch`` says; ``"kid"`` interpolates, ``"kis"`` samples,
+            ``"sngd"`` keeps every example.
+        switch: The policy of ``"auto"``, see :mod:`secondorder.switching`; unset: ``GradNormChange()``.
+        update_steps: Steps between refreshes; 0 turns preconditioning off.
+        rank_fraction: ρ, share of the examples of a step that is kept.
+        max_rank: Largest number of rows that is kept; does not bound ``"sngd"``.
+        rank_energy: Keep as many rows per layer as hold this share of the trace of its kernel, instead of
+            ``rank_fraction``.
+        kis_sampling: ``"systematic"`` (no row twice, unbiased), ``"replacement"`` (unbiased), ``"unweighted"`` (the
+            published draw, biased) or ``"uniform"``.
+        kid_pivoting: How rows are chosen for interpolation: ``"cholesky"`` by what remains of the diagonal of the
+            kernel, ``"qr"`` by its columns, ``"score"`` the largest.
+        kid_residual: What stands for the part of the kernel that is not interpolated: its ``"diag"``, ``"none"`` of it
+            or the ``"full"`` matrix.
+        approx: ``"reduce"`` takes the mean input and the summed gradient of each example, ``"expand"`` is exact.
+        conv_scale: ``"exact"``; ``"hylo"`` divides the summed gradients of convolutions by the number of positions,
+            as published, for a replay of its recipes.
+        kfac_when_cheaper: Give a layer K-FAC's factors where R rows would take more memory or time; decided at the
+            first refresh, told by :meth:`describe`.
+        factor_decay: β of those factors, weight of the old in the running mean.
+        fisher: ``"empirical"``, the only one of this method.
+        loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
+        loss_terms: Scalar loss terms per example that a mean runs over (tokens).
+        batch_dim: Dimension of the model's first input that counts examples.
+        batch_size: Examples of a step. Given, the rows of ``approx="reduce"`` are allocated at construction, which
+            loading a distributed checkpoint before the first step needs; otherwise the first refresh does it.
+        skip_layers: Names, patterns, types or modules to leave out, with all below them.
+        tied: Which use of a weight tied between an embedding and a head has the block, ``"embedding"`` or ``"head"``;
+            unset: neither, it follows the fallback.
+        kl_clip: κ, bound on the step in the Fisher metric; None disables.
+        nesterov: Nesterov momentum.
+        weight_decay: Weight decay.
+        decoupled_weight_decay: Apply decay to the parameter instead of the direction.
+        weight_decay_mode: ``"standard"``, or ``"reg"``: decay is part of the gradient that is preconditioned.
+        maximize: Maximize the objective.
+        foreach: As in ``torch.optim``.
+        fallback: Rule of parameters without a block, ``"sgd"`` or ``"adamw"``; unset follows ``graft``, else SGD. Its
+            steps are η times the gradient, those of blocks are of the order of η / λ: see ``normalize_damping``.
+        fallback_lr: Learning rate of the AdamW fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
+            grafting, else 1e-3.
+        fallback_betas: Its β₁ and β₂.
+        fallback_eps: Its ε.
+        inner: Rule that takes the preconditioned gradient, ``"sgd"`` or ``"adamw"``.
+        graft: ``"sgd"`` or ``"adam"``: each block takes the step size of that rule, so that its schedule carries over.
+        clip_norm: Bound on the norm of the direction over all blocks.
+        clip_value: Bound on each entry of the direction.
+        grad_scaler: ``torch.amp.GradScaler`` of float16 training.
+        checkpoint_curvature: What ``state_dict`` holds: ``"all"``, or ``"none"`` (rows are captured anew).
+        max_failures: Failed refreshes of a layer in a row before an error.
+        deterministic_seed: Seed of every random choice.
+
+    Raises:
+        ValueError: For a value out of range, a pattern that matches nothing, or without a module.
+        TypeError: For a value of a wrong kind.
+        NotImplementedError: In a process group of more than one rank.
+
+    Example:
+        >>> import torch, secondorder
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = secondorder.HyLo(model, lr=0.1)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+    """
+
+    checks: ClassVar[dict[str, options.Check]] = {
+        "damping": options.number(0.0, low_open=True),
+        "damping_mode": options.choice("absolute", "relative"),
+        "normalize_damping": options.flag,
+        "mode": options.choice(*_MODES),
+        "update_steps": options.whole(0),
+        "rank_fraction": options.number(0.0, 1.0, low_open=True),
+        "max_rank": options.whole(1),
+        "rank_energy": options.number(0.0, 1.0, low_open=True, optional=True),
+        "kis_sampling": options.choice(*selection.SAMPLINGS),
+        "kid_pivoting": options.choice("cholesky", "qr", "score"),
+        "kid_residual": options.choice("diag", "none", "full"),
+        "approx": options.choice("reduce", "expand"),
+        "conv_scale": options.choice("exact", "hylo"),
+        "kfac_when_cheaper": options.flag,
+        "factor_decay": options.number(0.0, 1.0),
+        "loss_reduction": options.choice("mean", "sum"),
+        "loss_terms": options.number(0.0, low_open=True),
+        "kl_clip": options.number(0.0, low_open=True, optional=True),
+        "weight_decay_mode": options.choice("standard", "reg"),
+        "checkpoint_curvature": options.choice("all", "none"),
+        "deterministic_seed": options.whole(0),
+    }
+    kinds: ClassVar[dict[str, str]] = {
+        **SubstitutingOptimizer.kinds,
+        "switch_state": "buffers",
+    }
+    allocating = ("mode",)
+    default_damping = (1.0, 0.1)
+    _sizes_are = "rows × (a + g)"
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.9,
+        *,
+        module: nn.Module | None = None,
+        comm: CommStrategy | None = None,
+        damping: float | None = None,
+        damping_mode: str | None = None,
+        normalize_damping: bool = False,
+        mode: str = "auto",
+        switch: SwitchPolicy | None = None,
+        update_steps: int = 10,
+        rank_fraction: float = 0.1,
+        max_rank: int = 1024,
+        rank_energy: float | None = None,
+        kis_sampling: str = "systematic",
+        kid_pivoting: str = "cholesky",
+        kid_residual: str = "diag",
+        approx: str = "reduce",
+        conv_scale: str = "exact",
+        kfac_when_cheaper: bool = False,
+        factor_decay: float = 0.95,
+        fisher: str = "empirical",
+        loss_reduction: str = "mean",
+        loss_terms: float = 1,
+        batch_dim: int = 0,
+        batch_size: int | None = None,
+        skip_layers: Sequence[SkipRule] | SkipRule = (),
+        tied: str | None = None,
+        kl_clip: float | None = None,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        weight_decay_mode: str = "standard",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fallback: str | None = None,
+        fallback_lr: float | None = None,
+        fallback_betas: tuple[float, float] = (0.9, 0.999),
+        fallback_eps: float = 1e-8,
+        inner: str = "sgd",
+        graft: str | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
+        grad_scaler: Any = None,
+        checkpoint_curvature: str = "all",
+        max_failures: int = 10,
+        deterministic_seed: int = 0,
+    ) -> None:
+        given = locals()
+        options.choice("empirical")("fisher", fisher)
+        options.optional_whole(1)("batch_size", batch_size)
+        if switch is not None and not isinstance(switch, SwitchPolicy):
+            raise TypeError(f"switch must be a policy of secondorder.switching, got {switch!r}")
+        self._begin_switch(GradNormChange() if switch is None else switch)
+        self._policy_given = switch is not None
+        self._begin_rows(batch_size)
+        defaults = {name: given[name] for name in (*options.COMMON, *self.checks)}
+        defaults["damping"], defaults["damping_mode"] = self._resolve_damping(damping, damping_mode)
+        chosen = LayerOptions(skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim)
+        super().__init__(
+            params, defaults, module=module, comm=comm, layer_options=chosen, grad_scaler=grad_scaler
+        )  # fmt: skip
+
+    def _begin_switch(self, policy: SwitchPolicy) -> None:
+        self.switch = policy
+        #: What "auto" means now, and when that changed.
+        self._auto_mode: str | None = None
+        self._switches: list[tuple[int, str]] = []
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        if self._policy_given and group["mode"] != "auto":
+            raise ValueError(f"mode={group['mode']!r} never asks the policy {self.switch!r}: drop switch, or mode")
+        if group["conv_scale"] == "hylo" and group["approx"] != "reduce":
+            raise ValueError("conv_scale='hylo' is of summed gradients: use approx='reduce'")
+        if group["weight_decay_mode"] == "reg":
+            clashes = {
+                "decoupled_weight_decay=True": group["decoupled_weight_decay"],
+                "inner='adamw'": group["inner"] == "adamw",
+                "graft='adam'": group["graft"] == "adam",
+            }
+            if found := options.clashing(clashes):
+                raise ValueError(f"weight_decay_mode='reg' makes decay part of the gradient: drop {found}")
+
+    # ------------------------------------------------------------------ state
+    def rank_of(self, group: Mapping[str, Any], examples: int) -> int:
+        """R, the rows to keep of so many examples (at most, where an energy decides)."""
+        if group["mode"] == "sngd":
+            return examples
+        fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
+        return selection.planned_rank(examples, fraction, group["max_rank"])
+
+    def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
+        found = super()._curvature_state(p, group)
+        if p is self._first and any(g["mode"] == "auto" for g in self.param_groups):
+            size = len(self.switch.state_dict()) + 1
+            found = found | {"switch_state": torch.empty(size, dtype=torch.float64, device="meta")}
+        return found
+
+    # ------------------------------------------------------------------ which mode
+    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+        super()._learn(statistics, gradients, gate)
+        if not self._is_auto():
+            return
+        norm = None
+        if self.switch.needs_gradient_norm:
+            covered = [gradients[p] for p in gradients if self._covers(p)]
+            if covered:
+                norms = torch._foreach_norm(covered)
+                norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]))
+        self.switch.observe(self._t, [float(g["lr"]) for g in self.param_groups], norm)
+
+    def _is_auto(self) -> bool:
+        return any(group["mode"] == "auto" for group in self.param_groups)
+
+    def _decide(self) -> None:
+        """Ask the policy for the mode of this refresh."""
+        if not self._is_auto():
+            return
+        found = self.switch.decide(self._t)
+        if found != self._auto_mode:
+            self._switches.append((self._t, found))
+            log.info("HyLo: step %d: %s from now on (%s)", self._t, found.upper(), self.switch.reason)
+            self._auto_mode = found
+
+    def _mode_of(self, block: Block) -> str:
+        mode: str = block.group["mode"]
+        return self._auto_mode or "kid" if mode == "auto" else mode
+
+    def _probe(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> None:
+        """Tell the policy how far KIS is from the exact direction, on a few layers."""
+        usable = [b for b in blocks if all(p in self._gradients_now for p in b.params)]
+        count = min(self.switch.probes if self._is_auto() else 0, len(usable))
+        chosen = [usable[round(i * (len(usable) - 1) / max(count - 1, 1))] for i in range(count)]
+        errors = []
+        for block in chosen:
+            rows, gradient = fresh[block].rows, self._gradient_of(block)
+            matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
+            damping = self.damping_of(block, norms.sum(-1), fresh[block].examples)
+            rank = min(self.rank_of(block.group, fresh[block].examples), fresh[block].examples)
+            kept = self._sampled({block: norms}, fresh, {block: rank}, stream=-1 - block.index)[block]
+            inverse, _ = kernel.damped_inverse(kernel.gram(kept).double(), damping)
+            exact = kernel.exact_update(rows, damping, matrix)
+            off = kernel.apply(kept, inverse, damping, matrix) - exact
+            errors.append(torch.linalg.vector_norm(off) / torch.linalg.vector_norm(exact).clamp(min=1e-30))
+        if errors:
+            self.switch.probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
+
+    def _gradient_of(self, block: Block) -> Tensor:
+        return block.matrix([self._gradients_now[p].to(self._precision(p)) for p in block.params])
+
+    # ------------------------------------------------------------------ stage 4: refresh
+    def refresh_rows(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
+        """Select rows of this step and invert their kernel.
+
+        Args:
+            blocks: The blocks.
+            fresh: What this step captured for each.
+
+        Returns:
+            Whether that went well, by block.
+        """
+        if not blocks:
+            return {}
+        self._decide()
+        with self._stage("select"):
+            kept = self._select(blocks, fresh)
+            if self._batch_size is not None:
+                kept = {b: _filled(k, self.rank_of(b.group, self._batch_size)) for b, k in kept.items()}
+        with self._stage("kernel"):
+            kernels = {b: _widened(kernel.gram(k.rows)) for b, k in kept.items()}
+        with self._stage("invert"):
+            ok = {}
+            for block, k in kept.items():
+                if k.core is None:
+                    inverse, good = kernel.damped_inverse(kernels[block], k.damping)
+                else:
+                    inverse, good = kernel.interpolated_inverse(k.core.to(kernels[block].dtype), kernels[block])
+                good = good.all() & fresh[block].ok
+                self.keep_rows(block, k.rows, inverse, k.damping, good)
+                ok[block] = good
+        self._probe(blocks, fresh)
+        return ok
+
+    def _select(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Kept]:
+        """The rows to keep, as the mode of each block says."""
+        kept: dict[Block, Kept] = {}
+        ranks = self._ranks(blocks, fresh)
+        chosen: dict[str, list[Block]] = {}
+        for block in blocks:
+            chosen.setdefault(self._mode_of(block), []).append(block)
+        for block in chosen.get("sngd", ()):
+            rows = fresh[block].rows
+            trace = kernel.norms(rows).sum(-1)
+            kept[block] = Kept(rows, self.damping_of(block, trace, fresh[block].examples))
+        if members := chosen.get("kis"):
+            scores = {b: kernel.norms(fresh[b].rows) for b in members}
+            for b, rows in self._sampled(scores, fresh, ranks).items():
+                kept[b] = Kept(rows, self.damping_of(b, scores[b].sum(-1), fresh[b].examples))
+        kept.update(self._interpolated(chosen.get("kid", ()), fresh, ranks))
+        return kept
+
+    def _ranks(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, int]:
+        """R of each block: from the number of examples, or from the energy of its kernel."""
+        limits = {b: self.rank_of(b.group, self._batch_size or fresh[b].examples) for b in blocks}
+        limits = {b: min(r, fresh[b].examples) for b, r in limits.items()}
+        asked = [b for b in blocks if b.group["rank_energy"] is not None and self._mode_of(b) != "sngd"]
+        needed = {}
+        for block in asked:
+            local = _widened(kernel.gram(fresh[block].rows))
+            found = selection.interpolate(local, limits[block])
+            share = block.group["rank_energy"]
+            needed[block] = selection.energy_rank(found, local.diagonal(dim1=-2, dim2=-1).sum(-1), share).max()
+        if needed:  # one wait for the device
+            counts = torch.stack(list(needed.values())).tolist()
+            for block, count in zip(needed, counts, strict=True):
+                limits[block] = min(-(-int(count) // _RANK_STEP) * _RANK_STEP, limits[block])
+        return limits
+
+    def _sampled(
+        self, scores: Mapping[Block, Tensor], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int], stream: int = 0
+    ) -> dict[Block, Rows]:
+        """Rows drawn by their scores ``[(Γ,) n]``, weighted."""
+        kept: dict[Block, Rows] = {}
+        generator = torch.Generator().manual_seed(self.seed(stream))
+        kinds: dict[tuple[Any, ...], list[Block]] = {}
+        for block, score in scores.items():
+            kinds.setdefault((score.shape[-1], ranks[block], block.group["kis_sampling"]), []).append(block)
+        for (_, rank, sampling), members in kinds.items():
+            drawn = selection.draw(_joined([scores[b] for b in members], 1), rank, sampling, generator)
+            leads = [scores[b].shape[:-1] for b in members]
+            for block, index, weight in zip(
+                members, _parted(drawn.index, leads), _parted(drawn.weight, leads), strict=True
+            ):
+                kept[block] = kernel.pick(fresh[block].rows, index, weight.to(fresh[block].rows.g.dtype))
+        return kept
+
+    def _interpolated(
+        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
+    ) -> dict[Block, Kept]:
+        """Rows that interpolate the others, with S."""
+        kept: dict[Block, Kept] = {}
+        kinds: dict[tuple[Any, ...], list[Block]] = {}
+        for block in blocks:
+            group, n = block.group, fresh[block].rows.g.shape[-3]
+            kinds.setdefault((n, ranks[block], group["kid_pivoting"], group["kid_residual"]), []).append(block)
+        for (n, rank, pivoting, residual), members in kinds.items():
+            for some in _stacks(members, n * n):
+                grams = {b: kernel.gram(fresh[b].rows) for b in some}
+                traces = {b: k.diagonal(dim1=-2, dim2=-1).sum(-1) for b, k in grams.items()}
+                dampings = {b: self.damping_of(b, traces[b], fresh[b].examples) for b in some}
+                leads = [k.shape[:-2] for k in grams.values()]
+                local = _joined(list(grams.values()), 2)
+                found = selection.interpolate(local, rank, order=selection.pivots(local, rank, pivoting))
+                damping = _joined(list(dampings.values()), 0)
+                core = selection.core(_widened(local), found, damping, residual)
+                parts = [_parted(t, leads) for t in (found.index, found.valid, core)]
+                for block, index, valid, own in zip(some, *parts, strict=True):
+                    rows = fresh[block].rows
+                    picked = kernel.pick(rows, index, valid.to(rows.g.dtype))
+                    kept[block] = Kept(picked, dampings[block], own)
+        return kept
+
+    # ------------------------------------------------------------------ stages 5 to 7
+    def precondition_rows(self, block: Block, gradient: Tensor) -> Tensor:
+        """``[V − Ĝᵀ diag(M ĵ) Â] / λ``, or without the division."""
+        state, rows = self.state[block.owner], self.kept_rows(block)
+        matrix = as_rows_matrix(rows, gradient)
+        found = kernel.apply(rows, state["kernel"], state["kernel_damping"], matrix).reshape(gradient.shape)
+        if block.group["normalize_damping"]:
+            lead = state["kernel_damping"][..., None, None] if gradient.dim() > 2 else state["kernel_damping"]
+            found = found * lead.to(found.dtype)
+        return found
+
+    def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
+        """What to precondition, with the decay of the parameter where that is part of it."""
+        source = super()._sources(blocks, gradients, gate)
+        for block in blocks:
+            for p in block.params:
+                group = self._group[p]
+                if group["weight_decay_mode"] == "reg" and group["weight_decay"]:
+                    source[p] = source[p] + group["weight_decay"] * p
+        return source
+
+    def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
+        rule = super()._rule(p, group, preconditioned)
+        return "decayed" if preconditioned and rule == "sgd" and group["weight_decay_mode"] == "reg" else rule
+
+    def _apply_rule(
+        self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
+    ) -> None:
+        if rule == "decayed":
+            rule, group = "sgd", {**group, "weight_decay": 0.0}
+        super()._apply_rule(rule, params, group, directions, gate)
+
+    # ------------------------------------------------------------------ checkpoints and copies
+    def state_dict(self) -> dict[str, Any]:
+        """See the base class; what the switching policy remembers is in it."""
+        if self._first is not None and "switch_state" in self.state[self._first]:
+            numbers = [*self.switch.state_dict().values(), float(_MODES.index(self._auto_mode or "auto"))]
+            self.state[self._first]["switch_state"].copy_(torch.tensor(numbers, dtype=torch.float64))
+        return super().state_dict()
+
+    def _finish_load(self) -> None:
+        super()._finish_load()
+        if self._first is not None and "switch_state" in self.state[self._first]:
+            numbers = self.state[self._first]["switch_state"].tolist()
+            self.switch.load_state_dict(dict(zip(self.switch.state_dict(), numbers, strict=False)))
+            mode = _MODES[int(numbers[-1])]
+            self._auto_mode = None if mode == "auto" else mode
+
+    def _kept_by_copies(self) -> dict[str, Any]:
+        return {**super()._kept_by_copies(), "switch": self.switch, "auto_mode": self._auto_mode}
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        super()._restore(kept)
+        self._begin_switch(kept["switch"])
+        self._auto_mode = kept["auto_mode"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies keep."""
+        return {**super().__getstate__(), "_policy_given": self._policy_given}
+
+    # ------------------------------------------------------------------ what it tells
+    def curvature_of_rows(self, block: Block) -> Tensor:
+        """F̂ of the rows that are kept, ``[(Γ,) n, n]``."""
+        state = self.state[block.owner]
+        return kernel.curvature(self.kept_rows(block), state["kernel"], state["kernel_damping"])
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Counters, modes and ranks as plain numbers; reading them may wait for the device."""
+        modes = [self._auto_mode if group["mode"] == "auto" else group["mode"] for group in self.param_groups]
+        ranks = {b.name: self.kept_rows(b).g.shape[-3] for b in self._blocks if not self.is_factored(b)}
+        return super().diagnostics() | {
+            "damping": [group["damping"] for group in self.param_groups],
+            "mode": modes[0],
+            "modes": modes,
+            "switches": list(self._switches),
+            "rank": ranks,
+        }
+
+
+def _widened(x: Tensor) -> Tensor:
+    """A kernel in the precision that it is factorised in."""
+    return x.double() if x.shape[-1] <= _DOUBLE_FACTOR else x
+
+
+def _filled(kept: Kept, rows: int) -> Kept:
+    """Zero rows up to a fixed number of them."""
+    missing = rows - kept.rows.g.shape[-3]
+    if missing <= 0:
+        return kept
+    core = kept.core
+    if core is not None:
+        core = kernel.block_diagonal(
+            [core, torch.eye(missing, dtype=core.dtype, device=core.device).expand(*core.shape[:-2], -1, -1)]
+        )
+    return Kept(kernel.padded(kept.rows, rows), kept.damping, core)
+
+
+def _stacks(blocks: Sequence[Block], numbers: int) -> Iterator[list[Block]]:
+    """Blocks in stacks of a bounded size."""
+    size = max(1, _STACK // max(numbers, 1))
+    for start in range(0, len(blocks), size):
+        yield list(blocks[start : start + size])
+
+
+def _joined(parts: Sequence[Tensor], trailing: int) -> Tensor:
+    """Tensors ``[(Γ,) …]`` of equal trailing sizes as one ``[k, …]``."""
+    return torch.cat([part.reshape(-1, *part.shape[part.dim() - trailing :]) for part in parts])
+
+
+def _parted(joined: Tensor, leads: Sequence[torch.Size]) -> list[Tensor]:
+    """The inverse: one tensor for each of the leading shapes."""
+    parts = joined.split([lead.numel() for lead in leads])
+    return [part.reshape(*lead, *joined.shape[1:]) for part, lead in zip(parts, leads, strict=True)]

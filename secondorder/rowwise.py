@@ -1,0 +1,240 @@
+"""Methods with rows of examples: which of them a layer keeps, where they stand, and how often they are renewed.
+
+Unlike factors, rows have sizes that only the first batch tells: R rows of S positions each. State is allocated then,
+or at construction where the number of examples of a step is given.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.curvature import statistics
+from secondorder.curvature.adapters.embedding import EmbeddingAdapter
+from secondorder.curvature.block import Block
+from secondorder.curvature.capture import Statistic
+from secondorder.curvature.examples import ExampleRows
+from secondorder.curvature.kernel import Rows, scaled
+from secondorder.damped import Damped
+from secondorder.layerwise import LayerOptimizer
+from secondorder.lifecycle import Directions, Group, State
+
+#: Kernels of more rows are kept in the precision of the rows: in float64 they would outgrow them.
+_DOUBLE_ROWS = 1024
+
+
+class Fresh(NamedTuple):
+    """What a step captured for a block.
+
+    Attributes:
+        rows: Rows of all its examples, scaled per datum: the Fisher's block is ``Σ_n u_n u_nᵀ``.
+        examples: n.
+        real: Rows that are not padding.
+        ok: Whether they may be used, a 0-dim bool tensor.
+    """
+
+    rows: Rows
+    examples: int
+    real: float | Tensor
+    ok: Tensor
+
+
+class Sizes(NamedTuple):
+    """Sizes of the kept rows.
+
+    Attributes:
+        rows: R.
+        positions: S.
+        d_a: Numbers in a row a, 0 where there is none.
+        d_g: Numbers in a row g.
+    """
+
+    rows: int
+    positions: int
+    d_a: int
+    d_g: int
+
+
+class RowOptimizer(Damped, LayerOptimizer):
+    """Base of the methods that keep rows of examples instead of factors."""
+
+    capture_interval = refresh_interval = "update_steps"
+    kinds: ClassVar[dict[str, str]] = {
+        "rows_a": "rows",
+        "rows_g": "rows",
+        "kernel": "kernel",
+        "kernel_damping": "kernel",
+        "factor_updates": "buffers",
+        "refreshes": "buffers",
+    }
+    #: Examples of a step, if they were told at construction.
+    _batch_size: int | None = None
+
+    def _begin_rows(self, batch_size: int | None) -> None:
+        self._batch_size = batch_size
+        self._fresh: dict[Block, Fresh] = {}
+        self._gradients_now: Directions = {}
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def rank_of(self, group: Mapping[str, Any], examples: int) -> int:
+        """R, the rows to keep of so many examples."""
+
+    # ------------------------------------------------------------------ state
+    def row_spec(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> State:
+        """Rows, their kernel and counters, as ``meta`` tensors and numbers.
+
+        Args:
+            block: The block.
+            group: Its options.
+            held: State of the block, whose sizes are taken over where it has rows.
+
+        Returns:
+            The state.
+        """
+        sizes = self._sizes(block, group, held)
+        lead = () if block.adapter.is_exact or block.adapter.groups == 1 else (block.adapter.groups,)
+        r, single = sizes.rows, self._precision(block.owner)
+
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty((*lead, *shape), dtype=dtype, device="meta")
+
+        if isinstance(block.adapter, EmbeddingAdapter):
+            rows_a = empty(r, sizes.positions, dtype=torch.int64)
+        else:
+            rows_a = empty(r, sizes.positions, sizes.d_a, dtype=single)
+        return {
+            "rows_a": rows_a,
+            "rows_g": empty(r, sizes.positions, sizes.d_g, dtype=single),
+            "kernel": empty(r, r, dtype=torch.float64 if r <= _DOUBLE_ROWS else single),
+            "kernel_damping": empty(dtype=torch.float64),
+            "factor_updates": 0,
+            "refreshes": 0,
+        }
+
+    def _sizes(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Sizes:
+        adapter, rows = block.adapter, held.get("rows_g")
+        whole = adapter.n_g * adapter.n_a
+        if adapter.is_exact:
+            d_a, d_g = 0, adapter.n_g * adapter.groups
+        else:
+            d_a, d_g = 0 if adapter.constant_input else adapter.d_in, adapter.n_g
+        # As held, if that is something this block can have: a checkpoint may be of another model.
+        if isinstance(rows, Tensor) and rows.dim() >= 3 and rows.shape[-1] in (d_g, whole):
+            if rows.shape[-1] != d_g or (isinstance(held.get("rows_a"), Tensor) and held["rows_a"].shape[-1:] == (0,)):
+                d_a = 0
+            return Sizes(rows.shape[-3], rows.shape[-2], d_a, rows.shape[-1])
+        return Sizes(self.rank_of(group, self._batch_size) if self._batch_size else 0, 1, d_a, d_g)
+
+    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """State of a block, of the sizes that it has."""
+        return self.row_spec(block, group, self.state[block.owner])
+
+    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> State:
+        expected = super()._expected_state(p, group, theirs)
+        block = self._block_of.get(p)
+        if block is not None and block.owner is p:
+            held = self.curvature_spec(block, group)
+            expected = {k: v for k, v in expected.items() if k not in held} | self.loaded_spec(block, group, theirs)
+        else:  # a frozen layer keeps its rows, of whatever batch
+            expected |= {k: theirs[k] for k in ("rows_a", "rows_g", "kernel") if k in expected and k in theirs}
+        return expected
+
+    def loaded_spec(self, block: Block, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> State:
+        """Curvature state of a block that a checkpoint should have."""
+        return self.row_spec(block, group, theirs)
+
+    def kept_rows(self, block: Block) -> Rows:
+        """The rows that precondition a block."""
+        state, adapter = self.state[block.owner], block.adapter
+        a, g = state["rows_a"], state["rows_g"]
+        if isinstance(adapter, EmbeddingAdapter):
+            return Rows(a, g, columns=adapter.d_in)
+        return Rows(a, g, adapter.has_bias) if a.shape[-1] else Rows(None, g)
+
+    def keep_rows(self, block: Block, rows: Rows, inverse: Tensor, damping: Tensor, good: Tensor) -> None:
+        """Take rows and their kernel over, all together, if they are good."""
+        state = self.state[block.owner]
+        a = rows.g.new_zeros(*rows.g.shape[:-1], 0) if rows.a is None else rows.a
+        kernel_dtype = torch.float64 if rows.g.shape[-3] <= _DOUBLE_ROWS else rows.g.dtype
+        found = {"rows_a": a, "rows_g": rows.g, "kernel": inverse.to(kernel_dtype), "kernel_damping": damping}
+        same = all(state[key].shape == new.shape and state[key].dtype == new.dtype for key, new in found.items())
+        if not same:  # the host looked, see _changes_layout
+            if bool(good):
+                state.update({key: new.clone() for key, new in found.items()})
+            return
+        for key, new in found.items():
+            state[key].copy_(torch.where(good, new, state[key]))
+
+    def _changes_layout(self, block: Block) -> bool:
+        """Whether the rows of this step are of other sizes than those that are kept."""
+        fresh, held = self._fresh[block], self.state[block.owner].get("rows_g")
+        if held is None:
+            return False
+        rows = self.rank_of(block.group, self._batch_size or fresh.examples)
+        return (rows, *fresh.rows.g.shape[-2:]) != tuple(held.shape[-3:])
+
+    # ------------------------------------------------------------------ stages 1 to 3: rows
+    def new_statistic(self, block: Block, group: Group) -> Statistic:
+        """Nothing but what the backward pass will bring."""
+        return ExampleRows(block.adapter, group["approx"], self._precision(block.owner), conv_scale=group["conv_scale"])
+
+    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+        self._gradients_now = gradients
+        super()._learn(statistics, gradients, gate)
+
+    def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
+        """Scale rows per datum, and hold them for the refresh of this step."""
+        pending, group = cast(ExampleRows, statistic), block.group
+        scale = statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
+        rows = scaled(pending.finish(), scale**0.5)
+        floating = [t for t in (rows.a, rows.g) if t is not None and t.is_floating_point()]
+        finite = statistics.all_finite(floating)
+        if finite.device.type != "cpu" or finite.numpy():
+            ok = finite if gate is None else finite & gate
+            self._fresh[block] = Fresh(rows, examples, pending.real, ok)
+        return finite
+
+    # ------------------------------------------------------------------ stage 4: refresh
+    def _refresh_is_due(self, block: Block) -> bool:
+        return block in self._fresh
+
+    def _capture_is_due(self, block: Block) -> bool:
+        steps: int = block.group["update_steps"]
+        return steps > 0 and (self._t % steps == 0 or self.state[block.owner]["refreshes"] == 0)
+
+    def _with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
+        on_host = all(b.owner.device.type == "cpu" for b in due)
+        first = any(self.state[b.owner]["refreshes"] == 0 for b in due)
+        failing = any(b.name in self._failures for b in due)
+        return due, on_host or first or failing or any(self._changes_layout(b) for b in due)
+
+    def damping_of(self, block: Block, trace: Tensor, rows: int) -> Tensor:
+        """λ of a block ``[(Γ)]``, float64, from the trace of its kernel over so many rows."""
+        mean = trace.double() / max(rows, 1)
+        return statistics.effective_damping(block.group["damping"], block.group["damping_mode"], mean)
+
+    def _advance(self) -> None:
+        self._fresh.clear()
+        self._gradients_now = {}
+        super()._advance()
+
+    # ------------------------------------------------------------------ checkpoints and copies
+    def _finish_load(self) -> None:
+        self._fresh.clear()
+        super()._finish_load()
+
+    def _kept_by_copies(self) -> dict[str, Any]:
+        return {**super()._kept_by_copies(), "batch_size": self._batch_size}
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        self._begin_rows(kept["batch_size"])
+        super()._restore(kept)
+
+    # ------------------------------------------------------------------ what it tells
+    def _pending_bytes(self) -> int:
+        return super()._pending_bytes() + sum(fresh.rows.nbytes for fresh in self._fresh.values())

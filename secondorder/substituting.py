@@ -1,0 +1,200 @@
+"""Rows of examples where they pay, K-FAC's factors where those are cheaper, layer by layer.
+
+A layer of d_i inputs and d_o outputs keeps R rows of S positions each if ``R S (d_i + d_o) < d_i² + d_o²`` and
+``R³ < d_i³ + d_o³``; otherwise it gets factors, made of the same rows.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from secondorder import linalg
+from secondorder.curvature import factors, kernel, scale, statistics
+from secondorder.curvature.block import Block
+from secondorder.curvature.capture import Statistic
+from secondorder.curvature.examples import ExampleRows, second_moments
+from secondorder.factored import batched, pack
+from secondorder.lifecycle import Group, State
+from secondorder.rowwise import Fresh, RowOptimizer
+
+
+class SubstitutingOptimizer(RowOptimizer):
+    """Base of the methods that may take factors instead of rows."""
+
+    kinds: ClassVar[dict[str, str]] = {
+        **RowOptimizer.kinds,
+        "factor_a": "factors",
+        "factor_g": "factors",
+        "factor_weight": "buffers",
+        "rows_instead": "buffers",
+        "basis_a": "second_order",
+        "basis_g": "second_order",
+        "eigenvalues_a": "second_order",
+        "eigenvalues_g": "second_order",
+    }
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def refresh_rows(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
+        """Select rows of this step and invert their kernel; returns by block whether that went well."""
+
+    @abstractmethod
+    def precondition_rows(self, block: Block, gradient: Tensor) -> Tensor:
+        """Apply the inverse curvature of the rows that are kept."""
+
+    @abstractmethod
+    def curvature_of_rows(self, block: Block) -> Tensor:
+        """The undamped curvature of the rows that are kept, ``[(Γ,) n, n]``."""
+
+    # ------------------------------------------------------------------ the choice
+    def is_factored(self, block: Block) -> bool:
+        """Whether a block has factors instead of rows."""
+        return "factor_a" in self.state[block.owner]
+
+    def _prefers_factors(self, block: Block, group: Mapping[str, Any], rows: int, positions: int) -> bool:
+        """Whether factors would take less memory or time than so many rows of so many positions."""
+        adapter = block.adapter
+        if not group["kfac_when_cheaper"] or adapter.is_exact or adapter.one_hot:
+            return False
+        memory, time = _costs(block, rows, positions)
+        return memory[0] >= memory[1] or time[0] >= time[1]
+
+    def _choose(self, block: Block) -> None:
+        """Give a block factors instead of rows, at its first refresh, if they are cheaper."""
+        state, fresh = self.state[block.owner], self._fresh[block]
+        if not block.group["kfac_when_cheaper"] or state["refreshes"] > 0 or self.is_factored(block):
+            return
+        adapter, positions = block.adapter, fresh.rows.g.shape[-2]
+        rows = self.rank_of(block.group, self._batch_size or fresh.examples)
+        if self._prefers_factors(block, block.group, rows, positions):
+            for key in [k for k in state if k in RowOptimizer.kinds and isinstance(state[k], Tensor)]:
+                del state[key]
+            for key, value in self._factor_spec(block).items():
+                on_device = torch.zeros_like(value, device=block.owner.device) if isinstance(value, Tensor) else value
+                state.setdefault(key, on_device)
+            state["rows_instead"] = rows * positions
+        elif fresh.rows.a is not None and kernel.prefers_whole(positions, adapter.n_a, adapter.n_g):
+            self._fresh[block] = fresh._replace(rows=kernel.whole(fresh.rows))
+
+    # ------------------------------------------------------------------ state
+    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """Rows and their kernel, or factors."""
+        state = self.state[block.owner]
+        if "factor_a" in state:
+            return self._factor_spec(block)
+        if self._batch_size is not None and group["approx"] == "reduce" and "rows_g" not in state:
+            rows = self.rank_of(group, self._batch_size)
+            if self._prefers_factors(block, group, rows, 1):
+                return self._factor_spec(block) | {"rows_instead": rows}
+        return super().curvature_spec(block, group)
+
+    def loaded_spec(self, block: Block, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> State:
+        """What a checkpoint should have of a block: it says itself whether rows or factors."""
+        factored = "factor_a" in theirs and group["kfac_when_cheaper"]
+        return self._factor_spec(block) if factored else super().loaded_spec(block, group, theirs)
+
+    def _factor_spec(self, block: Block) -> State:
+        single = self._precision(block.owner)
+
+        def empty(*shape: int, dtype: torch.dtype = single) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        spec: State = {"factor_weight": empty(dtype=torch.float64), "rows_instead": 0}
+        for name, side in zip("ag", factors.sides(block.adapter, None), strict=True):
+            spec[f"factor_{name}"] = spec[f"basis_{name}"] = empty(*side.shape)
+            spec[f"eigenvalues_{name}"] = empty(*side.lead, side.n)
+        return spec | {"factor_updates": 0, "refreshes": 0}
+
+    # ------------------------------------------------------------------ statistics and refresh
+    def new_statistic(self, block: Block, group: Group) -> Statistic:
+        """Nothing but what the backward pass will bring; pairs of rows where factors may be made of them."""
+        undecided = group["kfac_when_cheaper"] and self.state[block.owner]["refreshes"] == 0
+        statistic = super().new_statistic(block, group)
+        cast(ExampleRows, statistic).as_pairs = undecided or self.is_factored(block)
+        return statistic
+
+    def _changes_layout(self, block: Block) -> bool:
+        return not self.is_factored(block) and super()._changes_layout(block)
+
+    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Renew rows and factors; a block that fails keeps its last good ones."""
+        for block in blocks:
+            self._choose(block)
+        fresh = {block: self._fresh[block] for block in blocks}
+        factored = [b for b in blocks if self.is_factored(b)]
+        ok = self._refresh_factors(factored, fresh, host_checks)
+        ok |= self.refresh_rows([b for b in blocks if b not in ok], fresh)
+        return torch.stack([ok[b] for b in blocks])
+
+    def _refresh_factors(
+        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], host_checks: bool
+    ) -> dict[Block, Tensor]:
+        for block in blocks:
+            state, found = self.state[block.owner], fresh[block]
+            running = [state["factor_a"], state["factor_g"]]
+            moments = list(second_moments(found.rows, found.real))
+            decay, weight = block.group["factor_decay"], float(found.examples)
+            statistics.ratio_ema_(running, state["factor_weight"], moments, [1.0, 1.0], weight, decay, found.ok)
+        wanted = [(b, side) for b in blocks for side in "ag"]
+        stacks = batched(
+            [self.state[b.owner][f"factor_{side}"] for b, side in wanted],
+            lambda stack: pack(linalg.eigh_psd(stack, host_checks)),
+        )
+        ok = {b: fresh[b].ok for b in blocks}
+        for (block, _), (_, good) in zip(wanted, stacks, strict=True):
+            ok[block] = ok[block] & good
+        for (block, side), ((values, basis), _) in zip(wanted, stacks, strict=True):
+            for key, tensor in ((f"eigenvalues_{side}", values), (f"basis_{side}", basis)):
+                current: Tensor = self.state[block.owner][key]
+                current.copy_(torch.where(ok[block], tensor.reshape(current.shape), current))
+        return ok
+
+    # ------------------------------------------------------------------ directions, and what it tells
+    def precondition(self, block: Block, gradient: Tensor) -> Tensor:
+        """``(F̂ + λI)⁻¹ vec(∇)`` by rows, or by factors."""
+        if not self.is_factored(block):
+            return self.precondition_rows(block, gradient)
+        state, group = self.state[block.owner], block.group
+        values = state["eigenvalues_g"][..., :, None] * state["eigenvalues_a"][..., None, :]
+        damping = statistics.effective_damping(group["damping"], group["damping_mode"], values.mean((-2, -1)))
+        found = scale.precondition(gradient, state["basis_a"], state["basis_g"], values, damping, 1.0, self._workspace)
+        return found * damping[..., None, None] if group["normalize_damping"] else found
+
+    def block_curvature(self, block: Block) -> Tensor:
+        """The undamped curvature of a block as a dense matrix; block-diagonal over groups."""
+        state = self.state[block.owner]
+        if self.is_factored(block):
+            return block.adapter.natural_order(factors.kron(state["factor_a"], state["factor_g"]))
+        found = self.curvature_of_rows(block).to(self._precision(block.owner))
+        return block.adapter.natural_order(torch.block_diag(*found) if found.dim() > 2 else found)
+
+    def _coverage(self, p: Any) -> tuple[str, str, str]:
+        treatment, sizes, owner = super()._coverage(p)
+        block = self._block_of.get(p)
+        if block is None:
+            return treatment, sizes, owner
+        state = self.state[block.owner]
+        if self.is_factored(block):
+            (numbers, squares), (cubes, both) = _costs(block, state["rows_instead"], 1)
+            why = (
+                f"K-FAC, cheaper than rows: R(a + g) = {numbers:,} against {squares:,}, R³ = {cubes:,} against {both:,}"
+            )
+            return f"{treatment}, {why}", f"{block.adapter.n_a}² + {block.adapter.n_g}²", owner
+        rows = self.kept_rows(block)
+        positions = f"×{rows.g.shape[-2]}" if rows.g.shape[-2] > 1 else ""
+        wide = f"{rows.g.shape[-1]}" if rows.a is None else f"({block.adapter.n_a} + {block.adapter.n_g})"
+        lead = f"{block.adapter.groups}×" if rows.g.dim() > 3 else ""
+        return treatment, f"{lead}{rows.g.shape[-3]}{positions} × {wide}", owner
+
+
+def _costs(block: Block, rows: int, positions: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Numbers kept, and cubes of sizes factorised: those of rows, and those of factors."""
+    d_a, d_g = block.adapter.n_a, block.adapter.n_g
+    whole = kernel.prefers_whole(positions, d_a, d_g)
+    numbers = rows * (d_a * d_g if whole else positions * (d_a + d_g))
+    return (numbers, d_a**2 + d_g**2), (rows**3, d_a**3 + d_g**3)

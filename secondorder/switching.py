@@ -1,0 +1,447 @@
+"""When to spend more on the rows of HyLo: policies that choose ``"kid"``, ``"kis"`` or ``"sngd"`` at each refresh.
+
+A policy hears of every optimizer step in :meth:`SwitchPolicy.observe` and is asked at every refresh in
+:meth:`SwitchPolicy.decide`. It answers from step, learning rates and *earlier* measurements only, so it never waits for
+what the device still computes::
+
+    step        0 … P-1                  P … 2P-1                 2P
+    observe     Σ ‖∇‖ on the device      Σ ‖∇‖ on the device
+    end         copy starts ─────────►   read by the first decide of a later period
+
+Signals are equal on all ranks, and then so are the decisions. A norm that is not finite counts as none: a batch that is
+dropped is observed on a device, where nobody looks, but not on a CPU, and both must decide alike.
+
+Mean gradient norms by period: HyLo (SC22); the other rules are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secondorder import options
+
+#: What a policy may answer.
+MODES = ("kid", "kis", "sngd")
+#: Rates that are told apart. A state has the same keys however many groups there are: of more, some share a sum.
+_RATES = 8
+#: What a rate loses in one step that counts as a fall, and what may be the rounding of a scheduler.
+_FALL, _ROUNDING = 0.1, 1e-9
+
+
+class SwitchPolicy(ABC):
+    """What decides the mode of the next rows; one object per optimizer.
+
+    A policy of your own needs :meth:`decide`, and the two of its state if it remembers anything.
+
+    Attributes:
+        needs_gradient_norm: Whether ``observe`` is to be given a norm.
+        reason: The last decision in words.
+    """
+
+    needs_gradient_norm: bool = False
+    reason: str = "nothing decided yet"
+    _parts: tuple[_Memory, ...] = ()
+
+    @property
+    def probes(self) -> int:
+        """Layers whose error is to be measured at each refresh."""
+        return 0
+
+    def observe(self, step: int, lrs: Sequence[float], norm: Tensor | None = None) -> None:  # noqa: B027 - not all do
+        """Hear of a step, before ``decide`` is asked in it.
+
+        Args:
+            step: Number of the step, from 0.
+            lrs: Learning rate of each group, as numbers.
+            norm: Norm of the gradient of all covered parameters, 0-dim, on any device; None if it is not needed.
+        """
+
+    def probe(self, error: Tensor) -> None:  # noqa: B027 - most do not
+        """Hear of the error of a refresh, after ``decide`` was asked in it.
+
+        Args:
+            error: Relative error of a KIS update against SNGD, the mean over the probed layers, 0-dim, on any device.
+        """
+
+    @abstractmethod
+    def decide(self, step: int) -> str:
+        """Choose the mode of a refresh; asked once in each.
+
+        Args:
+            step: Number of the step, from 0.
+
+        Returns:
+            ``"kid"``, ``"kis"`` or ``"sngd"``.
+        """
+
+    def state_dict(self) -> dict[str, float]:
+        """What is remembered, as numbers, nan for "not yet"; the keys never change. May wait for the device."""
+        for part in self._parts:
+            part.settle()
+        return {key: value for part in self._parts for key, value in part.numbers.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Decide as the policy would have whose state this is. Everything is checked before anything is changed.
+
+        Raises:
+            ValueError: If the keys are not those of this policy.
+            TypeError: If a value is not a number.
+        """
+        known = {key for part in self._parts for key in part.numbers}
+        if set(state_dict) != known:
+            missing, unknown = sorted(known - set(state_dict)), sorted(set(state_dict) - known)
+            raise ValueError(f"not the state of a {type(self).__name__}: missing {missing}, unknown {unknown}")
+        for key, value in state_dict.items():
+            if not (value.numel() == 1 if isinstance(value, Tensor) else options.is_number(value)):
+                raise TypeError(f"{key} must be a number, got {value!r}")
+        for part in self._parts:
+            part.load({key: float(state_dict[key]) for key in part.numbers})
+
+
+@dataclass
+class GradNormChange(SwitchPolicy):
+    """KID while the norm of the gradient changes from period to period, and after a change of the learning rate.
+
+    With N the mean norm of the gradient over the steps of a period, KID is chosen if ``|N − N₋| / N₋ >= eta`` for the
+    last two periods that ended before the step, and while there are no two yet; else KIS. Steps without a finite norm
+    are left out of the mean, and a period that has none but such is passed over.
+
+    A change of the learning rate is what :class:`LRChange` takes for one, and it is heeded in the same way.
+
+    Args:
+        eta: η, the relative change from which on KID is chosen.
+        period_steps: Optimizer steps of a period.
+        hold: Periods of KID after a change of the learning rate; 0 pays no heed to it.
+
+    Raises:
+        ValueError: For a value out of range.
+        TypeError: For a value of a wrong kind.
+    """
+
+    eta: float = 0.1
+    period_steps: int = 100
+    hold: int = 1
+
+    needs_gradient_norm = True
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        options.number(0.0)("eta", self.eta)
+        options.whole(1)("period_steps", self.period_steps)
+        options.whole(0)("hold", self.hold)
+        self.eta = options.plain(self.eta)
+        self._rates, self._norms = _Rates(), _PeriodMeans()
+        self._parts = (self._rates, self._norms, self._norms.ended)
+
+    def observe(self, step: int, lrs: Sequence[float], norm: Tensor | None = None) -> None:
+        self._rates.note(step, lrs)
+        self._norms.enter(step, self.period_steps)
+        if norm is not None:
+            self._norms.add(norm)
+        # What ended is on its way while the next step is computed.
+        self._norms.enter(step + 1, self.period_steps)
+
+    def decide(self, step: int) -> str:
+        self._norms.enter(step, self.period_steps)
+        before, last = self._norms.two_means(step)
+        heeded = self._rates.hold(step, self.hold * self.period_steps)
+        if math.isnan(before):
+            self.reason = "no two periods to compare yet"
+            return "kid"
+        if heeded:
+            self.reason = self._rates.told()
+            return "kid"
+        change = abs(last - before) / before if before else (math.inf if last else 0.0)
+        self.reason = f"mean gradient norm {before:.4g} → {last:.4g}, a change of {change:.3g} (eta={self.eta})"
+        return "kid" if change >= self.eta else "kis"
+
+
+@dataclass
+class LRChange(SwitchPolicy):
+    """KID for a while after a change of the learning rate, KIS otherwise.
+
+    A change is a step whose rate in any group is more than 10 % below that of the step before, or the first step that
+    raises no rate after one that raised some: there a warm-up ends (and each rise of one that goes by epochs). KID then
+    holds for ``hold · period_steps`` steps, that of the change included, and for the first refresh after the change
+    whenever it comes. From nine groups on, the first and the ninth are judged by the sum of their rates, and so on.
+
+    Args:
+        hold: Periods of KID after a change.
+        period_steps: Optimizer steps of a period.
+
+    Raises:
+        ValueError: For a value out of range.
+        TypeError: For a value of a wrong kind.
+    """
+
+    hold: int = 1
+    period_steps: int = 100
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        options.whole(1)("hold", self.hold)
+        options.whole(1)("period_steps", self.period_steps)
+        self._rates = _Rates()
+        self._parts = (self._rates,)
+
+    def observe(self, step: int, lrs: Sequence[float], norm: Tensor | None = None) -> None:
+        self._rates.note(step, lrs)
+
+    def decide(self, step: int) -> str:
+        heeded = self._rates.hold(step, self.hold * self.period_steps)
+        self.reason = self._rates.told()
+        return "kid" if heeded else "kis"
+
+
+@dataclass
+class EpochList(SwitchPolicy):
+    """KID in some epochs, KIS in the others.
+
+    Epochs count from 0 and an interval ends before its second number: ``(0, 10)`` are the first ten. Three numbers
+    e₀ e₁ e₂ of the published scripts, KID for epoch < e₀ and for e₁ < epoch <= e₂, are ``[(0, e₀), (e₁ + 1, e₂ + 1)]``.
+
+    Args:
+        intervals: Pairs of epochs.
+        steps_per_epoch: Optimizer steps of an epoch.
+
+    Raises:
+        ValueError: For a value out of range, and without intervals.
+        TypeError: For a value of a wrong kind.
+    """
+
+    intervals: Sequence[tuple[int, int]]
+    steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        given = self.intervals
+        if not isinstance(given, (list, tuple)) or not all(isinstance(x, (list, tuple)) and len(x) == 2 for x in given):
+            raise TypeError(f"intervals must be a list of pairs of epochs, got {given!r}")
+        for start, stop in given:
+            options.whole(0)("start of an interval", start)
+            options.whole(0)("end of an interval", stop)
+            if start >= stop:
+                raise ValueError(f"an interval must end after it starts, got {(start, stop)}")
+        if not given:
+            raise ValueError(f"intervals must not be empty, got {given!r}; without KID use Always('kis')")
+        options.whole(1)("steps_per_epoch", self.steps_per_epoch)
+        self.intervals = tuple((start, stop) for start, stop in given)
+
+    def decide(self, step: int) -> str:
+        epoch = step // self.steps_per_epoch
+        inside = any(start <= epoch < stop for start, stop in self.intervals)
+        self.reason = f"epoch {epoch} is {'in' if inside else 'outside'} the intervals of KID"
+        return "kid" if inside else "kis"
+
+
+@dataclass
+class ProbeError(SwitchPolicy):
+    """KIS while it comes close to SNGD on some layers, else KID.
+
+    Judged by the error that was measured at the refresh before; one that is not finite is no reason for KIS, and
+    neither is none at all: then the answer is KID.
+
+    Args:
+        layers: Layers to measure.
+        threshold: Relative error up to which KIS is chosen.
+
+    Raises:
+        ValueError: For a value out of range.
+        TypeError: For a value of a wrong kind.
+    """
+
+    layers: int = 2
+    threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        options.whole(1)("layers", self.layers)
+        options.number(0.0)("threshold", self.threshold)
+        self.threshold = options.plain(self.threshold)
+        self._errors = _Latest("error")
+        self._parts = (self._errors,)
+
+    @property
+    def probes(self) -> int:
+        return self.layers
+
+    def probe(self, error: Tensor) -> None:
+        self._errors.put(error)
+
+    def decide(self, step: int) -> str:
+        error = self._errors.get()
+        if math.isnan(error):
+            self.reason = "no error measured yet, or not a number"
+        else:
+            self.reason = f"error of KIS {error:.4g} (threshold={self.threshold})"
+        return "kis" if error <= self.threshold else "kid"
+
+
+@dataclass
+class Always(SwitchPolicy):
+    """One mode throughout.
+
+    Args:
+        mode: ``"kid"``, ``"kis"`` or ``"sngd"``.
+
+    Raises:
+        ValueError: For another one.
+        TypeError: For what is no string.
+    """
+
+    mode: str
+
+    def __post_init__(self) -> None:
+        """Check the value."""
+        options.choice(*MODES)("mode", self.mode)
+
+    def decide(self, step: int) -> str:
+        self.reason = f"always {self.mode}"
+        return self.mode
+
+
+class _Memory:
+    """Numbers that a policy remembers, some of which may still be on a device.
+
+    Attributes:
+        numbers: By key; those on a device are outdated until :meth:`settle`.
+    """
+
+    def __init__(self, **numbers: float) -> None:
+        self.numbers = numbers
+
+    def settle(self) -> None:
+        """Bring every number to the host."""
+
+    def load(self, numbers: dict[str, float]) -> None:
+        """Forget everything for other numbers."""
+        self.settle()
+        self.numbers = numbers
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which can hold no events."""
+        self.settle()
+        return self.__dict__
+
+
+class _Rates(_Memory):
+    """Learning rates of the step before, and when they changed."""
+
+    def __init__(self) -> None:
+        rates = {f"lr_{i}": math.nan for i in range(_RATES)}
+        super().__init__(**rates, rising=0.0, changed_at=math.nan, unheeded=0.0)
+
+    def note(self, step: int, lrs: Sequence[float]) -> None:
+        """Compare with the step before; a nan compares as no change."""
+        known = self.numbers
+        rates = {f"lr_{i}": math.fsum(lrs[i::_RATES]) for i in range(min(len(lrs), _RATES))}
+        falls = any(rate < known[key] * (1 - _FALL - _ROUNDING) for key, rate in rates.items())
+        rises = any(rate > known[key] * (1 + _ROUNDING) for key, rate in rates.items())
+        if falls or (known["rising"] and not rises):
+            known.update(changed_at=float(step), unheeded=1.0)
+        known.update(rates, rising=float(rises))
+
+    def hold(self, step: int, window: int) -> bool:
+        """Whether a refresh still follows a change; without a window none does."""
+        unheeded, self.numbers["unheeded"] = self.numbers["unheeded"], 0.0
+        return window > 0 and (bool(unheeded) or step - self.numbers["changed_at"] < window)
+
+    def told(self) -> str:
+        """The last change in words."""
+        at = self.numbers["changed_at"]
+        return "no learning rate has changed" if math.isnan(at) else f"a learning rate changed at step {int(at)}"
+
+
+class _Latest(_Memory):
+    """The last value of a signal; it comes from a device without anybody waiting, unless it is asked for too soon."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(**{key: math.nan})
+        self._key = key
+        self._arriving: tuple[Tensor, torch.Event] | None = None
+
+    def put(self, value: Tensor | float) -> None:
+        """Replace the value."""
+        self._arriving = None
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
+            self.numbers[self._key] = float(value)
+            return
+        arrived = torch.Event(value.device)
+        copy = value.detach().to("cpu", non_blocking=True)
+        arrived.record()
+        self._arriving = copy, arrived
+
+    def get(self) -> float:
+        """The value."""
+        self.settle()
+        return self.numbers[self._key]
+
+    def settle(self) -> None:
+        if self._arriving is not None:
+            copy, arrived = self._arriving
+            arrived.synchronize()
+            self.numbers[self._key], self._arriving = float(copy), None
+
+
+class _PeriodMeans(_Memory):
+    """Mean norm of the gradient in the last two periods that have one, and the sum of the running period.
+
+    Attributes:
+        ended: Mean of a period that ended but was not taken over yet.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(start=0.0, norm_sum=0.0, norm_count=0.0, last_norm=math.nan, norm_before=math.nan)
+        self.ended = _Latest("ended_norm")
+        self._running: Tensor | None = None  # norm_sum and norm_count while norms are added
+
+    def enter(self, step: int, period: int) -> None:
+        """End the running period if ``step`` lies behind it. Periods start at multiples of their length."""
+        start = step - step % period
+        if start > self.numbers["start"]:
+            self._take_over()  # of the period before: it arrived long ago
+            self.ended.put(self._mean())
+            self.numbers.update(start=float(start), norm_sum=0.0, norm_count=0.0)
+            self._running = None
+
+    def add(self, norm: Tensor) -> None:
+        """Count a norm, unless it is not finite."""
+        norm = norm.detach().to(torch.float64).reshape(())
+        if self._running is not None and self._running.device != norm.device:
+            self.settle()
+        if self._running is None:
+            known = [self.numbers["norm_sum"], self.numbers["norm_count"]]
+            self._running = torch.stack([norm.new_full((), x) for x in known])
+        finite = torch.isfinite(norm)
+        self._running += torch.stack([torch.where(finite, norm, 0.0), finite.to(norm.dtype)])
+
+    def two_means(self, step: int) -> tuple[float, float]:
+        """Means of the last two periods that ended before ``step``, the older first; nan where there are none."""
+        if step >= self.numbers["start"]:
+            self._take_over()
+        return self.numbers["norm_before"], self.numbers["last_norm"]
+
+    def settle(self) -> None:
+        if self._running is not None:
+            self.numbers["norm_sum"], self.numbers["norm_count"] = self._running.to("cpu").tolist()
+            self._running = None
+
+    def _mean(self) -> Tensor | float:
+        """Of the running period; nan if nothing was counted."""
+        if self._running is not None:
+            return self._running[0] / self._running[1]
+        count = self.numbers["norm_count"]
+        return self.numbers["norm_sum"] / count if count else math.nan
+
+    def _take_over(self) -> None:
+        mean = self.ended.get()
+        if not math.isnan(mean):
+            self.numbers.update(norm_before=self.numbers["last_norm"], last_norm=mean)
+        self.ended.put(math.nan)

@@ -1,0 +1,307 @@
+"""HyLo's quantities from their definitions: per-example gradients of torch.func, dense matrices, explicit inverses.
+
+Nothing here multiplies two small matrices to save the large one: the curvature of a block is written down as a matrix
+over all entries of its parameters, and every low-rank form is turned into the dense operator that it stands for.
+
+    symbol  shape           meaning
+    U       [Γ, m, k]       gradients of the examples' own losses in the parameters of a block, one set per group
+    F       [Γ, k, k]       UᵀU / m
+    K       [m, m]          U Uᵀ of one group, not divided by anything
+    V       [Γ, k]          what is preconditioned
+    I       [r]             indices of the rows that a method keeps
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from secondorder import HyLo
+from tests.ekfac.definitions import NORMS, as_matrices
+from tests.oracle.driver import assert_close
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Found = dict[str, Tensor]
+
+# Every choice that a test does not make itself: the exact method, due at every step, on a model that stands still.
+PLAIN = {"lr": 0.0, "momentum": 0.0, "damping": 1e-2, "mode": "sngd", "approx": "expand", "update_steps": 1}
+LATER = 10**6  # a refresh that does not come
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def example_gradients(
+    model: nn.Module, inputs: Sequence[Tensor], y: Tensor, loss: Loss, at_once: bool = True
+) -> Found:
+    """``[m, *shape]`` by parameter name; ``loss`` of a batch of one is the loss of that example."""
+    model = copy.deepcopy(model)
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def value(parameters: Found, target: Tensor, *example: Tensor) -> Tensor:
+        return loss(functional_call(model, parameters, tuple(x[None] for x in example)), target[None])
+
+    if at_once:
+        return vmap(grad(value), in_dims=(None, *[0] * (1 + len(inputs))))(trained, y, *inputs)
+    found = [grad(value)(trained, y[n], *(x[n] for x in inputs)) for n in range(len(y))]
+    return {name: torch.stack([part[name] for part in found]) for name in trained}
+
+
+def positions(layer: nn.Module, z: Tensor) -> Tensor:
+    """``[S, d_o]`` of the output of one example, features last."""
+    features = 1 if isinstance(layer, nn.modules.conv._ConvNd) else -1
+    return z.movedim(features, -1).reshape(-1, z.shape[features])
+
+
+def spread(layer: nn.Module, g: Tensor, z: Tensor) -> Tensor:
+    """The same ``g`` ``[d_o]`` at every position of an output ``z``."""
+    features = 1 if isinstance(layer, nn.modules.conv._ConvNd) else -1
+    return g.expand(*z.movedim(features, -1).shape).movedim(-1, features).contiguous()
+
+
+def reduced_gradients(
+    model: nn.Module, name: str, inputs: Sequence[Tensor], y: Tensor, loss: Loss, per_position: bool = False
+) -> Found:
+    """``(Σ g)(mean a)ᵀ`` of every example, over all positions of all calls.
+
+    The layer is linear in its parameters, so that is what its own backward pass makes of the mean of ``g`` put at every
+    position. ``per_position`` divides once more by the number of positions.
+    """
+    model = copy.deepcopy(model)
+    layer = model.get_submodule(name)
+    prefix = f"{name}." if name else ""
+    names, trained = zip(*((n, p) for n, p in layer.named_parameters() if p.requires_grad), strict=True)
+    calls: list[tuple[tuple[Tensor, ...], Tensor]] = []
+    layer.register_forward_hook(lambda _, args, z: calls.append((tuple(a.detach() for a in args), z)))
+    found = []
+    for n in range(len(y)):
+        calls.clear()
+        value = loss(model(*(x[n : n + 1] for x in inputs)), y[n : n + 1])
+        seen = list(calls)
+        rows = [
+            positions(layer, g)
+            for g in torch.autograd.grad(value, [z for _, z in seen], allow_unused=True, materialize_grads=True)
+        ]
+        count = sum(len(g) for g in rows)
+        mean = sum(g.sum(0) for g in rows) / count
+        mean = mean / count if per_position else mean
+        again = [layer(*args) for args, _ in seen]
+        found.append(torch.autograd.grad(again, trained, [spread(layer, mean, z) for z in again]))
+    return {prefix + n: torch.stack(parts) for n, parts in zip(names, zip(*found, strict=True), strict=True)}
+
+
+def as_rows(model: nn.Module, name: str, found: Found) -> Tensor:
+    """``[Γ, N, k]`` of values ``[N, *shape]`` of a layer's parameters, in the order of ``dense_curvature``."""
+    layer = model.get_submodule(name)
+    prefix = f"{name}." if name else ""
+    weight, bias = found.get(prefix + "weight"), found.get(prefix + "bias")
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        return weight.flatten(1)[None]
+    matrices = as_matrices(layer, weight, bias)
+    if isinstance(layer, NORMS):  # one block for all units
+        return matrices.flatten(1)[None]
+    return matrices.transpose(0, 1).flatten(2)
+
+
+def one(values: Found) -> Found:
+    """As a batch of one."""
+    return {name: value.detach()[None] for name, value in values.items()}
+
+
+def gradients(model: nn.Module) -> Found:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The exact method
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def eye(n: int) -> Tensor:
+    return torch.eye(n, dtype=torch.float64)
+
+
+def fisher(U: Tensor) -> Tensor:
+    """``[Γ, k, k]``."""
+    return U.mT @ U / U.shape[-2]
+
+
+def dense(blocks: Tensor) -> Tensor:
+    return torch.block_diag(*blocks)
+
+
+def solve(F: Tensor, V: Tensor, damping: float) -> Tensor:
+    """(F + λI)⁻¹ V of every group."""
+    return torch.linalg.solve(F + damping * eye(F.shape[-1]), V[..., None])[..., 0]
+
+
+def sngd(U: Tensor, V: Tensor, damping: float) -> Tensor:
+    return solve(fisher(U), V, damping)
+
+
+def steepest(U: Tensor) -> float:
+    """λ₁, the largest eigenvalue of all groups' F."""
+    return float(torch.linalg.eigvalsh(U @ U.mT / U.shape[-2]).max())
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interpolation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def greedy(K: Tensor, rank: int, floor: float = 1e-10) -> list[int]:
+    """Pivots, each with the largest diagonal of what those before it leave of K."""
+    chosen: list[int] = []
+    for _ in range(rank):
+        left = K.diagonal() if not chosen else interpolation(K, chosen)[1].diagonal()
+        if float(left.max()) <= floor * float(K.diagonal().max()):
+            break
+        chosen.append(int(left.argmax()))
+    return chosen
+
+
+def interpolation(K: Tensor, chosen: list[int]) -> tuple[Tensor, Tensor]:
+    """P with K ≈ Pᵀ K[I, I] P, and what is left of K."""
+    P = torch.linalg.solve(K[chosen][:, chosen], K[chosen])
+    return P, K - K[:, chosen] @ P
+
+
+def kid_operator(U: Tensor, chosen: list[int], damping: float, residual: str = "diag") -> Tensor:
+    """The dense matrix that turns V into the update, of one group ``[m, k]``."""
+    m, K = len(U), U @ U.mT
+    P, E = interpolation(K, chosen)
+    D = damping * eye(m) + {"none": 0 * E, "diag": E.diagonal().diag(), "full": E}[residual] / m
+    S = P @ torch.linalg.inv(D) @ P.mT
+    M = torch.linalg.inv(torch.linalg.inv(S) + K[chosen][:, chosen] / m)
+    return (eye(U.shape[1]) - U[chosen].mT @ M @ U[chosen] / m) / damping
+
+
+def published_operator(U: Tensor, chosen: list[int], damping: float) -> Tensor:
+    """The same with the public code's algebra: K̂ over R and inverted where K̂ belongs, the residual unscaled."""
+    m, R, K = len(U), len(chosen), U @ U.mT
+    P, E = interpolation(K, chosen)
+    S = P @ torch.linalg.inv(damping * eye(m) + E.diagonal().diag()) @ P.mT
+    M = torch.linalg.inv(torch.linalg.inv(S) + torch.linalg.inv(K[chosen][:, chosen] / R))
+    return (eye(U.shape[1]) - U[chosen].mT @ M @ U[chosen] / m) / damping
+
+
+def kid(U: Tensor, V: Tensor, rank: int, damping: float, residual: str = "diag") -> Tensor:
+    """Update of every group."""
+    return torch.stack(
+        [kid_operator(u, greedy(u @ u.mT, rank), damping, residual) @ v for u, v in zip(U, V, strict=True)]
+    )
+
+
+def curvature_of(operator: Tensor, damping: float) -> Tensor:
+    """F̂ of an update operator (F̂ + λI)⁻¹."""
+    return torch.linalg.inv(operator) - damping * eye(len(operator))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def inclusion(q: Tensor, rank: int) -> Tensor:
+    """π: proportional to q, at most 1, with the sum r (or the number of positive scores)."""
+    wanted = min(rank, int((q > 0).sum()))
+    certain = torch.zeros_like(q, dtype=torch.bool)
+    while True:
+        share = torch.where(certain, 0.0, q)
+        left = wanted - int(certain.sum())
+        pi = torch.where(certain, 1.0, left * share / share.sum() if left else share * 0)
+        over = ~certain & (pi >= 1)
+        if not bool(over.any()):
+            return pi
+        certain |= over
+
+
+def shares(F: Tensor, U: Tensor) -> Tensor:
+    """c with F = Σ c_s u_s u_sᵀ / m, of one group; u_s uₛᵀ are linearly independent where the u_s are."""
+    products = torch.stack([torch.outer(u, u).reshape(-1) for u in U], -1) / len(U)
+    found = torch.linalg.lstsq(products, F.reshape(-1, 1)).solution[:, 0]
+    assert_close(products @ found, F.reshape(-1), 1e-8, "a sum over the rows")
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Driving HyLo
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def plain_hylo(params, **keywords) -> HyLo:
+    return HyLo(params, **{**PLAIN, **keywords})
+
+
+def taken(opt: HyLo) -> Found:
+    """Take a step with the gradients that are there; the directions by parameter name."""
+    with opt.keep_directions() as kept:
+        opt.step()
+    return dict(kept)
+
+
+def step(opt: HyLo, model: nn.Module, inputs: Sequence[Tensor] | Tensor, y: Tensor, loss: Loss) -> Found:
+    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    opt.zero_grad()
+    loss(model(*inputs), y).backward()
+    return taken(opt)
+
+
+def with_gradient(opt: HyLo, model: nn.Module, seed: int, scale: float = 1.0) -> Found:
+    """Directions of random gradients, which no backward pass made; between refreshes any V is good."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.grad = (scale * torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p.dtype)
+    return taken(opt)
+
+
+def flat(values: Found) -> Tensor:
+    return torch.cat([values[name].detach().flatten() for name in sorted(values)])
+
+
+def check(
+    build: Callable[[], nn.Module],
+    inputs: Sequence[Tensor] | Tensor,
+    y: Tensor,
+    loss: Loss,
+    names: Sequence[str],
+    approx: str = "expand",
+    at_once: bool = True,
+    tolerance: float = 1e-8,
+    **keywords,
+) -> tuple[HyLo, nn.Module]:
+    """Direction and dense curvature of some layers, each under its name, against the dense solve."""
+    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    damping = keywords.get("damping", PLAIN["damping"])
+    model, plain = build(), build()
+    opt = plain_hylo(model, approx=approx, **keywords)
+    kept = step(opt, model, inputs, y, loss)
+    found = example_gradients(plain, inputs, y, loss, at_once)
+    for name in names:
+        is_exact = approx == "expand" or isinstance(plain.get_submodule(name), (*NORMS, nn.Embedding, nn.EmbeddingBag))
+        U = as_rows(plain, name, found if is_exact else reduced_gradients(plain, name, inputs, y, loss))
+        check_block(opt, model, name, U, kept, damping, tolerance)
+    return opt, model
+
+
+def check_block(
+    opt: HyLo, model: nn.Module, name: str, U: Tensor, kept: Found, damping: float, tolerance: float = 1e-8
+) -> None:
+    V, moved = (as_rows(model, name, one(values))[:, 0] for values in (gradients(model), kept))
+    compare(opt, name, U, V, moved, damping, tolerance)
+
+
+def compare(opt: HyLo, name: str, U: Tensor, V: Tensor, moved: Tensor, damping: float, tolerance: float = 1e-8) -> None:
+    expected = sngd(U, V, damping)
+    assert error(V / damping, expected) > 1e-3, f"{name}: damping leaves nothing to see"
+    assert_close(moved, expected, tolerance, f"direction of {name!r}")
+    assert_close(opt.dense_curvature(name), dense(fisher(U)), tolerance, f"curvature of {name!r}")

@@ -1,0 +1,556 @@
+"""Sampling and interpolation of examples against naive loops, exact probabilities and LAPACK.
+
+Statements about expectations are checked over thousands of draws with a fixed seed, within five standard errors.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import combinations, permutations
+
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from secondorder.curvature.selection import (
+    PIVOTINGS,
+    RESIDUALS,
+    SAMPLINGS,
+    core,
+    draw,
+    energy_rank,
+    inclusion,
+    interpolate,
+    pivots,
+    planned_rank,
+)
+
+SCORES = {
+    "alike": torch.ones(9),
+    "mild": torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 9]),
+    "heavy": torch.tensor([1e6, 1e3, 1e3, 7, 5, 2, 1e-1, 1e-2, 1e-3]),
+    "tiny": torch.tensor([3e-160, 1e-160, 2e-160, 1e-161, 5e-160, 1e-160, 1e-160, 1e-160, 1e-160]),
+    "zeros": torch.tensor([0.0, 3, 0, 1, 0, 50, 2, 0, 4]),
+}
+SCORES = {name: q.double() for name, q in SCORES.items()}
+SCORES["tiny"] = torch.tensor([3.0, 1, 2, 0.1, 5, 1, 1, 1, 1], dtype=torch.float64) * 1e-160
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64)
+
+
+def kernel(n: int = 12, rank: int | None = None, seed: int = 0) -> Tensor:
+    rows = normal(n, rank or n, seed=seed) * torch.linspace(0.2, 2.0, n, dtype=torch.float64)[:, None]
+    return rows @ rows.T
+
+
+def outer_sum(rows: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """``Σ ω² u uᵀ`` for each of many draws."""
+    kept = rows[index] * weight[..., None]
+    return kept.mT @ kept
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+
+def iterated(scores: Tensor, rank: int) -> list[float]:
+    """``min(1, r q/Σq)``, what is cut off given to the others until nothing is cut off."""
+    q, ones = scores.tolist(), set()
+    while True:
+        rest = sum(x for s, x in enumerate(q) if s not in ones)
+        pi = [1.0 if s in ones else (rank - len(ones)) * x / rest if x else 0.0 for s, x in enumerate(q)]
+        more = {s for s, x in enumerate(pi) if x >= 1} | ones
+        if more == ones:
+            return pi
+        ones = more
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4, 5, 8, 9])
+@pytest.mark.parametrize("name", SCORES)
+def test_inclusion_is_the_end_of_the_iteration(name: str, rank: int) -> None:
+    q = SCORES[name]
+    positive = int((q > 0).sum())
+    found = inclusion(q, rank)
+    wanted = iterated(q, rank) if rank < positive else (q > 0).double().tolist()
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert float(found.sum()) == pytest.approx(min(rank, positive), rel=1e-13)
+    assert float(found.max()) <= 1
+
+
+def test_inclusion_takes_batches_and_any_precision() -> None:
+    q = torch.stack(list(SCORES.values())).view(5, 1, 9).expand(5, 2, 9)
+    found = inclusion(q.float() * 2, 4)
+    assert found.dtype == torch.float64
+    for i in range(5):
+        torch.testing.assert_close(inclusion(q, 4)[i, 1], inclusion(q[i, 0], 4), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+@pytest.mark.parametrize("name", ["alike", "mild", "heavy", "zeros"])
+def test_systematic_draws_never_repeat_and_have_the_frequency_of_inclusion(name: str, rank: int) -> None:
+    times, q = 4000, SCORES[name]
+    index, weight = draw(q.expand(times, -1), rank, "systematic", generator())
+    assert bool((index[:, 1:] > index[:, :-1]).all())
+    pi = inclusion(q, rank)
+    drawn = weight > 0
+    assert bool((drawn.sum(-1) == min(rank, int((q > 0).sum()))).all())
+    frequency = torch.zeros(times, 9, dtype=torch.float64).scatter_add_(1, index, drawn.double()).mean(0)
+    assert bool(((frequency - pi).abs() <= 5 * (pi * (1 - pi) / times).sqrt()).all())
+    torch.testing.assert_close(weight, torch.where(drawn, pi[index].rsqrt(), 0.0), rtol=1e-14, atol=0)
+
+
+def test_systematic_draws_of_any_two_rows_occur() -> None:
+    """The line is permuted at random: without that, neighbours of small probability would never meet."""
+    index = draw(torch.ones(2000, 6), 2, "systematic", generator()).index
+    counts = torch.bincount(index[:, 0] * 6 + index[:, 1], minlength=36)
+    assert all(counts[i * 6 + j] > 0 for i, j in combinations(range(6), 2))
+
+
+@pytest.mark.parametrize("sampling", ["systematic", "uniform"])
+def test_all_examples_have_the_weight_one(sampling: str) -> None:
+    q = torch.rand(50, 33, generator=generator(), dtype=torch.float64) ** 8 + 1e-12
+    index, weight = draw(q, 33, sampling, generator())
+    assert torch.equal(index, torch.arange(33).expand(50, 33))
+    assert bool((weight == 1).all())
+
+
+def test_many_rows_that_must_be_drawn_are_drawn() -> None:
+    """600 probabilities of 1 beside 400 small ones: a sum of floating-point numbers would miss some in some draws."""
+    q = torch.rand(20, 1000, generator=generator(), dtype=torch.float64) + 0.5
+    q[:, ::5], q[:, 1::5] = 1e-4, 1e-7
+    index, weight = draw(q, 610, "systematic", generator())
+    certain = inclusion(q, 610) == 1
+    assert bool((certain.sum(-1) >= 600).all())
+    found = torch.zeros_like(certain).scatter_(1, index, True)
+    assert bool(found[certain].all())
+    assert bool((weight > 0).all())
+
+
+def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor]:
+    return samples.mean(0), samples.std(0) / math.sqrt(len(samples))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 7])
+@pytest.mark.parametrize("sampling", ["systematic", "replacement", "uniform"])
+def test_the_mean_of_the_estimate_is_the_curvature(sampling: str, rank: int) -> None:
+    rows = normal(10, 4) * torch.tensor([0.1, 3, 1, 1, 0.5, 0, 2, 1, 0.3, 1]).double()[:, None]
+    q = rows.square().sum(1)
+    mean, error = mean_and_error(outer_sum(rows, *draw(q.expand(6000, -1), rank, sampling, generator())))
+    assert bool(((mean - rows.T @ rows).abs() <= 5 * error + 1e-12).all())
+    assert float(error.max()) < 0.05 * float((rows.T @ rows).max())  # enough draws to see a bias of a quarter
+
+
+def test_the_unweighted_draw_is_biased() -> None:
+    rows = normal(10, 4) * torch.tensor([0.1, 3, 1, 1, 0.5, 0.2, 2, 1, 0.3, 1]).double()[:, None]
+    q = rows.square().sum(1)
+    mean, error = mean_and_error(outer_sum(rows, *draw(q.expand(6000, -1), 3, "unweighted", generator())))
+    assert float(((mean - rows.T @ rows).abs() / error).max()) > 30
+
+
+def sequential(q: list[float], order: tuple[int, ...]) -> float:
+    """Probability that this order comes out of drawing one after the other of those left."""
+    probability, left = 1.0, sum(q)
+    for s in order:
+        probability, left = probability * q[s] / left, left - q[s]
+    return probability
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("sampling", ["unweighted", "uniform"])
+def test_draws_without_replacement_have_their_exact_distribution(sampling: str, rank: int) -> None:
+    times, q = 20_000, [1.0, 4.0, 0.5, 2.0, 6.0]
+    index, weight = draw(torch.tensor(q).expand(times, -1), rank, sampling, generator())
+    assert bool((weight == torch.tensor(math.sqrt(5 / rank))).all())
+    rates = q if sampling == "unweighted" else [1.0] * 5
+    for chosen in combinations(range(5), rank):
+        p = sum(sequential(rates, order) for order in permutations(chosen))
+        frequency = float((index == torch.tensor(chosen)).all(-1).double().mean())
+        assert abs(frequency - p) <= 5 * math.sqrt(p * (1 - p) / times)
+
+
+def test_draws_with_replacement_have_their_frequencies_and_weights() -> None:
+    times, q = 20_000, SCORES["zeros"]
+    index, weight = draw(q.expand(times, -1), 3, "replacement", generator())
+    p = q / q.sum()
+    frequency = torch.bincount(index.flatten(), minlength=9) / (3 * times)
+    assert bool(((frequency - p).abs() <= 5 * (p * (1 - p) / (3 * times)).sqrt()).all())
+    torch.testing.assert_close(weight, (3 * p[index]).rsqrt(), rtol=1e-14, atol=0)
+    assert bool((index[:, 0] == index[:, 1]).any())
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_rows_of_zeros_are_never_drawn(sampling: str, rank: int) -> None:
+    q = SCORES["zeros"]
+    index, weight = draw(q.expand(1000, -1), rank, sampling, generator())
+    assert bool((q[index][weight > 0] > 0).all())
+    if sampling == "replacement":
+        assert bool((weight > 0).all())
+        return
+    assert bool(((weight > 0).sum(-1) == min(rank, 5)).all())
+    assert bool((index.sort(-1).values.diff(dim=-1) > 0).all())  # places without a draw repeat nothing either
+    if rank == 7 and sampling != "unweighted":  # all there are, as they are
+        assert bool((weight[weight > 0] == 1).all())
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_without_any_score_all_weights_are_zero(sampling: str) -> None:
+    q = torch.stack([torch.zeros(6), torch.full((6,), -1.0), torch.ones(6)])
+    index, weight = draw(q, 4, sampling, generator())
+    assert bool((weight[:2] == 0).all())
+    assert bool((weight[2] > 0).all())
+    assert bool(((index >= 0) & (index < 6)).all())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_score_that_is_not_finite_shows_in_the_weights_of_its_own_block(sampling: str, bad: float) -> None:
+    q = torch.ones(3, 8)
+    q[1, 5] = bad
+    index, weight = draw(q, 4, sampling, generator())
+    assert bool(weight[1].isnan().all())
+    assert bool((weight[[0, 2]] > 0).all())
+    assert bool(((index >= 0) & (index < 8)).all())
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_draws_follow_from_the_generator(sampling: str) -> None:
+    q = torch.rand(3, 20, generator=generator(5))
+    before = q.clone()
+    torch.manual_seed(1)
+    first = draw(q, 4, sampling, generator(7))
+    torch.manual_seed(2)
+    again, other = draw(q, 4, sampling, generator(7)), draw(q, 4, sampling, generator(8))
+    assert torch.equal(first.index, again.index)
+    assert torch.equal(first.weight, again.weight)
+    assert not torch.equal(first.index, other.index)
+    assert first.weight.dtype == torch.float32
+    assert torch.equal(q, before)
+    rng = generator(7)
+    draw(q, 4, sampling, rng)
+    assert not torch.equal(draw(q, 4, sampling, rng).index, first.index)  # the generator moves on
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_batch_is_drawn_like_its_parts_one_after_the_other(sampling: str) -> None:
+    q = torch.rand(2, 3, 20, generator=generator(5), dtype=torch.float64) ** 3
+    together, rng = draw(q, 4, sampling, generator()), generator()
+    for i in range(2):
+        for j in range(3):
+            alone = draw(q[i, j], 4, sampling, rng)
+            assert torch.equal(together.index[i, j], alone.index)
+            assert torch.equal(together.weight[i, j], alone.weight)
+
+
+# ------------------------------------------------------------------------------------------------------ interpolation
+
+
+def naive(k: Tensor, rank: int, order: list[int] | None = None) -> tuple[list[int], Tensor, Tensor]:
+    """Pivots, L ``[n, r]`` and the whole remainder, which is updated after each pivot."""
+    rest, chosen, columns = k.clone(), [], []
+    for j in range(rank):
+        i = int(rest.diagonal().argmax()) if order is None else order[j]
+        columns.append(rest[:, i] / rest[i, i].sqrt())
+        rest -= torch.outer(columns[-1], columns[-1])
+        chosen.append(i)
+    return chosen, torch.stack(columns, 1), rest
+
+
+def rebuilt(k: Tensor, index: Tensor, p: Tensor) -> Tensor:
+    return p.mT @ k[index[:, None], index] @ p
+
+
+@pytest.mark.parametrize("order", [None, [3, 0, 11, 7, 5, 1, 2, 4, 6, 8, 9, 10]], ids=["pivoted", "given"])
+@pytest.mark.parametrize("rank", [1, 5, 11, 12])
+def test_interpolation_is_that_of_the_naive_loop(rank: int, order: list[int] | None) -> None:
+    k = kernel()
+    found = interpolate(k, rank, order=None if order is None else torch.tensor(order[:rank]))
+    chosen, lower, rest = naive(k, rank, order)
+    assert found.index.tolist() == chosen
+    assert found.valid.tolist() == [1] * rank
+    wanted = torch.linalg.solve(k[chosen][:, chosen], k[chosen])
+    torch.testing.assert_close(found.p, wanted, rtol=1e-9, atol=1e-9)
+    assert torch.equal(found.p[:, chosen], torch.eye(rank, dtype=torch.float64))
+    torch.testing.assert_close(found.residual, rest.diagonal(), rtol=1e-9, atol=1e-12)
+    assert bool((found.residual[chosen] == 0).all())
+    assert bool((found.residual >= 0).all())
+    torch.testing.assert_close(found.energy, lower.square().sum(0).cumsum(0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("rank", [3, 20])
+def test_pivots_and_factor_are_those_of_lapack(rank: int) -> None:
+    k = kernel(20, seed=4)
+    factor, order, _, _ = scipy.linalg.lapack.dpstrf(k.numpy(), lower=1)
+    found = interpolate(k, rank)
+    assert found.index.tolist() == (order[:rank] - 1).tolist()
+    energy = torch.from_numpy(factor).tril().square().sum(0).cumsum(0)[:rank]
+    torch.testing.assert_close(found.energy, energy, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 4, 9])
+def test_what_is_left_out_is_positive_and_zero_on_the_pivots(rank: int) -> None:
+    k = kernel()
+    found = interpolate(k, rank)
+    rest = k - rebuilt(k, found.index, found.p)
+    assert float(torch.linalg.eigvalsh(rest)[0]) > -1e-12
+    assert float(rest[found.index].abs().max()) < 1e-12
+    torch.testing.assert_close(found.residual, rest.diagonal(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("pivoting", PIVOTINGS)
+def test_a_kernel_of_low_rank_is_rebuilt_from_as_many_pivots(pivoting: str) -> None:
+    k = kernel(rank=3)
+    found = interpolate(k, 6, order=pivots(k, 6, pivoting))
+    assert found.valid.tolist() == [1, 1, 1, 0, 0, 0]
+    assert len(set(found.index.tolist())) == 6
+    assert bool((found.p[3:] == 0).all())
+    torch.testing.assert_close(rebuilt(k, found.index, found.p), k, rtol=0, atol=1e-11)
+    assert float(found.residual.max()) < 1e-11
+    assert float(found.energy[2]) == pytest.approx(float(k.trace()), rel=1e-12)
+    assert bool((found.energy[3:] == found.energy[2]).all())
+
+
+def test_duplicates_are_represented_by_one_of_them() -> None:
+    rows = normal(4, 9)
+    k = (rows @ rows.T)[[0, 1, 0, 2, 1, 3, 0]][:, [0, 1, 0, 2, 1, 3, 0]]
+    found = interpolate(k, 7)
+    assert found.valid.tolist() == [1] * 4 + [0] * 3
+    assert sorted(found.index.tolist()) == list(range(7))
+    torch.testing.assert_close(found.p[:, 0], found.p[:, 2], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.p[:, 1], found.p[:, 4], rtol=0, atol=1e-12)
+    torch.testing.assert_close(rebuilt(k, found.index, found.p), k, rtol=0, atol=1e-11)
+
+
+def test_a_given_order_may_contain_pivots_that_add_nothing() -> None:
+    """A duplicate of the first, the first again, and then one that is new."""
+    rows = normal(5, 9)
+    rows[3] = rows[0]
+    k = rows @ rows.T
+    found = interpolate(k, 4, order=torch.tensor([0, 3, 0, 2]))
+    assert found.valid.tolist() == [1, 0, 0, 1]
+    wanted = torch.linalg.solve(k[[0, 2]][:, [0, 2]], k[[0, 2]])
+    torch.testing.assert_close(found.p[[0, 3]], wanted, rtol=1e-12, atol=1e-12)
+    assert bool((found.p[1:3] == 0).all())
+    assert torch.equal(found.p[[0, 3]][:, [0, 2]], torch.eye(2, dtype=torch.float64))
+    assert found.residual[[0, 2]].tolist() == [0, 0]
+    rest = (k - k[:, [0, 2]] @ wanted).diagonal()
+    torch.testing.assert_close(found.residual, rest, rtol=1e-12, atol=1e-12)
+    for residual in RESIDUALS:
+        assert bool(core(k, found, 0.1, residual).isfinite().all())
+
+
+def test_nothing_is_left_of_a_kernel_of_zeros_and_negative_rests_are_never_chosen() -> None:
+    found = interpolate(torch.zeros(5, 5), 3)
+    assert found.valid.tolist() == [0, 0, 0]
+    assert bool((found.p == 0).all())
+    assert bool((found.residual == 0).all())
+    found = interpolate(torch.diag(torch.tensor([-1.0, 2.0, -3.0])), 3)
+    assert found.index.tolist()[0] == 1
+    assert found.valid.tolist() == [1, 0, 0]
+    assert found.residual.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_tolerance_goes_with_the_precision_of_the_kernel(dtype: torch.dtype) -> None:
+    k = torch.diag(torch.tensor([1.0, 1e-5, 1e-7, 1e-12, 1e-14])).to(dtype)
+    found = interpolate(k, 5)
+    assert int(found.valid.sum()) == (2 if dtype == torch.float32 else 4)
+    assert found.valid.dtype == dtype
+    assert found.p.dtype == found.residual.dtype == found.energy.dtype == torch.float64
+    assert int(interpolate(k, 5, tolerance=1e-6).valid.sum()) == 2
+    assert int(interpolate(k, 5, tolerance=0.0).valid.sum()) == 5
+
+
+def test_large_float32_kernels_stay_in_float32() -> None:
+    rows = torch.randn(2049, 2, generator=generator())
+    k = rows @ rows.T
+    found = interpolate(k, 2)
+    assert found.p.dtype == torch.float32
+    torch.testing.assert_close(rebuilt(k, found.index, found.p), k, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_kernel_that_is_not_finite_shows_in_its_own_block(bad: float) -> None:
+    k = torch.stack([kernel(6, seed=s) for s in range(3)])
+    k[1, 2], k[1, :, 2] = bad, bad
+    found = interpolate(k, 4)
+    assert bool(found.valid[1].isnan().all())
+    assert bool((found.valid[[0, 2]] == 1).all())
+    assert bool(((found.index >= 0) & (found.index < 6)).all())
+    for residual in RESIDUALS:
+        assert bool(core(k, found, 0.1, residual)[[0, 2]].isfinite().all())
+
+
+@pytest.mark.parametrize("rank", [1, 5, 12])
+def test_pivots_of_qr_are_those_of_lapack(rank: int) -> None:
+    k = kernel()
+    assert pivots(k, rank, "qr").tolist() == scipy.linalg.qr(k.numpy(), pivoting=True)[2][:rank].tolist()
+
+
+def test_pivots_by_score_are_the_longest_rows() -> None:
+    k = torch.diag(torch.tensor([1.0, 5.0, 2.0, 5.0, 0.0]))
+    assert pivots(k, 4, "score").tolist() == [1, 3, 2, 0]
+    assert pivots(k, 4, "cholesky") is None
+
+
+@pytest.mark.parametrize("pivoting", PIVOTINGS)
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_a_batch_is_decomposed_like_its_parts(pivoting: str, residual: str) -> None:
+    k = torch.stack([kernel(8, rank, seed=rank) for rank in (1, 2, 3, 5, 8, 8)]).view(2, 3, 8, 8)
+    k[1, 2] = 0
+    before, damping = k.clone(), torch.tensor([[0.1, 1, 2], [1e-3, 0.5, 1]], dtype=torch.float64)
+    together = interpolate(k, 4, order=pivots(k, 4, pivoting))
+    s = core(k, together, damping, residual)
+    for i in range(2):
+        for j in range(3):
+            alone = interpolate(k[i, j], 4, order=pivots(k[i, j], 4, pivoting))
+            valid = alone.valid.bool()  # places without a pivot are arbitrary
+            assert torch.equal(together.index[i, j][valid], alone.index[valid])
+            for found, wanted in zip(together[1:], alone[1:], strict=True):
+                torch.testing.assert_close(found[i, j], wanted, rtol=1e-12, atol=1e-12)
+            wanted = core(k[i, j], alone, damping[i, j], residual)
+            torch.testing.assert_close(s[i, j], wanted, rtol=1e-9, atol=1e-9)
+    assert torch.equal(k, before)
+
+
+# --------------------------------------------------------------------------------------------------- core and ranks
+
+
+def middle(k: Tensor, index: Tensor, p: Tensor, damping: float, residual: str) -> Tensor:
+    """D, written out."""
+    rest = k - rebuilt(k, index, p)
+    left_out = {"none": torch.zeros_like(k), "diag": torch.diag(rest.diagonal()), "full": rest}[residual]
+    return damping * torch.eye(len(k), dtype=k.dtype) + left_out
+
+
+@pytest.mark.parametrize("damping", [1.0, 1e-3])
+@pytest.mark.parametrize("rank", [1, 5, 12])
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_core_is_that_of_explicit_solves(residual: str, rank: int, damping: float) -> None:
+    k = kernel()
+    found = interpolate(k, rank)
+    d = middle(k, found.index, found.p, damping, residual)
+    s = core(k, found, damping, residual)
+    torch.testing.assert_close(s, found.p @ torch.linalg.solve(d, found.p.T), rtol=1e-9, atol=1e-9)
+    assert torch.equal(s, s.T)
+    assert torch.equal(s, core(k, found, torch.tensor(damping, dtype=torch.float64), residual))
+    # What it is for: the damped inverse between the interpolated rows.
+    kept = k[found.index[:, None], found.index]
+    inside = found.p @ torch.linalg.solve(d + rebuilt(k, found.index, found.p), found.p.T)
+    torch.testing.assert_close(inside, torch.linalg.inv(torch.linalg.inv(s) + kept), rtol=1e-7, atol=1e-9)
+
+
+def test_residuals_agree_where_nothing_is_left_out() -> None:
+    k = kernel(rank=4)
+    found = interpolate(k, 6)
+    none, diag, full = (core(k, found, 0.3, residual) for residual in RESIDUALS)
+    torch.testing.assert_close(none, diag, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(none, full, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_rows_without_a_pivot_have_a_one_on_the_diagonal(residual: str) -> None:
+    found = interpolate(kernel(rank=2), 4)
+    s = core(kernel(rank=2), found, 0.5, residual)
+    wanted = torch.eye(4, dtype=torch.float64)
+    wanted[:2, :2] = found.p[:2] @ found.p[:2].T / 0.5
+    torch.testing.assert_close(s, wanted, rtol=1e-10, atol=1e-10)
+    assert float(torch.linalg.eigvalsh(s)[0]) > 0
+
+
+def test_a_remainder_that_rounding_made_indefinite_counts_by_its_diagonal() -> None:
+    k = kernel()
+    k[0, 1] = k[1, 0] = k[0, 1] + 100  # no Gram matrix any more
+    found = interpolate(k, 2, order=torch.tensor([8, 9]))
+    both = torch.stack([k, kernel()])
+    stacked = interpolate(both, 2, order=torch.tensor([[8, 9], [8, 9]]))
+    assert torch.equal(core(k, found, 1e-3, "full"), core(k, found, 1e-3, "diag"))
+    full, diag = core(both, stacked, 1e-3, "full"), core(both, stacked, 1e-3, "diag")
+    assert torch.equal(full[0], diag[0])
+    assert not torch.allclose(full[1], diag[1], rtol=1e-3)
+
+
+def test_energy_grows_to_the_trace() -> None:
+    k = torch.stack([kernel(seed=1), kernel(rank=4)])
+    found = interpolate(k, 12)
+    assert bool((found.energy.diff(dim=-1) >= 0).all())
+    assert bool((found.energy.diff(dim=-1)[0] > 0).all())
+    trace = k.diagonal(dim1=-2, dim2=-1).sum(-1)
+    torch.testing.assert_close(found.energy[:, -1], trace, rtol=1e-12, atol=0)
+    explained = trace - interpolate(k, 5).residual.sum(-1)
+    torch.testing.assert_close(found.energy[:, 4], explained, rtol=1e-12, atol=0)
+
+
+def test_rank_of_energy_is_the_smallest_that_suffices() -> None:
+    k = torch.stack([torch.diag(torch.tensor([6.0, 2.0, 1.0, 1.0])), torch.diag(torch.tensor([1.0, 1.0, 1.0, 1.0]))])
+    trace = k.diagonal(dim1=-2, dim2=-1).sum(-1)
+    found = interpolate(k, 4)
+    for share, wanted in [(0.0, [1, 1]), (0.5, [1, 2]), (0.6, [1, 3]), (0.75, [2, 3]), (0.95, [4, 4]), (1.0, [4, 4])]:
+        assert energy_rank(found, trace, share).tolist() == wanted
+    assert energy_rank(interpolate(k, 2), trace, 0.9).tolist() == [2, 2]
+    assert energy_rank(interpolate(torch.zeros(3, 3), 2), torch.tensor(0.0), 0.9).tolist() == 1
+    assert energy_rank(found, trace, 0.9).dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("n", "fraction", "limit", "wanted"),
+    [
+        (1, 0.001, 1024, 1),
+        (1, 1.0, 1024, 1),
+        (64, 0.001, 1024, 1),
+        (64, 1e-12, 1024, 1),
+        (80, 0.1, 1024, 8),
+        (81, 0.1, 1024, 9),
+        (100, 0.07, 1024, 7),  # 7.000000000000001 before rounding up
+        (64, 1.0, 1024, 64),
+        (64, 1.0, 10, 10),
+        (64, 0.5, 1, 1),
+        (64, 0.5, 0, 1),
+    ],
+)
+def test_planned_rank(n: int, fraction: float, limit: int, wanted: int) -> None:
+    assert planned_rank(n, fraction, limit) == wanted
+
+
+# ----------------------------------------------------------------------------------------------- arguments and devices
+
+CALLS: dict[str, Callable[[int], object]] = {
+    "inclusion": lambda rank: inclusion(torch.ones(5), rank),
+    "draw": lambda rank: draw(torch.ones(5), rank, "uniform", generator()),
+    "pivots": lambda rank: pivots(kernel(5), rank, "qr"),
+    "interpolate": lambda rank: interpolate(kernel(5), rank),
+}
+
+
+@pytest.mark.parametrize("rank", [0, -1, 6])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_beyond_the_examples_is_refused(name: str, rank: int) -> None:
+    with pytest.raises(ValueError, match=rf"rank must be in 1…5, the number of examples, got {rank}"):
+        CALLS[name](rank)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sampling must be one of .*'systematic'.*, got 'best'"):
+        draw(torch.ones(5), 2, "best", generator())
+    with pytest.raises(ValueError, match=r"pivoting must be one of .*'cholesky'.*, got 'best'"):
+        pivots(kernel(5), 2, "best")
+    with pytest.raises(ValueError, match=r"residual must be one of .*'diag'.*, got 'best'"):
+        core(kernel(5), interpolate(kernel(5), 2), 0.1, "best")
+
+
+def test_no_value_is_read_by_the_host() -> None:
+    """Tensors of the meta device have no values to read, and refuse to meet those of another device."""
+    q, k = torch.ones(2, 6, device="meta"), torch.ones(2, 6, 6, device="meta")
+    for sampling in SAMPLINGS:
+        assert draw(q, 3, sampling, generator()).weight.shape == (2, 3)
+    for pivoting in PIVOTINGS:
+        found = interpolate(k, 3, order=pivots(k, 3, pivoting))
+        assert found.p.shape == (2, 3, 6)
+    for residual in RESIDUALS:
+        assert core(k, found, 0.1, residual).shape == (2, 3, 3)
+    assert energy_rank(found, q[:, 0], 0.9).shape == (2,)
