@@ -16,20 +16,21 @@ from secondorder.curvature import factors, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
-from secondorder.damped import Damped
 from secondorder.lifecycle import Group, State, depth_of_caller
 from secondorder.observing import FisherOptions, ObservingOptimizer
 from secondorder.trial import Adaptation
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512
+#: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
+_RELATIVE, _ABSOLUTE = 10.0, 1e-3
 #: Intervals when none is given.
 INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
 Found = tuple[tuple[Tensor, ...], Tensor]
 
 
-class FactoredOptimizer(Damped, ObservingOptimizer):
+class FactoredOptimizer(ObservingOptimizer):
     """Base of the methods with factors A and G per layer, and an eigenbasis of each."""
 
     checks: ClassVar[dict[str, options.Check]] = {
@@ -65,7 +66,8 @@ class FactoredOptimizer(Damped, ObservingOptimizer):
         "eigenvalues_g": "second_order",
     }
     allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step")
-    default_damping = (10.0, 1e-3)
+    #: Whether `damping_mode` was left to the constructor.
+    _mode_by_default = False
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         """Take the arguments of a method's constructor, by name."""
@@ -86,7 +88,8 @@ class FactoredOptimizer(Damped, ObservingOptimizer):
         defaults = {name: given[name] for name in (*options.COMMON, *self.checks)}
         for name, steps in INTERVALS.items():
             defaults[name] = steps if defaults[name] is None else defaults[name]
-        defaults["damping"], defaults["damping_mode"] = self._resolve_damping(given["damping"], given["damping_mode"])
+        self._mode_by_default = given["damping_mode"] is None  # before the base class adds the groups
+        defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
         self._fisher = FisherOptions(given["fisher"], given["fisher_samples"])
         return defaults
 
@@ -261,7 +264,13 @@ class FactoredOptimizer(Damped, ObservingOptimizer):
             ValueError: If options of the group exclude each other.
         """
         if isinstance(param_group, dict):
-            param_group = {k: v for k, v in param_group.items() if not (k in INTERVALS and v is None)}
+            param_group = dict(param_group)
+            for name in ("damping", "damping_mode", *INTERVALS):
+                if name in param_group and param_group[name] is None:
+                    del param_group[name]
+            if self._mode_by_default and "damping" in param_group:
+                # A number given as damping is λ itself unless a mode is given with it.
+                param_group.setdefault("damping_mode", "absolute")
         super().add_param_group(param_group)
 
     def _check_group(self, group: Group) -> None:
@@ -273,7 +282,7 @@ class FactoredOptimizer(Damped, ObservingOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies keep."""
-        return {**super().__getstate__(), "_fisher": self._fisher}
+        return {**super().__getstate__(), "_mode_by_default": self._mode_by_default, "_fisher": self._fisher}
 
     def _warn_intervals(self) -> None:
         for i, group in enumerate(self.param_groups):
@@ -328,6 +337,12 @@ def _stacks(matrices: Sequence[Tensor]) -> Iterable[list[int]]:
         key: Any = (n, matrix.dtype, matrix.device) if n <= _BATCH_LIMIT else i
         sizes.setdefault(key, []).append(i)
     return sizes.values()
+
+
+def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:
+    if damping is None:
+        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
+    return damping, "absolute" if mode is None else mode
 
 
 def _identity_like(factor: Tensor, diagonal: bool) -> Tensor:

@@ -19,7 +19,6 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.examples import ExampleRows
 from secondorder.curvature.kernel import Rows, scaled
-from secondorder.damped import Damped
 from secondorder.layerwise import LayerOptimizer
 from secondorder.lifecycle import Directions, Group, State
 
@@ -59,7 +58,7 @@ class Sizes(NamedTuple):
     d_g: int
 
 
-class RowOptimizer(Damped, LayerOptimizer):
+class RowOptimizer(LayerOptimizer):
     """Base of the methods that keep rows of examples instead of factors."""
 
     capture_interval = refresh_interval = "update_steps"

@@ -152,7 +152,7 @@ def combine(rows: Rows, z: Tensor) -> Tensor:
 
 
 def pick(rows: Rows, index: Tensor, weight: Tensor) -> Rows:
-    """The r rows ``weight_k u_index_k`` of int64 ``index [..., r]`` and ``weight [..., r]``, in their own memory (HyLo)."""
+    """The rows ``weight_k u_index_k`` (HyLo) of int64 ``index [..., r]`` and ``weight [..., r]``, in their own memory."""
     g = _taken(rows.g, index, -3) * weight.to(rows.g.dtype)[..., None, None]
     if rows.a is None:
         return rows._replace(g=g)
@@ -213,7 +213,9 @@ def prefers_whole(positions: int, d_i: int, d_o: int) -> bool:
 
 
 def damped_inverse(kernel: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """``M = (K + λI)⁻¹`` by Cholesky (SNGD, KIS); of a matrix that fails, with 1e-6, 1e-4, 1e-2 of its mean diagonal added.
+    """``M = (K + λI)⁻¹`` by Cholesky (SNGD, KIS).
+
+    To a matrix that fails, 1e-6, then 1e-4, then 1e-2 of its mean diagonal is added.
 
     Args:
         kernel: K, symmetric ``[..., R, R]``, best in float64.
@@ -318,7 +320,7 @@ def effective_rank(eigenvalues: Tensor) -> Tensor:
 
 
 def rank_of_energy(eigenvalues: Tensor, share: float = 0.9) -> Tensor:
-    """``min{k: Σ_{i≤k} σ_i ≥ share·Σσ}``, int64 ``[...]``, of eigenvalues ``[..., n]`` in any order, negative ones as 0."""
+    """``min{k: Σ_{i≤k} σ_i ≥ share·Σσ} [...]`` of eigenvalues ``[..., n]`` in any order, negative ones as 0."""
     values = eigenvalues.double().clamp(min=0).sort(-1, descending=True).values
     sums: Tensor = F.pad(values.cumsum(-1), (1, 0))  # no eigenvalue is a choice too
     return (sums < share * sums[..., -1:]).sum(-1)

@@ -55,7 +55,8 @@ class Draw(NamedTuple):
     """Sampled rows.
 
     Attributes:
-        index: Examples, int64 ``[..., r]``; ascending and without repeats, unless drawn with replacement.
+        index: Examples, int64 ``[..., r]``; unless drawn with replacement without repeats, and ascending as far as
+            there was something to draw.
         weight: ω, in the dtype of the scores ``[..., r]``; 0 where there was nothing left to draw, nan for an example
             that is not finite.
     """
@@ -282,7 +283,8 @@ def energy_rank(found: Interpolation, trace: Tensor, share: float) -> Tensor:
     Returns:
         Number of pivots, int64 ``[...]``, at least 1; r if they never do.
     """
-    missing = found.energy < share * trace.to(found.energy)[..., None]
+    # All of the trace is reached up to rounding only.
+    missing = found.energy < (1 - 1e-12) * share * trace.to(found.energy)[..., None]
     return (missing.sum(-1) + 1).clamp(max=found.energy.shape[-1])
 
 

@@ -1,5 +1,8 @@
 """What an optimizer tells about itself."""
 
+from secondorder.diagnostics.analysis import Analysis
+from secondorder.diagnostics.jsonl import read_events
 from secondorder.diagnostics.preconditioning import quantify_preconditioning
+from secondorder.diagnostics.timing import StageClock
 
-__all__ = ["quantify_preconditioning"]
+__all__ = ["Analysis", "StageClock", "quantify_preconditioning", "read_events"]

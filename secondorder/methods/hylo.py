@@ -82,9 +82,9 @@ class HyLo(SubstitutingOptimizer):
         module: Module to hook when ``params`` is not one.
         comm: Communication strategy; None means one process.
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). It acts
-            from the next refresh on. Unset: DEFAULT.
-        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of the kernel of each block. Unset:
-            absolute when ``damping`` is given.
+            from the next refresh on. Where no row says anything, the step is the gradient's, times η / λ.
+        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of the kernel of each block, which falls
+            with the gradients and with more examples.
         normalize_damping: Multiply the direction by λ, so that it does not grow when λ falls, and is the gradient where
             λ is large.
         mode: ``"auto"`` switches between KID and KIS as ``switch`` says; ``"kid"`` interpolates, ``"kis"`` samples,
@@ -179,7 +179,6 @@ class HyLo(SubstitutingOptimizer):
         "switch_state": "buffers",
     }
     allocating = ("mode",)
-    default_damping = (1.0, 0.1)
     _sizes_are = "rows × (a + g)"
 
     def __init__(
@@ -190,8 +189,8 @@ class HyLo(SubstitutingOptimizer):
         *,
         module: nn.Module | None = None,
         comm: CommStrategy | None = None,
-        damping: float | None = None,
-        damping_mode: str | None = None,
+        damping: float = 1.0,
+        damping_mode: str = "absolute",
         normalize_damping: bool = False,
         mode: str = "auto",
         switch: SwitchPolicy | None = None,
@@ -242,7 +241,6 @@ class HyLo(SubstitutingOptimizer):
         self._policy_given = switch is not None
         self._begin_rows(batch_size)
         defaults = {name: given[name] for name in (*options.COMMON, *self.checks)}
-        defaults["damping"], defaults["damping_mode"] = self._resolve_damping(damping, damping_mode)
         chosen = LayerOptions(skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim)
         super().__init__(
             params, defaults, module=module, comm=comm, layer_options=chosen, grad_scaler=grad_scaler
