@@ -1,1 +1,1 @@
-"""Benchmarks of ``secondorder``: five workloads, their recipes, and the commands of ``python -m benchmarks``."""
+"""Benchmarks of ``secondorder``: workloads, their recipes, and the commands of ``python -m benchmarks``."""

@@ -5,6 +5,7 @@ import warnings
 
 import tyro
 
+from benchmarks.commands.analyse import Analyse
 from benchmarks.commands.basis import Basis
 from benchmarks.commands.demo import Demo
 from benchmarks.commands.step_time import StepTime
@@ -13,7 +14,7 @@ from benchmarks.commands.train import Train
 from benchmarks.commands.window import Window
 from benchmarks.workloads import DataMissingError
 
-Command = Basis | Demo | StepTime | Swap | Train | Window
+Command = Analyse | Basis | Demo | StepTime | Swap | Train | Window
 
 
 def main(args: list[str] | None = None) -> int:

@@ -4,10 +4,9 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.flops import Scheme
 from benchmarks.machine import peak_bytes
 from benchmarks.runner import Trainer
-from benchmarks.timing import MEASURED, Row, StepClass
+from benchmarks.timing import MEASURED, REPORTED, Intervals, Row, StepClass
 
 REFERENCE_EVERY = 3
 
@@ -17,8 +16,12 @@ class Contender:
     """One optimizer under the clock."""
 
     trainer: Trainer
-    scheme: Scheme | None = None
+    scheme: str | None = None
     """How it inverts curvature; None for a method whose steps are all alike."""
+    measured: Intervals = MEASURED
+    """Intervals of the timed run."""
+    reported: tuple[Intervals, ...] = REPORTED
+    """Intervals to amortise over."""
     row: Row = field(init=False)
     taken: int = 0
 
@@ -28,7 +31,7 @@ class Contender:
     @property
     def next_class(self) -> StepClass:
         """Class of the next step."""
-        return MEASURED.step_class(self.taken) if self.scheme else "plain"
+        return self.measured.step_class(self.taken) if self.scheme else "plain"
 
     def step(self, record: bool = True) -> None:
         """Take one step.
@@ -48,7 +51,7 @@ class Contender:
             Bytes above the level at rest, at the peak of a step of each class.
         """
         peaks: dict[StepClass, int] = {}
-        for _ in range(MEASURED.refresh if self.scheme else 1):
+        for _ in range(self.measured.refresh if self.scheme else 1):
             kind = self.next_class
             if kind in peaks:
                 self.step(record=False)

@@ -53,7 +53,8 @@ def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> list[LayerS
     """Return the shapes of the blocks of a model's layers, in the order in which they run.
 
     Args:
-        model: The model, of linear and convolution layers, attention, embeddings, layer and batch norms.
+        model: The model, of linear and convolution layers, transposed ones too, attention, embeddings, layer and
+            batch norms.
         forward: Runs one batch through it, without gradients.
 
     Returns:
@@ -92,10 +93,10 @@ def _shapes(name: str, layer: nn.Module, args: tuple[Any, ...], output: Any, exa
     Yields:
         Their shapes.
     """
-    if isinstance(layer, nn.Linear | nn.Conv2d):
-        groups = layer.groups if isinstance(layer, nn.Conv2d) else 1
-        d_out = layer.weight.shape[0]
-        n_a = layer.weight[0].numel() + (layer.bias is not None)
+    if isinstance(layer, nn.Linear | nn.Conv2d | nn.ConvTranspose2d):
+        groups = 1 if isinstance(layer, nn.Linear) else layer.groups
+        d_out = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+        n_a = layer.weight.numel() // d_out + (layer.bias is not None)
         yield LayerShape(name, n_a, d_out // groups, output.numel() // d_out, groups)
     elif isinstance(layer, nn.MultiheadAttention):
         width, has_bias = layer.embed_dim, layer.in_proj_bias is not None

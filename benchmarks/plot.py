@@ -1,6 +1,7 @@
 """The plot of training runs: loss against steps, and against seconds."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import matplotlib as mpl
@@ -10,8 +11,13 @@ from matplotlib.figure import Figure
 from benchmarks.runner import WINDOW, History
 
 # Okabe and Ito's colours, told apart with any colour vision; the styles tell the lines apart in grey, too.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
-_STYLES = ("-", "--", "-.", ":")
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#999999")
+STYLES = ("-", "--", "-.", ":")
+
+
+def styled() -> AbstractContextManager[None]:
+    """Return a context in which figures have the look of all plots."""
+    return mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
 
 
 def plot_losses(histories: Sequence[History], title: str, target: float, path: Path) -> None:
@@ -23,13 +29,13 @@ def plot_losses(histories: Sequence[History], title: str, target: float, path: P
         target: A loss to mark with a line.
         path: Image file to write; its suffix decides the format.
     """
-    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+    with styled():
         figure = Figure(figsize=(10, 4.2), layout="constrained")
         by_step, by_second = figure.subplots(1, 2, sharey=True)
         for index, history in enumerate(histories):
             start = min(WINDOW, len(history.losses)) - 1
             losses = history.smoothed[start:]
-            style = {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _STYLES[index % len(_STYLES)]}
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)]}
             by_step.plot(range(start + 1, len(history.losses) + 1), losses, label=history.label, linewidth=1.8, **style)
             by_second.plot(history.seconds[start:], losses, linewidth=1.8, **style)
         _dress(by_step, "optimizer steps", target)

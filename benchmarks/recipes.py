@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.workloads import WORKLOADS, WorkloadName
-from secondorder import EKFAC, GGT, KFAC, MFAC, LowRank, SparseMFAC, TopK
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC, TopK
 
 Setting = float | int | bool | str | None
 Settings = Mapping[str, Setting]
@@ -23,6 +23,7 @@ MethodName = Literal[
     "adamw",
     "kfac",
     "ekfac",
+    "hylo",
     "mfac",
     "sparse_mfac",
     "ggt",
@@ -109,6 +110,13 @@ def _kfac(model: nn.Module, **settings: Any) -> Optimizer:
 
 def _ekfac(model: nn.Module, **settings: Any) -> Optimizer:
     return EKFAC(model, **layer_keywords(settings))
+
+
+def _hylo(model: nn.Module, **settings: Any) -> Optimizer:
+    keywords = layer_keywords(settings)
+    if "kid_residual" in keywords:
+        keywords["kid_residual"] = keywords["kid_residual"] or "none"  # a word here, nothing on a command line
+    return HyLo(model, **keywords)
 
 
 def _mfac(model: nn.Module, **settings: Any) -> Optimizer:
@@ -214,6 +222,7 @@ _WHITEN: dict[WorkloadName, Settings] = {
     "chargpt": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
     "logistic": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
     "multi30k": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
+    "unet": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
 }
 _NATURAL: dict[WorkloadName, Settings] = {
     "digits": {"lr": 0.02, "graft": "adam", "factor_update_steps": 5, "inv_update_steps": 10},
@@ -222,6 +231,7 @@ _NATURAL: dict[WorkloadName, Settings] = {
     "chargpt": {"lr": 3e-3, "graft": "adam", **_DECAYED},
     "logistic": {"lr": 1e-3, "graft": "adam"},
     "multi30k": {"lr": 1e-3, "graft": "adam"},
+    "unet": {"lr": 3e-3, "graft": "adam"},
 }
 
 # Rate and momentum from the quadratic model of the loss, damping from how well it predicts.
@@ -255,6 +265,7 @@ METHODS: dict[MethodName, Method] = {
             "chargpt": {"lr": 0.3, "momentum": 0.9},
             "logistic": {"lr": 0.01, "momentum": 0.9},
             "multi30k": {"lr": 0.1, "momentum": 0.9},
+            "unet": {"lr": 0.1, "momentum": 0.9},
         },
     ),
     "adamw": Method(
@@ -267,6 +278,7 @@ METHODS: dict[MethodName, Method] = {
             "chargpt": {"lr": 3e-3},
             "logistic": {"lr": 1e-3},
             "multi30k": {"lr": 1e-3},
+            "unet": {"lr": 3e-3},
         },
     ),
     "kfac": Method(
@@ -285,6 +297,7 @@ METHODS: dict[MethodName, Method] = {
             "chargpt": {"lr": 3e-3, "graft": "adam", **_DECAYED},
             "logistic": {"lr": 1e-3, "graft": "adam"},
             "multi30k": {"lr": 1e-3, "graft": "adam"},
+            "unet": {"lr": 3e-3, "graft": "adam"},
         },
     ),
     "ekfac": Method(
@@ -292,6 +305,19 @@ METHODS: dict[MethodName, Method] = {
         _ekfac,
         # The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
         {name: (_WHITEN if name in {"resnet20", "chargpt", "multi30k"} else _NATURAL)[name] for name in WORKLOADS},
+    ),
+    "hylo": Method(
+        "HyLo",
+        _hylo,
+        {
+            "digits": {"lr": 0.02, "graft": "adam"},
+            "autoencoder": {"lr": 1e-3, "graft": "adam"},
+            "resnet20": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+            "chargpt": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+            "logistic": {"lr": 1e-3, "graft": "adam"},
+            "multi30k": {"lr": 1e-3, "graft": "adam"},
+            "unet": {"lr": 3e-3, "graft": "adam"},
+        },
     ),
     "mfac": Method(
         "M-FAC",
@@ -303,6 +329,7 @@ METHODS: dict[MethodName, Method] = {
             "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
             "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
             "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **_DAMPED},
+            "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **_DAMPED},
         },
     ),
     "sparse_mfac": Method(
@@ -315,6 +342,7 @@ METHODS: dict[MethodName, Method] = {
             "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
             "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
             "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **_DAMPED},
+            "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **_DAMPED},
         },
     ),
     "ggt": Method(
@@ -327,6 +355,7 @@ METHODS: dict[MethodName, Method] = {
             "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 100},
             "logistic": {"lr": 1.0, "eps": 1e-5, "window_size": 100},
             "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32},
+            "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100},
         },
     ),
     "ekfac_natural": Method("EKFAC, power 1", _ekfac, _NATURAL),

@@ -1,7 +1,7 @@
 """Arithmetic of step times: classes of steps, their amortised sums, and the floor that FLOPs set.
 
 A step of K-FAC or EK-FAC is plain, or it updates the factors, or it also refreshes the inverses. All three are timed in
-one short run and weighed as longer intervals would weigh them.
+one short run and weighed as longer intervals would weigh them. A step of HyLo is plain or a refresh.
 """
 
 import statistics
@@ -22,8 +22,8 @@ class Intervals:
 
     @property
     def name(self) -> str:
-        """As in tables: ``10/100``."""
-        return f"{self.factor}/{self.refresh}"
+        """As in tables: ``10/100``, or ``10`` where both are the same."""
+        return f"{self.refresh}" if self.factor == self.refresh else f"{self.factor}/{self.refresh}"
 
     def step_class(self, step: int) -> StepClass:
         """Return the class of a step.
@@ -63,6 +63,8 @@ class Intervals:
 MEASURED = Intervals(2, 10)
 """Intervals of the timed run: short, so that every class comes up often."""
 REPORTED = (Intervals(10, 100), Intervals(1, 10))
+ROWS_REFRESHED = Intervals(10, 10)
+"""Of a method that keeps rows of examples, renewed by the same step that takes them: by default every tenth."""
 
 
 @dataclass
@@ -102,7 +104,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of a training step and of what K-FAC or EK-FAC adds to it."""
+    """FLOPs of a training step and of what a method with curvature of layers adds to it."""
 
     training: int
     precondition: int

@@ -50,12 +50,14 @@ class Sizes(NamedTuple):
         positions: S.
         d_a: Numbers in a row a, 0 where there is none.
         d_g: Numbers in a row g.
+        by_index: Whether rows a are indices.
     """
 
     rows: int
     positions: int
     d_a: int
     d_g: int
+    by_index: bool = False
 
 
 class RowOptimizer(LayerOptimizer):
@@ -102,7 +104,7 @@ class RowOptimizer(LayerOptimizer):
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty((*lead, *shape), dtype=dtype, device="meta")
 
-        if isinstance(block.adapter, EmbeddingAdapter):
+        if sizes.by_index:
             rows_a = empty(r, sizes.positions, dtype=torch.int64)
         else:
             rows_a = empty(r, sizes.positions, sizes.d_a, dtype=single)
@@ -116,18 +118,18 @@ class RowOptimizer(LayerOptimizer):
         }
 
     def _sizes(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Sizes:
-        adapter, rows = block.adapter, held.get("rows_g")
-        whole = adapter.n_g * adapter.n_a
-        if adapter.is_exact:
-            d_a, d_g = 0, adapter.n_g * adapter.groups
-        else:
-            d_a, d_g = 0 if adapter.constant_input else adapter.d_in, adapter.n_g
+        adapter, a, g = block.adapter, held.get("rows_a"), held.get("rows_g")
+        d_a = 0 if adapter.constant_input else adapter.d_in
+        d_g = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
+        if not (isinstance(a, Tensor) and isinstance(g, Tensor) and g.dim() >= 3):
+            return Sizes(self.rank_of(group, self._batch_size) if self._batch_size else 0, 1, d_a, d_g)
         # As held, if that is something this block can have: a checkpoint may be of another model.
-        if isinstance(rows, Tensor) and rows.dim() >= 3 and rows.shape[-1] in (d_g, whole):
-            if rows.shape[-1] != d_g or (isinstance(held.get("rows_a"), Tensor) and held["rows_a"].shape[-1:] == (0,)):
-                d_a = 0
-            return Sizes(rows.shape[-3], rows.shape[-2], d_a, rows.shape[-1])
-        return Sizes(self.rank_of(group, self._batch_size) if self._batch_size else 0, 1, d_a, d_g)
+        by_index = isinstance(adapter, EmbeddingAdapter) and not a.is_floating_point()
+        whole = not by_index and a.shape[-1] == 0
+        return Sizes(
+            g.shape[-3], g.shape[-2], 0 if whole else d_a,
+            adapter.n_g * adapter.n_a if whole and g.shape[-1] != d_g else d_g, by_index,
+        )  # fmt: skip
 
     def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
         """State of a block, of the sizes that it has."""
@@ -151,7 +153,7 @@ class RowOptimizer(LayerOptimizer):
         """The rows that precondition a block."""
         state, adapter = self.state[block.owner], block.adapter
         a, g = state["rows_a"], state["rows_g"]
-        if isinstance(adapter, EmbeddingAdapter):
+        if not a.is_floating_point():
             return Rows(a, g, columns=adapter.d_in)
         return Rows(a, g, adapter.has_bias) if a.shape[-1] else Rows(None, g)
 

@@ -1,8 +1,8 @@
 """When to spend more on the rows of HyLo: policies that choose ``"kid"``, ``"kis"`` or ``"sngd"`` at each refresh.
 
 A policy hears of every optimizer step in :meth:`SwitchPolicy.observe` and is asked at every refresh in
-:meth:`SwitchPolicy.decide`. It answers from step, learning rates and *earlier* measurements only, so it never waits for
-what the device still computes::
+:meth:`SwitchPolicy.decide`. It answers from step, learning rates and *earlier* measurements only, which have long
+left the device by then::
 
     step        0 … P-1                  P … 2P-1                 2P
     observe     Σ ‖∇‖ on the device      Σ ‖∇‖ on the device

@@ -28,11 +28,10 @@ MAY_IMPORT = {
         "curvature", "linalg", "options", "comm",
     },
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
-    "factored": {"observing", "damped", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
-    "damped": {"lifecycle"},
+    "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
     # layer methods with rows of examples
     "substituting": {"rowwise", "factored", "lifecycle", "curvature", "linalg"},
-    "rowwise": {"layerwise", "damped", "capturing", "lifecycle", "curvature", "options"},
+    "rowwise": {"layerwise", "lifecycle", "curvature"},
     "observing": {"adaptive", "lifecycle", "curvature", "options"},
     "rebasing": {"factored", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
@@ -45,7 +44,7 @@ MAY_IMPORT = {
     "windowing": {"checkpoint", "diagnostics", "lifecycle", "curvature"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
     "optimizer": {"checkpoint", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options"},
-    "diagnostics": {"lifecycle", "curvature"},
+    "diagnostics": {"lifecycle", "curvature", "options"},
     "checkpoint": {"lifecycle", "options"},
     "schedule": {"lifecycle", "options"},
     "switching": {"options"},

@@ -6,10 +6,11 @@ the machine hardly touches. The windows of window methods are full of random row
 what its rows cost; ``window`` compares them with a floor.
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from rich.table import Table
@@ -18,12 +19,14 @@ from benchmarks import flops, report
 from benchmarks.commands.options import Common
 from benchmarks.contender import Contender, measure
 from benchmarks.filling import fill_windows
-from benchmarks.flops import Scheme
+from benchmarks.flops import LayerShape, Scheme
+from benchmarks.kernel_flops import KernelScheme, kernel_work
 from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
 from benchmarks.recipes import METHODS, WINDOW_METHODS, MethodName, Settings
 from benchmarks.runner import Trainer, optimizer_bytes
-from benchmarks.timing import MEASURED, REPORTED, StepClass, Work
+from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, StepClass, Work
 from benchmarks.workloads import Workload, WorkloadName, make_workload
+from secondorder import HyLo
 
 CLASSES: tuple[StepClass, ...] = get_args(StepClass)
 TIME_COLUMNS = (
@@ -34,21 +37,42 @@ TIME_COLUMNS = (
     "floor",
     "beyond SGD ms / least",
 )
-# Whose recipe each method takes, the keyword that makes the difference, and its values. In the other recipes of EKFAC
-# the momentum comes before the preconditioning, and excludes a graft.
-_SCHEMES: dict[MethodName, tuple[MethodName, Literal["inverse_method", "estimator"], tuple[Scheme, ...]]] = {
-    "kfac": ("kfac", "inverse_method", ("cholesky", "eigen")),
-    "ekfac": ("ekfac_natural", "estimator", ("intra", "running")),
+
+
+@dataclass(frozen=True)
+class _Family:
+    """The ways of a method whose steps are of several classes."""
+
+    recipe: MethodName
+    """Whose recipe it takes."""
+    keyword: Literal["inverse_method", "estimator", "mode"]
+    """What makes the difference."""
+    schemes: tuple[Scheme | KernelScheme, ...]
+    """Its values."""
+    intervals: Settings
+    """Keywords of the timed run."""
+    measured: Intervals = MEASURED
+    reported: tuple[Intervals, ...] = REPORTED
+
+
+_FACTORED: Settings = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
+# In the other recipes of EKFAC the momentum comes before the preconditioning, and excludes a graft.
+_FAMILIES: dict[MethodName, _Family] = {
+    "kfac": _Family("kfac", "inverse_method", ("cholesky", "eigen"), _FACTORED),
+    "ekfac": _Family("ekfac_natural", "estimator", ("intra", "running"), _FACTORED),
+    "hylo": _Family(
+        "hylo", "mode", ("kis", "kid"), {"update_steps": ROWS_REFRESHED.refresh}, ROWS_REFRESHED, (ROWS_REFRESHED,)
+    ),
 }
 
 
 @dataclass
 class StepTime(Common):
-    """Time every method's steps against SGD's, those of KFAC and EKFAC also against the floor that their FLOPs set."""
+    """Time every method's steps against SGD's, those of KFAC, EKFAC and HyLo also against the floor of their FLOPs."""
 
     workload: WorkloadName = "autoencoder"
     """What to train."""
-    optimizers: tuple[MethodName, ...] = ("adamw", "kfac", "ekfac", *WINDOW_METHODS)
+    optimizers: tuple[MethodName, ...] = ("adamw", "kfac", "ekfac", "hylo", *WINDOW_METHODS)
     """Which ones take turns with SGD."""
     graft: Literal["adam", "sgd"] | None = None
     """Rule that gives a second-order step its size; it adds the work of that rule."""
@@ -56,8 +80,10 @@ class StepTime(Common):
     """How KFAC inverts its factors."""
     estimator: Literal["both", "intra", "running"] = "both"
     """How EKFAC measures its scale, on every step."""
+    mode: Literal["both", "kis", "kid"] = "both"
+    """Which rows HyLo keeps."""
     steps: int = 40
-    """Timed steps of each optimizer; 10 show every class of the steps of KFAC and EKFAC."""
+    """Timed steps of each optimizer; 10 show every class of the steps of KFAC, EKFAC and HyLo."""
     batch_size: int | None = None
     """Examples per step; unset: the workload's own number."""
     memory: bool = True
@@ -83,14 +109,16 @@ class StepTime(Common):
         with report.progress_bar() as progress:
             task = progress.add_task(f"{self.workload}, batch {workload.batch_size}", total=self.steps)
             measure(reference, contenders, self.steps, lambda: progress.advance(task))
-        work, factors = workload_flops(workload, self.seed)
+        shapes, training = workload_shapes(workload, self.seed)
+        work = factored_work(shapes, training, workload.batch_size)
+        work |= _rows_work(contenders, shapes, training, workload.batch_size)
         runs = [reference, *contenders]
         results = [_figures(run, reference, work, rates["gemm_gflops"], self.memory) for run in runs]
         data = {
             "workload": self.workload,
             "batch_size": workload.batch_size,
-            "training_gflop": work["cholesky"].training / 1e9,
-            "factor_bytes": factors,
+            "training_gflop": training / 1e9,
+            "factor_bytes": flops.factor_bytes(shapes),
             **{name: asdict(rate) for name, rate in rates.items()},
             "results": results,
         }
@@ -106,17 +134,10 @@ class StepTime(Common):
         Returns:
             The reference, and all others.
         """
-        intervals = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
         contenders = []
         for name in self.optimizers:
-            if name in _SCHEMES:
-                recipe, keyword, schemes = _SCHEMES[name]
-                chosen = getattr(self, keyword)
-                for scheme in schemes if chosen == "both" else (chosen,):
-                    changes = {"graft": self.graft, **intervals, keyword: scheme}
-                    contenders.append(
-                        self._contender(workload, recipe, changes, f"{METHODS[name].label} {scheme}", scheme)
-                    )
+            if name in _FAMILIES:
+                contenders += self._family(workload, name)
             elif name in WINDOW_METHODS:
                 # Random rows give no sensible direction, so the weights stay where they are.
                 contenders.append(self._contender(workload, name, {"graft": self.graft, "lr": 0.0}))
@@ -125,13 +146,27 @@ class StepTime(Common):
                 contenders.append(self._contender(workload, name, {}))
         return self._contender(workload, "sgd", {}), contenders
 
+    def _family(self, workload: Workload, name: MethodName) -> list[Contender]:
+        """Build the ways of a method whose steps are of several classes.
+
+        Args:
+            workload: What to train.
+            name: The method.
+
+        Returns:
+            One optimizer for each way that was asked for.
+        """
+        family = _FAMILIES[name]
+        chosen = getattr(self, family.keyword)
+        found = []
+        for scheme in family.schemes if chosen == "both" else (chosen,):
+            changes = {"graft": self.graft, **family.intervals, family.keyword: scheme}
+            contender = self._contender(workload, family.recipe, changes, f"{METHODS[name].label} {scheme}")
+            found.append(replace(contender, scheme=scheme, measured=family.measured, reported=family.reported))
+        return found
+
     def _contender(
-        self,
-        workload: Workload,
-        name: MethodName,
-        changes: Settings,
-        label: str | None = None,
-        scheme: Scheme | None = None,
+        self, workload: Workload, name: MethodName, changes: Settings, label: str | None = None
     ) -> Contender:
         """Build one optimizer and its model.
 
@@ -140,7 +175,6 @@ class StepTime(Common):
             name: Whose recipe.
             changes: Keywords that replace the recipe's.
             label: Its name in the tables; unset: the method's.
-            scheme: How it inverts curvature; None for one whose steps are all alike.
 
         Returns:
             The optimizer, ready to be timed.
@@ -148,38 +182,74 @@ class StepTime(Common):
         method = METHODS[name]
         make = partial(method.build, workload=self.workload, changes=changes)
         closure = method.needs_closure(self.workload, changes)
-        return Contender(Trainer(label or method.label, workload, make, self.seed, closure=closure), scheme)
+        return Contender(Trainer(label or method.label, workload, make, self.seed, closure=closure))
 
 
-def workload_flops(workload: Workload, seed: int) -> tuple[dict[Scheme, Work], int]:
-    """Count the FLOPs of one training step and of what K-FAC or EK-FAC adds.
+def workload_shapes(workload: Workload, seed: int) -> tuple[list[LayerShape], int]:
+    """Return the layers of a workload, and count the FLOPs of one training step.
 
     Args:
         workload: What is trained.
         seed: Seed of the model and the batch.
 
     Returns:
-        The FLOPs for each way to invert curvature, and the bytes of all factors.
+        Shapes of the layers, and the FLOPs of forward and backward pass.
     """
     model, batch = workload.build_model(seed), next(workload.batches(seed))
     shapes = flops.layer_shapes(model, lambda: workload.loss(model, batch))
-    training = flops.counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
+    return shapes, flops.counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
+
+
+def factored_work(shapes: Sequence[LayerShape], training: int, examples: int) -> dict[str, Work]:
+    """Count what K-FAC or EK-FAC adds to a training step.
+
+    Args:
+        shapes: The layers.
+        training: FLOPs of forward and backward pass.
+        examples: Examples of the batch.
+
+    Returns:
+        The FLOPs for each way to invert curvature.
+    """
     schemes: tuple[Scheme, ...] = get_args(Scheme)
-    work = {
+    return {
         scheme: Work(
             training,
             flops.precondition_flops(shapes, scheme),
             flops.factor_flops(shapes),
             flops.refresh_flops(shapes, scheme),
-            flops.scale_flops(shapes, scheme, workload.batch_size),
+            flops.scale_flops(shapes, scheme, examples),
         )
         for scheme in schemes
     }
-    return work, flops.factor_bytes(shapes)
+
+
+def _rows_work(
+    contenders: Sequence[Contender], shapes: Sequence[LayerShape], training: int, examples: int
+) -> dict[str, Work]:
+    """Count what methods add that keep rows of examples.
+
+    Args:
+        contenders: All optimizers.
+        shapes: The layers.
+        training: FLOPs of forward and backward pass.
+        examples: Examples of the batch.
+
+    Returns:
+        The FLOPs for each way to keep rows.
+    """
+    work = {}
+    for run in contenders:
+        optimizer, scheme = run.trainer.optimizer, cast("KernelScheme", run.scheme)
+        if isinstance(optimizer, HyLo):
+            group = optimizer.param_groups[0]
+            rank = optimizer.rank_of(group, examples)
+            work[str(run.scheme)] = kernel_work(shapes, training, examples, rank, scheme, group["approx"])
+    return work
 
 
 def _figures(
-    run: Contender, reference: Contender, work: dict[Scheme, Work], gemm: Rate, memory: bool
+    run: Contender, reference: Contender, work: Mapping[str, Work], gemm: Rate, memory: bool
 ) -> dict[str, Any]:
     """Return the figures of one optimizer.
 
@@ -203,7 +273,7 @@ def _figures(
         "peak_bytes": run.peaks() if memory else {},
         "amortised": {},
     }
-    for intervals in REPORTED if run.scheme else (MEASURED,):
+    for intervals in run.reported if run.scheme else (MEASURED,):
         entry = {
             "ratio": run.row.ratio(intervals, reference.row),
             "ratio_of_minima": run.row.ratio(intervals, reference.row, minima=True),

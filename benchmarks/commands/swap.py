@@ -24,11 +24,11 @@ from benchmarks.commands.train import make_schedule
 from benchmarks.runner import History, Trainer, race
 from benchmarks.workloads import DataMissingError, Size, Workload, make_workload
 from benchmarks.workloads.tiny import write_tiny_data
-from secondorder import EKFAC, GGT, KFAC, MFAC, SparseMFAC
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC
 
 Base = Literal["adamw", "sgd"]
 ScriptName = Literal["digits", "autoencoder", "resnet20", "chargpt"]
-SwapMethod = Literal["kfac", "ekfac", "mfac", "sparse_mfac", "ggt"]
+SwapMethod = Literal["kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt"]
 
 LINES: dict[Base, str] = {
     "adamw": "torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WD)",
@@ -45,6 +45,10 @@ REPLACEMENTS: dict[SwapMethod, dict[Base, str]] = {
     "ekfac": {
         "adamw": 'EKFAC(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
         "sgd": 'EKFAC(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
+    },
+    "hylo": {
+        "adamw": 'HyLo(model, lr=LR, weight_decay=WD, decoupled_weight_decay=True, graft="adam")',
+        "sgd": 'HyLo(model, lr=LR, momentum=0.9, weight_decay=WD, graft="sgd")',
     },
     "mfac": {
         "adamw": f"MFAC(model, window_size=128, {_DAMPED}, lr=LR, weight_decay=WD, decoupled_weight_decay=True, "
@@ -191,7 +195,7 @@ def build(line: str, script: Script, model: nn.Module) -> Optimizer:
     Returns:
         The optimizer.
     """
-    classes = {"KFAC": KFAC, "EKFAC": EKFAC, "MFAC": MFAC, "SparseMFAC": SparseMFAC, "GGT": GGT}
+    classes = {"KFAC": KFAC, "EKFAC": EKFAC, "HyLo": HyLo, "MFAC": MFAC, "SparseMFAC": SparseMFAC, "GGT": GGT}
     values = {"torch": torch, **classes, "model": model, "LR": script.lr, "WD": script.weight_decay}
     optimizer: Optimizer = eval(line, values)  # the very line that users read; it comes from this file
     return optimizer

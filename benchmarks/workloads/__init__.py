@@ -11,18 +11,20 @@ from benchmarks.workloads.digits import Digits
 from benchmarks.workloads.logistic import Logistic
 from benchmarks.workloads.multi30k import Multi30k
 from benchmarks.workloads.resnet20 import ResNet20
+from benchmarks.workloads.unet import UNet
 
 __all__ = ["WORKLOADS", "Batch", "DataMissingError", "Size", "Workload", "WorkloadName", "make_workload"]
 
-WorkloadName = Literal["digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k"]
+WorkloadName = Literal["digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k", "unet"]
 
-WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT | Logistic | Multi30k]] = {
+WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT | Logistic | Multi30k | UNet]] = {
     "digits": Digits,
     "autoencoder": Autoencoder,
     "resnet20": ResNet20,
     "chargpt": CharGPT,
     "logistic": Logistic,
     "multi30k": Multi30k,
+    "unet": UNet,
 }
 
 

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from benchmarks.workloads.base import Batch, Size, Supervised, evaluating, seeded, shuffled_indices
 from benchmarks.workloads.mnist import PIXELS, TEST_IMAGES, TRAIN_IMAGES, find_mnist, read_images
+from secondorder import Likelihood
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Autoencoder(Supervised):
 
     name: ClassVar[str] = "autoencoder"
     metric: ClassVar[str] = "test loss"
-    likelihood: ClassVar[str] = "bernoulli"
+    likelihood: ClassVar[str | Likelihood] = "bernoulli"
     steps: ClassVar[dict[Size, int]] = {
         "smoke": 200,
         "full": 300,
@@ -48,6 +49,11 @@ class Autoencoder(Supervised):
             A workload with a narrower model and a smaller batch.
         """
         return cls(data_dir, batch_size=64, widths=(128, 64, 16))
+
+    @property
+    def examples(self) -> int:
+        """Training examples: an epoch takes all of them once."""
+        return len(self._train)
 
     def build_model(self, seed: int) -> nn.Module:
         """Return the autoencoder with Xavier-uniform weights and zero biases.

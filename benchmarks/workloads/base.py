@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from secondorder import Likelihood
+
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets of one optimizer step."""
 
@@ -19,6 +21,9 @@ Size = Literal["smoke", "full"]
 
 IGNORED = -100
 """Class of a position without a loss, as ``F.cross_entropy`` and the likelihoods have it by default."""
+
+
+_NAMED = 8  # missing files that an error names
 
 
 class DataMissingError(FileNotFoundError):
@@ -33,7 +38,9 @@ class DataMissingError(FileNotFoundError):
             origin: Where the public can get them.
             hint: A further sentence on how to mend it.
         """
-        super().__init__(f"missing data: {folder} lacks {', '.join(missing)}. Get it from {origin}. {hint}".strip())
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        names = ", ".join(missing[:_NAMED]) + more
+        super().__init__(f"missing data: {folder} lacks {names}. Get it from {origin}. {hint}".strip())
 
 
 class Workload(Protocol):
@@ -42,7 +49,7 @@ class Workload(Protocol):
     name: ClassVar[str]
     metric: ClassVar[str]
     """What :meth:`evaluate` returns, for table heads."""
-    likelihood: ClassVar[str]
+    likelihood: ClassVar[str | Likelihood]
     """What the loss says of the outputs, as ``secondorder`` names it."""
     steps: ClassVar[dict[Size, int]]
     """Optimizer steps that a run of each size takes."""
@@ -50,6 +57,10 @@ class Workload(Protocol):
     @property
     def batch_size(self) -> int:
         """Examples per optimizer step."""
+
+    @property
+    def examples(self) -> int:
+        """Training examples, of which an epoch takes as many."""
 
     def build_model(self, seed: int) -> nn.Module:
         """Return a new model whose weights depend on ``seed`` only."""
@@ -76,7 +87,7 @@ class Workload(Protocol):
 class Supervised(ABC):
     """What most workloads have in common: the model takes the inputs, its outputs are compared with the targets."""
 
-    likelihood: ClassVar[str] = "categorical"
+    likelihood: ClassVar[str | Likelihood] = "categorical"
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return what the model makes of the inputs.

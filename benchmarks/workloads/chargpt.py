@@ -103,6 +103,11 @@ class CharGPT(Classification):
         """
         return cls(data_dir, batch_size=8, context=32, width=32, layers=1, heads=2)
 
+    @property
+    def examples(self) -> int:
+        """Windows of the training text side by side: an epoch takes as many at random."""
+        return (len(self._split[0]) - 1) // self.context
+
     def build_model(self, seed: int) -> nn.Module:
         """Return the transformer with weights from ``seed``; the text decides the vocabulary.
 

@@ -41,6 +41,11 @@ class Digits(Classification):
         """
         return cls(data_dir, batch_size=64, channels=(4, 8))
 
+    @property
+    def examples(self) -> int:
+        """Training examples: an epoch takes all of them once."""
+        return len(self._train[0])
+
     def build_model(self, seed: int) -> nn.Module:
         """Return two convolutions and two linear layers with weights from ``seed``.
 

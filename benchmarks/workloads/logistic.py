@@ -71,6 +71,11 @@ class Logistic(Classification):
         """
         return cls(data_dir, batch_size=32, features=64)
 
+    @property
+    def examples(self) -> int:
+        """Training examples: an epoch takes all of them once."""
+        return len(self._train[0])
+
     def build_model(self, seed: int) -> nn.Module:
         """Return the fixed features and the linear classifier with weights from ``seed``.
 

@@ -129,6 +129,11 @@ class Multi30k(Classification):
         """
         return cls(data_dir, batch_size=16, vocabulary=200, length=20, width=32, layers=1, heads=2)
 
+    @property
+    def examples(self) -> int:
+        """Training examples: an epoch takes all of them once."""
+        return len(self._train[0])
+
     def build_model(self, seed: int) -> nn.Module:
         """Return the transformer with weights from ``seed``; the text decides the vocabularies.
 

@@ -1,6 +1,6 @@
-"""Readers of the standard on-disk formats: IDX (MNIST) and the Python pickles of CIFAR-10.
+"""Readers of the standard on-disk formats: IDX (MNIST), the Python pickles of CIFAR-10, pictures (ISBI 2012).
 
-Both formats are a few lines each, so no data-set library is needed; neither reader downloads anything.
+Each is a few lines, so no data-set library is needed; no reader downloads anything.
 """
 
 import gzip
@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 UInt8Array = npt.NDArray[np.uint8]
 
@@ -106,3 +107,24 @@ def read_cifar_batch(path: Path) -> tuple[UInt8Array, npt.NDArray[np.int64]]:
     if len(images) != len(labels):
         raise ValueError(f"{path} is damaged: {len(images)} images but {len(labels)} labels")
     return images, labels
+
+
+def read_gray_image(path: Path) -> UInt8Array:
+    """Read a picture in shades of gray, 8 bits a pixel.
+
+    Args:
+        path: The file, of a format that Pillow knows by its contents.
+
+    Returns:
+        The pixels ``[height, width]``, in memory of their own.
+
+    Raises:
+        ValueError: When the file is truncated, no picture, or one of another kind.
+    """
+    try:
+        with Image.open(path) as picture:
+            if picture.mode != "L":
+                raise ValueError(f"{path} must have 8 bits of gray a pixel, got mode {picture.mode}")
+            return np.array(picture, np.uint8)
+    except (OSError, SyntaxError) as err:
+        raise ValueError(f"{path} is truncated or no picture: {err}") from err

@@ -93,6 +93,11 @@ class ResNet20(Classification):
         """
         return cls(data_dir, batch_size=32, depth=1, channels=(4, 8, 16))
 
+    @property
+    def examples(self) -> int:
+        """Training examples: an epoch takes all of them once."""
+        return len(self._train[0])
+
     def build_model(self, seed: int) -> nn.Module:
         """Return the network with weights from ``seed``.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from benchmarks.workloads.chargpt import FILE as TEXT_FILE
 from benchmarks.workloads.mnist import TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS
@@ -20,6 +21,8 @@ from benchmarks.workloads.readers import UInt8Array
 from benchmarks.workloads.resnet20 import FOLDER as CIFAR_FOLDER
 from benchmarks.workloads.resnet20 import TEST_FILE as CIFAR_TEST
 from benchmarks.workloads.resnet20 import TRAIN_FILES as CIFAR_TRAIN
+from benchmarks.workloads.unet import FOLDERS as MEMBRANE_FOLDERS
+from benchmarks.workloads.unet import IMAGES as MEMBRANE_IMAGES
 
 _WORDS = ("the", "king", "and", "queen", "shall", "speak", "of", "war", "or", "love", "to", "thee", "my", "lord")
 _TRANSLATED = ("der", "könig", "und", "königin", "soll", "sprechen", "von", "krieg", "oder", "liebe", "zu", "dir",
@@ -27,7 +30,7 @@ _TRANSLATED = ("der", "könig", "und", "königin", "soll", "sprechen", "von", "k
 
 
 def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
-    """Write a tiny MNIST, CIFAR-10, Shakespeare and Multi30k under ``data_dir``, as ``--data-dir`` takes them.
+    """Write a tiny MNIST, CIFAR-10, Shakespeare, Multi30k and ISBI 2012 as ``--data-dir`` takes them.
 
     Args:
         data_dir: Folder to fill.
@@ -50,6 +53,7 @@ def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
         picks = [rng.integers(0, len(_WORDS), rng.integers(3, 13)) for _ in range(count)]
         for name, language in zip(names, (_TRANSLATED, _WORDS), strict=True):
             write_sentences(folder / name, ([language[i] for i in pick] for pick in picks))
+    write_membranes(data_dir / "membrane", rng)
 
 
 def write_idx(path: Path, array: UInt8Array) -> None:
@@ -87,6 +91,24 @@ def write_cifar_batch(path: Path, rng: np.random.Generator, tints: np.typing.NDA
     images = tints[labels] + rng.normal(0, 40, (count, 3, 32, 32))
     data = images.clip(0, 255).astype(np.uint8).reshape(count, -1)
     path.write_bytes(pickle.dumps({"data": data, "labels": labels.tolist()}, protocol=2))
+
+
+def write_membranes(folder: Path, rng: np.random.Generator, side: int = 40) -> None:
+    """Write noisy pictures of cells with dark borders, and labels that are black there.
+
+    Args:
+        folder: Gets a folder of pictures and one of labels.
+        rng: Source of the cells and the noise.
+        side: Height and width.
+    """
+    grid = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"))
+    for number in range(MEMBRANE_IMAGES):
+        cells = rng.uniform(0, side, (side // 4, 2, 1, 1))
+        nearest = np.sort(np.sqrt(((grid - cells) ** 2).sum(1)), 0)
+        inside = np.asarray(255 * (nearest[1] - nearest[0] > 2), np.uint8)
+        picture = (90 + inside / 3 + rng.normal(0, 20, inside.shape)).clip(0, 255).astype(np.uint8)
+        for name, pixels in zip(MEMBRANE_FOLDERS, (picture, inside), strict=True):
+            Image.fromarray(pixels).save(_folder(folder / name) / f"{number}.png")
 
 
 def _blobs(rng: np.random.Generator, count: int) -> tuple[UInt8Array, UInt8Array]:

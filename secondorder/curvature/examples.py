@@ -3,10 +3,10 @@
 An example's gradient is ``u_n = Σ_s g_ns (a_ns, 1)ᵀ`` over its positions and over all calls of the layer. Kept are
 
 =================  ===================================================================================================
-``"expand"``       the rows of all positions, or u itself where that is the smaller and faster one
-``"reduce"``       one row: the mean of the inputs, the sum of the gradients
+``"expand"``       the rows of all positions, or u itself where that is the smaller and faster one; of a lookup table
+                   the indices and the gradients at them
+``"reduce"``       one row: the mean of the inputs, the sum of the gradients; long lookup tables as in ``"expand"``
 normalisation      u, of all units of the layer together
-embedding          the indices of an example and the gradients at them
 =================  ===================================================================================================
 
 Mu et al., HyLo, SC22; positions: Eschenhagen et al. 2023 (arXiv 2311.00636), section 3.
@@ -20,11 +20,14 @@ import torch
 from torch import Tensor
 
 from secondorder.curvature import kernel
-from secondorder.curvature.adapters.embedding import EmbeddingAdapter, EmbeddingBagAdapter
+from secondorder.curvature.adapters.embedding import EmbeddingAdapter
 from secondorder.curvature.kernel import Rows
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import CHUNK_BYTES, Adapter, ConvAdapter
 from secondorder.linalg import full_precision
+
+#: Columns of a lookup table up to which ``"reduce"`` takes the mean of its one-hot rows, as a row of so many numbers.
+_DENSE_COLUMNS = 8192
 
 
 class ExampleRows:
@@ -65,8 +68,6 @@ class ExampleRows:
         """
         for call in calls:
             call.require_examples()
-        if isinstance(self._adapter, EmbeddingBagAdapter):
-            raise ValueError("an example's gradient in bags of indices is not covered by rows")
         if examples:
             with full_precision(calls[0].g.device):
                 self._parts.append(self._rows(calls, examples))
@@ -83,7 +84,7 @@ class ExampleRows:
         adapter = self._adapter
         if adapter.is_exact:
             return self._joined(calls, examples)
-        if isinstance(adapter, EmbeddingAdapter):
+        if isinstance(adapter, EmbeddingAdapter) and not (self._reduce and adapter.d_in <= _DENSE_COLUMNS):
             return self._looked_up(adapter, calls, examples)
         return self._reduced(calls, examples) if self._reduce else self._expanded(calls, examples)
 
@@ -95,11 +96,16 @@ class ExampleRows:
         return Rows(None, joined[:, None])
 
     def _looked_up(self, adapter: EmbeddingAdapter, calls: list[Call], examples: int) -> Rows:
+        """Indices and the gradients at them, or per-example gradients where the table is the smaller one."""
         inputs = [call.x for call in calls if call.x is not None]
-        index = torch.cat([adapter.indices(x, examples) for x in inputs], 1)
-        outputs = [adapter.example_outputs(c.gradient(self._dtype), c.x, examples) for c in calls]
         # A masked position has no index; its gradient is 0.
-        return Rows(index.clamp(min=0), torch.cat(outputs, 1).clone(), columns=adapter.d_in)
+        index = torch.cat([adapter.indices(x, examples) for x in inputs], 1).clamp(min=0)
+        g = torch.cat([adapter.example_outputs(c.gradient(self._dtype), c.x, examples) for c in calls], 1)
+        if adapter.d_in > index.shape[1]:
+            return Rows(index, g.clone(), columns=adapter.d_in)
+        table = g.new_zeros(examples, adapter.d_in, adapter.d_out)
+        table.scatter_add_(1, index[..., None].expand_as(g), g)
+        return Rows(None, table.mT.reshape(examples, 1, -1))
 
     def _reduced(self, calls: list[Call], examples: int) -> Rows:
         adapter = self._adapter
@@ -127,6 +133,10 @@ class ExampleRows:
         """``Σ_s a [(Γ,) n, d_i]`` of each example, and how many positions ``[(Γ,) n, 1]`` that are."""
         adapter, x = self._adapter.of_part(call.part), call.x
         assert x is not None
+        if isinstance(adapter, EmbeddingAdapter):
+            x = x if call.keep is None else adapter.masked(x, call.keep)
+            total, _ = adapter.input_sums(x, examples)
+            return total.to(self._dtype), adapter.real_rows(x, examples)[:, None].to(self._dtype)
         if call.keep is None:
             total, count = adapter.input_sums(x.to(self._dtype), examples)
             return call.whole(total, self._adapter), call.whole(torch.full_like(total[..., :1], count), self._adapter)

@@ -368,8 +368,12 @@ class ConvAdapter(Adapter):
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
         x = self._batched(x)
         folds = positions_of(x, examples)
-        patches = self._patches(x)
-        sums = patches.sum(tuple(range(3, 3 + self._axes))).reshape(examples, folds, self.groups, self.d_in).sum(1)
+        # A sum over all windows is a sum along one axis after the other, of its k shifted slices each: no patch is made.
+        sums = self._padded(x)
+        for size, k, s, d in zip(self.output_size(x), self.kernel, self.stride, self.dilation, strict=True):
+            slices = [sums[:, :, d * i : d * i + (size - 1) * s + 1 : s].sum(2) for i in range(k)]
+            sums = torch.stack(slices, -1)
+        sums = sums.reshape(examples, folds, self.groups, self.d_in).sum(1)
         return self._group_major(sums), self.row_count(x) // examples
 
     @property
@@ -382,11 +386,15 @@ class ConvAdapter(Adapter):
     def _group_major(self, x: Tensor) -> Tensor:
         return x.transpose(0, 1) if self.groups > 1 else x[:, 0]
 
-    def _patches(self, x: Tensor) -> Tensor:
-        """View ``[N, Γ, C/Γ, *out, *kernel]`` of the padded input."""
+    def _padded(self, x: Tensor) -> Tensor:
         flat = [side for pair in reversed(self.padding) for side in pair]
         if any(flat):
             x = F.pad(x, flat, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
+        return x
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """View ``[N, Γ, C/Γ, *out, *kernel]`` of the padded input."""
+        x = self._padded(x)
         for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
         return x.reshape(x.shape[0], self.groups, x.shape[1] // self.groups, *x.shape[2:])

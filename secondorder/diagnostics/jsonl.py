@@ -53,7 +53,7 @@ class EventFile:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The events of a file, in the order in which they were written.
+    r"""The events of a file, in the order in which they were written.
 
     A line that a program could not finish is left out, and logged unless it is the last one.
 
@@ -67,7 +67,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         >>> import tempfile, pathlib
         >>> from secondorder.diagnostics import read_events
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "rank.jsonl"
-        >>> _ = path.write_text('{"step": 0, "layer": "fc", "rank90": 7}\\n')
+        >>> _ = path.write_text('{"step": 0, "layer": "fc", "rank90": 7}\n')
         >>> read_events(path)[0]["rank90"]
         7
     """

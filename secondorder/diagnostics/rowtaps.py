@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -20,21 +20,31 @@ class RowCapture(Capture):
         root: The module.
         approx: ``"reduce"`` or ``"expand"``.
         leader: The optimizer's own capture, None while it has none.
+
+    Attributes:
+        root: The module.
+        blocks: What is tapped, a site each.
     """
 
     def __init__(self, root: nn.Module, approx: str, leader: Callable[[], Capture | None]) -> None:
         self.root, self._approx, self._leader = root, approx, leader
+        self.blocks: list[Block] = []
         super().__init__([root])
 
     def watch(self, blocks: list[Block]) -> None:
         """Tap these blocks and no others."""
+        self.blocks = blocks
         sites = [self._site(block) for block in blocks]
         self.set_sites(sites, watched_attention(self.root, {m for block in blocks for m, _ in block.taps}))
 
     def _site(self, block: Block) -> Site:
-        double = block.owner.dtype == torch.float64
-        approx, adapter, dtype = self._approx, block.adapter, torch.float64 if double else torch.float32
-        return Site(block.name, block.taps, adapter, block.owner, lambda: ExampleRows(adapter, approx, dtype))
+        approx, double = self._approx, block.owner.dtype == torch.float64
+
+        def new_statistic() -> ExampleRows:
+            scale = block.group.get("conv_scale", "exact")  # only HyLo has another
+            return ExampleRows(block.adapter, approx, torch.float64 if double else torch.float32, conv_scale=scale)
+
+        return Site(block.name, block.taps, block.adapter, block.owner, new_statistic)
 
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone, and be armed or not as the optimizer's own capture is."""
@@ -42,6 +52,11 @@ class RowCapture(Capture):
         if waiting and self._backward_ran and all(_is_gone(site.owner.grad) for site in self.sites):
             self.discard()
         self.switch.armed = bool(self._due) and not self._is_held()
+
+    def arm(self, due: Iterable[int]) -> None:
+        """As in the base class, but not while the optimizer's own capture is paused."""
+        super().arm(due)
+        self.switch.armed = self.switch.armed and not self._is_held()
 
     def open_pass(self, shape: torch.Size, holds_indices: bool) -> int:
         """Begin a forward pass, with the mask that the optimizer was given."""

@@ -27,6 +27,7 @@ shared within an example: Eschenhagen et al. 2023 (2311.00636).
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -237,7 +238,8 @@ class HyLo(SubstitutingOptimizer):
         options.optional_whole(1)("batch_size", batch_size)
         if switch is not None and not isinstance(switch, SwitchPolicy):
             raise TypeError(f"switch must be a policy of secondorder.switching, got {switch!r}")
-        self._begin_switch(GradNormChange() if switch is None else switch)
+        # A policy counts what one optimizer does, so each has its own.
+        self._begin_switch(GradNormChange() if switch is None else copy.deepcopy(switch))
         self._policy_given = switch is not None
         self._begin_rows(batch_size)
         defaults = {name: given[name] for name in (*options.COMMON, *self.checks)}
@@ -356,16 +358,29 @@ class HyLo(SubstitutingOptimizer):
             kernels = {b: _widened(kernel.gram(k.rows)) for b, k in kept.items()}
         with self._stage("invert"):
             ok = {}
-            for block, k in kept.items():
-                if k.core is None:
-                    inverse, good = kernel.damped_inverse(kernels[block], k.damping)
-                else:
-                    inverse, good = kernel.interpolated_inverse(k.core.to(kernels[block].dtype), kernels[block])
-                good = good.all() & fresh[block].ok
-                self.keep_rows(block, k.rows, inverse, k.damping, good)
-                ok[block] = good
+            for block, (inverse, good) in self._inverted(kept, kernels):
+                ok[block] = good.all() & fresh[block].ok
+                self.keep_rows(block, kept[block].rows, inverse, kept[block].damping, ok[block])
         self._probe(blocks, fresh)
         return ok
+
+    def _inverted(
+        self, kept: Mapping[Block, Kept], kernels: Mapping[Block, Tensor]
+    ) -> Iterator[tuple[Block, tuple[Tensor, Tensor]]]:
+        """M and whether it came out well, kernels of one size together."""
+        kinds: dict[tuple[Any, ...], list[Block]] = {}
+        for block, k in kept.items():
+            matrix = kernels[block]
+            kinds.setdefault((matrix.shape[-1], matrix.dtype, matrix.device, k.core is None), []).append(block)
+        for (rows, *_, plain), members in kinds.items():
+            for some in _stacks(members, rows * rows):
+                stack, leads = _joined([kernels[b] for b in some], 2), [kernels[b].shape[:-2] for b in some]
+                if plain:
+                    found = kernel.damped_inverse(stack, _joined([kept[b].damping for b in some], 0))
+                else:
+                    cores = [core.to(stack.dtype) for b in some if (core := kept[b].core) is not None]
+                    found = kernel.interpolated_inverse(_joined(cores, 2), stack)
+                yield from zip(some, zip(*(_parted(t, leads) for t in found), strict=True), strict=True)
 
     def _select(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Kept]:
         """The rows to keep, as the mode of each block says."""
@@ -558,4 +573,4 @@ def _joined(parts: Sequence[Tensor], trailing: int) -> Tensor:
 def _parted(joined: Tensor, leads: Sequence[torch.Size]) -> list[Tensor]:
     """The inverse: one tensor for each of the leading shapes."""
     parts = joined.split([lead.numel() for lead in leads])
-    return [part.reshape(*lead, *joined.shape[1:]) for part, lead in zip(parts, leads, strict=True)]
+    return [part.reshape((*lead, *joined.shape[1:])) for part, lead in zip(parts, leads, strict=True)]

@@ -60,7 +60,7 @@ def test_demo_as_a_process(tmp_path):
 
 
 def test_help_lists_commands_and_workloads(capsys):
-    commands, workloads = "{basis,demo,step-time,swap,train,window}", ",".join(WORKLOADS)
+    commands, workloads = "{analyse,basis,demo,step-time,swap,train,window}", ",".join(WORKLOADS)
     for words, expected in ((["--help"], commands), (["train", "--help"], workloads)):
         with pytest.raises(SystemExit) as caught:
             main(words)
@@ -115,6 +115,17 @@ def test_train_a_layer_method(tmp_path, method, settings):
     assert saved["memory"]["second_order"] > 0
 
 
+@pytest.mark.parametrize("settings", [["mode=kid", "kid_residual=none"], ["mode=kis", "graft=none", "lr=0.1"]])
+def test_train_a_method_of_rows(tmp_path, settings):
+    words = ["train", "--workload", "digits", "--optimizer", "hylo", "--size", "smoke", "--steps", "12"]
+    assert _run(*words, "--set", *settings, "update_steps=5", "--out-dir", str(tmp_path)) == 0
+    saved = json.loads((tmp_path / "train-digits-hylo.json").read_text())
+    assert saved["settings"].items() >= parse_settings(settings).items()
+    assert saved["losses"][-1] < saved["losses"][0]
+    assert saved["memory"]["rows"] > 0
+    assert saved["memory"]["kernel"] > 0
+
+
 def test_train_names_the_workloads_that_have_a_recipe(tmp_path, data_dir, capsys):
     words = ["train", "--workload", "chargpt", "--optimizer", "kfac_adaptive", "--size", "smoke", "--steps", "1"]
     words += ["--data-dir", str(data_dir), "--out-dir", str(tmp_path)]
@@ -167,13 +178,15 @@ def test_parse_settings():
 def test_step_time(tmp_path, capsys, inverse):
     words = ["step-time", "--workload", "digits", "--batch-size", "16", "--steps", "10"]
     words += ["--inverse-method", inverse, "--estimator", "both" if inverse == "both" else "running"]
+    words += ["--mode", "both" if inverse == "both" else "kid"]
     assert _run(*words, "--out-dir", str(tmp_path)) == 0
     printed = capsys.readouterr().out
     saved = json.loads((tmp_path / "step-time-digits.json").read_text())
     labels = [result["label"] for result in saved["results"]]
     kfacs = ["KFAC cholesky", "KFAC eigen"] if inverse == "both" else ["KFAC cholesky"]
     ekfacs = ["EKFAC intra", "EKFAC running"] if inverse == "both" else ["EKFAC running"]
-    assert sorted(labels) == sorted(["SGD", "AdamW", *kfacs, *ekfacs, "M-FAC", "sparse M-FAC", "GGT"])
+    hylos = ["HyLo kis", "HyLo kid"] if inverse == "both" else ["HyLo kid"]
+    assert sorted(labels) == sorted(["SGD", "AdamW", *kfacs, *ekfacs, *hylos, "M-FAC", "sparse M-FAC", "GGT"])
     assert "10/100" in printed
     assert "1/10" in printed
     for result in saved["results"]:
@@ -181,6 +194,11 @@ def test_step_time(tmp_path, capsys, inverse):
             counts = {kind: len(times) for kind, times in result["times"].items()}
             assert counts == {"plain": 5, "factor": 4, "refresh": 1}
             assert result["amortised"]["10/100"]["floor"] > 1
+            assert result["peak_bytes"]["refresh"] > result["peak_bytes"]["plain"] > 0
+        if "HyLo" in result["label"]:
+            assert {kind: len(times) for kind, times in result["times"].items()} == {"plain": 9, "refresh": 1}
+            assert list(result["amortised"]) == ["10"]
+            assert result["amortised"]["10"]["floor"] > 1
             assert result["peak_bytes"]["refresh"] > result["peak_bytes"]["plain"] > 0
     reference = saved["results"][0]
     assert len(reference["times"]["plain"]) == 10 * (len(labels) - 1) // 3
@@ -206,7 +224,7 @@ def test_swap_on_digits(tmp_path, capsys):
     assert [(o["base"], o["passed"]) for o in outcomes] == [("adamw", True), ("sgd", True)]
 
 
-@pytest.mark.parametrize("method", ["ekfac", "mfac", "sparse_mfac", "ggt"])
+@pytest.mark.parametrize("method", ["ekfac", "hylo", "mfac", "sparse_mfac", "ggt"])
 def test_swap_to_another_method(tmp_path, capsys, method):
     """Whether the loss is lower is for the full size to say; here it must run, and be judged."""
     words = ["swap", "--workload", "digits", "--method", method, "--steps", "12", "--tolerance", "10"]

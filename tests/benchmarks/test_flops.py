@@ -16,6 +16,7 @@ from benchmarks.flops import (
 )
 from benchmarks.timing import Intervals, Work
 from benchmarks.workloads import make_workload
+from secondorder import KFAC
 
 
 def _dense_work(shapes):
@@ -54,6 +55,18 @@ def test_shapes_of_shared_positions_and_groups():
     assert factor_bytes(shapes) == 4 * 2 * (9 + 16)
     assert refresh_flops(shapes, "cholesky") == 2 * (27 + 64)
     assert refresh_flops(shapes, "eigen") == 9 * 2 * (27 + 64)
+
+
+def test_a_transposed_convolution_is_one_over_a_larger_input():
+    layer = nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2)
+    shapes = layer_shapes(layer, lambda: layer(torch.randn(5, 4, 7, 7)))
+    assert shapes == [LayerShape("", 2 * 9 + 1, 3, 5 * 15 * 15, groups=2)]
+    optimizer = KFAC(layer, lr=0.1, factor_update_steps=1)
+    layer(torch.randn(5, 4, 7, 7)).square().mean().backward()
+    optimizer.step()
+    state = optimizer.state[layer.weight]
+    assert state["factor_a"].shape == (2, 19, 19)
+    assert state["factor_g"].shape == (2, 3, 3)
 
 
 def _shapes(name, data_dir):

@@ -8,8 +8,9 @@ import struct
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from benchmarks.workloads.readers import read_cifar_batch, read_idx
+from benchmarks.workloads.readers import read_cifar_batch, read_gray_image, read_idx
 from benchmarks.workloads.tiny import write_idx
 
 
@@ -114,3 +115,23 @@ def test_cifar_refuses_truncated(tmp_path):
     path.write_bytes(pickle.dumps({"data": data, "labels": labels}, protocol=2)[:2000])
     with pytest.raises(ValueError, match="truncated"):
         read_cifar_batch(path)
+
+
+def test_gray_image_round_trip(tmp_path):
+    pixels = np.arange(5 * 7, dtype=np.uint8).reshape(5, 7)
+    Image.fromarray(pixels).save(tmp_path / "gray.png")
+    read = read_gray_image(tmp_path / "gray.png")
+    np.testing.assert_array_equal(read, pixels)
+    assert read.flags.writeable
+
+
+def test_gray_image_refuses(tmp_path):
+    path = tmp_path / "picture.png"
+    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(path)
+    with pytest.raises(ValueError, match="8 bits of gray a pixel, got mode RGB"):
+        read_gray_image(path)
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64), dtype=np.uint8)).save(path)
+    for raw in (path.read_bytes()[:2000], b"no picture"):
+        path.write_bytes(raw)
+        with pytest.raises(ValueError, match="truncated or no picture"):
+            read_gray_image(path)

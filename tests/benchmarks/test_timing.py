@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.runner import History
-from benchmarks.timing import MEASURED, REPORTED, Intervals, Row
+from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, Row
 
 
 def test_classes_of_the_measured_run():
@@ -26,8 +26,12 @@ def test_weights(intervals, weights):
     assert intervals.weights() == pytest.approx(weights)
 
 
+def test_names():
+    assert [intervals.name for intervals in (*REPORTED, ROWS_REFRESHED)] == ["10/100", "1/10", "10"]
+
+
 def test_weights_are_the_shares_of_the_classes():
-    for intervals in (*REPORTED, MEASURED):
+    for intervals in (*REPORTED, MEASURED, ROWS_REFRESHED):
         kinds = [intervals.step_class(step) for step in range(intervals.refresh)]
         shares = {kind: kinds.count(kind) / len(kinds) for kind in ("plain", "factor", "refresh")}
         assert intervals.weights() == pytest.approx(shares)

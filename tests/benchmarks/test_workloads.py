@@ -13,7 +13,7 @@ from benchmarks.workloads import WORKLOADS, DataMissingError, chargpt, make_work
 from benchmarks.workloads.mnist import read_labels
 from benchmarks.workloads.multi30k import number_words, read_sentences
 from benchmarks.workloads.tiny import write_idx, write_sentences
-from secondorder import EKFAC, KFAC
+from secondorder import EKFAC, KFAC, HyLo
 from secondorder.curvature.likelihood import resolve
 
 FILES = {
@@ -22,6 +22,7 @@ FILES = {
     "chargpt": ("shakespeare", "input.txt", "char-rnn"),
     "logistic": ("mnist", "train-labels-idx1-ubyte.gz", "mnist"),
     "multi30k": ("multi30k", "train.de.gz", "multi30k/dataset"),
+    "unet": ("membrane", "image/0.png", "zhixuhao/unet"),
 }
 
 
@@ -149,12 +150,28 @@ def test_the_likelihood_is_that_of_the_loss(name, data_dir):
     assert workload.loss(model, batch).item() == pytest.approx(workload.criterion(outputs, targets).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("method", [KFAC, EKFAC])
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_an_epoch_is_more_than_a_batch(name, data_dir):
+    assert make_workload(name, data_dir, "smoke").examples >= make_workload(name, data_dir, "smoke").batch_size
+
+
+def test_examples_of_an_epoch(data_dir):
+    assert make_workload("digits", data_dir).examples == 1437
+    assert make_workload("chargpt", data_dir, "smoke").examples == len(_text(data_dir)) * 9 // 10 // 32
+    assert make_workload("unet", data_dir, "smoke").examples == 24
+
+
+def _text(data_dir):
+    return (data_dir / "shakespeare" / "input.txt").read_text()
+
+
+@pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_parameter_is_covered(name, method, data_dir):
     workload = make_workload(name, data_dir, "smoke")
     model = workload.build_model(0)
-    optimizer = method(model, lr=0.01, graft="adam", factor_update_steps=1, inv_update_steps=2)
+    intervals = {"update_steps": 2} if method is HyLo else {"factor_update_steps": 1, "inv_update_steps": 2}
+    optimizer = method(model, lr=0.01, graft="adam", **intervals)
     assert "fallback" not in optimizer.describe()
     batch, losses = next(workload.batches(0)), []
     with warnings.catch_warnings():
@@ -249,7 +266,7 @@ def test_published_sizes(data_dir):
     assert _count(make_workload("autoencoder", data_dir)) == autoencoder == 2_837_314
     assert _count(make_workload("resnet20", data_dir)) == 269_722
     assert _count(make_workload("logistic", data_dir)) == 2000 * 10 + 10
-    vocabulary = len(set((data_dir / "shakespeare" / "input.txt").read_text()))
+    vocabulary = len(set(_text(data_dir)))
     layer = 4 * (128 + 1) * 128 + (128 + 1) * 512 + (512 + 1) * 128 + 2 * 2 * 128
     embeddings = (vocabulary + 128) * 128
     expected = 4 * layer + embeddings + 2 * 128 + (128 + 1) * vocabulary
@@ -259,6 +276,10 @@ def test_published_sizes(data_dir):
     encoder, decoder = attention + mlp + 2 * norm, 2 * attention + mlp + 3 * norm
     expected = 2 * (encoder + decoder) + 2 * norm + 2 * (words + 40) * 256 + (256 + 1) * words
     assert _count(make_workload("multi30k", data_dir)) == expected
+    widths = [16, 32, 64, 128]
+    down = sum(9 * (a + b) * b + 4 * b for a, b in zip([1, *widths], widths, strict=False))
+    up = sum((4 * 2 * b + 1) * b + 9 * (2 * b + b) * b + 4 * b for b in widths[:-1])
+    assert _count(make_workload("unet", data_dir)) == down + up + 17 == 482_449
 
 
 def _count(workload):

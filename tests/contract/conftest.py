@@ -14,6 +14,7 @@ from tests.contract.tasks import CNN, MLP, TASKS, TRANSFORMER, Task
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "option(*keywords): a contract test of methods that have these keywords")
+    config.addinivalue_line("markers", "fixed_layout: not for variants whose state has the sizes of the first batch")
     config.addinivalue_line(
         "markers", "rules(mapping): run for every `rule` of the mapping whose keywords the method has"
     )
@@ -35,26 +36,28 @@ def pair_up(method: Method, variant: Variant, task: Task) -> bool:
     return variant is method.variants[0] or task is CNN
 
 
-def variants(methods: list[Method], needed: set[str]) -> list[tuple[Method, Variant]]:
+def variants(methods: list[Method], needed: set[str], lazy: bool) -> list[tuple[Method, Variant]]:
     """Every variant that leaves room for the keywords that a test needs."""
-    return [(method, variant) for method in methods for variant in method.variants if not needed & variant.excludes]
+    every = [(method, variant) for method in methods for variant in method.variants if lazy or not variant.lazy]
+    return [(method, variant) for method, variant in every if not needed & variant.excludes]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     needed = {keyword for mark in metafunc.definition.iter_markers("option") for keyword in mark.args}
     methods: list[Method] = [method for method in METHODS if method.accepts(*needed)]
+    lazy = metafunc.definition.get_closest_marker("fixed_layout") is None
     rules = metafunc.definition.get_closest_marker("rules")
     if rules is not None:
         known = [(m, name) for m in methods for name, rule in rules.args[0].items() if m.knows(keywords_of(rule))]
         metafunc.parametrize(("method", "rule"), known, ids=[f"{method.name}-{name}" for method, name in known])
     elif {"variant", "task"} <= set(metafunc.fixturenames):
-        triples = [(m, v, task) for m, v in variants(methods, needed) for task in TASKS if pair_up(m, v, task)]
+        triples = [(m, v, task) for m, v in variants(methods, needed, lazy) for task in TASKS if pair_up(m, v, task)]
         metafunc.parametrize(
             ("method", "variant", "task"), triples, ids=[f"{m.name}-{v.name}-{task.name}" for m, v, task in triples]
         )
         return
     elif "variant" in metafunc.fixturenames:
-        pairs = variants(methods, needed)
+        pairs = variants(methods, needed, lazy)
         metafunc.parametrize(("method", "variant"), pairs, ids=[f"{m.name}-{v.name}" for m, v in pairs])
     elif "method" in metafunc.fixturenames:
         metafunc.parametrize("method", methods, ids=[method.name for method in methods])

@@ -1,12 +1,14 @@
 """The methods under contract: a new one joins by adding one entry to `METHODS`.
 
 A test that needs a keyword which not every method has says so with `@pytest.mark.option("keyword", ...)`: `skip_layers`
-is what layer methods have, which estimate the curvature of layers and need the module; `window_size` is what window
-methods have, which see gradients alone and cover every parameter.
+is what layer methods have, which estimate the curvature of layers and need the module: with factors those that have
+`factor_update_steps`, with rows of examples those that have `update_steps`. `window_size` is what window methods have,
+which see gradients alone and cover every parameter.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,9 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from secondorder import EKFAC, GGT, KFAC, MFAC, LowRank, SparseMFAC, TopK
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC, TopK
+from secondorder.switching import GradNormChange, SwitchPolicy
 from tests.contract import storages
-from tests.contract.storages import Factored, Sizes, Sparse, Storage, bases, entries, kronecker, squares
+from tests.contract.storages import (
+    Factored,
+    Kept,
+    Sizes,
+    Sparse,
+    Storage,
+    bases,
+    entries,
+    kept_rows,
+    kronecker,
+    shapes,
+    squares,
+)
 from tests.contract.tasks import covered_layers
 
 Units = Callable[[nn.Module], dict[str, list[str]]]
@@ -42,6 +57,8 @@ class Variant:
             over gradients.
         excludes: Keywords that the choice leaves no room for.
         narrow: Whether the choice is one of arithmetic, the same for every kind of layer: one task is enough for it.
+        first_state: State keys of the very first parameter, of what the choice remembers for all blocks.
+        lazy: Whether the sizes of the state are those of the first batch, and not known at construction.
     """
 
     name: str
@@ -56,6 +73,12 @@ class Variant:
     lingers: bool = False
     excludes: frozenset[str] = frozenset()
     narrow: bool = False
+    first_state: frozenset[str] = frozenset()
+    lazy: bool = False
+
+    def of(self, layer: nn.Module) -> frozenset[str]:
+        """State keys of the owner of the block of a layer."""
+        return self.owner_state - self.lacking(layer)
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,9 @@ class Method:
         partial: Kinds of checkpoints that leave curvature out.
         leave_out: Settings that leave some parameters of every task to the fallback: see `left_out`.
         foreign: Values of keywords that other methods know and this one does not.
+        capture_keyword: Keyword of a layer method for the steps between two updates of the estimate.
+        refresh_keyword: The same between two refreshes; 0 switches preconditioning off.
+        pending: Numbers that a step holds of a model before it is taken, at the least.
     """
 
     name: str
@@ -89,6 +115,9 @@ class Method:
     partial: tuple[str, ...] = ("factors", "none")
     leave_out: Mapping[str, Any] = field(default_factory=dict)
     foreign: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    capture_keyword: str = "factor_update_steps"
+    refresh_keyword: str = "inv_update_steps"
+    pending: Callable[[nn.Module], int] = lambda model: sum(map(squares, shapes(model)))
 
     def accepts(self, *keywords: str) -> bool:
         return set(keywords) <= inspect.signature(self.cls).parameters.keys()
@@ -99,10 +128,14 @@ class Method:
 
     def build(self, model: nn.Module, params: Any = None, **keywords: Any) -> Any:
         """The optimizer of a model: from the module itself, or from `params` with `module=` where it needs one."""
-        merged = {**self.keywords, **keywords}
+        merged = own_policy({**self.keywords, **keywords})
         if params is None:
             return self.cls(model, **merged)
         return self.cls(params, **({"module": model} if self.layerwise else {}) | merged)
+
+    def every(self, steps: int, capture: int | None = None) -> dict[str, Any]:
+        """Keywords of a layer method that refreshes every so many steps, and captures as often, or as `capture` says."""
+        return {self.capture_keyword: capture or max(steps, 1), self.refresh_keyword: steps}
 
     def bare(self, **keywords: Any) -> dict[str, Any]:
         """Keywords under which a step subtracts `lr` times the preconditioned gradient and nothing else happens."""
@@ -121,8 +154,13 @@ class Method:
         return [name for name in names if (name not in covered if self.layerwise else name.endswith("bias"))]
 
 
+def own_policy(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Keywords with a policy that nobody else has: it remembers what it has seen."""
+    return {key: copy.deepcopy(value) if isinstance(value, SwitchPolicy) else value for key, value in keywords.items()}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# Layer methods
+# Layer methods with factors
 # ---------------------------------------------------------------------------------------------------------------------
 
 _COUNTERS = {"factor_updates", "refreshes", "scale_updates"}
@@ -179,6 +217,60 @@ def _layer_variant(
 def _lacking(layer: nn.Module) -> set[str]:
     """The eigenvectors of a diagonal factor are those of the identity."""
     return {"basis_a"} if isinstance(layer, nn.Embedding) else set()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layer methods with rows of examples
+# ---------------------------------------------------------------------------------------------------------------------
+
+_EXAMPLES = 6  # of the largest batch of all tasks; the rows of a smaller one are filled up with zeros
+_ROW_STATE = frozenset({"rows_a", "rows_g", "kernel", "kernel_damping", "factor_updates", "refreshes"})
+_SUBSTITUTE = (_EIGEN | {"rows_instead"}) - _ROW_STATE
+
+
+def _row_variant(
+    name: str,
+    keywords: Mapping[str, Any],
+    rows: int,
+    *,
+    first_state: frozenset[str] = frozenset(),
+    narrow: bool = True,
+    **kept: Any,
+) -> Variant:
+    """A variant of a method with rows.
+
+    Args:
+        name: In the ids of the tests.
+        keywords: What makes the choice.
+        rows: R, of every block.
+        first_state: State keys of the very first parameter.
+        narrow: Whether one task is enough.
+        **kept: What else decides how much is kept.
+    """
+    what = Kept(rows, **kept)
+
+    def lacking(layer: nn.Module) -> set[str]:
+        if not what.substitutes:
+            return set()
+        return set(_ROW_STATE - {"factor_updates", "refreshes"} if what.factors_for(layer) else _SUBSTITUTE)
+
+    def dtypes(compute: torch.dtype) -> dict[str, torch.dtype]:
+        double = {"kernel", "kernel_damping", "factor_weight", "switch_state"}
+        keys = _ROW_STATE | (_SUBSTITUTE if what.substitutes else set()) | first_state
+        numbers = keys - {"factor_updates", "refreshes", "rows_instead"}
+        return {key: torch.float64 if key in double else compute for key in numbers}
+
+    return Variant(
+        name,
+        keywords,
+        _ROW_STATE | (_SUBSTITUTE if what.substitutes else frozenset()),
+        kept_rows(what),
+        lacking,
+        dtypes=dtypes,
+        narrow=narrow,
+        first_state=first_state,
+        lazy=not (what.sized and what.summed),
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,6 +358,35 @@ METHODS = (
         landmark="scale",
         eager={"factor_update_steps": 1},
         foreign={"momentum_mode": ("heavy_ball", "ema"), "fisher": ("forward_only",)},
+    ),
+    Method(
+        "hylo",
+        HyLo,
+        {
+            "lr": 0.05, "momentum": 0.9, "damping": 0.1, "mode": "kid", "update_steps": 2, "rank_fraction": 0.5,
+            "batch_size": _EXAMPLES,
+        },
+        variants=(
+            _row_variant("kid", {}, 3, narrow=False),
+            _row_variant("kis", {"mode": "kis"}, 3),
+            _row_variant("sngd", {"mode": "sngd"}, _EXAMPLES),
+            _row_variant(
+                "auto",
+                {"mode": "auto", "switch": GradNormChange(eta=0.25, period_steps=1, hold=0)},
+                3,
+                first_state=frozenset({"switch_state"}),
+            ),
+            _row_variant("kfac", {"kfac_when_cheaper": True, "rank_fraction": 0.8}, 5, substitutes=True),
+            _row_variant("expand", {"approx": "expand"}, 3, summed=False),
+            _row_variant("unsized", {"batch_size": None, "max_rank": 2}, 2, sized=False),
+        ),
+        landmark="rows_g",
+        eager={"update_steps": 1},
+        partial=("none",),
+        foreign={"weight_decay_mode": ("legacy", "both")},
+        capture_keyword="update_steps",
+        refresh_keyword="update_steps",
+        pending=lambda model: _EXAMPLES * sum(block.n_a - 1 + block.n_g for block in shapes(model)),
     ),
     Method(
         "mfac",

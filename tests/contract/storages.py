@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.contract.tasks import covered_layers
+from tests.contract.tasks import LENGTH, Attention, Cnn, covered_layers
 
 Sizes = Callable[[nn.Module, torch.dtype], Mapping[str, set[int]]]
 
@@ -74,6 +74,79 @@ def kronecker(numbers: Mapping[str, Callable[[Shape], int]]) -> Sizes:
         for kind, of_block in numbers.items():
             exact = compute_bytes(dtype) * sum(map(of_block, found))
             expected[kind] = {exact, exact + weights} if kind == "factors" else {exact}
+        return expected
+
+    return sizes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows of examples
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def positions_of(model: nn.Module, name: str) -> int:
+    """Positions of an example in a layer of the tasks."""
+    if isinstance(model, Attention):
+        return LENGTH
+    return {"first": 4 * 4, "second": 2 * 2}.get(name, 1) if isinstance(model, Cnn) else 1
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Rows of a block, and their kernel.
+
+    Args:
+        rows: R.
+        summed: Whether the rows of an example are made one.
+        substitutes: Whether a block has factors where those are cheaper.
+        sized: Whether the number of examples is known at construction.
+    """
+
+    rows: int
+    summed: bool = True
+    substitutes: bool = False
+    sized: bool = True
+
+    def factors_for(self, layer: nn.Module) -> bool:
+        """Whether factors take less memory or time than the rows of a layer, which has to have inputs to sum over."""
+        if not self.substitutes or isinstance(layer, (nn.Embedding, nn.LayerNorm)):
+            return False
+        block = shape_of(layer)
+        memory = self.rows * (block.n_a + block.n_g) >= block.n_a**2 + block.n_g**2
+        return memory or self.rows**3 >= block.n_a**3 + block.n_g**3
+
+    def bytes_of(self, layer: nn.Module, positions: int, number: int) -> int:
+        """Of the rows of a layer with so many positions per example."""
+        if isinstance(layer, nn.Embedding):  # an index instead of a one-hot vector
+            return self.rows * positions * (8 + number * layer.embedding_dim)
+        if isinstance(layer, nn.LayerNorm):  # gradients of all units at once
+            return self.rows * number * sum(p.numel() for p in layer.parameters())
+        d_a, d_g = layer.weight[0].numel(), layer.weight.shape[0]
+        n_a = d_a + (layer.bias is not None)
+        if self.summed or positions == 1:
+            return self.rows * number * (d_a + d_g)
+        by_gradients = positions**2 * (n_a + d_g) >= n_a * d_g
+        return self.rows * number * (n_a * d_g if by_gradients else positions * (d_a + d_g))
+
+
+def kept_rows(kept: Kept) -> Sizes:
+    """By kind of `memory_usage()`: the bytes at construction, and after a batch."""
+
+    def sizes(model: nn.Module, dtype: torch.dtype) -> dict[str, set[int]]:
+        number = compute_bytes(dtype)
+        layers = {name: model.get_submodule(name) for name in covered_layers(model)}
+        factored = [shape_of(layer) for layer in layers.values() if kept.factors_for(layer)]
+        with_rows = {name: layer for name, layer in layers.items() if not kept.factors_for(layer)}
+
+        def kernels(rows: int) -> int:  # with a damping of each
+            return 8 * len(with_rows) * (rows**2 + 1)
+
+        after = sum(kept.bytes_of(layer, positions_of(model, name), number) for name, layer in with_rows.items())
+        before = sum(kept.bytes_of(layer, 1, number) for layer in with_rows.values()) if kept.sized else 0
+        expected = {"rows": {before, after}, "kernel": {kernels(kept.rows if kept.sized else 0), kernels(kept.rows)}}
+        if factored:
+            expected["factors"] = {number * sum(map(squares, factored))}
+            expected["second_order"] = {number * sum(map(bases, factored))}
         return expected
 
     return sizes

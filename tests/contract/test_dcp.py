@@ -96,6 +96,7 @@ def test_several_groups(method: Method, mlp: Task, flat: bool) -> None:
     assert_identical(second.state_dict(), optimizer.state_dict())
 
 
+@pytest.mark.fixed_layout
 def test_through_files_without_a_process_group(
     method: Method, variant: Variant, mlp: Task, flat: bool, tmp_path: Path
 ) -> None:

@@ -75,6 +75,19 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("basis_update", "svd"),
     ("full_every", 0),
     ("deterministic_seed", -1),
+    ("mode", "both"),
+    ("update_steps", -4),
+    ("rank_fraction", 0.0),
+    ("rank_fraction", 1.25),
+    ("rank_fraction", math.nan),
+    ("max_rank", 0),
+    ("rank_energy", 0.0),
+    ("rank_energy", 1.5),
+    ("kis_sampling", "greedy"),
+    ("kid_pivoting", "lu"),
+    ("kid_residual", "half"),
+    ("conv_scale", "mean"),
+    ("batch_size", 0),
     ("window_size", 0),
     ("window_size", -7),
     ("scale", "mean"),
@@ -146,6 +159,23 @@ WRONG_KINDS: list[tuple[str, Any]] = [
     ("comm", "ring"),
     ("grad_scaler", 1024.0),
     ("skip_layers", 3),
+    ("mode", 1),
+    ("switch", "kid"),
+    ("update_steps", 2.5),
+    ("update_steps", None),
+    ("rank_fraction", "half"),
+    ("rank_fraction", None),
+    ("max_rank", 2.5),
+    ("max_rank", None),
+    ("rank_energy", "0.9"),
+    ("kis_sampling", 1),
+    ("kid_pivoting", 1),
+    ("kid_residual", None),
+    ("conv_scale", 1),
+    ("normalize_damping", 1),
+    ("kfac_when_cheaper", "auto"),
+    ("batch_size", 2.5),
+    ("batch_size", "6"),
     ("window_size", 2.5),
     ("window_size", "1024"),
     ("scale", 1),
@@ -252,11 +282,10 @@ def test_something_else_among_the_parameters_is_a_type_error(method: Method, mlp
         method.build(mlp.model(), ["first.weight"])
 
 
-@pytest.mark.option("weight_decay_mode")
-@pytest.mark.parametrize("mode", ["legacy", "reg", "both"])
-def test_decoupled_decay_in_another_mode_than_the_standard_is_refused(method: Method, mlp: Task, mode: str) -> None:
-    with pytest.raises(ValueError, match=mode) as refusal:
-        method.build(mlp.model(), decoupled_weight_decay=True, weight_decay=0.1, weight_decay_mode=mode)
+@pytest.mark.rules({mode: {"weight_decay_mode": mode} for mode in ("legacy", "reg", "both")})
+def test_decoupled_decay_in_another_mode_than_the_standard_is_refused(method: Method, mlp: Task, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule) as refusal:
+        method.build(mlp.model(), decoupled_weight_decay=True, weight_decay=0.1, weight_decay_mode=rule)
     assert "decoupled_weight_decay" in str(refusal.value)
 
 

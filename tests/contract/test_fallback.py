@@ -183,7 +183,7 @@ def test_skipped_instance_follows_the_fallback(method: Method, mlp: Task) -> Non
     model = mlp.model()
     optimizer = method.build(model, skip_layers=(model.second,))
     assert optimizer.state[model.second.weight].keys() == {"step", "momentum_buffer"}
-    assert "factor_a" in optimizer.state[model.first.weight]
+    assert method.landmark in optimizer.state[model.first.weight]
 
 
 @WINDOWED

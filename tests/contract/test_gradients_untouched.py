@@ -38,10 +38,10 @@ def test_under_every_rule(method: Method, mlp: Task, rule: str, foreach: bool) -
     check(method, mlp, **{**RULES[rule], "foreach": foreach})
 
 
-@pytest.mark.option("inv_update_steps")
+@pytest.mark.option("skip_layers")
 @pytest.mark.parametrize("maximize", [False, True])
 def test_when_switched_off(method: Method, mlp: Task, maximize: bool) -> None:
-    check(method, mlp, inv_update_steps=0, weight_decay=0.1, nesterov=True, maximize=maximize)
+    check(method, mlp, **method.every(0), weight_decay=0.1, nesterov=True, maximize=maximize)
 
 
 def test_when_the_step_is_dropped(method: Method, mlp: Task) -> None:

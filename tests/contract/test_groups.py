@@ -105,8 +105,8 @@ def add_to_gradients(model: nn.Module, decay: float) -> None:
 def test_damping_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
     """A huge λ turns the direction into ∇/λ; set in one group, between two steps."""
     model, twin = mlp.model(), mlp.model()
-    plain = method.build(model, split(model), **method.bare(**method.apart))
-    damped = method.build(twin, split(twin), **method.bare(**method.apart))
+    keywords = method.bare(**method.apart, **method.eager)  # rows take a damping over when they are renewed
+    plain, damped = method.build(model, split(model), **keywords), method.build(twin, split(twin), **keywords)
     huge = 1e9
 
     def raise_damping() -> None:
@@ -141,14 +141,14 @@ def test_damping_of_all_groups_is_read_at_each_step(method: Method, variant: Var
     assert_identical(moved, expected)
 
 
-@pytest.mark.option("factor_update_steps")
+@pytest.mark.option("skip_layers")
 def test_interval_of_a_group_is_read_at_each_step(method: Method, mlp: Task) -> None:
     """An interval shortened between two steps holds for the very next one."""
     model = mlp.model()
-    optimizer = method.build(model, factor_update_steps=10, inv_update_steps=20)
+    optimizer = method.build(model, **method.every(20, capture=10))
     train(model, optimizer, mlp, 3)
     assert optimizer.state[model.first.weight]["factor_updates"] == 1
-    optimizer.param_groups[0]["factor_update_steps"] = 1
+    optimizer.param_groups[0][method.capture_keyword] = 1
     train(model, optimizer, mlp, 1, start=3)
     assert optimizer.state[model.first.weight]["factor_updates"] == 2
 

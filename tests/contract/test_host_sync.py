@@ -90,6 +90,7 @@ RULES: dict[str, dict[str, Any]] = {
     "batched": {"foreach": True},
     "relative-damping": {"damping_mode": "relative"},
     "switched-off": {"inv_update_steps": 0},
+    "switched-off, with rows": {"update_steps": 0},
     "ema": {"momentum_mode": "ema"},
     "decay-beside": {"weight_decay": 0.1, "weight_decay_mode": "both"},
     "eigh": {"solver": "eigh"},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.contract.methods import Method, Variant
-from tests.contract.storages import shapes, squares
+from tests.contract.storages import shapes
 from tests.contract.tasks import Task, train
 
 KINDS = {
@@ -100,16 +100,16 @@ def test_momentum_and_fallback_bytes(method: Method, mlp: Task) -> None:
     assert method.build(model, momentum=0.0).memory_usage().get("momentum", 0) == 0
 
 
-@pytest.mark.option("factor_update_steps")
+@pytest.mark.option("skip_layers")
 def test_pending_statistics_are_counted_and_gone_after_the_step(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model)
     train(model, optimizer, mlp, 1)
     optimizer.zero_grad()
     at_rest = optimizer.memory_usage()["total"]
-    optimizer.param_groups[0]["factor_update_steps"] = 1
+    optimizer.param_groups[0][method.capture_keyword] = 1
     mlp.loss(model, 0).backward()
     during = optimizer.memory_usage()
-    assert during.get("pending", 0) >= 8 * sum(map(squares, shapes(model)))
+    assert during.get("pending", 0) >= 8 * method.pending(model)
     optimizer.step()
     assert optimizer.memory_usage()["total"] == at_rest

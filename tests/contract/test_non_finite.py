@@ -15,7 +15,7 @@ from tests.contract.tasks import Task, assert_changed, assert_identical, backwar
 
 KEPT = (
     "step", "momentum_buffer", "gradient_momentum", "exp_avg", "exp_avg_sq", "factor_a", "factor_g", "factor_weight",
-    "scale", "scale_weight",
+    "scale", "scale_weight", "rows_a", "rows_g", "kernel", "kernel_damping", "refreshes",
 )  # fmt: skip
 RULES: dict[str, dict[str, Any]] = {
     "momentum": {},
@@ -103,8 +103,8 @@ def after_a_bad_first_batch(method: Method, task: Task, **keywords: Any) -> Any:
 
 def test_bad_first_batch_leaves_a_new_optimizer(method: Method, variant: Variant, mlp: Task) -> None:
     keywords = {**variant.keywords, **method.eager}
-    if method.accepts("inv_update_steps"):
-        keywords["inv_update_steps"] = 1
+    if method.layerwise:
+        keywords |= method.every(1)
     model, optimizer = after_a_bad_first_batch(method, mlp, **keywords)
     fresh = mlp.model()
     train(model, optimizer, mlp, 3, start=1)

@@ -45,6 +45,19 @@ LAYERWISE_CHOICES = {
     "basis_update": "eigh",
     "momentum_mode": "post",
 }
+WITH_ROWS = {
+    "approx": "reduce",
+    "mode": "auto",
+    "switch": None,
+    "rank_energy": None,
+    "kis_sampling": "systematic",
+    "kid_pivoting": "cholesky",
+    "kid_residual": "diag",
+    "conv_scale": "exact",
+    "normalize_damping": False,
+    "kfac_when_cheaper": False,
+    "batch_size": None,
+}
 
 
 def parameters(method: Method) -> list[inspect.Parameter]:
@@ -111,7 +124,7 @@ def test_first_choices_are_the_defaults(method: Method) -> None:
         "checkpoint_curvature": "all",
     }
     if method.layerwise:
-        expected |= LAYERWISE_CHOICES
+        expected |= LAYERWISE_CHOICES | (WITH_ROWS if method.accepts("rank_fraction") else {})
     else:
         expected["damping_mode"] = "absolute"
     if method.cls.__name__.startswith("Sparse"):
@@ -138,12 +151,14 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
         "weight_decay_mode", "eps", "betas", "sgd_weight", "bias_correction", "graft", "inner", "approx", "power",
         "loss_reduction", "loss_terms", "max_factor_dim", "weighting", "burnin_steps", "decay_per_step",
         "factor_batch_size", "factor_positions", "weight_decay_in_curvature", "estimator", "scale_decay",
-        "scale_update_steps", "scale_batch_size", "token_is_example", "transport", "basis_update", "full_every",
+        "scale_update_steps", "scale_batch_size", "token_is_example", "transport", "basis_update", "full_every", "mode",
+        "update_steps", "rank_fraction", "max_rank", "rank_energy", "kis_sampling", "kid_pivoting", "kid_residual",
+        "conv_scale", "normalize_damping", "kfac_when_cheaper",
     }  # fmt: skip
     once = {
         "fisher", "fisher_samples", "norm_curvature", "tied", "batch_dim", "stagger", "refresh_warmup", "skip_layers",
         "max_failures", "adaptive_damping", "damping_interval", "min_damping", "max_damping", "reject_steps",
-        "include_damping_in_model", "quadratic_model", "likelihood", "calibrate_damping",
+        "include_damping_in_model", "quadratic_model", "likelihood", "calibrate_damping", "switch", "batch_size",
     }  # fmt: skip
     assert {key for key in changing if method.accepts(key)} <= group.keys()
     assert not once & group.keys()

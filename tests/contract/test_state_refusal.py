@@ -116,7 +116,7 @@ def test_wrong_checkpoint_is_refused_by_name_and_changes_nothing(method: Method,
     before = snapshot(optimizer)
     with pytest.raises(ValueError) as refusal:
         optimizer.load_state_dict(saved)
-    sized = "factor_g" if method.layerwise else method.landmark
+    sized = "factor_g" if method.accepts("factor_update_steps") else method.landmark
     last = "second.weight" if method.layerwise else " more"  # a long list is cut
     for word in words:
         assert word.format(landmark=method.landmark, sized=sized, last=last) in str(refusal.value)

@@ -237,7 +237,7 @@ def checkpoint(
     return model, optimizer, keywords
 
 
-@pytest.mark.option("checkpoint_curvature", "factor_decay")
+@pytest.mark.option("checkpoint_curvature", "factor_update_steps")
 def test_sizes_of_the_three_kinds_of_checkpoint(method: Method, variant: Variant, mlp: Task) -> None:
     full, factors, none = (
         size(checkpoint(method, variant, mlp, kind)[1].state_dict()) for kind in ("all", "factors", "none")
@@ -263,7 +263,7 @@ def test_a_checkpoint_holds_all_of_a_window_or_nothing(method: Method, variant: 
     assert nothing < everything
 
 
-@pytest.mark.option("checkpoint_curvature", "factor_decay")
+@pytest.mark.option("checkpoint_curvature", "factor_update_steps")
 def test_what_is_left_out(method: Method, variant: Variant, mlp: Task) -> None:
     derived = variant.owner_state & set(DERIVED)
     for kind, kept, absent in (
@@ -280,7 +280,7 @@ def test_what_is_left_out(method: Method, variant: Variant, mlp: Task) -> None:
         assert optimizer.state[model.first.weight].keys() >= variant.owner_state, kind
 
 
-@pytest.mark.option("checkpoint_curvature", "factor_decay")
+@pytest.mark.option("checkpoint_curvature", "factor_update_steps")
 def test_factors_alone_are_refreshed_at_load(method: Method, variant: Variant, mlp: Task) -> None:
     """Saved right after a refresh, the next step is the same one up to rounding."""
     model, optimizer, keywords = checkpoint(method, variant, mlp, "factors", steps=1)
@@ -305,7 +305,7 @@ def test_without_curvature_momentum_and_counters_survive(method: Method, variant
         kept = {key for key in ("momentum_buffer", "step") if key in old}
         assert_identical({key: new[key] for key in kept}, {key: old[key] for key in kept})
     assert second.state[other.first.weight]["global_step"] == MIDDLE
-    assert second.state[other.first.weight].keys() >= variant.owner_state
+    assert second.state[other.first.weight].keys() >= variant.of(other.first)
 
 
 @pytest.mark.option("checkpoint_curvature")

@@ -1,4 +1,4 @@
-"""`inv_update_steps=0`: nothing is captured and the step is torch's own, to the bit; it can be turned on and off."""
+"""Refreshes every 0 steps: nothing is captured and the step is torch's own, to the bit; it can be turned on and off."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from tests.contract.methods import Method
 from tests.contract.tasks import Task, assert_identical, covered_layers, displacements, snapshot, train, values
 
-pytestmark = pytest.mark.option("inv_update_steps")
+pytestmark = pytest.mark.option("skip_layers")
 
 SGD_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"momentum": 0.0},
@@ -37,7 +37,7 @@ def compare(
     method: Method, task: Task, keywords: dict[str, Any], reference: Callable[[Any], Any], dtype: torch.dtype
 ) -> None:
     model, twin = task.model(dtype), task.model(dtype)
-    optimizer, theirs = method.build(model, inv_update_steps=0, **keywords), reference(twin.parameters())
+    optimizer, theirs = method.build(model, **method.every(0), **keywords), reference(twin.parameters())
     for step in range(20):
         train(model, optimizer, task, 1, start=step)
         train(twin, theirs, task, 1, start=step)
@@ -80,7 +80,7 @@ def test_equals_adamw_with_its_own_betas_and_eps(method: Method, task: Task, rul
 def test_follows_a_schedule_exactly(method: Method, mlp: Task, theirs: str) -> None:
     model, twin = mlp.model(), mlp.model()
     options: dict[str, Any] = {"graft": "adam", "lr": 0.01} if theirs == "adamw" else {"lr": 0.05}
-    optimizer = method.build(model, inv_update_steps=0, weight_decay=0.1, **options)
+    optimizer = method.build(model, **method.every(0), weight_decay=0.1, **options)
     if theirs == "adamw":
         reference: Any = AdamW(twin.parameters(), 0.01, weight_decay=0.1)
     else:
@@ -103,7 +103,7 @@ def test_kl_clip_and_grafting_do_not_touch_it(method: Method, mlp: Task) -> None
 
 def test_nothing_is_captured(method: Method, mlp: Task) -> None:
     model = mlp.model()
-    optimizer = method.build(model, inv_update_steps=0)
+    optimizer = method.build(model, **method.every(0))
     fresh = snapshot(optimizer)
     train(model, optimizer, mlp, 5)
     for now, then in zip(optimizer.state_dict()["state"].values(), fresh["state"].values(), strict=True):
@@ -113,15 +113,15 @@ def test_nothing_is_captured(method: Method, mlp: Task) -> None:
 
 def test_turned_on_later_it_starts_like_a_new_optimizer(method: Method, mlp: Task) -> None:
     """At any step, not only at a multiple of the intervals, and from statistics of that very step."""
-    keywords = method.bare(lr=0.05, factor_update_steps=10)
     model = mlp.model()
-    optimizer = method.build(model, **keywords, inv_update_steps=0)
+    optimizer = method.build(model, **method.bare(lr=0.05, **method.every(0, capture=10)))
     train(model, optimizer, mlp, 3)
-    optimizer.param_groups[0]["inv_update_steps"] = 20
+    optimizer.param_groups[0][method.refresh_keyword] = 20
     fresh = mlp.model()
     fresh.load_state_dict(model.state_dict())
     train(model, optimizer, mlp, 1, start=3)
-    train(fresh, method.build(fresh, **keywords, inv_update_steps=20), mlp, 1, start=3)
+    later = method.build(fresh, **method.bare(lr=0.05, **method.every(20, capture=10)))
+    train(fresh, later, mlp, 1, start=3)
     assert_identical(values(model), values(fresh))
     assert all(optimizer.state[model.get_parameter(n[0])]["refreshes"] == 1 for n in covered_layers(model).values())
 
@@ -130,19 +130,19 @@ def test_turned_off_later_it_is_sgd_again(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model, momentum=0.0, lr=0.05)
     train(model, optimizer, mlp, 3)
-    optimizer.param_groups[0]["inv_update_steps"] = 0
+    optimizer.param_groups[0][method.refresh_keyword] = 0
     twin = mlp.model()
     twin.load_state_dict(model.state_dict())
-    factor = optimizer.state[model.first.weight]["factor_a"].clone()
+    curvature = optimizer.state[model.first.weight][method.landmark].clone()
     train(model, optimizer, mlp, 4, start=3)
     train(twin, SGD(twin.parameters(), 0.05), mlp, 4, start=3)
     assert_identical(values(model), values(twin))
-    assert_identical(optimizer.state[model.first.weight]["factor_a"], factor)
+    assert_identical(optimizer.state[model.first.weight][method.landmark], curvature)
 
 
 def test_one_group_off_and_one_on(method: Method, mlp: Task) -> None:
     model, twin = mlp.model(), mlp.model()
-    groups = [{"params": list(model.first.parameters()), "inv_update_steps": 0}]
+    groups = [{"params": list(model.first.parameters()), method.refresh_keyword: 0}]
     groups.append({"params": [*model.scale.parameters(), *model.second.parameters()]})
     mixed, whole = method.build(model, groups, **method.bare()), method.build(twin, **method.bare())
     (moved,), (preconditioned,) = displacements(model, mixed, mlp, 1), displacements(twin, whole, mlp, 1)

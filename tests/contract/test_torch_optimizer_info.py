@@ -22,7 +22,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.contract.methods import METHODS, Method
+from tests.contract.methods import METHODS, Method, own_policy
 from tests.contract.tasks import assert_identical
 
 
@@ -144,7 +144,7 @@ class Info(OptimizerInfo):
 
     def build(self, module: nn.Module, params: Any, **keywords: Any) -> Any:
         extra = {"module": module} if self.method.layerwise else {}
-        return self.optim_cls(params, **extra, **keywords)
+        return self.optim_cls(params, **extra, **own_policy(keywords))
 
 
 class CoveredInfo(Info):

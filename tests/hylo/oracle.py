@@ -35,9 +35,7 @@ LATER = 10**6  # a refresh that does not come
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def example_gradients(
-    model: nn.Module, inputs: Sequence[Tensor], y: Tensor, loss: Loss, at_once: bool = True
-) -> Found:
+def example_gradients(model: nn.Module, inputs: Sequence[Tensor], y: Tensor, loss: Loss, at_once: bool = True) -> Found:
     """``[m, *shape]`` by parameter name; ``loss`` of a batch of one is the loss of that example."""
     model = copy.deepcopy(model)
     trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
@@ -191,13 +189,6 @@ def published_operator(U: Tensor, chosen: list[int], damping: float) -> Tensor:
     S = P @ torch.linalg.inv(damping * eye(m) + E.diagonal().diag()) @ P.mT
     M = torch.linalg.inv(torch.linalg.inv(S) + torch.linalg.inv(K[chosen][:, chosen] / R))
     return (eye(U.shape[1]) - U[chosen].mT @ M @ U[chosen] / m) / damping
-
-
-def kid(U: Tensor, V: Tensor, rank: int, damping: float, residual: str = "diag") -> Tensor:
-    """Update of every group."""
-    return torch.stack(
-        [kid_operator(u, greedy(u @ u.mT, rank), damping, residual) @ v for u, v in zip(U, V, strict=True)]
-    )
 
 
 def curvature_of(operator: Tensor, damping: float) -> Tensor:

@@ -105,7 +105,9 @@ def test_tokens_in_the_batch_axis_still_belong_to_their_example(approx):
     kept = step(opt, model, x, y, squares)
     for name in ("inner", "outer"):
         reduced = approx == "reduce"
-        found = (reduced_gradients if reduced else example_gradients)(plain, *([name] if reduced else []), (x,), y, squares)
+        found = (reduced_gradients if reduced else example_gradients)(
+            plain, *([name] if reduced else []), (x,), y, squares
+        )
         check_block(opt, model, name, as_rows(plain, name, found), kept, 1e-2)
 
 
@@ -157,6 +159,32 @@ def test_padding_without_a_gradient_leaves_no_trace():
     assert_close(found[1], found[0], 1e-10)
 
 
+@approximations
+def test_masked_positions_are_no_rows(approx):
+    """Reduced rows have the mean over the real positions of each example."""
+    x, y, lengths = noise(4, 5, 3), labels(20, 3).view(4, 5), [5, 3, 4, 2]
+    keep = torch.arange(5) < torch.tensor(lengths)[:, None]
+
+    def loss(output, target):
+        """Of targets with their own mask beside them."""
+        return (F.cross_entropy(output, target[..., 0], reduction="none") * target[..., 1]).sum(1).mean()
+
+    model, plain, targets = seeded_build(Tokens), seeded_build(Tokens), torch.stack([y, keep.long()], -1)
+    opt = plain_hylo(model, approx=approx)
+    with opt.mask(keep):
+        output = model(x)
+    loss(output, targets).backward()
+    with opt.keep_directions() as kept:
+        opt.step()
+    for name in ("inner", "outer"):
+        parts = []
+        for n, length in enumerate(lengths):
+            single = (x[n : n + 1, :length],), targets[n : n + 1, :length], loss
+            found = reduced_gradients(plain, name, *single) if approx == "reduce" else example_gradients(plain, *single)
+            parts.append(as_rows(plain, name, found))
+        check_block(opt, model, name, torch.cat(parts, 1), kept, 1e-2)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Convolutions
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,9 +228,7 @@ def test_padding_modes(mode, approx):
 )
 @approximations
 def test_stride_dilation_and_groups(axes, stride, dilation, groups, bias, approx):
-    conv_case(
-        CONVS[axes], axes, approx=approx, stride=stride, dilation=dilation, groups=groups, bias=bias, padding=1
-    )
+    conv_case(CONVS[axes], axes, approx=approx, stride=stride, dilation=dilation, groups=groups, bias=bias, padding=1)
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -259,9 +285,7 @@ def test_transposed(axes, groups, options, approx):
 
 @approximations
 def test_a_network_of_convolutions(approx):
-    check(
-        lambda: convnet(stride=2, padding=1), *images(), F.cross_entropy, ["first", "second", "head"], approx
-    )
+    check(lambda: convnet(stride=2, padding=1), *images(), F.cross_entropy, ["first", "second", "head"], approx)
 
 
 @approximations
@@ -311,7 +335,14 @@ class Repeated(nn.Module):
 @approximations
 def test_calls_of_one_module(times, tokens, approx):
     x = noise(5, 3, 4) if tokens else noise(5, 4)
-    check(lambda: seeded_build(lambda: Repeated(False, times)), x, labels(5, 3), F.cross_entropy, ["layer", "head"], approx)
+    check(
+        lambda: seeded_build(lambda: Repeated(False, times)),
+        x,
+        labels(5, 3),
+        F.cross_entropy,
+        ["layer", "head"],
+        approx,
+    )
 
 
 @pytest.mark.parametrize("times", [2, 3])
@@ -413,15 +444,18 @@ def test_embedding_of_one_token_per_example():
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_embedding_bag(mode):
-    """Exact where it is covered; if not, it says so."""
+def test_bags_of_indices_follow_the_fallback(mode):
+    """A bag has no rows by index; the other layers are exact all the same."""
 
     def build():
         return seeded_build(lambda: Words(bag=mode))
 
-    opt = plain_hylo(build())
-    names = ["head"] if follows_fallback(opt, "words.weight") else ["words", "head"]
-    check(build, TOKENS, labels(5, 3), F.cross_entropy, names, at_once=False)
+    with pytest.warns(UserWarning, match="words: .* bags of indices"):
+        opt, model = check(build, TOKENS, labels(5, 3), F.cross_entropy, ["head"], at_once=False, lr=1.0)
+    assert follows_fallback(opt, "words.weight", "bags")
+    plain = build()
+    F.cross_entropy(plain(TOKENS), labels(5, 3)).backward()
+    assert_close(plain.words.weight.detach() - model.words.weight.detach(), plain.words.weight.grad, 1e-9)
 
 
 def test_a_batch_of_nothing_but_padding():
@@ -501,7 +535,15 @@ def test_exposed_recurrent_layers(kind, approx):
 @approximations
 def test_bilinear(lead, bias, approx):
     inputs = noise(5, *lead, 3), noise(5, *lead, 2, seed=1)
-    check(lambda: seeded_build(lambda: Pair(bias)), inputs, labels(5, 3), F.cross_entropy, ["left", "both", "head"], approx)
+    check(
+        lambda: seeded_build(lambda: Pair(bias)),
+        inputs,
+        labels(5, 3),
+        F.cross_entropy,
+        ["left", "both", "head"],
+        approx,
+        at_once=False,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -26,14 +26,15 @@ from secondorder.curvature.selection import (
 )
 
 SCORES = {
-    "alike": torch.ones(9),
-    "mild": torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, 9]),
-    "heavy": torch.tensor([1e6, 1e3, 1e3, 7, 5, 2, 1e-1, 1e-2, 1e-3]),
-    "tiny": torch.tensor([3e-160, 1e-160, 2e-160, 1e-161, 5e-160, 1e-160, 1e-160, 1e-160, 1e-160]),
-    "zeros": torch.tensor([0.0, 3, 0, 1, 0, 50, 2, 0, 4]),
+    name: torch.tensor(q, dtype=torch.float64)
+    for name, q in {
+        "alike": [1] * 9,
+        "mild": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        "heavy": [1e6, 1e3, 1e3, 7, 5, 2, 1e-1, 1e-2, 1e-3],
+        "tiny": [3e-160, 1e-160, 2e-160, 1e-161, 5e-160, 1e-160, 1e-160, 1e-160, 1e-160],
+        "zeros": [0, 3, 0, 1, 0, 50, 2, 0, 4],
+    }.items()
 }
-SCORES = {name: q.double() for name, q in SCORES.items()}
-SCORES["tiny"] = torch.tensor([3.0, 1, 2, 0.1, 5, 1, 1, 1, 1], dtype=torch.float64) * 1e-160
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -84,8 +85,7 @@ def test_inclusion_is_the_end_of_the_iteration(name: str, rank: int) -> None:
 
 def test_inclusion_takes_batches_and_any_precision() -> None:
     q = torch.stack(list(SCORES.values())).view(5, 1, 9).expand(5, 2, 9)
-    found = inclusion(q.float() * 2, 4)
-    assert found.dtype == torch.float64
+    assert inclusion(q.float(), 4).dtype == torch.float64
     for i in range(5):
         torch.testing.assert_close(inclusion(q, 4)[i, 1], inclusion(q[i, 0], 4), rtol=0, atol=0)
 
@@ -95,7 +95,7 @@ def test_inclusion_takes_batches_and_any_precision() -> None:
 def test_systematic_draws_never_repeat_and_have_the_frequency_of_inclusion(name: str, rank: int) -> None:
     times, q = 4000, SCORES[name]
     index, weight = draw(q.expand(times, -1), rank, "systematic", generator())
-    assert bool((index[:, 1:] > index[:, :-1]).all())
+    assert bool((index.sort(-1).values.diff(dim=-1) > 0).all())
     pi = inclusion(q, rank)
     drawn = weight > 0
     assert bool((drawn.sum(-1) == min(rank, int((q > 0).sum()))).all())
@@ -129,6 +129,26 @@ def test_many_rows_that_must_be_drawn_are_drawn() -> None:
     found = torch.zeros_like(certain).scatter_(1, index, True)
     assert bool(found[certain].all())
     assert bool((weight > 0).all())
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53], ids=["least", "greatest"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_extreme_random_numbers(sampling: str, number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No draw falls off the ends of the line, and none is one too many, however probabilities were rounded."""
+    q = torch.rand(200, 37, generator=generator(), dtype=torch.float64) ** 3
+    q[:, :2] = q[:, -2:] = 0
+    rand = torch.rand
+
+    def extreme(*args: int, **kwargs: object) -> Tensor:
+        numbers = rand(*args, **kwargs)
+        numbers[..., -1 if sampling == "systematic" else slice(None)] = number
+        return numbers
+
+    monkeypatch.setattr(torch, "rand", extreme)
+    index, weight = draw(q, 5, sampling, generator())
+    assert bool((weight > 0).all())
+    assert bool((q.gather(-1, index) > 0).all())
+    assert sampling == "replacement" or bool((index.diff(dim=-1) > 0).all())
 
 
 def mean_and_error(samples: Tensor) -> tuple[Tensor, Tensor]:
@@ -353,6 +373,9 @@ def test_nothing_is_left_of_a_kernel_of_zeros_and_negative_rests_are_never_chose
     assert found.index.tolist()[0] == 1
     assert found.valid.tolist() == [1, 0, 0]
     assert found.residual.tolist() == [0, 0, 0]
+    found = interpolate(torch.tensor([[1.0, 2.0], [2.0, 1.0]]), 2)
+    assert found.valid.tolist() == [1, 0]
+    assert found.residual.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -90,6 +90,10 @@ class EmbeddingAdapter(Adapter):
         real = index != _NOTHING
         return real if self.padding_idx is None else real & (index != self.padding_idx)
 
+    def real_rows(self, x: Tensor, examples: int) -> Tensor:
+        """How many rows of each example are not padding, ``[N]``."""
+        return self.keep(x, examples).sum(1)
+
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
         place, positions = self._places(x, examples)
         index, row, weight = self.entries(x)
@@ -234,25 +238,28 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
         rows = g.reshape(-1, self.d_out)
         if x is None:
             return rows
-        return rows.masked_fill(~self._filled(x)[:, None], 0)  # an empty bag, or one of padding, reaches no weight
+        return rows.masked_fill(~self.filled(x)[:, None], 0)  # an empty bag, or one of padding, reaches no weight
 
     def input_squares(self, x: Tensor) -> tuple[Tensor, int | Tensor]:
         index, bag, weight = self.entries(x)
         column, sums = _sum_duplicates(bag * self.d_in + index, weight[:, None])
         squares = weight.new_zeros(self.d_in).index_add_(0, column % self.d_in, sums[:, 0].square())
-        return squares, self._filled(x).sum()
+        return squares, self.filled(x).sum()
 
     def squared_means(self, inputs: list[Tensor], examples: int) -> Tensor:
         if len(inputs) > 1:
             raise ValueError("its bags of several calls cannot be told apart by example")
-        real = self._filled(inputs[0]).double().view(examples, -1)
+        real = self.filled(inputs[0]).double().view(examples, -1)
         weight = real / real.sum(1, keepdim=True).clamp(min=1)
         return self.example_squares(inputs[0], weight.reshape(-1, 1), examples)[0]
 
-    def _filled(self, x: Tensor) -> Tensor:
+    def filled(self, x: Tensor) -> Tensor:
         """Which bags hold anything, bool ``[bags]``."""
         _, bag, weight = self.entries(x)
         return weight.new_zeros(x.shape[0]).index_add_(0, bag, weight.abs()) > 0
+
+    def real_rows(self, x: Tensor, examples: int) -> Tensor:
+        return self.filled(x).view(examples, -1).sum(1)
 
     def masked(self, x: Tensor, keep: Tensor) -> Tensor:
         index, bag, weight = self.entries(x)

@@ -86,8 +86,8 @@ class ConvTransposeAdapter(ConvAdapter):
             return x, self.output_padding
         return x.flatten(-axes - 1)[..., 0], tuple(n - 1 for n in x.shape[-axes:])
 
-    def _patches(self, x: Tensor) -> Tensor:
-        """View ``[N, Γ, C/Γ, *out, *kernel]`` of the larger input, positions in reverse order."""
+    def _padded(self, x: Tensor) -> Tensor:
+        """The larger input, flipped: positions come in reverse order."""
         x, output_padding = self._split(x)
         sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], self.spread, strict=True)]
         larger = x.new_zeros(*x.shape[:2], *sizes)
@@ -99,10 +99,7 @@ class ConvTransposeAdapter(ConvAdapter):
         larger = F.pad(larger, [max(side, 0) for pair in reversed(sides) for side in pair])
         for axis, (lo, hi) in enumerate(sides):  # what a padding beyond the kernel's reach cuts off
             larger = larger.narrow(2 + axis, max(-lo, 0), larger.shape[2 + axis] + min(lo, 0) + min(hi, 0))
-        larger = self._flipped(larger)
-        for axis, (k, d) in enumerate(zip(self.kernel, self.dilation, strict=True)):
-            larger = larger.unfold(2 + axis, d * (k - 1) + 1, 1)[..., ::d]
-        return larger.reshape(len(x), self.groups, x.shape[1] // self.groups, *larger.shape[2:])
+        return self._flipped(larger)
 
     def _flipped(self, x: Tensor) -> Tensor:
         return x.flip(tuple(range(-len(self.kernel), 0)))

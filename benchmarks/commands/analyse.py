@@ -1,0 +1,268 @@
+"""``analyse``: what the curvature of a training run looks like, written down event by event, and drawn.
+
+A layer method trains a workload with its recipe, and an observer that changes nothing looks on: rank of the kernel of
+every layer, norms of gradients and updates, error of updates from few rows (KID, KIS), time of every stage of a step.
+Norms and times are of every step; rank and error, which need the rows of all examples, of every tenth or so.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from rich.table import Table
+
+from benchmarks import events, report
+from benchmarks.commands.options import Common
+from benchmarks.commands.train import Schedule, make_schedule
+from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
+from benchmarks.plot_analysis import plot_analysis
+from benchmarks.recipes import METHODS, Settings
+from benchmarks.runner import Trainer
+from benchmarks.settings import parse_settings
+from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
+from secondorder import SecondOrderOptimizer
+from secondorder.diagnostics import Analysis
+from secondorder.diagnostics.jsonl import EventFile
+
+AnalysedMethod = Literal[
+    "hylo", "kfac", "ekfac", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive"
+]  # fmt: skip
+LAYER_COLUMNS = (
+    "layer", "m", "d_i", "d_o", "rank90 / m", "eff. rank", "λ / σ₁", "KID error", "KIS error", "‖∇‖", "‖u‖",
+)  # fmt: skip
+
+
+@dataclass
+class Analyse(Common):
+    """Train with a layer method and write down rank, gradient norms, error of few rows and stage times, with plots."""
+
+    workload: WorkloadName = "digits"
+    """What to train."""
+    method: AnalysedMethod = "hylo"
+    """Which optimizer, and whose recipe to start from."""
+    set: tuple[str, ...] = ()
+    """Keywords that replace the recipe's, such as mode=kid damping=0.1 graft=none."""
+    recipe: bool = True
+    """Start from the recipe; --no-recipe starts from the constructor's defaults."""
+    steps: int = 100
+    """Optimizer steps."""
+    schedule: Schedule = "constant"
+    """Learning rate over the run."""
+    size: Size = "full"
+    """Size of the model and of the batch."""
+    batch_size: int | None = None
+    """Examples per step; unset: the workload's own number."""
+    batch_sizes: tuple[int, ...] = ()
+    """Further batch sizes, for each of which a run of its own looks at the rank."""
+    every: int = 10
+    """Steps between looks at rank and error."""
+    rank_fraction: float = 0.1
+    """Share of the examples whose rows are kept, for the error."""
+    approx: Literal["reduce", "expand"] = "reduce"
+    """Rows that the observer takes of an example: one, or those of all positions, which is exact."""
+    out_dir: Path = Path("bench-output/analyse")
+    """Folder for events, tables and plots; those of an earlier run there are replaced."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0, or 1 when the loss was no longer finite.
+
+        Raises:
+            ValueError: When there is no step to look at.
+        """
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        torch.set_num_threads(self.threads)
+        changes = parse_settings(self.set)
+        workload = self._workload(self.batch_size)
+        sizes = list(dict.fromkeys([workload.batch_size, *self.batch_sizes]))
+        trainers = [self._trainer(self._workload(size), changes) for size in sizes]
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        for stem in events.FILES:
+            for suffix in (".jsonl", ".png"):
+                (self.out_dir / f"{stem}{suffix}").unlink(missing_ok=True)
+        with report.progress_bar() as progress:
+            task = progress.add_task(f"{self.workload}, {self.method}", total=self.steps * len(trainers))
+            for index, trainer in enumerate(trainers):
+                for _ in self._train(trainer, rank_only=index > 0):
+                    progress.advance(task)
+        self._report(trainers[0])
+        return int(any(trainer.diverged for trainer in trainers))
+
+    def _workload(self, batch_size: int | None) -> Workload:
+        return make_workload(self.workload, self.data_dir, self.size, batch_size)
+
+    def _trainer(self, workload: Workload, changes: Settings) -> Trainer:
+        method = METHODS[self.method]
+        recipe = self.workload if self.recipe else None
+        make, closure = partial(method.build, workload=recipe, changes=changes), method.needs_closure(recipe, changes)
+        schedule = partial(make_schedule, self.schedule, self.steps)
+        return Trainer(method.label, workload, make, self.seed, schedule, closure)
+
+    def _train(self, trainer: Trainer, rank_only: bool) -> Iterator[None]:
+        """Train, and write down what is seen.
+
+        Args:
+            trainer: A run that has not begun.
+            rank_only: Look at nothing but the rank.
+
+        Yields:
+            Nothing, after every step.
+        """
+        workload, optimizer = trainer.workload, cast("SecondOrderOptimizer", trainer.optimizer)
+        epoch_steps = max(1, workload.examples // workload.batch_size)
+        observe = partial(
+            Analysis, optimizer, self.out_dir, rank_fraction=self.rank_fraction, approx=self.approx,
+            epoch_steps=epoch_steps, seed=self.seed,
+        )  # fmt: skip
+        with ExitStack() as stack:
+            stack.enter_context(observe("rank" if rank_only else ("rank", "error"), every=self.every))
+            log = None
+            if not rank_only:
+                stack.enter_context(observe(("trend", "profile"), every=1))
+                log = stack.enter_context(closing(EventFile(self.out_dir / f"{TRAIN}.jsonl", TRAIN_COLUMNS)))
+            start = time.perf_counter()
+            for step in range(self.steps):
+                if trainer.diverged:
+                    break
+                group = optimizer.param_groups[0]
+                event = {"step": step, "epoch": step // epoch_steps, "lr": float(group["lr"])}
+                event |= {"damping": group["damping"]}
+                trainer.step()
+                event |= {"loss": trainer.history.losses[-1], "elapsed_s": time.perf_counter() - start}
+                event |= {"mode": optimizer.diagnostics().get("mode", type(optimizer).__name__.lower())}
+                if log is not None:
+                    log.write(event)
+                yield
+
+    def _report(self, trainer: Trainer) -> None:
+        """Print and save what was seen, as tables and plots.
+
+        Args:
+            trainer: The run whose error, norms and times were looked at, done.
+        """
+        found = events.load(self.out_dir)
+        changes = parse_settings(self.set)
+        settings = METHODS[self.method].settings(self.workload if self.recipe else None, changes)
+        times = events.stage_times(found["profile"])
+        layers, modes = _layer_figures(found), _modes(found["trend"])
+        data = {
+            "workload": self.workload,
+            "method": self.method,
+            "settings": dict(settings),
+            "seed": self.seed,
+            "batch_size": trainer.workload.batch_size,
+            "steps": len(found[TRAIN]),
+            "losses": trainer.history.losses,
+            "modes": modes,
+            "layers": layers,
+            "stages_ms": times,
+        }
+        keywords = " ".join(f"{key}={value}" for key, value in settings.items())
+        title = f"{self.workload}, batch {trainer.workload.batch_size}: {trainer.history.label} {keywords}"
+        report.save(self.out_dir, "analyse", [_layer_table(title, layers, modes), _stage_table(times)], data)
+        for stem in events.FILES:
+            report.print_path("events", self.out_dir / f"{stem}.jsonl")
+        for path in plot_analysis(self.out_dir):
+            report.print_path("plot", path)
+
+
+def _layer_figures(found: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
+    """Return the medians of every layer over the run.
+
+    Args:
+        found: Events of each file.
+
+    Returns:
+        Figures by name; of each layer one entry per batch size, the first one with errors and norms, and one of all
+        layers together.
+    """
+    figures: list[dict[str, Any]] = []
+    for name in [*events.layers(found["rank"]), ALL]:
+        own = {file: events.where(found[file], layer=name) for file in ("rank", "trend", "error")}
+        for m in dict.fromkeys(event["m"] for event in own["rank"]) or [None]:
+            ranks = events.where(own["rank"], m=m)
+            entry: dict[str, Any] = {"layer": name, "m": m}
+            entry |= {column: ranks[0][column] if ranks else None for column in ("d_i", "d_o")}
+            entry["rank90_share"] = events.median(ranks, events.rank_share)
+            entry |= {column: events.median(ranks, column) for column in ("eff_rank", "damping_over_sigma1")}
+            if not figures or figures[-1]["layer"] != name:
+                for mode in ("kid", "kis"):
+                    entry[f"{mode}_error"] = events.median(events.where(own["error"], mode=mode), "rel_error")
+                entry |= {column: events.median(own["trend"], column) for column in ("grad_norm", "update_norm")}
+            figures.append(entry)
+    return figures
+
+
+def _modes(trend: Sequence[Event]) -> dict[str, list[tuple[int, int]]]:
+    """Return the periods of each mode.
+
+    Args:
+        trend: Events of the trend.
+
+    Returns:
+        By mode the first step of each period, and the step after its last.
+    """
+    return {mode: events.spans(trend, mode) for mode in dict.fromkeys(event["mode"] for event in trend)}
+
+
+def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[str, Sequence[tuple[int, int]]]) -> Table:
+    """Return the table of layers.
+
+    Args:
+        title: Above it.
+        layers: Figures of every layer.
+        modes: Periods of each mode.
+
+    Returns:
+        The table.
+    """
+    columns = (
+        "rank90_share", "eff_rank", "damping_over_sigma1", "kid_error", "kis_error", "grad_norm", "update_norm",
+    )  # fmt: skip
+    rows = [
+        (
+            layer["layer"],
+            *("-" if layer[key] is None else str(layer[key]) for key in ("m", "d_i", "d_o")),
+            *(_short(layer.get(key)) for key in columns),
+        )
+        for layer in layers
+    ]
+    periods = "; ".join(
+        f"{mode}: steps " + ", ".join(f"{start}-{end - 1}" for start, end in spans) for mode, spans in modes.items()
+    )
+    caption = (
+        "Medians over the run. rank90 / m: share of the largest eigenvalues of the kernel of m examples that make up "
+        "nine tenths of their sum. Errors: of the update from few rows against that from all of them, with the same λ. "
+        f"‖u‖: of the preconditioned gradient. Modes: {periods}."
+    )
+    return report.make_table(title, LAYER_COLUMNS, rows, caption)
+
+
+def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return the table of stages.
+
+    Args:
+        times: Milliseconds by kind of step and stage.
+
+    Returns:
+        The table.
+    """
+    shown = [stage for stage in events.STAGES if any(found[stage] for found in times.values())]
+    rows = [
+        (kind, *(f"{found[stage]:.2f}" for stage in shown), f"{sum(found.values()):.2f}")
+        for kind, found in times.items()
+    ]
+    caption = f"Milliseconds, medians without the first step. Threads: {torch.get_num_threads()}."
+    return report.make_table("Stages of a step", ("step", *shown, "sum"), rows, caption)
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,178 @@
+"""Figures of an analysis, from its files of events alone: what tables and plots show.
+
+The files are those of :class:`secondorder.diagnostics.Analysis`, and ``train.jsonl`` of the command ``analyse``.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from secondorder.diagnostics import read_events
+
+Event = dict[str, Any]
+
+TRAIN = "train"
+FILES = ("rank", "trend", "error", "profile", TRAIN)
+"""Stems of all files."""
+TRAIN_COLUMNS = ("step", "epoch", "loss", "lr", "damping", "mode", "elapsed_s")
+ALL = "all"
+"""Stands in the column ``layer`` for all layers together."""
+STAGES = {
+    "capture": "capture_ms",
+    "exchange": "exchange_ms",
+    "statistics": "statistics_ms",
+    "select": "select_ms",
+    "kernel": "kernel_ms",
+    "invert": "invert_ms",
+    "rest of refresh": "",
+    "share": "share_ms",
+    "precondition": "precondition_ms",
+    "update": "update_ms",
+}
+"""Stages of a step that follow each other, and their columns."""
+_WITHIN_REFRESH = ("select", "kernel", "invert")
+KINDS = ("plain", "capture", "refresh")
+"""Kinds of steps: those that only use the curvature, those that take statistics for it, and those that renew it."""
+_IDLE_MS = 0.05  # more than a refresh takes that finds nothing to do
+
+
+def load(folder: Path) -> dict[str, list[Event]]:
+    """Read all events of a folder.
+
+    Args:
+        folder: Where the files are.
+
+    Returns:
+        The events of each file, none for one that is not there.
+    """
+    paths = {name: folder / f"{name}.jsonl" for name in FILES}
+    return {name: read_events(path) if path.exists() else [] for name, path in paths.items()}
+
+
+def layers(events: Iterable[Event]) -> list[str]:
+    """Return the layers in the order in which they come, without the one that stands for all.
+
+    Args:
+        events: Events of layers.
+
+    Returns:
+        Their names.
+    """
+    return [name for name in dict.fromkeys(event["layer"] for event in events) if name != ALL]
+
+
+def series(events: Iterable[Event], x: str, y: str | Callable[[Event], float | None]) -> tuple[list[Any], list[float]]:
+    """Return the points of a line; where there is no number there is no point.
+
+    Args:
+        events: Events in the order of the line.
+        x: Column of one coordinate.
+        y: Column of the other, or a function of the event.
+
+    Returns:
+        Both coordinates.
+    """
+    values = ((event[x], event[y] if isinstance(y, str) else y(event)) for event in events)
+    points = [(at, value) for at, value in values if value is not None]
+    return [at for at, _ in points], [value for _, value in points]
+
+
+def where(events: Iterable[Event], **values: object) -> list[Event]:
+    """Return the events that have these values.
+
+    Args:
+        events: The events.
+        **values: By column.
+
+    Returns:
+        Those of them.
+    """
+    return [event for event in events if all(event[key] == value for key, value in values.items())]
+
+
+def rank_share(event: Event) -> float | None:
+    """Return how large a part of the examples nine tenths of a layer's curvature comes from.
+
+    Args:
+        event: Of the rank analysis.
+
+    Returns:
+        ``rank90 / m``, or None where it is not known.
+    """
+    return None if event["rank90"] is None else event["rank90"] / event["m"]
+
+
+def median(events: Iterable[Event], y: str | Callable[[Event], float | None]) -> float | None:
+    """Return the median of a column.
+
+    Args:
+        events: The events.
+        y: Column, or a function of the event.
+
+    Returns:
+        The median of what there is, or None.
+    """
+    found = series(events, "step", y)[1]
+    return statistics.median(found) if found else None
+
+
+def spans(events: Sequence[Event], mode: str) -> list[tuple[int, int]]:
+    """Return the periods in which a method was in some mode.
+
+    Args:
+        events: Events with a step and a mode, of consecutive steps.
+        mode: Which one.
+
+    Returns:
+        First step of each period, and the step after its last.
+    """
+    modes = {event["step"]: event["mode"] for event in events}
+    found: list[tuple[int, int]] = []
+    for step, following in zip(modes, [*list(modes)[1:], max(modes, default=0) + 1], strict=True):
+        if modes[step] != mode:
+            continue
+        if found and found[-1][1] == step:
+            found[-1] = found[-1][0], following
+        else:
+            found.append((step, following))
+    return found
+
+
+def stage_times(profile: Sequence[Event]) -> dict[str, dict[str, float]]:
+    """Return the median time of every stage, by kind of step; the first step, which allocates, counts only if need be.
+
+    Args:
+        profile: Events of the profile.
+
+    Returns:
+        Milliseconds by kind of step and stage. A kind that never occurred is left out.
+    """
+    steps: dict[str, list[Event]] = {kind: [] for kind in KINDS}
+    for kind, event in zip(_kinds(profile), profile, strict=True):
+        steps[kind].append(event)
+    found = {}
+    for kind, own in steps.items():
+        counted = [event for event in own if event["step"] > 0] or own
+        if counted:
+            found[kind] = {stage: statistics.median(_stage(event, stage) for event in counted) for stage in STAGES}
+    return found
+
+
+def _kinds(profile: Sequence[Event]) -> list[str]:
+    times = [event["refresh_ms"] for event in profile]
+    # Steps without a refresh go through that stage in no time: far below the others, whatever disturbs those.
+    shortest, longest = min(times, default=0.0), max(times, default=0.0)
+    least = max(_IDLE_MS, min(longest / 10, math.sqrt(shortest * longest)))
+    return [
+        "refresh" if event["refresh_ms"] >= least else "capture" if event["capture_ms"] > 0 else "plain"
+        for event in profile
+    ]
+
+
+def _stage(event: Event, stage: str) -> float:
+    if STAGES[stage]:
+        return float(event[STAGES[stage]])
+    rest: float = event["refresh_ms"] - sum(event[STAGES[part]] for part in _WITHIN_REFRESH)
+    return max(0.0, rest)

@@ -1,0 +1,232 @@
+"""Cell membranes in electron microscopy by a small U-Net: the ISBI 2012 images, one logit per pixel.
+
+After Ronneberger, Fischer, Brox, "U-Net: Convolutional networks for biomedical image segmentation" (2015), figure 1,
+with batch norm, padded convolutions and fewer, narrower levels.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.workloads.base import Batch, Size, Supervised, evaluating, find_folder, seeded
+from benchmarks.workloads.readers import read_gray_image
+from secondorder import Bernoulli, Likelihood
+
+FOLDERS = ("image", "label")
+IMAGES, HELD_OUT = 30, 6  # the last ones are held out
+FILES = tuple(f"{folder}/{number}.png" for folder in FOLDERS for number in range(IMAGES))
+ORIGIN = "https://github.com/zhixuhao/unet, folder data/membrane/train (ISBI 2012 EM segmentation challenge)"
+HINT = "Put its folders image and label into <data-dir>/membrane."
+EVAL_STRIDE = 5  # between held-out tiles that are evaluated on; 16 make an image
+EVAL_BATCH = 8
+MEAN, STD = 0.491, 0.171  # of the training pixels
+
+
+def _twice(d_in: int, d_out: int) -> nn.Sequential:
+    """Return two 3x3 convolutions, each with batch norm and ReLU.
+
+    Args:
+        d_in: Channels of the input.
+        d_out: Channels of both outputs.
+
+    Returns:
+        A module that keeps height and width.
+    """
+    layers: list[nn.Module] = []
+    for channels in (d_in, d_out):
+        layers += [nn.Conv2d(channels, d_out, 3, padding=1, bias=False), nn.BatchNorm2d(d_out), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class _UNet(nn.Module):
+    """Half the size and twice the width per level on the way down; back up beside what the way down saw there."""
+
+    def __init__(self, width: int, levels: int) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels)]
+        self.down = nn.ModuleList(_twice(d_in, d_out) for d_in, d_out in zip([1, *widths], widths, strict=False))
+        self.lift = nn.ModuleList(nn.ConvTranspose2d(2 * d_out, d_out, 2, stride=2) for d_out in widths[:-1])
+        self.up = nn.ModuleList(_twice(2 * d_out, d_out) for d_out in widths[:-1])
+        self.head = nn.Conv2d(width, 1, 1)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        for level, stage in enumerate(self.down):
+            x = stage(F.max_pool2d(x, 2) if level else x)
+            seen.append(x)
+        for level in reversed(range(len(self.up))):
+            x = self.up[level](torch.cat([seen[level], self.lift[level](x)], 1))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@dataclass(frozen=True)
+class UNet(Supervised):
+    """Binary cross-entropy of membrane against the rest, mean over all pixels, on random crops of 24 images."""
+
+    data_dir: Path
+    batch_size: int = 8
+    width: int = 16
+    levels: int = 4
+    crop: int = 128
+    """Side of the crops and of the held-out tiles."""
+    dice: float = 0.0
+    """Weight of a soft Dice loss that is added; see :meth:`criterion` for what it means to a method with curvature."""
+
+    name: ClassVar[str] = "unet"
+    metric: ClassVar[str] = "test Dice"
+    likelihood: ClassVar[str | Likelihood] = Bernoulli(mean=True)
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "full": 100}
+
+    def __post_init__(self) -> None:
+        if self.crop % 2 ** (self.levels - 1):
+            raise ValueError(f"crop must be a multiple of {2 ** (self.levels - 1)}, got {self.crop}")
+        if not 0 <= self.dice < math.inf:
+            raise ValueError(f"dice must be >= 0 and finite, got {self.dice}")
+
+    @classmethod
+    def smoke(cls, data_dir: Path) -> "UNet":
+        """Return the small version of this workload.
+
+        Args:
+            data_dir: Folder that holds ``membrane``.
+
+        Returns:
+            A workload with a narrow network of three levels, small crops and a smaller batch.
+        """
+        return cls(data_dir, batch_size=4, width=4, levels=3, crop=32)
+
+    @property
+    def examples(self) -> int:
+        """Crops of the training images side by side: an epoch takes as many at random."""
+        height, width = self._pairs.shape[-2:]
+        return (IMAGES - HELD_OUT) * (height // self.crop) * (width // self.crop)
+
+    def build_model(self, seed: int) -> nn.Module:
+        """Return the network with weights from ``seed``.
+
+        Args:
+            seed: Seed of the initial weights.
+
+        Returns:
+            A model from ``[batch, 1, crop, crop]`` to logits of the same shape.
+        """
+        with seeded(seed):
+            return _UNet(self.width, self.levels)
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean binary cross-entropy over all pixels, and if asked for ``dice`` times a soft Dice loss.
+
+        The cross-entropy is a mean over examples, which is what every method with curvature of examples takes a loss
+        for. Soft Dice is a ratio of two sums over the batch and no such mean: the gradient of its part that belongs to
+        one example, times the number of examples, is not the gradient of a loss of that example alone. Such methods run
+        with it all the same, but what they call the Fisher is then no more than a guess, and ``likelihood`` says
+        nothing about it.
+
+        Args:
+            outputs: Logits ``[batch, 1, crop, crop]``.
+            targets: 1 for membrane, else 0, of the same shape.
+
+        Returns:
+            A 0-dim tensor.
+        """
+        loss = F.binary_cross_entropy_with_logits(outputs, targets)
+        return loss + self.dice * (1 - soft_dice(outputs.sigmoid(), targets)) if self.dice else loss
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yield random crops of random training images for ever, each turned and mirrored at random.
+
+        Args:
+            seed: Seed of images, places and turns.
+
+        Yields:
+            Normalised crops and membranes, both ``[batch, 1, crop, crop]``.
+        """
+        pairs = self._pairs[:, : IMAGES - HELD_OUT]
+        count, *size = pairs.shape[1:]
+        generator = torch.Generator().manual_seed(seed)
+        limits = torch.tensor([count, *(side - self.crop + 1 for side in size), 4, 2])
+        while True:
+            draws = torch.rand(self.batch_size, len(limits), generator=generator).mul(limits).long().tolist()
+            yield _as_batch(torch.stack([self._cut(pairs, *draw) for draw in draws], 1))
+
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
+        """Return the Dice coefficient of the membranes over every fifth tile of the held-out images.
+
+        Args:
+            model: The network.
+            everything: Take all tiles.
+
+        Returns:
+            A number in [0, 1]: twice the pixels that both call membrane, over the sum of what each calls so.
+        """
+        tiles = self._pairs[:, IMAGES - HELD_OUT :].unfold(2, self.crop, self.crop).unfold(3, self.crop, self.crop)
+        images, membranes = _as_batch(tiles.flatten(1, 3)[:, :: 1 if everything else EVAL_STRIDE])
+        with evaluating(model):
+            found = torch.cat([model(part) for part in images.split(EVAL_BATCH)]) > 0
+        return float(soft_dice(found.double(), membranes.double()))
+
+    def _cut(self, pairs: Tensor, image: int, top: int, left: int, turns: int, mirrored: int) -> Tensor:
+        """Cut one crop out of an image and its label.
+
+        Args:
+            pairs: Images and labels ``[2, count, height, width]``.
+            image: Which one.
+            top: First row.
+            left: First column.
+            turns: Quarter turns.
+            mirrored: 1 to mirror it.
+
+        Returns:
+            Crop and label ``[2, crop, crop]``.
+        """
+        crop = pairs[:, image, top : top + self.crop, left : left + self.crop].rot90(turns, (1, 2))
+        return crop.flip(2) if mirrored else crop
+
+    @cached_property
+    def _pairs(self) -> Tensor:
+        """Images and labels as unsigned bytes ``[2, count, height, width]``."""
+        folder = find_folder((self.data_dir / "membrane", self.data_dir), FILES, ORIGIN, HINT)
+        pictures = [torch.from_numpy(read_gray_image(folder / name)) for name in FILES]
+        shapes = sorted({tuple(picture.shape) for picture in pictures})
+        if len(shapes) > 1 or min(shapes[0]) < self.crop:
+            raise ValueError(f"{folder} must hold pictures of one size, at least {self.crop} a side, got {shapes}")
+        pairs: Tensor = torch.stack(pictures).unflatten(0, (len(FOLDERS), IMAGES))
+        return pairs
+
+
+def soft_dice(found: Tensor, targets: Tensor) -> Tensor:
+    """Return the Dice coefficient of two sets of pixels, or of how much each pixel belongs to them.
+
+    Args:
+        found: Numbers in [0, 1].
+        targets: The same, of the same shape.
+
+    Returns:
+        A 0-dim tensor: twice what both share over the sum of both. One is added to either, so it is 1 for empty sets.
+    """
+    dice: Tensor = (2 * (found * targets).sum() + 1) / (found.sum() + targets.sum() + 1)
+    return dice
+
+
+def _as_batch(pairs: Tensor) -> Batch:
+    """Turn bytes into what the network takes.
+
+    Args:
+        pairs: Images and labels ``[2, count, height, width]``; the labels are dark where there is membrane.
+
+    Returns:
+        Normalised images and membranes, both ``[count, 1, height, width]``.
+    """
+    images, labels = pairs.unsqueeze(2)
+    return images.float().div(255).sub(MEAN).div(STD), (labels < 128).float()

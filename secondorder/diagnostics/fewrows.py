@@ -1,0 +1,142 @@
+"""Rank of the curvature and error of few rows, as events of the layers of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from secondorder.curvature import kernel, selection, statistics
+from secondorder.curvature.block import Block
+from secondorder.curvature.examples import as_rows_matrix
+from secondorder.curvature.kernel import Rows
+from secondorder.diagnostics import approximation
+from secondorder.diagnostics.approximation import Kept, Sums, System
+
+Event = dict[str, Any]
+#: A tool and an event of it.
+Line = tuple[str, Event]
+
+#: What the eigenvalues of a layer tell.
+SPECTRUM = "rank90", "eff_rank", "sigma_max", "sigma_sum", "damping_over_sigma1"
+
+
+class Look(NamedTuple):
+    """A layer in a step.
+
+    Attributes:
+        block: The layer.
+        rows: Rows of its examples, as captured.
+        m: Examples of the step.
+        gradients: Of its parameters, as they are trained.
+    """
+
+    block: Block
+    rows: Rows
+    m: int
+    gradients: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """Measures rank and error of layers.
+
+    Attributes:
+        tools: ``"rank"``, ``"error"`` or both.
+        rank_fraction: ρ.
+        max_rank: Most rows to keep.
+        damping: λ, or None for that of each layer's options.
+        samplings: How rows are drawn.
+        seed: Seed of the draws.
+    """
+
+    tools: Sequence[str]
+    rank_fraction: float
+    max_rank: int
+    damping: float | None
+    samplings: Sequence[str]
+    seed: int
+
+    def lines(self, looks: Iterable[Look], step: int) -> Iterator[Line]:
+        """The events of all layers of a step, then those of all layers together."""
+        totals: dict[str, Sums] = {}
+        ranks: set[int] = set()
+        for look in looks:
+            system = self._system(look)
+            if "rank" in self.tools:
+                yield "rank", _rank_event(look, system)
+            if "error" in self.tools:
+                yield from self._errors(look.block, system, step, totals)
+                ranks.add(self._rank(look.rows.n))
+        rank = next(iter(ranks)) if len(ranks) == 1 else None
+        for mode, sums in totals.items():
+            yield "error", _error_event("all", mode, rank, sums.measures())
+
+    def _rank(self, n: int) -> int:
+        return selection.planned_rank(n, self.rank_fraction, self.max_rank)
+
+    def _system(self, look: Look) -> System | None:
+        """The layer's system of equations, None if a number in it is not finite."""
+        group = look.block.group
+        scale = statistics.gradient_scale(look.m, group["loss_reduction"], group["loss_terms"])
+        rows = kernel.scaled(approximation.in_float64(look.rows), scale**0.5)
+        found = kernel.gram(rows)
+        matrix = as_rows_matrix(rows, look.block.matrix([g.double() for g in look.gradients]))
+        mean = found.diagonal(dim1=-2, dim2=-1).mean(-1)
+        if self.damping is None:
+            damping = statistics.effective_damping(group["damping"], group["damping_mode"], mean)
+        else:
+            damping = torch.full_like(mean, self.damping)
+        finite = torch.isfinite(found.sum() + matrix.sum())
+        return System(rows, found, damping, matrix) if bool(finite) else None
+
+    def _errors(self, block: Block, system: System | None, step: int, totals: dict[str, Sums]) -> Iterator[Line]:
+        """One event for each way to keep few rows; what it adds up to goes into the totals of that way."""
+        reference = None if system is None else approximation.exact(system)
+        for mode, keep in self._ways(block.index, step):
+            if system is None or reference is None:
+                yield "error", _error_event(block.name, mode, None, {})
+                continue
+            rank = self._rank(system.rows.n)
+            kept = keep(system, rank)
+            sums = approximation.compare(kept.update, reference)
+            totals[mode] = totals.get(mode, Sums()).plus(sums)
+            yield "error", _error_event(block.name, mode, rank, sums.measures() | dict([kept.measure]))
+
+    def _ways(self, layer: int, step: int) -> Iterator[tuple[str, Callable[[System, int], Kept]]]:
+        """Ways to keep few rows, by name; the draws of each step, layer and way are the same in every run."""
+        yield "kid", approximation.interpolated
+        for sampling in self.samplings:
+            mode = "kis" if sampling == "systematic" else f"{sampling} KIS"
+            seed = _mixed(self.seed, step, layer, selection.SAMPLINGS.index(sampling))
+            generator = torch.Generator().manual_seed(seed)
+            yield mode, partial(approximation.sampled, sampling=sampling, generator=generator)
+
+
+def _rank_event(look: Look, system: System | None) -> Event:
+    adapter, found = look.block.adapter, dict[str, Any]()
+    if system is not None:
+        with suppress(LinAlgError):  # it did not converge, and an observer must not end a training
+            found = approximation.spectrum(system.kernel, system.damping)
+    d_o = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g  # units of a normalisation are one vector
+    known = {"layer": look.block.name, "m": look.m, "d_i": adapter.n_a, "d_o": d_o}
+    return known | dict.fromkeys(SPECTRUM) | found
+
+
+def _error_event(layer: str, mode: str, r: int | None, found: Mapping[str, float]) -> Event:
+    measures = dict.fromkeys(("rel_error", "cos", "kid_energy", "kis_ess"))
+    return {"layer": layer, "mode": mode, "r": r, **measures, **found}
+
+
+def _mixed(*numbers: int) -> int:
+    """One seed from several numbers."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)
+    return mixed

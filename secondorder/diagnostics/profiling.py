@@ -1,0 +1,84 @@
+"""Times, traffic and memory of a step: events of the profile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from secondorder.diagnostics.report import Reporting
+from secondorder.diagnostics.timing import StageClock
+
+#: Stages by column; exchange is whatever brings statistics to where they are needed.
+STAGES = {
+    "capture_ms": ("capture",),
+    "select_ms": ("select",),
+    "exchange_ms": ("reduce", "exchange"),
+    "kernel_ms": ("kernel",),
+    "invert_ms": ("invert",),
+    "statistics_ms": ("statistics",),
+    "refresh_ms": ("refresh",),
+    "share_ms": ("share",),
+    "precondition_ms": ("precondition",),
+    "update_ms": ("update",),
+}
+
+
+class Profile:
+    """Measures the steps of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        device: Where its stages run.
+        rank: Index of the process.
+        world: Number of processes.
+
+    Raises:
+        RuntimeError: If its stages are being timed already.
+    """
+
+    def __init__(self, optimizer: Reporting, device: torch.device, rank: int, world: int) -> None:
+        if optimizer._clock is not None:
+            raise RuntimeError("the stages of this optimizer are timed already: close the other Analysis first")
+        self._optimizer, self._device, self._rank, self._world = optimizer, device, rank, world
+        self._clock = StageClock(device)
+        self._clock.running = False
+        self._peak_before = self._sent_before = 0
+
+    def attach(self) -> None:
+        """Have the stages of the optimizer timed."""
+        self._optimizer._time_stages(self._clock)
+
+    def run(self, due: bool) -> None:
+        """Time from here on, or stop doing so."""
+        if due != self._clock.running:
+            self._clock.take()
+            self._clock.running = due
+
+    def begin(self) -> None:
+        """Note where a step starts."""
+        self._peak_before, self._sent_before = self._peak(), self._sent()
+
+    def event(self) -> dict[str, Any]:
+        """What the step took."""
+        times = self._clock.take()
+        return {
+            "rank": self._rank,
+            "world": self._world,
+            **{column: sum(times.get(name, 0.0) for name in names) for column, names in STAGES.items()},
+            "wire_bytes": self._sent() - self._sent_before,
+            "state_bytes": self._optimizer.memory_usage()["total"],
+            "peak_bytes": self._peak() - self._peak_before if self._device.type == "cuda" else None,
+        }
+
+    def close(self) -> None:
+        """Leave the optimizer untimed."""
+        if self._optimizer._clock is self._clock:
+            self._optimizer._time_stages(None)
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+
+    def _sent(self) -> int:
+        """Bytes that the strategy has sent so far; one of a single process sends none."""
+        return int(getattr(self._optimizer.comm, "wire_bytes", 0))

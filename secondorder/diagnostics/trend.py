@@ -1,0 +1,73 @@
+"""Norms of gradients and directions, step by step: events of the trend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secondorder.curvature.block import Block
+from secondorder.lifecycle import Lifecycle
+
+Event = dict[str, Any]
+
+
+class Trend:
+    """Follows the norms of the layers of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        epoch_steps: Steps of an epoch, or None.
+        last: Norms of the gradient by layer when they were last looked at.
+    """
+
+    def __init__(self, optimizer: Lifecycle, epoch_steps: int | None, last: Mapping[str, float]) -> None:
+        self._optimizer, self._epoch_steps, self._last = optimizer, epoch_steps, dict(last)
+        self._norms: dict[Block, float] = {}
+        self._lent: dict[str, Tensor] | None = None
+        self._kept: dict[str, Tensor] = {}
+        self._stale: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Have the directions of the coming step kept: in the user's own dict, if there is one."""
+        self.end()
+        if self._optimizer._kept_directions is None:
+            self._optimizer._kept_directions = self._lent = {}
+        self._kept = self._optimizer._kept_directions
+        self._stale = dict(self._kept)
+
+    def look(self, gradients: Mapping[Block, Sequence[Tensor]]) -> None:
+        """Measure the gradients of a step; layers without any are left out."""
+        self._norms = {block: norm(found) for block, found in gradients.items() if found}
+
+    def end(self) -> dict[str, Tensor]:
+        """Stop keeping directions; returns those of the step, by name of the parameter."""
+        if self._lent is not None and self._optimizer._kept_directions is self._lent:
+            self._optimizer._kept_directions = None
+        found = {name: d for name, d in self._kept.items() if self._stale.get(name) is not d}
+        self._lent, self._kept, self._stale = None, {}, {}
+        return found
+
+    def events(self, step: int, mode: str) -> Iterator[Event]:
+        """One event for each layer that was looked at, once the step is over."""
+        directions, names = self.end(), self._optimizer._names
+        for block, size in self._norms.items():
+            before = self._last.get(block.name)
+            kept = [directions[names[p]] for p in block.params if names[p] in directions]
+            self._last[block.name] = size
+            yield {
+                "epoch": None if self._epoch_steps is None else step // self._epoch_steps,
+                "layer": block.name,
+                "grad_norm": size,
+                "update_norm": norm(kept) if len(kept) == len(block.params) else None,
+                "rel_change": (size - before) / before if before else None,
+                "mode": mode,
+            }
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    """Frobenius norm of several tensors together."""
+    norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))

@@ -1,0 +1,153 @@
+"""`StageClock` adds up stages by name, nested ones too, and times every stage of a step."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from secondorder.diagnostics import StageClock, timing
+from tests.contract.methods import METHODS, Method
+from tests.contract.tasks import MLP, assert_identical, train, values
+
+LAYERWISE = [method for method in METHODS if method.layerwise]
+OF_EVERY_STEP = {"reduce", "statistics", "refresh", "share", "precondition", "update"}
+
+
+class Hands:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    hands = Hands()
+    monkeypatch.setattr(timing, "time", hands)
+    return hands
+
+
+def test_times_of_one_name_add_up_in_milliseconds(hands: Hands) -> None:
+    clock = StageClock()
+    for seconds in (0.25, 0.5):
+        with clock.stage("refresh"):
+            hands.seconds += seconds
+        hands.seconds += 100.0
+    assert clock.take() == {"refresh": 750.0}
+
+
+def test_a_stage_counts_what_runs_inside_it(hands: Hands) -> None:
+    clock = StageClock()
+    with clock.stage("refresh"):
+        hands.seconds += 1
+        with clock.stage("kernel"):
+            hands.seconds += 2
+        with clock.stage("invert"):
+            hands.seconds += 4
+    assert clock.take() == {"kernel": 2000.0, "invert": 4000.0, "refresh": 7000.0}
+
+
+def test_a_stage_inside_itself_counts_once(hands: Hands) -> None:
+    clock = StageClock()
+    with clock.stage("update"):
+        hands.seconds += 1
+        with clock.stage("update"):
+            hands.seconds += 2
+    assert clock.take() == {"update": 3000.0}
+
+
+def test_taking_starts_anew(hands: Hands) -> None:
+    clock = StageClock()
+    with clock.stage("update"):
+        hands.seconds += 1
+    clock.take()
+    assert clock.take() == {}
+
+
+def test_a_clock_that_does_not_run_notes_nothing(hands: Hands) -> None:
+    clock = StageClock(torch.device("cpu"))
+    clock.running = False
+    with clock.stage("update"):
+        hands.seconds += 1
+        clock.running = True  # holds for stages that begin now
+    with clock.stage("share"):
+        hands.seconds += 1
+    assert clock.take() == {"share": 1000.0}
+
+
+def test_a_stage_that_raises_was_timed(hands: Hands) -> None:
+    clock = StageClock()
+
+    def interrupted() -> None:
+        with clock.stage("update"):
+            hands.seconds += 1
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        interrupted()
+    with clock.stage("update"):
+        hands.seconds += 1
+    assert clock.take() == {"update": 2000.0}
+
+
+def test_threads_may_be_in_one_stage_together(hands: Hands) -> None:
+    clock, inside = StageClock(), threading.Barrier(2)
+
+    def capture() -> None:
+        with clock.stage("capture"):
+            inside.wait(timeout=60)
+
+    other = threading.Thread(target=capture)
+    other.start()
+    with clock.stage("capture"):
+        inside.wait(timeout=60)
+        other.join()
+        hands.seconds += 1
+    times = clock.take()
+    assert times == {"capture": 1000.0}
+
+
+@pytest.mark.parametrize("method", LAYERWISE, ids=[method.name for method in LAYERWISE])
+def test_every_stage_of_a_step_is_timed(method: Method) -> None:
+    model = MLP.model()
+    optimizer: Any = method.build(model)
+    clock = StageClock()
+    optimizer._time_stages(clock)
+    train(model, optimizer, MLP, 1)
+    times = clock.take()
+    assert times.keys() >= OF_EVERY_STEP | {"capture"}
+    assert all(value >= 0 for value in times.values())
+    optimizer._time_stages(None)
+    train(model, optimizer, MLP, 1, start=1)
+    assert clock.take() == {}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])
+def test_timing_changes_nothing(method: Method) -> None:
+    timed, plain = MLP.model(), MLP.model()
+    one, other = method.build(timed), method.build(plain)
+    one._time_stages(StageClock())
+    train(timed, one, MLP, 3)
+    train(plain, other, MLP, 3)
+    assert_identical(values(timed), values(plain))
+
+
+@pytest.mark.gpu
+def test_a_device_times_itself() -> None:
+    device = torch.device("cuda")
+    x = torch.randn(512, 512, device=device)
+    clock = StageClock(device)
+    for _ in range(2):
+        with clock.stage("refresh"):
+            for _ in range(10):
+                x = x @ x / 512
+            with clock.stage("kernel"):
+                x = x @ x / 512
+    times = clock.take()
+    assert 0 < times["kernel"] < times["refresh"]

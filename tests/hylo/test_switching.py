@@ -1,0 +1,677 @@
+"""Switch policies decide from what ended before a refresh: alike on every device, and alike across a resume."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from secondorder import switching
+from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError, SwitchPolicy
+
+NAN, INF = math.nan, math.inf
+Place = Callable[[float], Tensor]
+
+
+# ---------------------------------------------------------------- a device whose numbers arrive when one waits for them
+class Elsewhere(Tensor):
+    """A tensor that says it lives on another device. Copies hold rubbish until their event; looking at it fails."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+    def to(self, *args, **keywords):
+        if args != ("cpu",):
+            return super().to(*args, **keywords)
+        truth = self.as_subclass(Tensor).clone()
+        if not keywords.get("non_blocking"):
+            return truth
+        Event.copies.append((torch.full_like(truth, -1e30), truth))
+        return Event.copies[-1][0]
+
+    def __iadd__(self, other):
+        assert other.device == self.device
+        return super().__iadd__(other)
+
+    def looked_at(self, *args):
+        raise AssertionError("this waits for the device")
+
+    __float__ = __bool__ = __int__ = item = tolist = cpu = numpy = looked_at
+
+
+class Event:
+    """Of the device: what was copied before its record is there after its synchronize."""
+
+    copies: list[tuple[Tensor, Tensor]] = []
+    waits = 0
+
+    def __init__(self, device):
+        assert device.type == "cuda"
+        self.awaited = None
+
+    def record(self):
+        self.awaited, Event.copies = Event.copies, []
+
+    def synchronize(self):
+        assert self.awaited is not None, "an event that was never recorded"
+        Event.waits += 1
+        for host, truth in self.awaited:
+            host.copy_(truth)
+
+    def __reduce__(self):
+        raise TypeError("events cannot be copied")
+
+
+def here(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def there(value: float) -> Tensor:
+    return here(value).as_subclass(Elsewhere)
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch):
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(Event, "copies", [])
+    monkeypatch.setattr(Event, "waits", 0)
+
+
+places = pytest.mark.parametrize("place", [here, there], ids=["cpu", "device"])
+
+
+# ---------------------------------------------------------------- driving a policy
+def run(
+    policy: SwitchPolicy,
+    norms: Sequence[float | None],
+    lrs: Sequence[Sequence[float]] | None = None,
+    every: int = 1,
+    place: Place = here,
+    renew: Callable[[SwitchPolicy], SwitchPolicy] | None = None,
+    observe_first: bool = True,
+) -> str:
+    """Decisions of the refreshes, I for KIS and D for KID; a norm of None stands for a step that was not observed."""
+    decisions = []
+    for step, norm in enumerate(norms):
+        for observing in (observe_first, not observe_first):
+            if observing and norm is not None:
+                policy.observe(step, lrs[step] if lrs else [0.1], place(norm))
+            if not observing and step % every == 0:
+                decisions.append({"kid": "D", "kis": "I", "sngd": "S"}[policy.decide(step)])
+        if renew is not None:
+            policy = renew(policy)
+    return "".join(decisions)
+
+
+def blank(policy: SwitchPolicy) -> SwitchPolicy:
+    """Another one, built alike."""
+    return eval(repr(policy), vars(switching))
+
+
+def reloaded(policy: SwitchPolicy) -> SwitchPolicy:
+    other = blank(policy)
+    other.load_state_dict(policy.state_dict())
+    return other
+
+
+def through_json(policy: SwitchPolicy) -> SwitchPolicy:
+    other = blank(policy)
+    other.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    return other
+
+
+def through_torch(policy: SwitchPolicy) -> SwitchPolicy:
+    file = io.BytesIO()
+    torch.save({k: torch.tensor(v, dtype=torch.float64) for k, v in policy.state_dict().items()}, file)
+    file.seek(0)
+    other = blank(policy)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    return other
+
+
+def pickled(policy: SwitchPolicy) -> SwitchPolicy:
+    return pickle.loads(pickle.dumps(policy))
+
+
+RENEWALS = {
+    "state": reloaded,
+    "json": through_json,
+    "torch": through_torch,
+    "pickle": pickled,
+    "deepcopy": copy.deepcopy,
+}
+renewals = pytest.mark.parametrize("renew", RENEWALS.values(), ids=RENEWALS)
+
+
+# ---------------------------------------------------------------- GradNormChange
+# Periods of two steps with means 4, 4.2, 4.2, 6, 6, 5.9: changes of 0, 0.05, 0, 0.43, 0, -0.017.
+NORMS = [3.0, 5.0, 4.0, 4.4, 4.2, 4.2, 7.0, 5.0, 6.0, 6.0, 5.9, 5.9, 1.0, 1.0]
+
+
+@places
+def test_a_changed_norm_means_kid_for_a_period(place):
+    """The fourth period has another mean than the third: KID in the fifth. The first two periods are KID."""
+    assert run(GradNormChange(eta=0.1, period_steps=2), NORMS, place=place) == "DDDD" + "IIII" + "DD" + "IIII"
+
+
+@places
+def test_eta_decides(place):
+    assert run(GradNormChange(eta=0.04, period_steps=2), NORMS, place=place) == "DDDD" + "DD" + "II" + "DD" + "IIII"
+    assert run(GradNormChange(eta=0.5, period_steps=2), NORMS, place=place) == "DDDD" + "I" * 10
+    assert run(GradNormChange(eta=0.0, period_steps=2), NORMS, place=place) == "D" * 14
+
+
+@places
+def test_a_falling_norm_is_a_change(place):
+    assert run(GradNormChange(eta=0.1, period_steps=1), [4.0, 4.0, 3.0, 3.0, 3.2, 0.0, 0.0, 1.0, 1.0], place=place) == (
+        "DD" + "I" + "D" + "II" + "D" + "I" + "D"
+    )
+
+
+def test_reaching_eta_is_enough():
+    assert run(GradNormChange(eta=0.5, period_steps=1), [2.0, 3.0, 3.0]) == "DDD"
+
+
+@places
+@pytest.mark.parametrize("every", [1, 2, 3, 5, 7])
+def test_refreshes_at_any_interval_get_the_answer_of_their_step(every, place):
+    whole = run(GradNormChange(eta=0.1, period_steps=2), NORMS)
+    assert run(GradNormChange(eta=0.1, period_steps=2), NORMS, every=every, place=place) == whole[::every]
+
+
+@places
+def test_the_running_period_does_not_count(place):
+    """Whether a step is observed before or after its refresh, and be it the last of a period."""
+    late = run(GradNormChange(eta=0.1, period_steps=2), NORMS, place=place, observe_first=False)
+    assert late == run(GradNormChange(eta=0.1, period_steps=2), NORMS, place=place)
+
+
+@places
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_norm_that_is_not_finite_is_left_out(bad, place):
+    """Of the mean, not only of the sum: three norms of 4 are no fall from four of them."""
+    policy = GradNormChange(eta=0.1, period_steps=4)
+    assert run(policy, [4.0] * 4 + [4.0, bad, 4.0, 4.0] + [4.0] * 4, place=place) == "DDDDDDDD" + "IIII"
+    assert policy.state_dict()["last_norm"] == 4.0
+
+
+@places
+@pytest.mark.parametrize("bad", [NAN, INF, None])
+def test_a_period_without_a_finite_norm_is_passed_over(bad, place):
+    """The comparison goes on with the last period that had one; nothing is forgotten, and nothing compared twice."""
+    policy = GradNormChange(eta=0.1, period_steps=2)
+    norms = [4.0, 4.0, bad, bad, bad, bad, 4.0, 4.0, 4.0, bad, bad, bad, 8.0, 8.0, 8.0, 8.0]
+    #        first     -         -         second    4 → 4     -         4 → 8     seen
+    assert run(policy, norms, place=place) == "DDDDDDDD" + "IIIIII" + "DD"
+
+
+@places
+def test_steps_that_are_not_observed_are_those_without_a_finite_norm(place):
+    """A batch that is dropped is not observed on a CPU, and has no finite norm on a device."""
+    answers = set()
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        values = (torch.rand(24, generator=draw) + 1).tolist()
+        dropped = (torch.rand(24, generator=draw) < 0.4).tolist()
+        unobserved = [None if bad else value for value, bad in zip(values, dropped, strict=True)]
+        poisoned = [NAN if bad else value for value, bad in zip(values, dropped, strict=True)]
+        expected = run(GradNormChange(eta=0.1, period_steps=3), unobserved)
+        assert run(GradNormChange(eta=0.1, period_steps=3), poisoned, place=place, renew=reloaded) == expected
+        answers |= set(expected)
+    assert answers == {"D", "I"}
+
+
+@places
+def test_a_changed_rate_means_kid_for_some_periods(place):
+    lrs = [[0.1]] * 10 + [[0.01]] * 14
+    steady = [1.0] * 24
+    for hold, expected in ((0, "DDDD" + "I" * 20), (1, "DDDDIIIIIIDDI"), (3, "DDDDIIIIIIDDDDDDI")):
+        found = run(GradNormChange(period_steps=2, hold=hold), steady, lrs, place=place)
+        assert found == expected + "I" * (24 - len(expected))
+
+
+def test_the_reason_is_told():
+    policy = GradNormChange(eta=0.1, period_steps=1)
+    assert policy.reason == "nothing decided yet"
+    run(policy, [1.0])
+    assert policy.reason == "no two periods to compare yet"
+    policy = GradNormChange(eta=0.1, period_steps=1)
+    run(policy, [1.0, 1.25, 9.0])
+    assert policy.reason == "mean gradient norm 1 → 1.25, a change of 0.25 (eta=0.1)"
+    policy = GradNormChange(eta=0.1, period_steps=1)
+    run(policy, [1.0] * 5, [[0.1]] * 3 + [[0.05]] * 2, every=4)
+    assert policy.reason == "a learning rate changed at step 3"
+
+
+@places
+def test_nothing_waits_before_a_period_is_over(place):
+    """A device is waited for only in the first refresh of a period, for a copy that began in the step before."""
+    policy = GradNormChange(period_steps=4)
+    for step in range(13):
+        before = Event.waits
+        policy.observe(step, [0.1], place(1.0))
+        assert Event.waits == before
+        policy.decide(step)
+        assert Event.waits - before == (place is there and step > 0 and step % 4 == 0)
+
+
+def test_without_refreshes_at_most_one_copy_is_pending():
+    policy = GradNormChange(period_steps=1)
+    for step in range(5):
+        policy.observe(step, [0.1], there(1.0))
+    assert Event.waits == 4
+    assert policy.decide(5) == "kis"
+
+
+def test_a_model_may_move_to_another_device():
+    expected = run(GradNormChange(eta=0.1, period_steps=3), NORMS)
+    moves = iter([here, there, there, here] * len(NORMS))
+    assert run(GradNormChange(eta=0.1, period_steps=3), NORMS, place=lambda x: next(moves)(x)) == expected
+
+
+def test_the_caller_s_tensor_may_change_afterwards():
+    for place in (here, there):
+        policy, norm = GradNormChange(period_steps=1), place(1.0)
+        for step in range(3):
+            policy.observe(step, [0.1], norm.fill_(1.0))
+            norm.fill_(77.0)
+        assert policy.decide(3) == "kis"
+        assert policy.state_dict()["last_norm"] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_sums_are_kept_in_float64(dtype):
+    policy, norm, expected = GradNormChange(period_steps=300), torch.tensor(1 / 3, dtype=dtype), 0.0
+    for step in range(299):
+        policy.observe(step, [0.1], norm)
+        expected += float(norm)
+    assert policy.state_dict()["norm_sum"] == expected
+
+
+def test_a_loaded_period_of_another_length_ends_too():
+    for steps in (2, 3, 50):
+        policy = GradNormChange(period_steps=20)
+        run(policy, [1.0] * 30)
+        other = GradNormChange(period_steps=steps)
+        other.load_state_dict(policy.state_dict())
+        found = []
+        for step in range(30, 250):
+            other.observe(step, [0.1], here(1.0 if step < 150 else 5.0))
+            found.append(other.decide(step))
+        assert "kis" in found[: 4 * steps]
+        assert "kid" in found[120 : 122 + steps]
+
+
+# ---------------------------------------------------------------- ... against the definition
+def changes_of(lrs: Sequence[Sequence[float]]) -> list[int]:
+    """Steps at which a rate fell by more than a tenth or a rise ended."""
+    pairs = list(zip(lrs, lrs[1:], strict=False))
+    rose = [False] + [any(new > old for old, new in zip(*pair, strict=True)) for pair in pairs]
+    fell = [False] + [any(new < 0.9 * old for old, new in zip(*pair, strict=True)) for pair in pairs]
+    return [t for t in range(1, len(lrs)) if fell[t] or (rose[t - 1] and not rose[t])]
+
+
+def is_heeded(step: int, every: int, changes: list[int], window: int) -> bool:
+    past = [t for t in changes if t <= step]
+    return bool(window and past) and (step - past[-1] < window or past[-1] > step - every)
+
+
+def by_definition(
+    norms: Sequence[float], lrs: Sequence[Sequence[float]], every: int, eta: float, period: int, hold: int
+) -> str:
+    """Each decision from all that happened before it."""
+    answers = []
+    for step in range(0, len(norms), every):
+        ended = [norms[e * period : (e + 1) * period] for e in range(step // period)]
+        finite = [[x for x in values if math.isfinite(x)] for values in ended]
+        means = [sum(values) / len(values) for values in finite if values]
+        kid = len(means) < 2 or is_heeded(step, every, changes_of(lrs), hold * period)
+        answers.append("D" if kid or abs(means[-1] - means[-2]) >= eta * means[-2] else "I")
+    return "".join(answers)
+
+
+RATES = st.lists(st.sampled_from([0.0, 0.01, 0.095, 0.1, 0.2]), min_size=2, max_size=2)
+SIGNALS = st.lists(
+    st.tuples(st.sampled_from([1.0, 1.0, 1.0, 1.3, 2.0, NAN, INF]), RATES, st.integers(1, 6)), min_size=3, max_size=12
+)
+
+
+@places
+@settings(max_examples=40)
+@given(
+    signals=SIGNALS,
+    every=st.integers(1, 9),
+    eta=st.sampled_from([0.07, 0.21]),
+    period=st.integers(1, 6),
+    hold=st.integers(0, 2),
+    name=st.sampled_from(["none", "state", "pickle"]),
+)
+def test_decisions_follow_the_definition(place, signals, every, eta, period, hold, name):
+    norms, lrs = [], []
+    for norm, rates, length in signals:
+        norms += [norm] * length
+        lrs += [rates] * length
+    policy, renew = GradNormChange(eta, period, hold), RENEWALS.get(name)
+    assert run(policy, norms, lrs, every, place, renew) == by_definition(norms, lrs, every, eta, period, hold)
+
+
+# ---------------------------------------------------------------- LRChange
+def rates(policy: LRChange, lrs: Sequence[float | Sequence[float]], every: int = 1, renew: Any = None) -> str:
+    lists = [lr if isinstance(lr, (list, tuple)) else [lr] for lr in lrs]
+    return run(policy, [NAN] * len(lists), lists, every, renew=renew)
+
+
+@renewals
+def test_a_fall_means_kid_for_some_periods(renew):
+    lrs = [1.0] * 5 + [0.5] * 10 + [0.05] * 5
+    assert rates(LRChange(hold=1, period_steps=3), lrs, renew=renew) == "IIIII" + "DDDIIIIIII" + "DDDII"
+    assert rates(LRChange(hold=2, period_steps=3), lrs, renew=renew) == "IIIII" + "DDDDDDIIII" + "DDDDD"
+
+
+@renewals
+def test_the_end_of_a_warm_up_means_kid(renew):
+    lrs = [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert rates(LRChange(period_steps=2), lrs, renew=renew) == "IIIII" + "DDII"
+    assert rates(LRChange(period_steps=2), [0.1, 0.2, 0.3, 0.29, 0.28, 0.27, 0.26], renew=renew) == "III" + "DDII"
+
+
+@renewals
+def test_a_change_between_refreshes_gets_the_next_one(renew):
+    """However long the wait: else refreshes that are rarer than periods would miss most changes."""
+    lrs = [1.0] * 2 + [0.1] * 20
+    assert rates(LRChange(period_steps=1), lrs, every=5, renew=renew) == "IDIII"
+    assert rates(LRChange(period_steps=7), lrs, every=5, renew=renew) == "IDIII"
+    assert rates(LRChange(period_steps=9), lrs, every=5, renew=renew) == "IDDII"
+
+
+def test_small_changes_are_none():
+    assert rates(LRChange(), [0.97**t for t in range(20)]) == "I" * 20
+    assert rates(LRChange(), [0.9**t for t in range(20)]) == "I" * 20  # exactly a tenth is not more than that
+    assert rates(LRChange(period_steps=1), [0.89**t for t in range(5)]) == "IDDDD"
+
+
+def test_the_rounding_of_a_scheduler_is_no_rise():
+    noise = [0.1 * (1 + 2e-16 * (t % 3)) for t in range(20)]
+    assert len(set(noise)) > 1
+    assert rates(LRChange(), noise) == "I" * 20
+
+
+def test_a_restart_is_a_change():
+    assert rates(LRChange(period_steps=2), [0.3, 0.29, 0.28, 1.0, 0.99, 0.98, 0.97]) == "IIII" + "DD" + "I"
+
+
+@pytest.mark.parametrize("group", range(12))
+@pytest.mark.parametrize("renew", [None, reloaded], ids=["through", "resumed"])
+def test_any_group_counts(group, renew):
+    """Of more than eight groups those eight apart share a sum: with equal rates, a fall by 21 % is one by 10.5 %."""
+    steady = [0.1] * 12
+    fallen = [*steady[:group], 0.079, *steady[group + 1 :]]
+    assert rates(LRChange(period_steps=1), [steady, steady, fallen, fallen], renew=renew) == "IIDI"
+
+
+def test_a_rate_may_fall_to_nothing():
+    assert rates(LRChange(period_steps=1), [0.0, 0.0, 0.1, 0.1, 0.0, 0.0]) == "III" + "DD" + "I"
+
+
+def test_a_group_may_come_later():
+    lrs = [[0.1], [0.1], [0.1, 0.001], [0.1, 0.001], [0.1, 0.0001], [0.1, 0.0001]]
+    assert rates(LRChange(period_steps=1), lrs) == "IIII" + "D" + "I"
+
+
+def test_the_last_change_is_told():
+    policy = LRChange(period_steps=1)
+    rates(policy, [1.0, 1.0])
+    assert policy.reason == "no learning rate has changed"
+    rates(policy, [1.0, 1.0, 0.1, 0.1])
+    assert policy.reason == "a learning rate changed at step 2"
+
+
+# ---------------------------------------------------------------- EpochList
+def test_intervals_are_of_epochs():
+    policy = EpochList([(0, 1), (3, 5)], steps_per_epoch=2)
+    assert run(policy, [NAN] * 14) == "DD" + "IIII" + "DDDD" + "IIII"
+    assert policy.reason == "epoch 6 is outside the intervals of KID"
+    assert policy.decide(9) == "kid"
+    assert policy.reason == "epoch 4 is in the intervals of KID"
+
+
+def test_three_numbers_of_the_published_scripts():
+    e0, e1, e2 = 2, 4, 6
+    policy = EpochList([(0, e0), (e1 + 1, e2 + 1)], steps_per_epoch=1)
+    assert [policy.decide(e) == "kid" for e in range(10)] == [e < e0 or e1 < e <= e2 for e in range(10)]
+
+
+# ---------------------------------------------------------------- ProbeError
+def probe(policy: SwitchPolicy, errors: Sequence[float], place: Place, renew: Any = None) -> str:
+    found = []
+    for refresh, error in enumerate(errors):
+        found.append({"kid": "D", "kis": "I"}[policy.decide(10 * refresh)])
+        policy.probe(place(error))
+        policy = policy if renew is None else renew(policy)
+    return "".join(found)
+
+
+@places
+@renewals
+def test_the_error_of_the_refresh_before_decides(place, renew):
+    errors = [0.05, 0.2, 0.1, 0.10001, NAN, 0.0, INF, 0.0, 0.0]
+    assert probe(ProbeError(threshold=0.1), errors, place, renew) == "D" + "IDIDDIDI"
+    assert probe(ProbeError(threshold=0.3), errors, place, renew) == "D" + "IIIIDIDI"
+
+
+@places
+def test_a_probe_is_waited_for_at_the_next_refresh_only(place):
+    policy = ProbeError()
+    for refresh in range(4):
+        assert Event.waits == (place is there) * max(0, refresh - 1)
+        policy.decide(refresh)
+        waited = Event.waits
+        policy.probe(place(0.05).reshape(1) if refresh == 2 else place(0.05))
+        assert Event.waits == waited
+
+
+@places
+def test_only_the_last_probe_counts(place):
+    policy = ProbeError()
+    for error in (there(5.0), place(6.0), place(0.01)):
+        policy.probe(error)
+    assert policy.decide(0) == "kis"
+    assert policy.decide(1) == "kis"
+    assert policy.reason == "error of KIS 0.01 (threshold=0.1)"
+    policy.probe(place(NAN))
+    assert policy.decide(2) == "kid"
+    assert policy.reason == "no error measured yet, or not a number"
+
+
+# ---------------------------------------------------------------- all of them
+ALL = {
+    "norm": GradNormChange(),
+    "norm set": GradNormChange(eta=0.25, period_steps=7, hold=0),
+    "rate": LRChange(),
+    "rate set": LRChange(hold=3, period_steps=11),
+    "epochs": EpochList([(0, 10), [35, 40]], 100),
+    "probe": ProbeError(),
+    "probe set": ProbeError(layers=5, threshold=1),
+    "kid": Always("kid"),
+    "kis": Always("kis"),
+    "sngd": Always("sngd"),
+}
+policies = pytest.mark.parametrize("name", ALL)
+
+
+@pytest.mark.parametrize("mode", ["kid", "kis", "sngd"])
+def test_always_is_always(mode):
+    policy = Always(mode)
+    assert {policy.decide(step) for step in (0, 5, 10**6)} == {mode}
+    assert policy.reason == f"always {mode}"
+
+
+def test_what_a_policy_needs():
+    assert [policy.needs_gradient_norm for policy in ALL.values()] == [True] * 2 + [False] * 8
+    assert [policy.probes for policy in ALL.values()] == [0] * 5 + [2, 5] + [0] * 3
+
+
+@policies
+def test_a_repr_is_the_call_that_builds_an_equal_one(name):
+    policy = ALL[name]
+    other = blank(policy)
+    assert other == policy
+    assert repr(other) == repr(policy)
+    assert [other == x for x in ALL.values()].count(True) == 1
+
+
+def test_a_repr_shows_values_of_python():
+    assert repr(GradNormChange(np.float64(0.5))) == "GradNormChange(eta=0.5, period_steps=100, hold=1)"
+    assert repr(ProbeError(threshold=np.float64(0.5))) == "ProbeError(layers=2, threshold=0.5)"
+    assert repr(EpochList([[0, 2]], 5)) == "EpochList(intervals=((0, 2),), steps_per_epoch=5)"
+
+
+def live(policy: SwitchPolicy, steps: range, place: Place) -> list[str]:
+    found = []
+    for step in steps:
+        policy.observe(step, [0.1 * 0.8 ** (step // 9), 0.2], place(1.0 + (step // 13) % 3))
+        if step % 4 == 0:
+            found.append(policy.decide(step))
+            policy.probe(place(0.05 * (step % 5)))
+    return found
+
+
+@places
+@policies
+def test_the_keys_of_a_state_never_change(name, place):
+    policy = copy.deepcopy(ALL[name])
+    keys = list(policy.state_dict())
+    for step in range(40):
+        live(policy, range(step, step + 1), place)
+        state = policy.state_dict()
+        assert list(state) == keys
+        assert all(type(value) is float for value in state.values())
+    policy.observe(40, [0.1] * 20, place(1.0))
+    assert list(policy.state_dict()) == keys
+
+
+@places
+@policies
+def test_a_copy_in_the_middle_decides_alike(name, place):
+    for stop in (5, 16, 27):
+        policy = copy.deepcopy(ALL[name])
+        live(policy, range(stop), place)
+        others = [renew(policy) for renew in RENEWALS.values()]
+        assert others == [policy] * len(RENEWALS)
+        expected = live(policy, range(stop, 45), place)
+        for other in others:
+            assert live(other, range(stop, 45), place) == expected
+
+
+@places
+@policies
+def test_copies_are_independent(name, place):
+    policy = copy.deepcopy(ALL[name])
+    live(policy, range(10), place)
+    state = policy.state_dict()
+    for renew in RENEWALS.values():
+        live(renew(policy), range(10, 40), place)
+    taken = policy.state_dict()
+    taken.update(dict.fromkeys(taken, 5.0))
+    assert str(policy.state_dict()) == str(state)
+
+
+@places
+@policies
+def test_a_state_replaces_what_was_there(name, place):
+    policy, other = copy.deepcopy(ALL[name]), blank(ALL[name])
+    live(policy, range(30), place)
+    live(other, range(100, 117), place)
+    other.load_state_dict(policy.state_dict())
+    assert str(other.state_dict()) == str(policy.state_dict())
+    assert live(other, range(30, 60), place) == live(policy, range(30, 60), place)
+
+
+@policies
+def test_a_state_that_does_not_fit_is_refused_whole(name):
+    policy = blank(ALL[name])
+    live(policy, range(30), here)
+    before = policy.state_dict()
+    with pytest.raises(ValueError, match=rf"not the state of a {type(policy).__name__}: .*unknown \['novel'\]"):
+        policy.load_state_dict({**before, "novel": 1.0})
+    for key in before:
+        rest = {k: 7.0 for k in before if k != key}
+        with pytest.raises(ValueError, match=rf"missing \['{key}'\]"):
+            policy.load_state_dict(rest)
+        for wrong in ("1", None, True, [1.0], torch.ones(2)):
+            with pytest.raises(TypeError, match=f"{key} must be a number"):
+                policy.load_state_dict({**rest, key: wrong})
+    assert str(policy.state_dict()) == str(before)
+
+
+BAD: dict[str, tuple[Callable[[], SwitchPolicy], type[Exception], str]] = {
+    "eta below 0": (lambda: GradNormChange(eta=-0.1), ValueError, "eta must be finite, >= 0.0, got -0.1"),
+    "eta nan": (lambda: GradNormChange(eta=NAN), ValueError, "eta must be .*got nan"),
+    "eta text": (lambda: GradNormChange(eta="0.1"), TypeError, "eta must be a number, got '0.1'"),
+    "no period": (lambda: GradNormChange(period_steps=0), ValueError, "period_steps must be >= 1, got 0"),
+    "half a step": (lambda: GradNormChange(period_steps=2.5), TypeError, "period_steps must be an integer, got 2.5"),
+    "hold below 0": (lambda: GradNormChange(hold=-1), ValueError, "hold must be >= 0, got -1"),
+    "hold a flag": (lambda: GradNormChange(hold=True), TypeError, "hold must be an integer, got True"),
+    "no hold": (lambda: LRChange(hold=0), ValueError, "hold must be >= 1, got 0"),
+    "rate period": (lambda: LRChange(period_steps=-3), ValueError, "period_steps must be >= 1, got -3"),
+    "no list": (lambda: EpochList(5, 10), TypeError, "intervals must be a list of pairs of epochs, got 5"),
+    "no pairs": (lambda: EpochList([1, 2], 10), TypeError, r"pairs of epochs, got \[1, 2\]"),
+    "triples": (lambda: EpochList([(1, 2, 3)], 10), TypeError, r"pairs of epochs, got \[\(1, 2, 3\)\]"),
+    "no epochs": (lambda: EpochList([], 10), ValueError, r"must not be empty, got \[\].*Always\('kis'\)"),
+    "backwards": (lambda: EpochList([(0, 3), (9, 7)], 10), ValueError, r"end after it starts, got \(9, 7\)"),
+    "nothing in it": (lambda: EpochList([(4, 4)], 10), ValueError, r"end after it starts, got \(4, 4\)"),
+    "before 0": (lambda: EpochList([(-1, 4)], 10), ValueError, "start of an interval must be >= 0, got -1"),
+    "half an epoch": (lambda: EpochList([(0, 1.5)], 10), TypeError, "end of an interval must be an integer, got 1.5"),
+    "no steps": (lambda: EpochList([(0, 1)], 0), ValueError, "steps_per_epoch must be >= 1, got 0"),
+    "no layers": (lambda: ProbeError(layers=0), ValueError, "layers must be >= 1, got 0"),
+    "some layers": (lambda: ProbeError(layers="fc"), TypeError, "layers must be an integer, got 'fc'"),
+    "threshold": (lambda: ProbeError(threshold=-1), ValueError, "threshold must be .*got -1"),
+    "threshold inf": (lambda: ProbeError(threshold=INF), ValueError, "threshold must be .*got inf"),
+    "another mode": (lambda: Always("auto"), ValueError, "mode must be one of .*got 'auto'"),
+    "no mode": (lambda: Always(None), ValueError, "mode must be one of .*got None"),
+    "a number": (lambda: Always(1), TypeError, "mode must be one of .*got 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_values_are_refused(case):
+    build, error, match = BAD[case]
+    with pytest.raises(error, match=match):
+        build()
+
+
+def test_a_policy_of_your_own_needs_one_method():
+    with pytest.raises(TypeError, match="abstract"):
+        SwitchPolicy()
+
+    class Odd(SwitchPolicy):
+        probes = 3
+
+        def decide(self, step: int) -> str:
+            return "kid" if step % 2 else "sngd"
+
+    policy = Odd()
+    assert run(policy, [1.0] * 4) == "SDSD"
+    policy.probe(here(1.0))
+    policy.load_state_dict(policy.state_dict())
+    assert (policy.state_dict(), policy.needs_gradient_norm, policy.probes) == ({}, False, 3)
+
+
+@pytest.mark.gpu
+def test_a_real_device_decides_like_the_cpu(monkeypatch):
+    monkeypatch.undo()
+    for policy in ALL.values():
+        found = [live(copy.deepcopy(policy), range(60), lambda x, d=d: here(x).to(d)) for d in ("cpu", "cuda")]
+        assert found[0] == found[1]
