@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from secondorder.curvature import kernel
-from secondorder.curvature.adapters.embedding import EmbeddingAdapter
+from secondorder.curvature.adapters.embedding import EmbeddingAdapter, EmbeddingBagAdapter
 from secondorder.curvature.kernel import Rows
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import CHUNK_BYTES, Adapter, ConvAdapter
@@ -84,8 +84,12 @@ class ExampleRows:
         adapter = self._adapter
         if adapter.is_exact:
             return self._joined(calls, examples)
-        if isinstance(adapter, EmbeddingAdapter) and not (self._reduce and adapter.d_in <= _DENSE_COLUMNS):
-            return self._looked_up(adapter, calls, examples)
+        if isinstance(adapter, EmbeddingAdapter):
+            bags = isinstance(adapter, EmbeddingBagAdapter)
+            if bags and not self._reduce:
+                raise ValueError("its bags hold different numbers of indices; approx='reduce' covers them")
+            if not bags and not (self._reduce and adapter.d_in <= _DENSE_COLUMNS):
+                return self._looked_up(adapter, calls, examples)
         return self._reduced(calls, examples) if self._reduce else self._expanded(calls, examples)
 
     def _joined(self, calls: list[Call], examples: int) -> Rows:
