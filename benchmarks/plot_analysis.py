@@ -8,6 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks import events
 from benchmarks.events import ALL, Event
@@ -15,7 +16,9 @@ from benchmarks.plot import COLOURS, STYLES, styled
 
 _NAMED = 8  # layers that a legend names one by one
 _SHADE = "#F0E6C8"
-_HEIGHT = 4.2
+_DARKER = 0.85  # of a scale of colours whose other end is too light for lines
+_HEIGHT, _PER_LETTER = 4.2, 0.055  # inches
+_UPRIGHT = 4  # layers whose names have room side by side
 
 
 def plot_analysis(folder: Path) -> list[Path]:
@@ -51,7 +54,9 @@ def plot_rank(rank: Sequence[Event], path: Path) -> None:
     """
     names, sizes = events.layers(rank), sorted({event["m"] for event in rank})
     with styled():
-        figure = Figure(figsize=(max(9.0, 0.3 * len(names) * len(sizes) + 5), _HEIGHT), layout="constrained")
+        turned = len(names) > _UPRIGHT
+        height = _HEIGHT + _PER_LETTER * max(map(len, names)) * turned
+        figure = Figure(figsize=(max(9.0, 0.2 * len(names) * len(sizes) + 5), height), layout="constrained")
         ratios = {"width_ratios": [max(3.0, len(names) / 5), 1]}
         by_layer, by_size = figure.subplots(1, 2, sharey=True, gridspec_kw=ratios)
         for index, m in enumerate(sizes):
@@ -59,9 +64,9 @@ def plot_rank(rank: Sequence[Event], path: Path) -> None:
             places = [at + (index - (len(sizes) - 1) / 2) * 0.8 / len(sizes) for at in range(len(names))]
             _boxes(by_layer, shares, places, 0.64 / len(sizes), COLOURS[index % len(COLOURS)])
             _boxes(by_size, [_shares(events.where(rank, m=m))], [index], 0.6, COLOURS[index % len(COLOURS)])
-        by_layer.set_xticks(range(len(names)), names, rotation=45 if len(names) > 4 else 0, ha="right")
-        if len(names) <= 4:
-            by_layer.set_xticklabels(names, ha="center")
+        by_layer.set_xticks(
+            range(len(names)), names, rotation=45 * turned, ha="right" if turned else "center", rotation_mode="anchor"
+        )
         by_size.set_xticks(range(len(sizes)), [str(m) for m in sizes])
         by_layer.set_ylabel("rank90 / m")
         by_layer.set_title("by layer", loc="left")
@@ -98,7 +103,7 @@ def plot_trend(trend: Sequence[Event], path: Path) -> None:
         _dress(axes)
         if any(totals.values()):
             axes.set_yscale("log")
-        axes.set_xlabel("optimizer step")
+        _dress_steps(axes)
         axes.set_ylabel("norm of the gradient")
         handles, _ = axes.get_legend_handles_labels()
         if periods:
@@ -129,7 +134,7 @@ def plot_error(error: Sequence[Event], path: Path) -> None:
         _dress(axes)
         if any(event["rel_error"] for event in error):
             axes.set_yscale("log")
-        axes.set_xlabel("optimizer step")
+        _dress_steps(axes)
         axes.set_ylabel("‖u − u*‖ / ‖u*‖")
         figure.legend(loc="outside right upper", frameon=False)
         ranks = sorted({event["r"] for event in error if event["r"] is not None})
@@ -182,7 +187,8 @@ def _lines(axes: Axes, found: Sequence[Event], column: str) -> None:
             axes.plot(*points, color=COLOURS[index % len(COLOURS)], linewidth=1.0, label=name)
         else:
             ends = {0: f"{name} (first)", len(names) - 1: f"{name} (last)"}
-            axes.plot(*points, color=colours(index / (len(names) - 1)), linewidth=0.7, label=ends.get(index, "_"))
+            depth = _DARKER * index / (len(names) - 1)
+            axes.plot(*points, color=colours(depth), linewidth=0.7, label=ends.get(index, "_"))
 
 
 def _shares(rank: Sequence[Event]) -> list[float]:
@@ -205,6 +211,11 @@ def _boxes(axes: Axes, values: Sequence[Sequence[float]], places: Sequence[float
 def _dress(axes: Axes) -> None:
     axes.grid(axis="y", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def _dress_steps(axes: Axes) -> None:
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _save(figure: Figure, title: str, path: Path) -> None:

@@ -51,6 +51,8 @@ class Analyse(Common):
     """Start from the recipe; --no-recipe starts from the constructor's defaults."""
     steps: int = 100
     """Optimizer steps."""
+    workload_set: tuple[str, ...] = ()
+    """Fields of the workload that are changed, such as dice=0.5 of unet."""
     schedule: Schedule = "constant"
     """Learning rate over the run."""
     size: Size = "full"
@@ -84,20 +86,21 @@ class Analyse(Common):
         workload = self._workload(self.batch_size)
         sizes = list(dict.fromkeys([workload.batch_size, *self.batch_sizes]))
         trainers = [self._trainer(self._workload(size), changes) for size in sizes]
+        epochs = [max(1, workload.examples // size) for size in sizes]
         self.out_dir.mkdir(parents=True, exist_ok=True)
         for stem in events.FILES:
             for suffix in (".jsonl", ".png"):
                 (self.out_dir / f"{stem}{suffix}").unlink(missing_ok=True)
         with report.progress_bar() as progress:
             task = progress.add_task(f"{self.workload}, {self.method}", total=self.steps * len(trainers))
-            for index, trainer in enumerate(trainers):
-                for _ in self._train(trainer, rank_only=index > 0):
+            for index, (trainer, epoch_steps) in enumerate(zip(trainers, epochs, strict=True)):
+                for _ in self._train(trainer, epoch_steps, rank_only=index > 0):
                     progress.advance(task)
         self._report(trainers[0])
         return int(any(trainer.diverged for trainer in trainers))
 
     def _workload(self, batch_size: int | None) -> Workload:
-        return make_workload(self.workload, self.data_dir, self.size, batch_size)
+        return make_workload(self.workload, self.data_dir, self.size, batch_size, parse_settings(self.workload_set))
 
     def _trainer(self, workload: Workload, changes: Settings) -> Trainer:
         method = METHODS[self.method]
@@ -106,24 +109,24 @@ class Analyse(Common):
         schedule = partial(make_schedule, self.schedule, self.steps)
         return Trainer(method.label, workload, make, self.seed, schedule, closure)
 
-    def _train(self, trainer: Trainer, rank_only: bool) -> Iterator[None]:
+    def _train(self, trainer: Trainer, epoch_steps: int, rank_only: bool) -> Iterator[None]:
         """Train, and write down what is seen.
 
         Args:
             trainer: A run that has not begun.
+            epoch_steps: Steps of an epoch.
             rank_only: Look at nothing but the rank.
 
         Yields:
             Nothing, after every step.
         """
-        workload, optimizer = trainer.workload, cast("SecondOrderOptimizer", trainer.optimizer)
-        epoch_steps = max(1, workload.examples // workload.batch_size)
+        optimizer = cast("SecondOrderOptimizer", trainer.optimizer)
         observe = partial(
             Analysis, optimizer, self.out_dir, rank_fraction=self.rank_fraction, approx=self.approx,
             epoch_steps=epoch_steps, seed=self.seed,
         )  # fmt: skip
         with ExitStack() as stack:
-            stack.enter_context(observe("rank" if rank_only else ("rank", "error"), every=self.every))
+            rows = stack.enter_context(observe("rank" if rank_only else ("rank", "error"), every=self.every))
             log = None
             if not rank_only:
                 stack.enter_context(observe(("trend", "profile"), every=1))
@@ -141,6 +144,8 @@ class Analyse(Common):
                 if log is not None:
                     log.write(event)
                 yield
+        for name, reason in {} if rank_only else rows.refused.items():
+            print(f"no rank and no error of {name}: {reason}")
 
     def _report(self, trainer: Trainer) -> None:
         """Print and save what was seen, as tables and plots.
@@ -157,6 +162,7 @@ class Analyse(Common):
             "workload": self.workload,
             "method": self.method,
             "settings": dict(settings),
+            "workload_settings": parse_settings(self.workload_set),
             "seed": self.seed,
             "batch_size": trainer.workload.batch_size,
             "steps": len(found[TRAIN]),
@@ -256,12 +262,13 @@ def _stage_table(times: Mapping[str, Mapping[str, float]]) -> Table:
         The table.
     """
     shown = [stage for stage in events.STAGES if any(found[stage] for found in times.values())]
-    rows = [
-        (kind, *(f"{found[stage]:.2f}" for stage in shown), f"{sum(found.values()):.2f}")
-        for kind, found in times.items()
-    ]
-    caption = f"Milliseconds, medians without the first step. Threads: {torch.get_num_threads()}."
-    return report.make_table("Stages of a step", ("step", *shown, "sum"), rows, caption)
+    rows = [(stage, *(f"{found[stage]:.2f}" for found in times.values())) for stage in shown]
+    rows.append(("sum", *(f"{sum(found.values()):.2f}" for found in times.values())))
+    caption = (
+        "Milliseconds: medians over the steps of each kind, without the first step where there are others. "
+        f"Threads: {torch.get_num_threads()}."
+    )
+    return report.make_table("Stages of a step", ("stage", *(f"{kind} step" for kind in times)), rows, caption)
 
 
 def _short(value: float | None) -> str:

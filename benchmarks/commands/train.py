@@ -38,6 +38,8 @@ class Train(Common):
     """Start from the recipe; --no-recipe starts from the constructor's defaults."""
     steps: int | None = None
     """Optimizer steps; unset: the workload's own number."""
+    workload_set: tuple[str, ...] = ()
+    """Fields of the workload that are changed, such as dice=0.5 of unet."""
     schedule: Schedule = "constant"
     """Learning rate over the run."""
     size: Size = "full"
@@ -57,7 +59,8 @@ class Train(Common):
         """
         torch.set_num_threads(self.threads)
         changes = parse_settings(self.set)
-        workload = make_workload(self.workload, self.data_dir, self.size, self.batch_size)
+        of_workload = parse_settings(self.workload_set)
+        workload = make_workload(self.workload, self.data_dir, self.size, self.batch_size, of_workload)
         steps = workload.steps[self.size] if self.steps is None else self.steps
         method = METHODS[self.optimizer]
         recipe = self.workload if self.recipe else None
@@ -97,6 +100,7 @@ class Train(Common):
             [(f"mean of {WINDOW}", *cells, f"{figures[metric]:.4g}", seconds, f"{memory['total']:,}")],
         )
         data = {"workload": self.workload, "optimizer": self.optimizer, "settings": dict(settings), "seed": self.seed}
+        data["workload_settings"] = parse_settings(self.workload_set)
         report.save(self.out_dir, f"train-{self.workload}-{self.optimizer}", [table], {**data, **figures})
 
 

@@ -1,8 +1,9 @@
 """The workloads, by name."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.workloads.autoencoder import Autoencoder
 from benchmarks.workloads.base import Batch, DataMissingError, Size, Workload
@@ -28,7 +29,13 @@ WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT | L
 }
 
 
-def make_workload(name: WorkloadName, data_dir: Path, size: Size = "full", batch_size: int | None = None) -> Workload:
+def make_workload(
+    name: WorkloadName,
+    data_dir: Path,
+    size: Size = "full",
+    batch_size: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> Workload:
     """Return a workload.
 
     Args:
@@ -36,10 +43,18 @@ def make_workload(name: WorkloadName, data_dir: Path, size: Size = "full", batch
         data_dir: Folder with one folder per data set.
         size: ``"smoke"`` for the small version.
         batch_size: Another batch size than the workload's own.
+        changes: Values of its fields that replace its own.
 
     Returns:
         The workload; its data is read at the first use.
+
+    Raises:
+        ValueError: When it has no such field.
     """
     kind = WORKLOADS[name]
     workload = kind.smoke(data_dir) if size == "smoke" else kind(data_dir)
-    return workload if batch_size is None else replace(workload, batch_size=batch_size)
+    changed = {**(changes or {}), **({} if batch_size is None else {"batch_size": batch_size})}
+    known = [field.name for field in fields(workload)]
+    if unknown := [key for key in changed if key not in known]:
+        raise ValueError(f"{name} has no field {', '.join(unknown)}, only {', '.join(known)}")
+    return replace(workload, **changed)

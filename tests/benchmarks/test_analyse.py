@@ -73,7 +73,6 @@ def test_analyse(tmp_path, capsys):
     assert {layer["layer"] for layer in saved["layers"]} == {*"0257", "all"}
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch, of torch
 @pytest.mark.usefixtures("_no_plots")
 @pytest.mark.parametrize("method", ["kfac", "ekfac_natural", "kfac_adaptive"])
 def test_analyse_other_methods_and_looking_on_changes_nothing(tmp_path, method):

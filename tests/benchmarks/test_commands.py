@@ -158,6 +158,18 @@ def test_train_reports_divergence_by_its_status(tmp_path):
     assert len(saved["losses"]) < 30
 
 
+def test_train_changes_fields_of_the_workload(tmp_path, data_dir, capsys):
+    words = ["train", "--workload", "unet", "--optimizer", "sgd", "--size", "smoke", "--steps", "2"]
+    words += ["--data-dir", str(data_dir), "--out-dir", str(tmp_path)]
+    losses = []
+    for change in ([], ["dice=0.5"]):
+        assert _run(*words, "--workload-set", *change) == 0
+        losses.append(json.loads((tmp_path / "train-unet-sgd.json").read_text())["losses"])
+    assert 0.2 < losses[1][0] - losses[0][0] < 0.5
+    assert _run(*words, "--workload-set", "rice=1") == 2
+    assert "unet has no field rice, only data_dir, batch_size, width, levels, crop, dice" in capsys.readouterr().err
+
+
 def test_missing_data_is_one_line_and_status_2(tmp_path, capsys):
     words = ["train", "--workload", "autoencoder", "--optimizer", "adamw", "--data-dir", str(tmp_path)]
     assert _run(*words, "--out-dir", str(tmp_path)) == 2

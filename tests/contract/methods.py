@@ -8,7 +8,6 @@ which see gradients alone and cover every parameter.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC, TopK
-from secondorder.switching import GradNormChange, SwitchPolicy
+from secondorder.switching import GradNormChange
 from tests.contract import storages
 from tests.contract.storages import (
     Factored,
@@ -101,6 +100,7 @@ class Method:
         capture_keyword: Keyword of a layer method for the steps between two updates of the estimate.
         refresh_keyword: The same between two refreshes; 0 switches preconditioning off.
         pending: Numbers that a step holds of a model before it is taken, at the least.
+        steep: Settings for losses of a size of 100, whose per-example gradients are as much larger.
     """
 
     name: str
@@ -118,6 +118,7 @@ class Method:
     capture_keyword: str = "factor_update_steps"
     refresh_keyword: str = "inv_update_steps"
     pending: Callable[[nn.Module], int] = lambda model: sum(map(squares, shapes(model)))
+    steep: Mapping[str, Any] = field(default_factory=dict)
 
     def accepts(self, *keywords: str) -> bool:
         return set(keywords) <= inspect.signature(self.cls).parameters.keys()
@@ -128,13 +129,13 @@ class Method:
 
     def build(self, model: nn.Module, params: Any = None, **keywords: Any) -> Any:
         """The optimizer of a model: from the module itself, or from `params` with `module=` where it needs one."""
-        merged = own_policy({**self.keywords, **keywords})
+        merged = {**self.keywords, **keywords}
         if params is None:
             return self.cls(model, **merged)
         return self.cls(params, **({"module": model} if self.layerwise else {}) | merged)
 
     def every(self, steps: int, capture: int | None = None) -> dict[str, Any]:
-        """Keywords of a layer method that refreshes every so many steps, and captures as often, or as `capture` says."""
+        """Keywords of a layer method for so many steps between refreshes, and `capture` between updates."""
         return {self.capture_keyword: capture or max(steps, 1), self.refresh_keyword: steps}
 
     def bare(self, **keywords: Any) -> dict[str, Any]:
@@ -152,11 +153,6 @@ class Method:
         covered = self.covered(model)
         names = [name for name, _ in model.named_parameters()]
         return [name for name in names if (name not in covered if self.layerwise else name.endswith("bias"))]
-
-
-def own_policy(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Keywords with a policy that nobody else has: it remembers what it has seen."""
-    return {key: copy.deepcopy(value) if isinstance(value, SwitchPolicy) else value for key, value in keywords.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -363,7 +359,12 @@ METHODS = (
         "hylo",
         HyLo,
         {
-            "lr": 0.05, "momentum": 0.9, "damping": 0.1, "mode": "kid", "update_steps": 2, "rank_fraction": 0.5,
+            "lr": 0.05,
+            "momentum": 0.9,
+            "damping": 0.1,
+            "mode": "kid",
+            "update_steps": 2,
+            "rank_fraction": 0.5,
             "batch_size": _EXAMPLES,
         },
         variants=(
@@ -383,10 +384,14 @@ METHODS = (
         landmark="rows_g",
         eager={"update_steps": 1},
         partial=("none",),
-        foreign={"weight_decay_mode": ("legacy", "both")},
+        foreign={
+            "weight_decay_mode": ("legacy", "both"),
+            "fisher": ("forward_only", "curvature_prop", "exact"),
+        },
         capture_keyword="update_steps",
         refresh_keyword="update_steps",
         pending=lambda model: _EXAMPLES * sum(block.n_a - 1 + block.n_g for block in shapes(model)),
+        steep={"damping": 10.0},
     ),
     Method(
         "mfac",

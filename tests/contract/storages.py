@@ -99,7 +99,7 @@ class Kept:
         rows: R.
         summed: Whether the rows of an example are made one.
         substitutes: Whether a block has factors where those are cheaper.
-        sized: Whether the number of examples is known at construction.
+        sized: Whether the number of examples is known at construction, where rows are allocated then.
     """
 
     rows: int
@@ -117,16 +117,17 @@ class Kept:
 
     def bytes_of(self, layer: nn.Module, positions: int, number: int) -> int:
         """Of the rows of a layer with so many positions per example."""
-        if isinstance(layer, nn.Embedding):  # an index instead of a one-hot vector
-            return self.rows * positions * (8 + number * layer.embedding_dim)
         if isinstance(layer, nn.LayerNorm):  # gradients of all units at once
             return self.rows * number * sum(p.numel() for p in layer.parameters())
-        d_a, d_g = layer.weight[0].numel(), layer.weight.shape[0]
-        n_a = d_a + (layer.bias is not None)
+        block = shape_of(layer)
+        inputs = block.n_a - (getattr(layer, "bias", None) is not None)  # without the 1 of a bias
         if self.summed or positions == 1:
-            return self.rows * number * (d_a + d_g)
-        by_gradients = positions**2 * (n_a + d_g) >= n_a * d_g
-        return self.rows * number * (n_a * d_g if by_gradients else positions * (d_a + d_g))
+            return self.rows * number * (inputs + block.n_g)
+        if block.diagonal and block.n_a > positions:  # an index instead of a one-hot vector
+            return self.rows * positions * (8 + number * block.n_g)
+        by_gradients = block.diagonal or positions**2 * (block.n_a + block.n_g) >= block.n_a * block.n_g
+        numbers = block.n_a * block.n_g if by_gradients else positions * (inputs + block.n_g)
+        return self.rows * number * numbers
 
 
 def kept_rows(kept: Kept) -> Sizes:

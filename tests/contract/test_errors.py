@@ -170,7 +170,7 @@ WRONG_KINDS: list[tuple[str, Any]] = [
     ("rank_energy", "0.9"),
     ("kis_sampling", 1),
     ("kid_pivoting", 1),
-    ("kid_residual", None),
+    ("kid_residual", 1),
     ("conv_scale", 1),
     ("normalize_damping", 1),
     ("kfac_when_cheaper", "auto"),

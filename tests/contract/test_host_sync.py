@@ -110,8 +110,8 @@ def test_no_sync_under_every_rule(method: Method, mlp: Task, rule: str, readings
     check(method, mlp, readings, **RULES[rule])
 
 
-def test_tensor_lr_stays_on_its_device(method: Method, mlp: Task, readings: list[str]) -> None:
-    check(method, mlp, readings, lr=torch.tensor(0.01))
+def test_tensor_lr_stays_on_its_device(method: Method, variant: Variant, mlp: Task, readings: list[str]) -> None:
+    check(method, mlp, readings, **variant.keywords, lr=torch.tensor(0.01))
 
 
 def test_no_sync_on_a_dropped_step(method: Method, mlp: Task, readings: list[str]) -> None:

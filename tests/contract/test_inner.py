@@ -38,7 +38,7 @@ def test_is_adamw_fed_with_directions(method: Method, task: Task, case: str) -> 
     names = sorted(method.covered(model))
     start = values(model)
     # the loss does not depend on the keys' bias: all that is there is rounding, divided by its own size and ε
-    noise = 1e-12 if method.layerwise else 1e-10
+    noise = 1e-12 if method.accepts("factor_update_steps") else 1e-10
     fed = {name: torch.nn.Parameter(start[name].clone()) for name in names}
     reference = AdamW(fed.values(), 0.01, **{"weight_decay": 0.0, **theirs})
     for direction, moved in zip(

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from tests.contract.methods import Method, Variant
 from tests.contract.storages import compute_bytes
-from tests.contract.tasks import Task, assert_identical, covered_names, snapshot, train
+from tests.contract.tasks import (
+    Task,
+    assert_identical,
+    covered_layers,
+    covered_names,
+    snapshot,
+    train,
+    values,
+)
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -137,6 +145,54 @@ def test_frozen_weight_leaves_the_block_to_the_bias(method: Method, variant: Var
     assert_identical(state["factor_a"], torch.ones(1, 1, dtype=torch.float64))
 
 
+@pytest.mark.option("update_steps")
+def test_shapes_of_rows(method: Method, task: Task) -> None:
+    """Half of six examples, one row of each: the mean input (an index counts as a one-hot one) and the gradient.
+
+    All units of a norm layer are one vector.
+    """
+    model = task.model()
+    optimizer = method.build(model)
+    for steps in (0, 5):
+        train(model, optimizer, task, steps)
+        for name in covered_layers(model):
+            layer = model.get_submodule(name)
+            state = optimizer.state[layer.weight]
+            inputs, outputs = layer.weight[0].numel(), layer.weight.shape[0]
+            if isinstance(layer, nn.LayerNorm):
+                inputs, outputs = 0, 2 * outputs
+            elif isinstance(layer, nn.Embedding):
+                inputs, outputs = outputs, inputs
+            assert (state["rows_a"].shape, state["rows_g"].shape) == ((3, 1, inputs), (3, 1, outputs)), name
+            assert (state["kernel"].shape, state["kernel_damping"].shape) == ((3, 3), ()), name
+
+
+@pytest.mark.option("update_steps")
+def test_shapes_of_rows_of_groups(method: Method) -> None:
+    """Every group of a convolution has rows of its own."""
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Conv1d(6, 4, 2, bias=False), nn.BatchNorm1d(5))
+    optimizer = method.build(model)
+    expected = {0: ((2, 3, 1, 18), (2, 3, 1, 3), (2, 3, 3)), 1: ((3, 1, 12), (3, 1, 4), (3, 3))}
+    for layer, found in {**expected, 2: ((3, 1, 0), (3, 1, 10), (3, 3))}.items():
+        state = optimizer.state[model[layer].weight]
+        assert tuple(tuple(state[key].shape) for key in ("rows_a", "rows_g", "kernel")) == found, layer
+
+
+@pytest.mark.option("update_steps")
+def test_frozen_weight_leaves_the_rows_to_the_bias(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    model.first.weight.requires_grad_(False)
+    optimizer = method.build(model)
+    state = optimizer.state[model.first.bias]
+    assert (state["rows_a"].shape, state["rows_g"].shape) == ((3, 1, 0), (3, 1, 4))
+    assert not optimizer.state[model.first.weight].keys() & method.variants[0].owner_state
+    before = values(model)
+    train(model, optimizer, mlp, 3)
+    assert (state["rows_a"].shape, state["rows_g"].shape) == ((3, 1, 0), (3, 1, 4))
+    moved = {name for name, value in values(model).items() if not torch.equal(value, before[name])}
+    assert moved == before.keys() - {"first.weight"}
+
+
 @pytest.mark.option("window_size")
 def test_shapes_of_a_window(method: Method, variant: Variant, task: Task) -> None:
     """One row per slot, of the shape of the parameter where rows are stored as they are."""
@@ -222,6 +278,17 @@ def test_counters_of_a_block(method: Method, variant: Variant, mlp: Task) -> Non
         assert state["factor_weight"].dtype == torch.float64
         weight = 6.0 * sum(0.95**age for age in range(4))
         torch.testing.assert_close(state["factor_weight"].item(), weight, rtol=1e-12, atol=0)
+
+
+@pytest.mark.option("update_steps")
+def test_counters_of_rows(method: Method, variant: Variant, mlp: Task) -> None:
+    """Renewed every 2 steps: 4 times in the first 7."""
+    model = mlp.model()
+    optimizer = method.build(model, **variant.keywords)
+    train(model, optimizer, mlp, 7)
+    for name in owners(variant, model):
+        state = optimizer.state[model.get_parameter(name)]
+        assert (state["factor_updates"], state["refreshes"]) == (4, 4)
 
 
 def test_state_dict_is_deterministic(method: Method, variant: Variant, task: Task) -> None:

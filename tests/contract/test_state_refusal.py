@@ -195,8 +195,7 @@ def refuse(optimizer: Any, saved: Saved, *words: str) -> None:
     assert_identical(saved, untouched)
 
 
-@pytest.mark.option("window_size")
-def test_every_key_of_a_window_is_needed(method: Method, variant: Variant, mlp: Task) -> None:
+def test_every_key_of_the_curvature_is_needed(method: Method, variant: Variant, mlp: Task) -> None:
     saved = own(method, mlp, **variant.keywords)
     optimizer = method.build(mlp.model(), **variant.keywords)
     names = [name for name, _ in mlp.model().named_parameters()]
@@ -209,8 +208,7 @@ def test_every_key_of_a_window_is_needed(method: Method, variant: Variant, mlp: 
     assert_identical(snapshot(optimizer), before)
 
 
-@pytest.mark.option("window_size")
-def test_every_shape_of_a_window_is_checked(method: Method, variant: Variant, mlp: Task) -> None:
+def test_every_shape_of_the_curvature_is_checked(method: Method, variant: Variant, mlp: Task) -> None:
     saved = own(method, mlp, **variant.keywords)
     optimizer = method.build(mlp.model(), **variant.keywords)
     names = [name for name, _ in mlp.model().named_parameters()]

@@ -263,6 +263,24 @@ def test_a_checkpoint_holds_all_of_a_window_or_nothing(method: Method, variant: 
     assert nothing < everything
 
 
+@pytest.mark.option("checkpoint_curvature", "update_steps")
+def test_a_checkpoint_holds_all_rows_or_none(method: Method, variant: Variant, mlp: Task) -> None:
+    sizes = []
+    for kind in ("all", "none"):
+        model, optimizer, _ = checkpoint(method, variant, mlp, kind)
+        packed = optimizer.state_dict()
+        sizes.append(size(packed))
+        for index, (name, parameter) in enumerate(model.named_parameters()):
+            assert optimizer.state[parameter].keys() >= packed["state"][index].keys()
+            expected = {"step", "momentum_buffer"} | ({"global_step"} if index == 0 else set())
+            layer = model.get_submodule(name.rpartition(".")[0])
+            if kind == "all" and name.endswith("weight"):
+                expected |= variant.of(layer) | (variant.first_state if index == 0 else set())
+            assert packed["state"][index].keys() == expected, name
+    everything, nothing = sizes
+    assert nothing < everything
+
+
 @pytest.mark.option("checkpoint_curvature", "factor_update_steps")
 def test_what_is_left_out(method: Method, variant: Variant, mlp: Task) -> None:
     derived = variant.owner_state & set(DERIVED)

@@ -22,7 +22,7 @@ from hypothesis import settings
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.contract.methods import METHODS, Method, own_policy
+from tests.contract.methods import METHODS, Method
 from tests.contract.tasks import assert_identical
 
 
@@ -83,7 +83,7 @@ def inputs_of(method: Method) -> Callable[..., list[OptimizerInput]]:
     def inputs(device: str, dtype: torch.dtype | None = None) -> list[OptimizerInput]:
         variants = {variant.name: variant.keywords for variant in method.variants}
         return [
-            OptimizerInput(params=None, kwargs={**method.keywords, **keywords}, desc=name)
+            OptimizerInput(params=None, kwargs={**method.keywords, **method.steep, **keywords}, desc=name)
             for name, keywords in {**CONFIGURATIONS, **variants}.items()
         ]
 
@@ -123,6 +123,7 @@ class Info(OptimizerInfo):
             supports_complex=True,
         )
         self.method = method
+        self.keywords = {**method.keywords, **method.steep}
 
     @property
     def name(self) -> str:
@@ -144,7 +145,7 @@ class Info(OptimizerInfo):
 
     def build(self, module: nn.Module, params: Any, **keywords: Any) -> Any:
         extra = {"module": module} if self.method.layerwise else {}
-        return self.optim_cls(params, **extra, **own_policy(keywords))
+        return self.optim_cls(params, **extra, **keywords)
 
 
 class CoveredInfo(Info):
@@ -198,7 +199,7 @@ class TestOptimizerInfo(TestCase):
     ) -> None:
         for schedulers in optim_info.scheduler_inputs:
             module, params, loss = optim_info.problem(device, dtype)
-            optimizer = optim_info.build(module, params, **{**optim_info.method.keywords, "lr": 0.01})
+            optimizer = optim_info.build(module, params, **{**optim_info.keywords, "lr": 0.01})
             chain, before = [make(optimizer) for make in schedulers], float(loss().detach())
             for _ in range(20):
                 run(optimizer, loss, 1)
@@ -211,7 +212,7 @@ class TestOptimizerInfo(TestCase):
         for option in ({"lr": 0.01}, {"weight_decay": 0.1}, {"lr": torch.tensor(0.01)}):
             module, (weight, bias), loss = optim_info.problem(device, dtype)
             groups = [{"params": [weight]}, {"params": [bias], **option}]
-            optimizer = optim_info.build(module, groups, **optim_info.method.keywords)
+            optimizer = optim_info.build(module, groups, **optim_info.keywords)
             before = float(loss().detach())
             run(optimizer, loss, 20)
             assert float(loss().detach()) < before
@@ -243,7 +244,7 @@ class TestOptimizerInfo(TestCase):
         results = []
         for lr in (0.125, torch.tensor(0.125)):
             module, params, loss = optim_info.problem(device, dtype)
-            run(optim_info.build(module, params, **{**optim_info.method.keywords, "lr": lr}), loss, 5)
+            run(optim_info.build(module, params, **{**optim_info.keywords, "lr": lr}), loss, 5)
             results.append([parameter.detach() for parameter in params])
         torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-14)
 
@@ -275,7 +276,7 @@ class TestOptimizerInfo(TestCase):
         for named in (False, True):
             module, params, loss = optim_info.problem(device, dtype)
             given = [("w", params[0]), ("b", params[1])] if named else params
-            optimizer = optim_info.build(module, given, **optim_info.method.keywords)
+            optimizer = optim_info.build(module, given, **optim_info.keywords)
             run(optimizer, loss, 3)
             saved = copy.deepcopy(optimizer.state_dict())
             assert saved["param_groups"][0].get("param_names") == (["w", "b"] if named else None)
@@ -284,7 +285,7 @@ class TestOptimizerInfo(TestCase):
                 for mine, theirs in zip(fresh, params, strict=True):
                     mine.copy_(theirs)
             given = [("w", fresh[0]), ("b", fresh[1])] if named else fresh
-            second = optim_info.build(fresh_module, given, **optim_info.method.keywords)
+            second = optim_info.build(fresh_module, given, **optim_info.keywords)
             second.load_state_dict(saved)
             run(optimizer, loss, 4)
             run(second, fresh_loss, 4)
@@ -336,7 +337,7 @@ class TestOptimizerInfo(TestCase):
     @optims(OPTIMS, dtypes=EVERY)
     def test_step_hooks_run_in_order(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
         module, params, loss = optim_info.problem(device, dtype)
-        optimizer = optim_info.build(module, params, **optim_info.method.keywords)
+        optimizer = optim_info.build(module, params, **optim_info.keywords)
         seen: list[str] = []
         optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
         optimizer.register_step_post_hook(lambda *_: seen.append("post"))
