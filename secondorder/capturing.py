@@ -226,8 +226,8 @@ class Capturing(Lifecycle):
         due: bool = warming or self._t % group[self.capture_interval] == 0
         return due or self.state[block.owner]["factor_updates"] == 0
 
-    def _time_stages(self, clock: Clock | None) -> None:
-        super()._time_stages(clock)
+    def time_stages(self, clock: Clock | None) -> None:
+        super().time_stages(clock)
         if self._capture is not None:
             self._capture.clock = clock
 

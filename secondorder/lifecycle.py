@@ -165,8 +165,12 @@ class Lifecycle(Optimizer):
     def _steps_of(self, p: nn.Parameter) -> float:
         return float(self.state[p]["step"].numpy())
 
-    def _time_stages(self, clock: Clock | None) -> None:
-        """Have a clock time the stages of the steps to come; None stops it."""
+    def time_stages(self, clock: Clock | None) -> None:
+        """Have a clock time the stages of the steps to come, such as a ``secondorder.diagnostics.StageClock``.
+
+        Args:
+            clock: The clock, or None to stop.
+        """
         self._clock = clock
 
     # ------------------------------------------------------------------ what may change between steps

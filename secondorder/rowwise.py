@@ -17,7 +17,7 @@ from secondorder.curvature import statistics
 from secondorder.curvature.adapters.embedding import EmbeddingAdapter
 from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Statistic
-from secondorder.curvature.examples import ExampleRows
+from secondorder.curvature.examples import ExampleRows, keeps_indices
 from secondorder.curvature.kernel import Rows, scaled
 from secondorder.layerwise import LayerOptimizer
 from secondorder.lifecycle import Directions, Group, State
@@ -69,6 +69,7 @@ class RowOptimizer(LayerOptimizer):
         "rows_g": "rows",
         "kernel": "kernel",
         "kernel_damping": "kernel",
+        "interpolated": "buffers",
         "factor_updates": "buffers",
         "refreshes": "buffers",
     }
@@ -113,6 +114,7 @@ class RowOptimizer(LayerOptimizer):
             "rows_g": empty(r, sizes.positions, sizes.d_g, dtype=single),
             "kernel": empty(r, r, dtype=torch.float64 if r <= _DOUBLE_ROWS else single),
             "kernel_damping": empty(dtype=torch.float64),
+            "interpolated": 0,
             "factor_updates": 0,
             "refreshes": 0,
         }
@@ -122,7 +124,8 @@ class RowOptimizer(LayerOptimizer):
         d_a = 0 if adapter.constant_input else adapter.d_in
         d_g = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
         if not (isinstance(a, Tensor) and isinstance(g, Tensor) and g.dim() >= 3):
-            return Sizes(self.rank_of(group, self._batch_size) if self._batch_size else 0, 1, d_a, d_g)
+            rows = self.rank_of(group, self._batch_size) if self._batch_size else 0
+            return Sizes(rows, 1, d_a, d_g, keeps_indices(adapter, group["approx"]))
         # As held, if that is something this block can have: a checkpoint may be of another model.
         by_index = isinstance(adapter, EmbeddingAdapter) and not a.is_floating_point()
         whole = not by_index and a.shape[-1] == 0

@@ -85,10 +85,9 @@ class ExampleRows:
         if adapter.is_exact:
             return self._joined(calls, examples)
         if isinstance(adapter, EmbeddingAdapter):
-            bags = isinstance(adapter, EmbeddingBagAdapter)
-            if bags and not self._reduce:
+            if isinstance(adapter, EmbeddingBagAdapter) and not self._reduce:
                 raise ValueError("its bags hold different numbers of indices; approx='reduce' covers them")
-            if not bags and not (self._reduce and adapter.d_in <= _DENSE_COLUMNS):
+            if keeps_indices(adapter, "reduce" if self._reduce else "expand"):
                 return self._looked_up(adapter, calls, examples)
         return self._reduced(calls, examples) if self._reduce else self._expanded(calls, examples)
 
@@ -200,6 +199,13 @@ class ExampleRows:
         size = max(1, CHUNK_BYTES // max(room, 1))
         for some_x, some_g in zip(x.split(size), g.split(size), strict=True):
             yield [call._replace(x=some_x, g=some_g)], len(some_x)
+
+
+def keeps_indices(adapter: Adapter, approx: str) -> bool:
+    """Whether the rows of a layer are those of a lookup table, told by its indices."""
+    if not isinstance(adapter, EmbeddingAdapter) or isinstance(adapter, EmbeddingBagAdapter):
+        return False
+    return approx == "expand" or adapter.d_in > _DENSE_COLUMNS
 
 
 def as_rows_matrix(rows: Rows, matrix: Tensor) -> Tensor:

@@ -302,14 +302,16 @@ def curvature(rows: Rows, inverse: Tensor, damping: Tensor) -> Tensor:
     Returns:
         F̂ ``[..., d_o·n_a, d_o·n_a]`` over row-major parameters, float64, symmetric.
     """
-    a = rows.a
-    if a is not None:
-        a = F.one_hot(a, rows.columns).double() if _indexed(rows) else a.double()
-    u = whole(Rows(a, rows.g.double(), rows.homogeneous)).g.squeeze(-2)
-    inverse = inverse.double()
+    u, inverse = _vectors(rows), inverse.double()
     rest = torch.eye(rows.n, dtype=u.dtype, device=u.device) - u @ u.mT @ inverse
     found: Tensor = u.mT @ torch.linalg.solve(rest, inverse, left=False) @ u
     return found.add(found.mT) * (damping.double() / 2)[..., None, None]
+
+
+def second_moment(rows: Rows) -> Tensor:
+    """``Σ_n u_n u_nᵀ [..., d_o·n_a, d_o·n_a]`` over row-major parameters, float64; for small layers."""
+    u = _vectors(rows)
+    return u.mT @ u
 
 
 def effective_rank(eigenvalues: Tensor) -> Tensor:
@@ -325,6 +327,14 @@ def rank_of_energy(eigenvalues: Tensor, share: float = 0.9) -> Tensor:
     values = eigenvalues.double().clamp(min=0).sort(-1, descending=True).values
     sums: Tensor = F.pad(values.cumsum(-1), (1, 0))  # no eigenvalue is a choice too
     return (sums < share * sums[..., -1:]).sum(-1)
+
+
+def _vectors(rows: Rows) -> Tensor:
+    """Per-example gradients ``[..., n, d_o·n_a]`` in float64, row-major."""
+    a = rows.a
+    if a is not None:
+        a = F.one_hot(a, rows.columns).double() if _indexed(rows) else a.double()
+    return whole(Rows(a, rows.g.double(), rows.homogeneous)).g.squeeze(-2)
 
 
 def _indexed(rows: Rows) -> bool:

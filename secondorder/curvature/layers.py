@@ -368,7 +368,7 @@ class ConvAdapter(Adapter):
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
         x = self._batched(x)
         folds = positions_of(x, examples)
-        # A sum over all windows is a sum along one axis after the other, of its k shifted slices each: no patch is made.
+        # A sum over all windows is one along each axis after the other, of k shifted slices: no patch is made.
         sums = self._padded(x)
         for size, k, s, d in zip(self.output_size(x), self.kernel, self.stride, self.dilation, strict=True):
             slices = [sums[:, :, d * i : d * i + (size - 1) * s + 1 : s].sum(2) for i in range(k)]

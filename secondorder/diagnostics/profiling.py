@@ -47,7 +47,7 @@ class Profile:
 
     def attach(self) -> None:
         """Have the stages of the optimizer timed."""
-        self._optimizer._time_stages(self._clock)
+        self._optimizer.time_stages(self._clock)
 
     def run(self, due: bool) -> None:
         """Time from here on, or stop doing so."""
@@ -74,7 +74,7 @@ class Profile:
     def close(self) -> None:
         """Leave the optimizer untimed."""
         if self._optimizer._clock is self._clock:
-            self._optimizer._time_stages(None)
+            self._optimizer.time_stages(None)
 
     def _peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0

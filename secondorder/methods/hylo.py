@@ -361,6 +361,7 @@ class HyLo(SubstitutingOptimizer):
             for block, (inverse, good) in self._inverted(kept, kernels):
                 ok[block] = good.all() & fresh[block].ok
                 self.keep_rows(block, kept[block].rows, inverse, kept[block].damping, ok[block])
+                self.state[block.owner]["interpolated"] = int(kept[block].core is not None)
         self._probe(blocks, fresh)
         return ok
 
@@ -501,6 +502,9 @@ class HyLo(SubstitutingOptimizer):
             self.state[self._first]["switch_state"].copy_(torch.tensor(numbers, dtype=torch.float64))
         return super().state_dict()
 
+    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
+        return key != "switch_state" and super()._may_lack(key, group)  # no curvature, and costs nothing
+
     def _finish_load(self) -> None:
         super()._finish_load()
         if self._first is not None and "switch_state" in self.state[self._first]:
@@ -524,8 +528,10 @@ class HyLo(SubstitutingOptimizer):
     # ------------------------------------------------------------------ what it tells
     def curvature_of_rows(self, block: Block) -> Tensor:
         """F̂ of the rows that are kept, ``[(Γ,) n, n]``."""
-        state = self.state[block.owner]
-        return kernel.curvature(self.kept_rows(block), state["kernel"], state["kernel_damping"])
+        state, rows = self.state[block.owner], self.kept_rows(block)
+        if state["interpolated"]:
+            return kernel.curvature(rows, state["kernel"], state["kernel_damping"])
+        return kernel.second_moment(rows)
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters, modes and ranks as plain numbers; reading them may wait for the device."""

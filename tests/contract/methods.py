@@ -265,7 +265,7 @@ def _row_variant(
         dtypes=dtypes,
         narrow=narrow,
         first_state=first_state,
-        lazy=not (what.sized and what.summed),
+        lazy=not what.at_once,
     )
 
 
@@ -378,8 +378,8 @@ METHODS = (
                 first_state=frozenset({"switch_state"}),
             ),
             _row_variant("kfac", {"kfac_when_cheaper": True, "rank_fraction": 0.8}, 5, substitutes=True),
-            _row_variant("expand", {"approx": "expand"}, 3, summed=False),
-            _row_variant("unsized", {"batch_size": None, "max_rank": 2}, 2, sized=False),
+            # of so few rows that every batch has as many
+            _row_variant("lazy", {"approx": "expand", "batch_size": None, "max_rank": 2}, 2, at_once=False),
         ),
         landmark="rows_g",
         eager={"update_steps": 1},

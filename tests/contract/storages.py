@@ -97,15 +97,13 @@ class Kept:
 
     Args:
         rows: R.
-        summed: Whether the rows of an example are made one.
         substitutes: Whether a block has factors where those are cheaper.
-        sized: Whether the number of examples is known at construction, where rows are allocated then.
+        at_once: Whether all is known at construction: how many examples a step has, whose rows are made one.
     """
 
     rows: int
-    summed: bool = True
     substitutes: bool = False
-    sized: bool = True
+    at_once: bool = True
 
     def factors_for(self, layer: nn.Module) -> bool:
         """Whether factors take less memory or time than the rows of a layer, which has to have inputs to sum over."""
@@ -121,7 +119,7 @@ class Kept:
             return self.rows * number * sum(p.numel() for p in layer.parameters())
         block = shape_of(layer)
         inputs = block.n_a - (getattr(layer, "bias", None) is not None)  # without the 1 of a bias
-        if self.summed or positions == 1:
+        if self.at_once or positions == 1:
             return self.rows * number * (inputs + block.n_g)
         if block.diagonal and block.n_a > positions:  # an index instead of a one-hot vector
             return self.rows * positions * (8 + number * block.n_g)
@@ -131,7 +129,7 @@ class Kept:
 
 
 def kept_rows(kept: Kept) -> Sizes:
-    """By kind of `memory_usage()`: the bytes at construction, and after a batch."""
+    """By kind of `memory_usage()`: the bytes of the rows and of their kernels, after a batch and before."""
 
     def sizes(model: nn.Module, dtype: torch.dtype) -> dict[str, set[int]]:
         number = compute_bytes(dtype)
@@ -139,12 +137,11 @@ def kept_rows(kept: Kept) -> Sizes:
         factored = [shape_of(layer) for layer in layers.values() if kept.factors_for(layer)]
         with_rows = {name: layer for name, layer in layers.items() if not kept.factors_for(layer)}
 
-        def kernels(rows: int) -> int:  # with a damping of each
-            return 8 * len(with_rows) * (rows**2 + 1)
-
-        after = sum(kept.bytes_of(layer, positions_of(model, name), number) for name, layer in with_rows.items())
-        before = sum(kept.bytes_of(layer, 1, number) for layer in with_rows.values()) if kept.sized else 0
-        expected = {"rows": {before, after}, "kernel": {kernels(kept.rows if kept.sized else 0), kernels(kept.rows)}}
+        rows = sum(kept.bytes_of(layer, positions_of(model, name), number) for name, layer in with_rows.items())
+        dampings = 8 * len(with_rows)  # of the kernels, and reported with them
+        expected = {"rows": {rows}, "kernel": {dampings * (kept.rows**2 + 1)}}
+        if not kept.at_once:
+            expected = {kind: found | {dampings if kind == "kernel" else 0} for kind, found in expected.items()}
         if factored:
             expected["factors"] = {number * sum(map(squares, factored))}
             expected["second_order"] = {number * sum(map(bases, factored))}

@@ -249,6 +249,25 @@ def test_another_compressor_is_refused(method: Method, mlp: Task, change: dict[s
     refuse(optimizer, saved, "first.weight")
 
 
+@pytest.mark.option("batch_size")
+@pytest.mark.parametrize(("old", "new"), [(6, 12), (12, 6), (6, None), (None, 6)])
+def test_rows_of_another_batch_load(method: Method, mlp: Task, old: int | None, new: int | None) -> None:
+    """As they are; the next ones are as many as the optimizer itself keeps."""
+    model, other = mlp.model(), mlp.model()
+    optimizer = method.build(model, batch_size=old)
+    train(model, optimizer, mlp, 5)
+    second = method.build(other, batch_size=new)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(snapshot(optimizer))
+    assert_identical(snapshot(second), snapshot(optimizer))
+    train(model, optimizer, mlp, 1, start=5)
+    train(other, second, mlp, 1, start=5)
+    assert_identical(values(other), values(model))
+    train(other, second, mlp, 4, start=6)
+    assert second.state[other.first.weight]["rows_g"].shape == ((new or 6) // 2, 1, 4)
+    assert all(value.isfinite().all() for value in values(other).values())
+
+
 @pytest.mark.option("window_size")
 @pytest.mark.parametrize(("old", "new"), [(4, 6), (4, 2), (6, 4)])
 def test_a_window_of_another_length_loads(method: Method, variant: Variant, mlp: Task, old: int, new: int) -> None:

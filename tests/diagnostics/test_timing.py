@@ -118,12 +118,12 @@ def test_every_stage_of_a_step_is_timed(method: Method) -> None:
     model = MLP.model()
     optimizer: Any = method.build(model)
     clock = StageClock()
-    optimizer._time_stages(clock)
+    optimizer.time_stages(clock)
     train(model, optimizer, MLP, 1)
     times = clock.take()
     assert times.keys() >= OF_EVERY_STEP | {"capture"}
     assert all(value >= 0 for value in times.values())
-    optimizer._time_stages(None)
+    optimizer.time_stages(None)
     train(model, optimizer, MLP, 1, start=1)
     assert clock.take() == {}
 
@@ -132,7 +132,7 @@ def test_every_stage_of_a_step_is_timed(method: Method) -> None:
 def test_timing_changes_nothing(method: Method) -> None:
     timed, plain = MLP.model(), MLP.model()
     one, other = method.build(timed), method.build(plain)
-    one._time_stages(StageClock())
+    one.time_stages(StageClock())
     train(timed, one, MLP, 3)
     train(plain, other, MLP, 3)
     assert_identical(values(timed), values(plain))

@@ -387,6 +387,41 @@ def test_the_choice_is_by_the_kept_rows():
         assert ("k-fac" in row or "kfac" in row) == cheaper
 
 
+def is_factored(opt, name):
+    row = next(line.lower() for line in opt.describe().splitlines() if line.split()[:1] == [f"{name}.weight"])
+    return "k-fac" in row or "kfac" in row
+
+
+@pytest.mark.parametrize(("approx", "factored"), [("expand", True), ("reduce", False)])
+def test_positions_make_rows_expensive(approx, factored):
+    """R S (d_i + d_o) < d_i² + d_o²: 4 · 7 · 15 = 420 or 4 · 15 = 60 against 137."""
+    model = mlp((10, 4))
+    opt = plain_hylo(model, approx=approx, kfac_when_cheaper=True)
+    step(opt, model, noise(4, 7, 10), noise(4, 7, 4, seed=1), lambda out, t: (out - t).square().sum((1, 2)).mean())
+    assert is_factored(opt, "0") == factored
+
+
+def test_the_choice_is_made_once():
+    """At the first refresh; later batches of another size do not change it."""
+    for first, later in ((40, 4), (4, 40)):
+        model = mlp((10, 4))
+        opt = plain_hylo(model, kfac_when_cheaper=True)
+        for seed, n in enumerate((first, later)):
+            step(opt, model, *vectors(n, 10, 4, seed=seed), F.cross_entropy)
+        assert is_factored(opt, "0") == (first == 40)
+
+
+def test_a_new_damping_acts_on_factors_at_once():
+    (x, y), model, plain = vectors(40), mlp((4, 3)), mlp((4, 3))
+    opt = plain_hylo(model, kfac_when_cheaper=True, update_steps=LATER)
+    A, B = expected_factors(plain, x, y, F.cross_entropy)["0"]
+    for damping in (1e-2, 3.0, 0.1):
+        opt.param_groups[0]["damping"] = damping
+        kept = step(opt, model, x, y, F.cross_entropy)
+        V = as_rows(model, "0", one(gradients(model)))[0].view(3, 5)
+        assert_directions(model, kept, {"0": solve_exact(B, A, V, damping).view(1, -1)})
+
+
 def test_factors_of_a_running_mean():
     """The layers that take K-FAC average their factors over the refreshes, the weights being the examples."""
     model, plain = mlp((4, 3)), mlp((4, 3))

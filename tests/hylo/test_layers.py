@@ -206,7 +206,7 @@ def conv_case(kind, axes, channels=(4, 4), approx="expand", sizes=None, **keywor
 @pytest.mark.parametrize("padding", [0, 1, "same"])
 @approximations
 def test_padding(axes, padding, approx):
-    conv_case(CONVS[axes], axes, (2, 3), approx, padding=padding)
+    conv_case(CONVS[axes], axes, (2, 3), approx, padding=padding, kernel_size=3 if padding == "same" else 2)
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
@@ -425,18 +425,62 @@ TOKENS = torch.tensor([[0, 1, 1, 4], [2, 2, 2, 2], [5, 0, 1, 3], [3, 4, 3, 0], [
 
 
 @pytest.mark.parametrize("padding_idx", [None, 0, 3])
-@approximations
-def test_embedding(padding_idx, approx):
-    """Exact in both approximations: one-hot rows have no useful mean. The padding has no gradient at all."""
+def test_embedding(padding_idx):
+    """Words that occur twice in an example are added before anything is squared; the padding has no gradient at all."""
 
     def build():
         return seeded_build(lambda: Words(padding_idx))
 
-    opt, model = check(build, TOKENS, labels(5, 3), F.cross_entropy, ["words"], approx, at_once=False)
+    opt, model = check(build, TOKENS, labels(5, 3), F.cross_entropy, ["words", "head"], at_once=False)
     if padding_idx is not None:
         held = opt.dense_curvature("words").view(6, 3, 6, 3)
         assert not held[padding_idx].any()
     assert "fallback" not in opt.describe()
+
+
+def output_gradients(model, index, y):
+    """Gradient of one example's loss at the output of the table, ``[S, d]`` or, for a bag, ``[1, d]``."""
+    seen = []
+    handle = model.words.register_forward_hook(lambda _, args, z: seen.append(z))
+    value = F.cross_entropy(model(index[None]), y[None])
+    handle.remove()
+    return torch.autograd.grad(value, seen[0])[0].reshape(-1, 3)
+
+
+@pytest.mark.parametrize("padding_idx", [None, 0, 3])
+def test_reduced_rows_of_an_embedding(padding_idx):
+    """The frequencies of an example's words, and the sum of the gradients; padding counts neither here nor there."""
+    y, plain = labels(5, 3), seeded_build(lambda: Words(padding_idx))
+    rows = []
+    for index, target in zip(TOKENS, y, strict=True):
+        real = torch.full((4,), True) if padding_idx is None else index != padding_idx
+        a = F.one_hot(index[real], 6).double().mean(0)
+        rows.append(torch.outer(a, output_gradients(plain, index, target)[real].sum(0)))
+    model = seeded_build(lambda: Words(padding_idx))
+    opt = plain_hylo(model, approx="reduce")
+    kept = step(opt, model, TOKENS, y, F.cross_entropy)
+    check_block(opt, model, "words", torch.stack(rows).flatten(1)[None], kept, 1e-2)
+
+
+@approximations
+def test_the_rows_of_a_large_table_are_exact(approx):
+    """Beyond 8192 entries no vector is as long as the table, so there is nothing to reduce."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(8193, 2), nn.Linear(2, 3)
+
+        def forward(self, index):
+            return self.head(torch.tanh(self.words(index))).mean(1)
+
+    model, plain, y = seeded_build(Table), seeded_build(Table), labels(5, 3)
+    opt = plain_hylo(model, approx=approx)
+    kept = step(opt, model, TOKENS, y, F.cross_entropy)
+    U = one_by_one(plain, TOKENS, y, F.cross_entropy)["words.weight"][:, :6].flatten(1)[None]
+    V, moved = (values["words.weight"].detach()[:6].reshape(1, -1) for values in (gradients(model), kept))
+    assert_close(moved, sngd(U, V, 1e-2), 1e-8)
+    assert not kept["words.weight"][6:].any()
 
 
 def test_embedding_of_one_token_per_example():
@@ -444,13 +488,28 @@ def test_embedding_of_one_token_per_example():
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_bags_of_indices_follow_the_fallback(mode):
-    """A bag has no rows by index; the other layers are exact all the same."""
+def test_a_bag_is_one_row(mode):
+    """Then the reduced form is exact."""
 
     def build():
         return seeded_build(lambda: Words(bag=mode))
 
-    with pytest.warns(UserWarning, match="words: .* bags of indices"):
+    model, plain, y = build(), build(), labels(5, 3)
+    opt = plain_hylo(model, approx="reduce")
+    kept = step(opt, model, TOKENS, y, F.cross_entropy)
+    found = one_by_one(plain, TOKENS, y, F.cross_entropy)
+    for name in ("words", "head"):
+        check_block(opt, model, name, as_rows(plain, name, found), kept, 1e-2)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bags_are_not_expanded(mode):
+    """They follow the fallback, with a reason; the other layers are exact all the same."""
+
+    def build():
+        return seeded_build(lambda: Words(bag=mode))
+
+    with pytest.warns(UserWarning, match="words: .*bags .* approx='reduce'"):
         opt, model = check(build, TOKENS, labels(5, 3), F.cross_entropy, ["head"], at_once=False, lr=1.0)
     assert follows_fallback(opt, "words.weight", "bags")
     plain = build()

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from scipy.linalg import qr
 from torch import nn
 
+from secondorder import ParamScheduler
 from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError
 from tests.hylo.oracle import (
     LATER,
@@ -321,6 +322,20 @@ def test_rows_without_a_gradient_are_never_drawn():
                 assert_close(opt.dense_curvature(""), fisher(U), 1e-9)
 
 
+@pytest.mark.parametrize("rank", [2, 4])
+def test_uniform_draws_do_not_count_rows_without_a_gradient(rank):
+    """3 of 8 count: the weight is 3/R, or 1 where all three are kept."""
+    a, g, _ = uneven()
+    g[[0, 2, 3, 5, 6]] = 0
+    U = (g[:, :, None] * a[:, None]).flatten(1)
+    model = linear()
+    opt = plain_hylo(model, mode="kis", rank_fraction=rank / 8, kis_sampling="uniform")
+    for _ in range(4):
+        step(opt, model, a, g, products)
+        c = shares(opt.dense_curvature(""), U[[1, 4, 7]] * (3 / 8) ** 0.5)
+        assert_close(c[~is_zero(c)], torch.full((min(rank, 3),), 3 / min(rank, 3), dtype=torch.float64), 1e-7)
+
+
 def test_a_seed_fixes_the_draws():
     first, _ = drawn("systematic", 3, refreshes=4)
     again, _ = drawn("systematic", 3, refreshes=4)
@@ -500,6 +515,20 @@ def test_rank_by_energy(share):
     assert_close(moved, kid_operator(U, order[:rank], 1e-2) @ U.mean(0), 1e-6)
 
 
+def test_rank_by_energy_of_samples():
+    """As many rows as interpolation would need."""
+    n = 40
+    a, g = noise(n, 9) * torch.logspace(0, -2, n, dtype=torch.float64)[:, None], noise(n, 8, seed=1)
+    ranks = set()
+    for mode in ("kid", "kis"):
+        model = linear(9, 8)
+        opt = plain_hylo(model, mode=mode, rank_fraction=1.0, rank_energy=0.9)
+        step(opt, model, a, g, products)
+        ranks |= {int(r) for r in opt.diagnostics()["rank"].values()}
+    assert len(ranks) == 1
+    assert ranks != {n}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Switching
 # ---------------------------------------------------------------------------------------------------------------------
@@ -590,6 +619,52 @@ def test_a_probe_compares_samples_with_the_exact_update(threshold, mode):
     model = mlp()
     opt = plain_hylo(model, mode="auto", switch=ProbeError(layers=2, threshold=threshold), rank_fraction=0.3)
     assert train(opt, model, 5)[-1] == mode
+
+
+def test_groups_with_modes_of_their_own():
+    (x, y), model, plain = vectors(8), mlp(), mlp()
+    groups = [
+        {"params": list(model[0].parameters()), "mode": "kid"},
+        {"params": list(model[2].parameters()), "mode": "sngd"},
+    ]
+    opt = plain_hylo(groups, module=model, rank_fraction=0.5)
+    kept = step(opt, model, x, y, F.cross_entropy)
+    found = example_gradients(plain, (x,), y, F.cross_entropy)
+    U, W = (as_rows(plain, name, found) for name in ("0", "2"))
+    V, moved = (as_rows(model, "0", one(values))[0, 0] for values in (gradients(model), kept))
+    assert_close(moved, kid_operator(U[0], greedy(U[0] @ U[0].mT, 4), 1e-2) @ V, 1e-7)
+    V, moved = (as_rows(model, "2", one(values))[:, 0] for values in (gradients(model), kept))
+    assert_close(moved, sngd(W, V, 1e-2), 1e-8)
+    assert {name: int(r) for name, r in opt.diagnostics()["rank"].items()} == {"0": 4, "2": 8}
+
+
+def test_a_scheduled_mode():
+    model = mlp()
+    opt = plain_hylo(model, mode="kid", rank_fraction=0.3, update_steps=2)
+    schedule = ParamScheduler(opt, mode={0: "kid", 4: "kis"})
+    found = []
+    for seed in range(8):
+        step(opt, model, *vectors(12, seed=seed), F.cross_entropy)
+        found.append(opt.diagnostics()["mode"])
+        schedule.step()
+    assert found == ["kid"] * 4 + ["kis"] * 4
+
+
+def test_a_policy_may_be_given_to_several():
+    """Each optimizer has a copy: two that share the object go as two that do not."""
+    found = []
+    for shared in (True, False):
+        policy = GradNormChange(eta=0.5, period_steps=2)
+        runs = []
+        for seed in range(2):
+            model = mlp(seed=seed)
+            given = policy if shared else GradNormChange(eta=0.5, period_steps=2)
+            runs.append((model, plain_hylo(model, lr=0.05, mode="auto", switch=given, rank_fraction=0.3)))
+        for number in range(8):
+            for model, opt in runs:
+                step(opt, model, *vectors(12, seed=number), F.cross_entropy)
+        found.append([flat(dict(model.named_parameters())) for model, _ in runs])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_probe_changes_no_update():
