@@ -153,6 +153,39 @@ def test_state_of_another_inverse_method_than_the_groups_say_is_refused(method: 
     assert_identical(snapshot(optimizer), before)
 
 
+ROWS: dict[str, dict[str, Any]] = {
+    "drawn": {"mode": "kis"},
+    "all": {"mode": "sngd"},
+    "switching": {"mode": "auto"},
+    "expanded": {"approx": "expand"},
+    "fewer": {"max_rank": 1},
+    "factors where cheaper": {"kfac_when_cheaper": True, "rank_fraction": 0.8},
+}
+
+
+@pytest.mark.option("update_steps")
+@pytest.mark.parametrize("changed", [False, True], ids=["at construction", "between two steps"])
+@pytest.mark.parametrize("mode", ["kid", "auto"])
+@pytest.mark.parametrize("rows", ROWS)
+def test_choice_of_rows_comes_from_the_checkpoint(
+    method: Method, mlp: Task, rows: str, mode: str, changed: bool
+) -> None:
+    """What a group says, and what the state is: the optimizer that takes them over was told otherwise."""
+    model, other = mlp.model(), mlp.model()
+    optimizer = method.build(model, **({"mode": mode} if changed else ROWS[rows]))
+    train(model, optimizer, mlp, 3)
+    optimizer.param_groups[0].update(ROWS[rows])
+    train(model, optimizer, mlp, 4, start=3)
+    second = method.build(other, mode=mode)
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(snapshot(optimizer))
+    assert_identical(snapshot(second), snapshot(optimizer))
+    train(model, optimizer, mlp, 4, start=7)
+    train(other, second, mlp, 4, start=7)
+    assert_identical(values(other), values(model))
+    assert_identical(second.state_dict(), optimizer.state_dict())
+
+
 def test_every_difference_is_listed_at_once(method: Method, mlp: Task) -> None:
     saved = own(method, mlp)
     del saved["state"][0][method.landmark]

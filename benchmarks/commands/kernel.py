@@ -1,0 +1,118 @@
+"""``kernel``: what HyLo's kernel and its projection cost beside their FLOPs, at the rate of large matrix products.
+
+The kernel of R rows takes 2 R² (d_i + d_o) FLOPs, the projection of every step 4 R d_i d_o. A large square product is
+timed in turns with both, and gives the rate at which so many FLOPs could be done.
+"""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.machine import GEMM_SIDE, seconds
+from secondorder.curvature import kernel
+from secondorder.curvature.kernel import Rows
+
+COLUMNS = ("R", "layer", "kernel ms", "beyond FLOPs", "projection ms", "beyond FLOPs", "GFLOP/s of a product")
+
+
+@dataclass
+class Kernel:
+    """Time the kernel and the projection of HyLo against their FLOPs."""
+
+    ranks: tuple[int, ...] = (32, 128, 256, 512, 1024)
+    """Rows R."""
+    layers: tuple[tuple[int, int], ...] = ((1000, 500), (1152, 256), (2048, 2048))
+    """Inputs and outputs of layers, d_i and d_o."""
+    trials: int = 9
+    """Timed runs of each; the median counts."""
+    device: str = "cpu"
+    """Where to run."""
+    seed: int = 0
+    """Seed of the rows."""
+    threads: int = 2
+    """Threads that torch computes with."""
+    out_dir: Path = Path("bench-output")
+    """Folder for the table and the results."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0.
+        """
+        torch.set_num_threads(self.threads)
+        cases = [(rank, d_i, d_o) for d_i, d_o in self.layers for rank in self.ranks]
+        results = []
+        with report.progress_bar() as progress:
+            task = progress.add_task("kernels", total=len(cases))
+            for case in cases:
+                results.append(self._measure(*case))
+                progress.advance(task)
+        data = {"device": self.device, "seed": self.seed, "threads": self.threads, "results": results}
+        report.save(self.out_dir, "kernel", [_table(results)], data)
+        return 0
+
+    def _measure(self, rank: int, d_i: int, d_o: int) -> dict[str, Any]:
+        """Time one size.
+
+        Args:
+            rank: R.
+            d_i: Inputs of the layer.
+            d_o: Outputs of the layer.
+
+        Returns:
+            Its figures.
+        """
+        device, generator = torch.device(self.device), torch.Generator().manual_seed(self.seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(device)
+
+        rows, gradient = Rows(random(rank, 1, d_i), random(rank, 1, d_o)), random(d_o, d_i)
+        damping = torch.ones((), dtype=torch.float64, device=device)
+        inverse, _ = kernel.damped_inverse(kernel.gram(rows).double(), damping)
+        square = random(GEMM_SIDE, GEMM_SIDE)
+        work = {"kernel": 2 * rank**2 * (d_i + d_o), "projection": 4 * rank * d_i * d_o}
+        ways: dict[str, Callable[[], object]] = {
+            "kernel": lambda: kernel.gram(rows),
+            "projection": lambda: kernel.apply(rows, inverse, damping, gradient),
+            "product": lambda: square @ square,
+        }
+        for way in ways.values():
+            way()
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(self.trials):
+            for name, way in ways.items():  # in turns, so that a busy moment of the machine hits all of them
+                times[name].append(seconds(way, device))
+        middle = {name: statistics.median(found) for name, found in times.items()}
+        rate = 2 * GEMM_SIDE**3 / middle["product"]
+        figures: dict[str, Any] = {"rank": rank, "d_i": d_i, "d_o": d_o, "gflops": rate / 1e9, "times": times}
+        for name, flops in work.items():
+            figures[f"{name}_seconds"], figures[f"{name}_ratio"] = middle[name], middle[name] * rate / flops
+        return figures
+
+
+def _table(results: list[dict[str, Any]]) -> Table:
+    rows = [
+        (
+            str(r["rank"]),
+            f"{r['d_i']} × {r['d_o']}",
+            f"{1e3 * r['kernel_seconds']:.2f}",
+            f"{r['kernel_ratio']:.2f}",
+            f"{1e3 * r['projection_seconds']:.2f}",
+            f"{r['projection_ratio']:.2f}",
+            f"{r['gflops']:.0f}",
+        )
+        for r in results
+    ]
+    caption = (
+        "Beyond FLOPs: time over that of 2 R² (d_i + d_o) FLOPs for the kernel and of 4 R d_i d_o for the projection, "
+        f"at the rate of products of side {GEMM_SIDE} timed in turns with them. Threads: {torch.get_num_threads()}."
+    )
+    return report.make_table("HyLo's kernel and projection", COLUMNS, rows, caption)
