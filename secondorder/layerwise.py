@@ -232,11 +232,11 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
     def _is_on(self, p: nn.Parameter, group: Group) -> bool:
         return bool(group[self.refresh_interval])
 
-    def seed(self, stream: int) -> int:
-        """Seed of a random choice in this step: the same after a resume, different in every step and stream."""
+    def seed(self, stream: int, number: int | None = None) -> int:
+        """Seed of a random choice: the same after a resume, different in every stream and by number (or step)."""
         mixed: int = self.param_groups[0]["deterministic_seed"]
-        for number in (self._t, stream):
-            mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)
+        for part in (self._t if number is None else number, stream):
+            mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)
         return mixed
 
     # ------------------------------------------------------------------ stages 5 and 6: directions

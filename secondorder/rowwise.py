@@ -12,18 +12,20 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from secondorder.curvature import statistics
 from secondorder.curvature.adapters.embedding import EmbeddingAdapter
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Statistic
+from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.examples import ExampleRows, keeps_indices
 from secondorder.curvature.kernel import Rows, scaled
 from secondorder.layerwise import LayerOptimizer
 from secondorder.lifecycle import Directions, Group, State
+from secondorder.linalg import all_true_on_cpu
 
-#: Kernels of more rows are kept in the precision of the rows: in float64 they would outgrow them.
-_DOUBLE_ROWS = 1024
+#: Kernels of more rows are kept in the precision of the rows: in float64 they would outgrow everything else.
+DOUBLE_ROWS = 4096
 
 
 class Fresh(NamedTuple):
@@ -48,7 +50,7 @@ class Sizes(NamedTuple):
     Attributes:
         rows: R.
         positions: S.
-        d_a: Numbers in a row a, 0 where there is none.
+        d_a: Numbers in a row a with its 1, 0 where there is none.
         d_g: Numbers in a row g.
         by_index: Whether rows a are indices.
     """
@@ -112,16 +114,16 @@ class RowOptimizer(LayerOptimizer):
         return {
             "rows_a": rows_a,
             "rows_g": empty(r, sizes.positions, sizes.d_g, dtype=single),
-            "kernel": empty(r, r, dtype=torch.float64 if r <= _DOUBLE_ROWS else single),
+            "kernel": empty(r, r, dtype=torch.float64 if r <= DOUBLE_ROWS else single),
             "kernel_damping": empty(dtype=torch.float64),
-            "interpolated": 0,
+            "interpolated": torch.empty((), dtype=torch.int64, device="meta"),
             "factor_updates": 0,
             "refreshes": 0,
         }
 
     def _sizes(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Sizes:
         adapter, a, g = block.adapter, held.get("rows_a"), held.get("rows_g")
-        d_a = 0 if adapter.constant_input else adapter.d_in
+        d_a = 0 if adapter.constant_input else adapter.n_a
         d_g = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
         if not (isinstance(a, Tensor) and isinstance(g, Tensor) and g.dim() >= 3):
             rows = self.rank_of(group, self._batch_size) if self._batch_size else 0
@@ -154,22 +156,32 @@ class RowOptimizer(LayerOptimizer):
 
     def kept_rows(self, block: Block) -> Rows:
         """The rows that precondition a block."""
-        state, adapter = self.state[block.owner], block.adapter
+        state = self.state[block.owner]
         a, g = state["rows_a"], state["rows_g"]
         if not a.is_floating_point():
-            return Rows(a, g, columns=adapter.d_in)
-        return Rows(a, g, adapter.has_bias) if a.shape[-1] else Rows(None, g)
+            return Rows(a, g, columns=block.adapter.d_in)
+        return Rows(a if a.shape[-1] else None, g)
 
-    def keep_rows(self, block: Block, rows: Rows, inverse: Tensor, damping: Tensor, good: Tensor) -> None:
+    def keep_rows(
+        self, block: Block, rows: Rows, inverse: Tensor, damping: Tensor, interpolated: bool, good: Tensor
+    ) -> None:
         """Take rows and their kernel over, all together, if they are good."""
-        state = self.state[block.owner]
-        a = rows.g.new_zeros(*rows.g.shape[:-1], 0) if rows.a is None else rows.a
-        kernel_dtype = torch.float64 if rows.g.shape[-3] <= _DOUBLE_ROWS else rows.g.dtype
-        found = {"rows_a": a, "rows_g": rows.g, "kernel": inverse.to(kernel_dtype), "kernel_damping": damping}
+        state, a = self.state[block.owner], rows.a
+        if a is None:
+            a = rows.g.new_zeros(*rows.g.shape[:-1], 0)
+        elif rows.homogeneous:  # the 1 is kept, so that a bias that is frozen or trained later shows in the shape
+            a = F.pad(a, (0, 1), value=1.0)
+        found = {
+            "rows_a": a,
+            "rows_g": rows.g,
+            "kernel": inverse.to(torch.float64 if rows.n <= DOUBLE_ROWS else rows.g.dtype),
+            "kernel_damping": damping,
+            "interpolated": torch.full((), int(interpolated), device=rows.g.device),
+        }
         same = all(state[key].shape == new.shape and state[key].dtype == new.dtype for key, new in found.items())
-        if not same:  # the host looked, see _changes_layout
-            if bool(good):
-                state.update({key: new.clone() for key, new in found.items()})
+        if good.device.type == "cpu" or not same:  # the host looked, see _changes_layout
+            if all_true_on_cpu(good.cpu()):
+                state.update({key: _owned(new) for key, new in found.items()})
             return
         for key, new in found.items():
             state[key].copy_(torch.where(good, new, state[key]))
@@ -183,6 +195,10 @@ class RowOptimizer(LayerOptimizer):
         return (rows, *fresh.rows.g.shape[-2:]) != tuple(held.shape[-3:])
 
     # ------------------------------------------------------------------ stages 1 to 3: rows
+    def _take(self) -> Captured:
+        self._fresh.clear()
+        return super()._take()
+
     def new_statistic(self, block: Block, group: Group) -> Statistic:
         """Nothing but what the backward pass will bring."""
         return ExampleRows(block.adapter, group["approx"], self._precision(block.owner), conv_scale=group["conv_scale"])
@@ -242,3 +258,8 @@ class RowOptimizer(LayerOptimizer):
     # ------------------------------------------------------------------ what it tells
     def _pending_bytes(self) -> int:
         return super()._pending_bytes() + sum(fresh.rows.nbytes for fresh in self._fresh.values())
+
+
+def _owned(x: Tensor) -> Tensor:
+    """``x`` itself, or a copy if it is a part of something larger."""
+    return x if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes else x.clone()

@@ -32,6 +32,7 @@ class SubstitutingOptimizer(RowOptimizer):
         "factor_g": "factors",
         "factor_weight": "buffers",
         "rows_instead": "buffers",
+        "positions_instead": "buffers",
         "basis_a": "second_order",
         "basis_g": "second_order",
         "eigenvalues_a": "second_order",
@@ -72,13 +73,17 @@ class SubstitutingOptimizer(RowOptimizer):
         adapter, positions = block.adapter, fresh.rows.g.shape[-2]
         rows = self.rank_of(block.group, self._batch_size or fresh.examples)
         if self._prefers_factors(block, block.group, rows, positions):
-            for key in [k for k in state if k in RowOptimizer.kinds and isinstance(state[k], Tensor)]:
+            for key in [k for k in state if k in RowOptimizer.kinds and k not in ("factor_updates", "refreshes")]:
                 del state[key]
             for key, value in self._factor_spec(block).items():
                 on_device = torch.zeros_like(value, device=block.owner.device) if isinstance(value, Tensor) else value
                 state.setdefault(key, on_device)
-            state["rows_instead"] = rows * positions
-        elif fresh.rows.a is not None and kernel.prefers_whole(positions, adapter.n_a, adapter.n_g):
+            state["rows_instead"], state["positions_instead"] = rows, positions
+        elif (
+            fresh.rows.a is not None
+            and not adapter.one_hot
+            and kernel.prefers_whole(positions, adapter.n_a, adapter.n_g)
+        ):
             self._fresh[block] = fresh._replace(rows=kernel.whole(fresh.rows))
 
     # ------------------------------------------------------------------ state
@@ -90,12 +95,12 @@ class SubstitutingOptimizer(RowOptimizer):
         if self._batch_size is not None and group["approx"] == "reduce" and "rows_g" not in state:
             rows = self.rank_of(group, self._batch_size)
             if self._prefers_factors(block, group, rows, 1):
-                return self._factor_spec(block) | {"rows_instead": rows}
+                return self._factor_spec(block) | {"rows_instead": rows, "positions_instead": 1}
         return super().curvature_spec(block, group)
 
     def loaded_spec(self, block: Block, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> State:
         """What a checkpoint should have of a block: it says itself whether rows or factors."""
-        factored = "factor_a" in theirs and group["kfac_when_cheaper"]
+        factored = not theirs.keys().isdisjoint(("factor_a", "factor_g", "rows_instead"))
         return self._factor_spec(block) if factored else super().loaded_spec(block, group, theirs)
 
     def _factor_spec(self, block: Block) -> State:
@@ -104,8 +109,14 @@ class SubstitutingOptimizer(RowOptimizer):
         def empty(*shape: int, dtype: torch.dtype = single) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
-        spec: State = {"factor_weight": empty(dtype=torch.float64), "rows_instead": 0}
-        for name, side in zip("ag", factors.sides(block.adapter, None), strict=True):
+        sides = factors.sides(block.adapter, None)
+        spec: State = {
+            "factor_weight": empty(dtype=torch.float64),
+            "kernel_damping": empty(*sides[0].lead, dtype=torch.float64),
+            "rows_instead": 0,
+            "positions_instead": 0,
+        }
+        for name, side in zip("ag", sides, strict=True):
             spec[f"factor_{name}"] = spec[f"basis_{name}"] = empty(*side.shape)
             spec[f"eigenvalues_{name}"] = empty(*side.lead, side.n)
         return spec | {"factor_updates": 0, "refreshes": 0}
@@ -140,6 +151,8 @@ class SubstitutingOptimizer(RowOptimizer):
             moments = list(second_moments(found.rows, found.real))
             decay, weight = block.group["factor_decay"], float(found.examples)
             statistics.ratio_ema_(running, state["factor_weight"], moments, [1.0, 1.0], weight, decay, found.ok)
+            damping = self.damping_of(block, kernel.norms(found.rows).sum(-1), found.examples)
+            state["kernel_damping"].copy_(torch.where(found.ok, damping, state["kernel_damping"]))
         wanted = [(b, side) for b in blocks for side in "ag"]
         stacks = batched(
             [self.state[b.owner][f"factor_{side}"] for b, side in wanted],
@@ -159,11 +172,11 @@ class SubstitutingOptimizer(RowOptimizer):
         """``(F̂ + λI)⁻¹ vec(∇)`` by rows, or by factors."""
         if not self.is_factored(block):
             return self.precondition_rows(block, gradient)
-        state, group = self.state[block.owner], block.group
+        state = self.state[block.owner]
         values = state["eigenvalues_g"][..., :, None] * state["eigenvalues_a"][..., None, :]
-        damping = statistics.effective_damping(group["damping"], group["damping_mode"], values.mean((-2, -1)))
+        damping = state["kernel_damping"].to(values.dtype)
         found = scale.precondition(gradient, state["basis_a"], state["basis_g"], values, damping, 1.0, self._workspace)
-        return found * damping[..., None, None] if group["normalize_damping"] else found
+        return found * damping[..., None, None] if block.group["normalize_damping"] else found
 
     def block_curvature(self, block: Block) -> Tensor:
         """The undamped curvature of a block as a dense matrix; block-diagonal over groups."""
@@ -180,10 +193,8 @@ class SubstitutingOptimizer(RowOptimizer):
             return treatment, sizes, owner
         state = self.state[block.owner]
         if self.is_factored(block):
-            (numbers, squares), (cubes, both) = _costs(block, state["rows_instead"], 1)
-            why = (
-                f"K-FAC, cheaper than rows: R(a + g) = {numbers:,} against {squares:,}, R³ = {cubes:,} against {both:,}"
-            )
+            (numbers, squares), (cubes, both) = _costs(block, state["rows_instead"], state["positions_instead"])
+            why = f"K-FAC, cheaper than rows: numbers {numbers:,} against {squares:,}, R³ = {cubes:,} against {both:,}"
             return f"{treatment}, {why}", f"{block.adapter.n_a}² + {block.adapter.n_g}²", owner
         rows = self.kept_rows(block)
         positions = f"×{rows.g.shape[-2]}" if rows.g.shape[-2] > 1 else ""

@@ -42,10 +42,12 @@ class SwitchPolicy(ABC):
 
     Attributes:
         needs_gradient_norm: Whether ``observe`` is to be given a norm.
+        needs_rates: Whether it is to be given learning rates; reading one that is a tensor of a device waits for it.
         reason: The last decision in words.
     """
 
     needs_gradient_norm: bool = False
+    needs_rates: bool = True
     reason: str = "nothing decided yet"
     _parts: tuple[_Memory, ...] = ()
 
@@ -53,6 +55,11 @@ class SwitchPolicy(ABC):
     def probes(self) -> int:
         """Layers whose error is to be measured at each refresh."""
         return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is remembered in tensors."""
+        return sum(x.nbytes for part in self._parts for x in vars(part).values() if isinstance(x, Tensor))
 
     def observe(self, step: int, lrs: Sequence[float], norm: Tensor | None = None) -> None:  # noqa: B027 - not all do
         """Hear of a step, before ``decide`` is asked in it.
@@ -219,6 +226,8 @@ class EpochList(SwitchPolicy):
     intervals: Sequence[tuple[int, int]]
     steps_per_epoch: int
 
+    needs_rates = False
+
     def __post_init__(self) -> None:
         """Check the values."""
         given = self.intervals
@@ -260,6 +269,8 @@ class ProbeError(SwitchPolicy):
     layers: int = 2
     threshold: float = 0.1
 
+    needs_rates = False
+
     def __post_init__(self) -> None:
         """Check the values."""
         options.whole(1)("layers", self.layers)
@@ -297,6 +308,8 @@ class Always(SwitchPolicy):
     """
 
     mode: str
+
+    needs_rates = False
 
     def __post_init__(self) -> None:
         """Check the value."""
@@ -371,7 +384,7 @@ class _Latest(_Memory):
         """Replace the value."""
         self._arriving = None
         if not isinstance(value, Tensor) or value.device.type == "cpu":
-            self.numbers[self._key] = float(value)
+            self.numbers[self._key] = float(value.numpy() if isinstance(value, Tensor) else value)
             return
         arrived = torch.Event(value.device)
         copy = value.detach().to("cpu", non_blocking=True)

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
     # layer methods with rows of examples
     "substituting": {"rowwise", "factored", "lifecycle", "curvature", "linalg"},
-    "rowwise": {"layerwise", "lifecycle", "curvature"},
+    "rowwise": {"layerwise", "lifecycle", "curvature", "linalg"},
     "observing": {"adaptive", "lifecycle", "curvature", "options"},
     "rebasing": {"factored", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},

@@ -75,8 +75,8 @@ class ExampleRows:
     def finish(self) -> Rows:
         """The rows of all examples, ``[(Γ,) n, S, …]``."""
         parts = self._parts
-        if not self.as_pairs and len({part.a is None for part in parts}) > 1:  # sequences of very different lengths
-            parts = [kernel.whole(part) if part.a is not None else part for part in parts]
+        if len({part.a is None for part in parts}) > 1:  # sequences of very different lengths
+            parts = [part if part.a is None else _table(part) if part.columns else kernel.whole(part) for part in parts]
         return parts[0] if len(parts) == 1 else kernel.concatenate(parts)
 
     # ------------------------------------------------------------------ rows of one pass
@@ -104,11 +104,8 @@ class ExampleRows:
         # A masked position has no index; its gradient is 0.
         index = torch.cat([adapter.indices(x, examples) for x in inputs], 1).clamp(min=0)
         g = torch.cat([adapter.example_outputs(c.gradient(self._dtype), c.x, examples) for c in calls], 1)
-        if adapter.d_in > index.shape[1]:
-            return Rows(index, g.clone(), columns=adapter.d_in)
-        table = g.new_zeros(examples, adapter.d_in, adapter.d_out)
-        table.scatter_add_(1, index[..., None].expand_as(g), g)
-        return Rows(None, table.mT.reshape(examples, 1, -1))
+        rows = Rows(index, g.clone(), columns=adapter.d_in)
+        return rows if adapter.d_in > index.shape[1] else _table(rows)
 
     def _reduced(self, calls: list[Call], examples: int) -> Rows:
         adapter = self._adapter
@@ -174,11 +171,10 @@ class ExampleRows:
                 x = call.x if call.keep is None else own.masked(call.x, call.keep)
                 inputs.append(call.whole(own.example_inputs(x, examples).to(self._dtype), adapter))
         # Copies: a program may reuse its buffers before the step.
-        g = outputs[0].clone() if len(outputs) == 1 else torch.cat(outputs, -2)
+        g = _copied(outputs)
         if adapter.constant_input:  # the sum is exact
             return Rows(None, g.sum(-2, keepdim=True))
-        a = inputs[0].clone() if len(inputs) == 1 else torch.cat(inputs, -2)
-        return Rows(a, g, adapter.has_bias)
+        return Rows(_copied(inputs), g, adapter.has_bias)
 
     def _real_rows(self, call: Call, outputs: Tensor) -> float | Tensor:
         """How many there are, ``[Γ]`` for a call that fills one of the Γ blocks."""
@@ -199,6 +195,18 @@ class ExampleRows:
         size = max(1, CHUNK_BYTES // max(room, 1))
         for some_x, some_g in zip(x.split(size), g.split(size), strict=True):
             yield [call._replace(x=some_x, g=some_g)], len(some_x)
+
+
+def _copied(parts: list[Tensor]) -> Tensor:
+    return parts[0].clone() if len(parts) == 1 else torch.cat(parts, -2)
+
+
+def _table(rows: Rows) -> Rows:
+    """Gradients at indices as those of the whole table, ``[n, 1, d_o·V]``."""
+    assert rows.a is not None
+    n, d_o = rows.n, rows.g.shape[-1]
+    table = rows.g.new_zeros(n, rows.columns, d_o).scatter_add_(1, rows.a[..., None].expand_as(rows.g), rows.g)
+    return Rows(None, table.mT.reshape(n, 1, -1))
 
 
 def keeps_indices(adapter: Adapter, approx: str) -> bool:

@@ -306,8 +306,10 @@ class Analysis:
         if step is not None and self._method._t > step:  # without any gradient there is no step
             self._begun = True
             if self._trend is not None:
-                mode = self._method.diagnostics().get("mode", type(self._method).__name__.lower())
-                self._lines += [("trend", event) for event in self._trend.events(step, mode)]
+                told = self._method.diagnostics()
+                mode = told.get("mode", type(self._method).__name__.lower())
+                events = self._trend.events(step, mode, told.get("mode_by_layer", {}))
+                self._lines += [("trend", event) for event in events]
             if self._profile is not None:
                 self._lines.append(("profile", self._profile.event()))
             for tool, event in self._lines:

@@ -50,7 +50,7 @@ class Trend:
         self._lent, self._kept, self._stale = None, {}, {}
         return found
 
-    def events(self, step: int, mode: str) -> Iterator[Event]:
+    def events(self, step: int, mode: str, mode_by_layer: Mapping[str, str]) -> Iterator[Event]:
         """One event for each layer that was looked at, once the step is over."""
         directions, names = self.end(), self._optimizer._names
         for block, size in self._norms.items():
@@ -63,7 +63,7 @@ class Trend:
                 "grad_norm": size,
                 "update_norm": norm(kept) if len(kept) == len(block.params) else None,
                 "rel_change": (size - before) / before if before else None,
-                "mode": mode,
+                "mode": mode_by_layer.get(block.name, mode),
             }
 
 

@@ -29,7 +29,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -44,17 +45,15 @@ from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.examples import as_rows_matrix
 from secondorder.curvature.kernel import Rows
 from secondorder.lifecycle import Directions, Group, State
-from secondorder.rowwise import Fresh
+from secondorder.rowwise import DOUBLE_ROWS, Fresh
 from secondorder.substituting import SubstitutingOptimizer
-from secondorder.switching import GradNormChange, SwitchPolicy
+from secondorder.switching import MODES, Always, GradNormChange, SwitchPolicy
 
 log = logging.getLogger("secondorder")
 
 _MODES = ("auto", "kid", "kis", "sngd")
 #: Numbers of a stack of kernels that are worked on together.
 _STACK = 1 << 24
-#: Rows beyond which a kernel is factorised in the precision of its rows.
-_DOUBLE_FACTOR = 4096
 #: Ranks that an energy asks for are rounded up to a multiple of this, so that few sizes occur.
 _RANK_STEP = 8
 
@@ -175,11 +174,6 @@ class HyLo(SubstitutingOptimizer):
         "checkpoint_curvature": options.choice("all", "none"),
         "deterministic_seed": options.whole(0),
     }
-    kinds: ClassVar[dict[str, str]] = {
-        **SubstitutingOptimizer.kinds,
-        "switch_state": "buffers",
-    }
-    allocating = ("mode",)
     _sizes_are = "rows × (a + g)"
 
     def __init__(
@@ -240,7 +234,8 @@ class HyLo(SubstitutingOptimizer):
             raise TypeError(f"switch must be a policy of secondorder.switching, got {switch!r}")
         # A policy counts what one optimizer does, so each has its own.
         self._begin_switch(GradNormChange() if switch is None else copy.deepcopy(switch))
-        self._policy_given = switch is not None
+        if switch is not None and "auto" not in _modes(params, mode):
+            raise ValueError(f"mode={mode!r} never asks the policy {switch!r}: drop switch, or mode")
         self._begin_rows(batch_size)
         defaults = {name: given[name] for name in (*options.COMMON, *self.checks)}
         chosen = LayerOptions(skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim)
@@ -249,15 +244,13 @@ class HyLo(SubstitutingOptimizer):
         )  # fmt: skip
 
     def _begin_switch(self, policy: SwitchPolicy) -> None:
-        self.switch = policy
+        self.switch, self._untold = policy, copy.deepcopy(policy)
         #: What "auto" means now, and when that changed.
         self._auto_mode: str | None = None
         self._switches: list[tuple[int, str]] = []
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
-        if self._policy_given and group["mode"] != "auto":
-            raise ValueError(f"mode={group['mode']!r} never asks the policy {self.switch!r}: drop switch, or mode")
         if group["conv_scale"] == "hylo" and group["approx"] != "reduce":
             raise ValueError("conv_scale='hylo' is of summed gradients: use approx='reduce'")
         if group["weight_decay_mode"] == "reg":
@@ -272,61 +265,59 @@ class HyLo(SubstitutingOptimizer):
     # ------------------------------------------------------------------ state
     def rank_of(self, group: Mapping[str, Any], examples: int) -> int:
         """R, the rows to keep of so many examples (at most, where an energy decides)."""
-        if group["mode"] == "sngd":
+        if self._mode_in(group) == "sngd":
             return examples
         fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
         return selection.planned_rank(examples, fraction, group["max_rank"])
 
-    def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
-        found = super()._curvature_state(p, group)
-        if p is self._first and any(g["mode"] == "auto" for g in self.param_groups):
-            size = len(self.switch.state_dict()) + 1
-            found = found | {"switch_state": torch.empty(size, dtype=torch.float64, device="meta")}
-        return found
-
     # ------------------------------------------------------------------ which mode
-    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
-        super()._learn(statistics, gradients, gate)
-        if not self._is_auto():
-            return
-        norm = None
-        if self.switch.needs_gradient_norm:
-            covered = [gradients[p] for p in gradients if self._covers(p)]
-            if covered:
-                norms = torch._foreach_norm(covered)
-                norm = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]))
-        self.switch.observe(self._t, [float(g["lr"]) for g in self.param_groups], norm)
+    def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
+        ok, gate = super()._inspect(gradients)
+        if self._is_auto():
+            lrs = [_number(g["lr"]) for g in self.param_groups] if self.switch.needs_rates else []
+            self.switch.observe(self._t, lrs, self._norm(gradients) if self.switch.needs_gradient_norm else None)
+        return ok, gate
+
+    def _norm(self, gradients: Directions) -> Tensor | None:
+        """Norm of the gradient of all covered parameters."""
+        covered = [g for p, g in gradients.items() if self._covers(p)]
+        if not covered:
+            return None
+        norms = torch._foreach_norm(covered)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]))
+        return total
 
     def _is_auto(self) -> bool:
         return any(group["mode"] == "auto" for group in self.param_groups)
 
     def _decide(self) -> None:
         """Ask the policy for the mode of this refresh."""
-        if not self._is_auto():
-            return
         found = self.switch.decide(self._t)
+        options.choice(*MODES)(f"the answer of {self.switch!r}", found)
         if found != self._auto_mode:
             self._switches.append((self._t, found))
             log.info("HyLo: step %d: %s from now on (%s)", self._t, found.upper(), self.switch.reason)
             self._auto_mode = found
 
-    def _mode_of(self, block: Block) -> str:
-        mode: str = block.group["mode"]
-        return self._auto_mode or "kid" if mode == "auto" else mode
+    def _mode_in(self, group: Mapping[str, Any]) -> str:
+        """The mode that a group has now, or will probably have."""
+        mode: str = group["mode"]
+        if mode != "auto":
+            return mode
+        return self._auto_mode or (self.switch.mode if isinstance(self.switch, Always) else "kid")
 
-    def _probe(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> None:
+    def _probe(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]) -> None:
         """Tell the policy how far KIS is from the exact direction, on a few layers."""
         usable = [b for b in blocks if all(p in self._gradients_now for p in b.params)]
-        count = min(self.switch.probes if self._is_auto() else 0, len(usable))
+        count = min(self.switch.probes, len(usable))
         chosen = [usable[round(i * (len(usable) - 1) / max(count - 1, 1))] for i in range(count)]
         errors = []
         for block in chosen:
             rows, gradient = fresh[block].rows, self._gradient_of(block)
             matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
             damping = self.damping_of(block, norms.sum(-1), fresh[block].examples)
-            rank = min(self.rank_of(block.group, fresh[block].examples), fresh[block].examples)
-            kept = self._sampled({block: norms}, fresh, {block: rank}, stream=-1 - block.index)[block]
-            inverse, _ = kernel.damped_inverse(kernel.gram(kept).double(), damping)
+            kept = self._sampled(block, rows, norms, ranks[block], "probe")
+            inverse, _ = kernel.damped_inverse(_widened(kernel.gram(kept)), damping)
             exact = kernel.exact_update(rows, damping, matrix)
             off = kernel.apply(kept, inverse, damping, matrix) - exact
             errors.append(torch.linalg.vector_norm(off) / torch.linalg.vector_norm(exact).clamp(min=1e-30))
@@ -347,94 +338,90 @@ class HyLo(SubstitutingOptimizer):
         Returns:
             Whether that went well, by block.
         """
-        if not blocks:
-            return {}
-        self._decide()
+        asking = [b for b in blocks if b.group["mode"] == "auto"]
+        if asking:
+            self._decide()
         with self._stage("select"):
-            kept = self._select(blocks, fresh)
+            ranks = self._ranks(blocks, fresh)
+            kept = self._select(blocks, fresh, ranks)
             if self._batch_size is not None:
                 kept = {b: _filled(k, self.rank_of(b.group, self._batch_size)) for b, k in kept.items()}
-        with self._stage("kernel"):
-            kernels = {b: _widened(kernel.gram(k.rows)) for b, k in kept.items()}
-        with self._stage("invert"):
-            ok = {}
-            for block, (inverse, good) in self._inverted(kept, kernels):
-                ok[block] = good.all() & fresh[block].ok
-                self.keep_rows(block, kept[block].rows, inverse, kept[block].damping, ok[block])
-                self.state[block.owner]["interpolated"] = int(kept[block].core is not None)
-        self._probe(blocks, fresh)
-        return ok
-
-    def _inverted(
-        self, kept: Mapping[Block, Kept], kernels: Mapping[Block, Tensor]
-    ) -> Iterator[tuple[Block, tuple[Tensor, Tensor]]]:
-        """M and whether it came out well, kernels of one size together."""
+        ok: dict[Block, Tensor] = {}
         kinds: dict[tuple[Any, ...], list[Block]] = {}
         for block, k in kept.items():
-            matrix = kernels[block]
-            kinds.setdefault((matrix.shape[-1], matrix.dtype, matrix.device, k.core is None), []).append(block)
-        for (rows, *_, plain), members in kinds.items():
-            for some in _stacks(members, rows * rows):
-                stack, leads = _joined([kernels[b] for b in some], 2), [kernels[b].shape[:-2] for b in some]
-                if plain:
-                    found = kernel.damped_inverse(stack, _joined([kept[b].damping for b in some], 0))
-                else:
-                    cores = [core.to(stack.dtype) for b in some if (core := kept[b].core) is not None]
-                    found = kernel.interpolated_inverse(_joined(cores, 2), stack)
-                yield from zip(some, zip(*(_parted(t, leads) for t in found), strict=True), strict=True)
+            kinds.setdefault((k.rows.n, k.rows.g.dtype, k.rows.g.device, k.core is None), []).append(block)
+        for members in kinds.values():
+            for some in _stacks(members, lambda b: _batch(kept[b].rows) * kept[b].rows.n ** 2):
+                ok |= self._invert({b: kept[b] for b in some}, fresh)
+        self._probe(asking, fresh, ranks)
+        return ok
 
-    def _select(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Kept]:
+    def _invert(self, kept: Mapping[Block, Kept], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
+        """Invert the kernels of rows of one number, together, and take them over."""
+        with self._stage("kernel"):
+            kernels = [_widened(kernel.gram(k.rows)) for k in kept.values()]
+            stack, leads = _joined(kernels, 2), [x.shape[:-2] for x in kernels]
+            del kernels
+        with self._stage("invert"):
+            cores = [k.core.to(stack.dtype) for k in kept.values() if k.core is not None]
+            if cores:
+                found = kernel.interpolated_inverse(_joined(cores, 2), stack)
+            else:
+                found = kernel.damped_inverse(stack, _joined([k.damping for k in kept.values()], 0))
+            ok = {}
+            for (block, k), inverse, good in zip(kept.items(), *(_parted(t, leads) for t in found), strict=True):
+                ok[block] = good.all() & fresh[block].ok
+                self.keep_rows(block, k.rows, inverse, k.damping, bool(cores), ok[block])
+        return ok
+
+    def _select(
+        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
+    ) -> dict[Block, Kept]:
         """The rows to keep, as the mode of each block says."""
         kept: dict[Block, Kept] = {}
-        ranks = self._ranks(blocks, fresh)
-        chosen: dict[str, list[Block]] = {}
         for block in blocks:
-            chosen.setdefault(self._mode_of(block), []).append(block)
-        for block in chosen.get("sngd", ()):
-            rows = fresh[block].rows
-            trace = kernel.norms(rows).sum(-1)
-            kept[block] = Kept(rows, self.damping_of(block, trace, fresh[block].examples))
-        if members := chosen.get("kis"):
-            scores = {b: kernel.norms(fresh[b].rows) for b in members}
-            for b, rows in self._sampled(scores, fresh, ranks).items():
-                kept[b] = Kept(rows, self.damping_of(b, scores[b].sum(-1), fresh[b].examples))
-        kept.update(self._interpolated(chosen.get("kid", ()), fresh, ranks))
+            mode, rows = self._mode_in(block.group), fresh[block].rows
+            if mode == "kid":
+                continue
+            norms = kernel.norms(rows)
+            damping = self.damping_of(block, norms.sum(-1), fresh[block].examples)
+            kept[block] = Kept(rows if mode == "sngd" else self._sampled(block, rows, norms, ranks[block]), damping)
+        kept.update(self._interpolated([b for b in blocks if b not in kept], fresh, ranks))
         return kept
 
     def _ranks(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, int]:
         """R of each block: from the number of examples, or from the energy of its kernel."""
         limits = {b: self.rank_of(b.group, self._batch_size or fresh[b].examples) for b in blocks}
         limits = {b: min(r, fresh[b].examples) for b, r in limits.items()}
-        asked = [b for b in blocks if b.group["rank_energy"] is not None and self._mode_of(b) != "sngd"]
-        needed = {}
-        for block in asked:
-            local = _widened(kernel.gram(fresh[block].rows))
-            found = selection.interpolate(local, limits[block])
+        kinds: dict[tuple[Any, ...], list[Block]] = {}
+        for block in blocks:
             share = block.group["rank_energy"]
-            needed[block] = selection.energy_rank(found, local.diagonal(dim1=-2, dim2=-1).sum(-1), share).max()
+            if share is not None and self._mode_in(block.group) != "sngd":
+                kinds.setdefault((fresh[block].rows.n, limits[block], share), []).append(block)
+        needed: dict[Block, Tensor] = {}
+        for (n, limit, share), members in kinds.items():
+            for some in _stacks(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
+                local, leads = self._local_kernels(some, fresh)
+                found = selection.interpolate(local, limit)
+                counts = selection.energy_rank(found, local.diagonal(dim1=-2, dim2=-1).sum(-1), share)
+                needed.update(zip(some, (part.max() for part in _parted(counts, leads)), strict=True))
         if needed:  # one wait for the device
-            counts = torch.stack(list(needed.values())).tolist()
-            for block, count in zip(needed, counts, strict=True):
+            for block, count in zip(needed, torch.stack(list(needed.values())).tolist(), strict=True):
                 limits[block] = min(-(-int(count) // _RANK_STEP) * _RANK_STEP, limits[block])
         return limits
 
-    def _sampled(
-        self, scores: Mapping[Block, Tensor], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int], stream: int = 0
-    ) -> dict[Block, Rows]:
-        """Rows drawn by their scores ``[(Γ,) n]``, weighted."""
-        kept: dict[Block, Rows] = {}
-        generator = torch.Generator().manual_seed(self.seed(stream))
-        kinds: dict[tuple[Any, ...], list[Block]] = {}
-        for block, score in scores.items():
-            kinds.setdefault((score.shape[-1], ranks[block], block.group["kis_sampling"]), []).append(block)
-        for (_, rank, sampling), members in kinds.items():
-            drawn = selection.draw(_joined([scores[b] for b in members], 1), rank, sampling, generator)
-            leads = [scores[b].shape[:-1] for b in members]
-            for block, index, weight in zip(
-                members, _parted(drawn.index, leads), _parted(drawn.weight, leads), strict=True
-            ):
-                kept[block] = kernel.pick(fresh[block].rows, index, weight.to(fresh[block].rows.g.dtype))
-        return kept
+    def _local_kernels(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> tuple[Tensor, list[torch.Size]]:
+        """Kernels of all examples of some blocks, stacked ``[k, n, n]``, and their leading shapes."""
+        grams = [kernel.gram(fresh[b].rows) for b in blocks]
+        return _joined(grams, 2), [x.shape[:-2] for x in grams]
+
+    def _sampled(self, block: Block, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
+        """Rows drawn by their scores ``[(Γ,) n]``, weighted; a draw depends on layer and refresh alone."""
+        stream = zlib.crc32(f"{purpose}{block.name}".encode())
+        refresh: int = self.state[block.owner]["refreshes"]
+        generator = torch.Generator().manual_seed(self.seed(stream, refresh))
+        drawn = selection.draw(scores, rank, block.group["kis_sampling"], generator)
+        return kernel.pick(rows, drawn.index, drawn.weight.to(rows.g.dtype))
 
     def _interpolated(
         self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
@@ -443,23 +430,20 @@ class HyLo(SubstitutingOptimizer):
         kept: dict[Block, Kept] = {}
         kinds: dict[tuple[Any, ...], list[Block]] = {}
         for block in blocks:
-            group, n = block.group, fresh[block].rows.g.shape[-3]
-            kinds.setdefault((n, ranks[block], group["kid_pivoting"], group["kid_residual"]), []).append(block)
-        for (n, rank, pivoting, residual), members in kinds.items():
-            for some in _stacks(members, n * n):
-                grams = {b: kernel.gram(fresh[b].rows) for b in some}
-                traces = {b: k.diagonal(dim1=-2, dim2=-1).sum(-1) for b, k in grams.items()}
-                dampings = {b: self.damping_of(b, traces[b], fresh[b].examples) for b in some}
-                leads = [k.shape[:-2] for k in grams.values()]
-                local = _joined(list(grams.values()), 2)
+            group, rows = block.group, fresh[block].rows
+            key = (rows.n, rows.g.dtype, rows.g.device, ranks[block], group["kid_pivoting"], group["kid_residual"])
+            kinds.setdefault(key, []).append(block)
+        for (n, *_, rank, pivoting, residual), members in kinds.items():
+            for some in _stacks(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
+                local, leads = self._local_kernels(some, fresh)
+                traces = _parted(local.diagonal(dim1=-2, dim2=-1).sum(-1), leads)
+                dampings = [self.damping_of(b, t, fresh[b].examples) for b, t in zip(some, traces, strict=True)]
                 found = selection.interpolate(local, rank, order=selection.pivots(local, rank, pivoting))
-                damping = _joined(list(dampings.values()), 0)
-                core = selection.core(_widened(local), found, damping, residual)
+                core = selection.core(_widened(local), found, _joined(dampings, 0), residual)
                 parts = [_parted(t, leads) for t in (found.index, found.valid, core)]
-                for block, index, valid, own in zip(some, *parts, strict=True):
+                for block, damping, index, valid, own in zip(some, dampings, *parts, strict=True):
                     rows = fresh[block].rows
-                    picked = kernel.pick(rows, index, valid.to(rows.g.dtype))
-                    kept[block] = Kept(picked, dampings[block], own)
+                    kept[block] = Kept(kernel.pick(rows, index, valid.to(rows.g.dtype)), damping, own)
         return kept
 
     # ------------------------------------------------------------------ stages 5 to 7
@@ -496,42 +480,59 @@ class HyLo(SubstitutingOptimizer):
 
     # ------------------------------------------------------------------ checkpoints and copies
     def state_dict(self) -> dict[str, Any]:
-        """See the base class; what the switching policy remembers is in it."""
-        if self._first is not None and "switch_state" in self.state[self._first]:
+        """See the base class; with the state of the first parameter goes what the switching policy remembers."""
+        packed = super().state_dict()
+        if self._is_auto() and self._first is not None:
             numbers = [*self.switch.state_dict().values(), float(_MODES.index(self._auto_mode or "auto"))]
-            self.state[self._first]["switch_state"].copy_(torch.tensor(numbers, dtype=torch.float64))
-        return super().state_dict()
+            first = packed["param_groups"][0]["params"][0]
+            told = torch.tensor([*numbers, float(_kind_of(self.switch))], dtype=torch.float64)
+            packed["state"][first] = {**packed["state"].get(first, {}), "switch_state": told}
+        return packed
 
-    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
-        return key != "switch_state" and super()._may_lack(key, group)  # no curvature, and costs nothing
+    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> State:
+        expected = super()._expected_state(p, group, theirs)
+        told = theirs.get("switch_state")
+        if p is self._first and isinstance(told, Tensor) and told.dim() == 1:
+            expected["switch_state"] = told  # of whatever policy: there may be another one now, or none
+        return expected
 
     def _finish_load(self) -> None:
+        told = self.state[self._first].pop("switch_state", None) if self._first is not None else None
         super()._finish_load()
-        if self._first is not None and "switch_state" in self.state[self._first]:
-            numbers = self.state[self._first]["switch_state"].tolist()
-            self.switch.load_state_dict(dict(zip(self.switch.state_dict(), numbers, strict=False)))
-            mode = _MODES[int(numbers[-1])]
+        self.switch, self._auto_mode = copy.deepcopy(self._untold), None
+        self._switches = [(step, mode) for step, mode in self._switches if step < self._t]
+        numbers = told.tolist() if told is not None and self._is_auto() else []
+        keys = list(self.switch.state_dict())
+        if len(numbers) == len(keys) + 2 and numbers[-1] == _kind_of(self.switch):
+            self.switch.load_state_dict(dict(zip(keys, numbers, strict=False)))
+            mode = _MODES[int(numbers[-2])]
             self._auto_mode = None if mode == "auto" else mode
+        elif numbers:
+            log.warning("HyLo: the checkpoint is of another policy than %r, which starts anew", self.switch)
 
     def _kept_by_copies(self) -> dict[str, Any]:
-        return {**super()._kept_by_copies(), "switch": self.switch, "auto_mode": self._auto_mode}
+        kept = {"switch": self.switch, "untold": self._untold, "auto_mode": self._auto_mode, "switches": self._switches}
+        return {**super()._kept_by_copies(), **kept}
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
-        self._begin_switch(kept["switch"])
-        self._auto_mode = kept["auto_mode"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies keep."""
-        return {**super().__getstate__(), "_policy_given": self._policy_given}
+        self.switch, self._untold = kept["switch"], kept["untold"]
+        self._auto_mode, self._switches = kept["auto_mode"], list(kept["switches"])
 
     # ------------------------------------------------------------------ what it tells
     def curvature_of_rows(self, block: Block) -> Tensor:
         """F̂ of the rows that are kept, ``[(Γ,) n, n]``."""
         state, rows = self.state[block.owner], self.kept_rows(block)
-        if state["interpolated"]:
+        if bool(state["interpolated"]):
             return kernel.curvature(rows, state["kernel"], state["kernel_damping"])
         return kernel.second_moment(rows)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
+        usage = super().memory_usage()
+        usage["buffers"] += self.switch.nbytes
+        usage["total"] += self.switch.nbytes
+        return usage
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters, modes and ranks as plain numbers; reading them may wait for the device."""
@@ -541,14 +542,36 @@ class HyLo(SubstitutingOptimizer):
             "damping": [group["damping"] for group in self.param_groups],
             "mode": modes[0],
             "modes": modes,
-            "switches": list(self._switches),
+            "mode_by_layer": {b.name: "kfac" if self.is_factored(b) else self._mode_in(b.group) for b in self._blocks},
+            "switches": [list(switch) for switch in self._switches],
             "rank": ranks,
         }
 
 
+def _modes(params: Any, mode: str) -> set[str]:
+    """Modes of the groups that a constructor was given."""
+    groups = [g for g in params if isinstance(g, dict)] if isinstance(params, (list, tuple)) else []
+    return {str(group.get("mode", mode)) for group in groups} or {mode}
+
+
+def _number(lr: Any) -> float:
+    """A learning rate as a number; one on a device is waited for."""
+    return float(lr.cpu().numpy()) if isinstance(lr, Tensor) else float(lr)
+
+
+def _kind_of(policy: SwitchPolicy) -> int:
+    """A number that tells policies of different classes apart."""
+    return zlib.crc32(type(policy).__qualname__.encode())
+
+
+def _batch(rows: Rows) -> int:
+    """Γ, or 1."""
+    return rows.g.shape[:-3].numel()
+
+
 def _widened(x: Tensor) -> Tensor:
     """A kernel in the precision that it is factorised in."""
-    return x.double() if x.shape[-1] <= _DOUBLE_FACTOR else x
+    return x.double() if x.shape[-1] <= DOUBLE_ROWS else x
 
 
 def _filled(kept: Kept, rows: int) -> Kept:
@@ -564,16 +587,23 @@ def _filled(kept: Kept, rows: int) -> Kept:
     return Kept(kernel.padded(kept.rows, rows), kept.damping, core)
 
 
-def _stacks(blocks: Sequence[Block], numbers: int) -> Iterator[list[Block]]:
-    """Blocks in stacks of a bounded size."""
-    size = max(1, _STACK // max(numbers, 1))
-    for start in range(0, len(blocks), size):
-        yield list(blocks[start : start + size])
+def _stacks(blocks: Sequence[Block], numbers: Callable[[Block], int]) -> Iterator[list[Block]]:
+    """Blocks in stacks of a bounded size, ``numbers`` being that of each."""
+    stack, size = list[Block](), 0
+    for block in blocks:
+        if stack and size + numbers(block) > _STACK:
+            yield stack
+            stack, size = [], 0
+        stack.append(block)
+        size += numbers(block)
+    if stack:
+        yield stack
 
 
 def _joined(parts: Sequence[Tensor], trailing: int) -> Tensor:
     """Tensors ``[(Γ,) …]`` of equal trailing sizes as one ``[k, …]``."""
-    return torch.cat([part.reshape(-1, *part.shape[part.dim() - trailing :]) for part in parts])
+    flat = [part.reshape(-1, *part.shape[part.dim() - trailing :]) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _parted(joined: Tensor, leads: Sequence[torch.Size]) -> list[Tensor]:

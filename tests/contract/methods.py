@@ -220,8 +220,9 @@ def _lacking(layer: nn.Module) -> set[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 _EXAMPLES = 6  # of the largest batch of all tasks; the rows of a smaller one are filled up with zeros
-_ROW_STATE = frozenset({"rows_a", "rows_g", "kernel", "kernel_damping", "factor_updates", "refreshes"})
-_SUBSTITUTE = (_EIGEN | {"rows_instead"}) - _ROW_STATE
+_COMMON = frozenset({"factor_updates", "refreshes"})
+_ROWS_ALONE = frozenset({"rows_a", "rows_g", "kernel", "kernel_damping", "interpolated"})
+_INSTEAD = (_EIGEN | {"rows_instead"}) - _COMMON
 
 
 def _row_variant(
@@ -244,22 +245,22 @@ def _row_variant(
         **kept: What else decides how much is kept.
     """
     what = Kept(rows, **kept)
+    state = _COMMON | _ROWS_ALONE | (_INSTEAD if what.substitutes else frozenset())
 
     def lacking(layer: nn.Module) -> set[str]:
         if not what.substitutes:
             return set()
-        return set(_ROW_STATE - {"factor_updates", "refreshes"} if what.factors_for(layer) else _SUBSTITUTE)
+        return set(_ROWS_ALONE if what.factors_for(layer) else _INSTEAD)
 
     def dtypes(compute: torch.dtype) -> dict[str, torch.dtype]:
         double = {"kernel", "kernel_damping", "factor_weight", "switch_state"}
-        keys = _ROW_STATE | (_SUBSTITUTE if what.substitutes else set()) | first_state
-        numbers = keys - {"factor_updates", "refreshes", "rows_instead"}
+        numbers = (state | first_state) - _COMMON - {"interpolated", "rows_instead"}
         return {key: torch.float64 if key in double else compute for key in numbers}
 
     return Variant(
         name,
         keywords,
-        _ROW_STATE | (_SUBSTITUTE if what.substitutes else frozenset()),
+        state,
         kept_rows(what),
         lacking,
         dtypes=dtypes,
