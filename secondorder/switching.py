@@ -384,7 +384,7 @@ class _Latest(_Memory):
         """Replace the value."""
         self._arriving = None
         if not isinstance(value, Tensor) or value.device.type == "cpu":
-            self.numbers[self._key] = float(value.numpy() if isinstance(value, Tensor) else value)
+            self.numbers[self._key] = float(value.numpy().reshape(()) if isinstance(value, Tensor) else value)
             return
         arrived = torch.Event(value.device)
         copy = value.detach().to("cpu", non_blocking=True)

@@ -24,12 +24,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
-        "rebasing", "factored", "substituting", "rowwise", "switching", "trial", "layerwise", "capturing", "windowed", "windowing", "optimizer", "lifecycle",
+        "rebasing", "factored", "switched", "rowwise", "switching", "trial", "layerwise", "capturing", "windowed",
+        "windowing", "optimizer", "lifecycle",
         "curvature", "linalg", "options", "comm",
     },
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
     "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
     # layer methods with rows of examples
+    "switched": {"substituting", "switching", "lifecycle", "options"},
     "substituting": {"rowwise", "factored", "lifecycle", "curvature", "linalg"},
     "rowwise": {"layerwise", "lifecycle", "curvature", "linalg"},
     "observing": {"adaptive", "lifecycle", "curvature", "options"},

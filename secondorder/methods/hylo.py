@@ -28,7 +28,6 @@ shared within an example: Eschenhagen et al. 2023 (2311.00636).
 from __future__ import annotations
 
 import copy
-import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -44,12 +43,10 @@ from secondorder.curvature import kernel, selection
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.examples import as_rows_matrix
 from secondorder.curvature.kernel import Rows
-from secondorder.lifecycle import Directions, Group, State
+from secondorder.lifecycle import Directions, Group
 from secondorder.rowwise import DOUBLE_ROWS, Fresh
-from secondorder.substituting import SubstitutingOptimizer
-from secondorder.switching import MODES, Always, GradNormChange, SwitchPolicy
-
-log = logging.getLogger("secondorder")
+from secondorder.switched import SwitchedOptimizer
+from secondorder.switching import GradNormChange, SwitchPolicy
 
 _MODES = ("auto", "kid", "kis", "sngd")
 #: Numbers of a stack of kernels that are worked on together.
@@ -72,7 +69,7 @@ class Kept(NamedTuple):
     core: Tensor | None = None
 
 
-class HyLo(SubstitutingOptimizer):
+class HyLo(SwitchedOptimizer):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
@@ -243,12 +240,6 @@ class HyLo(SubstitutingOptimizer):
             params, defaults, module=module, comm=comm, layer_options=chosen, grad_scaler=grad_scaler
         )  # fmt: skip
 
-    def _begin_switch(self, policy: SwitchPolicy) -> None:
-        self.switch, self._untold = policy, copy.deepcopy(policy)
-        #: What "auto" means now, and when that changed.
-        self._auto_mode: str | None = None
-        self._switches: list[tuple[int, str]] = []
-
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         if group["conv_scale"] == "hylo" and group["approx"] != "reduce":
@@ -271,41 +262,6 @@ class HyLo(SubstitutingOptimizer):
         return selection.planned_rank(examples, fraction, group["max_rank"])
 
     # ------------------------------------------------------------------ which mode
-    def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
-        ok, gate = super()._inspect(gradients)
-        if self._is_auto():
-            lrs = [_number(g["lr"]) for g in self.param_groups] if self.switch.needs_rates else []
-            self.switch.observe(self._t, lrs, self._norm(gradients) if self.switch.needs_gradient_norm else None)
-        return ok, gate
-
-    def _norm(self, gradients: Directions) -> Tensor | None:
-        """Norm of the gradient of all covered parameters."""
-        covered = [g for p, g in gradients.items() if self._covers(p)]
-        if not covered:
-            return None
-        norms = torch._foreach_norm(covered)
-        total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]))
-        return total
-
-    def _is_auto(self) -> bool:
-        return any(group["mode"] == "auto" for group in self.param_groups)
-
-    def _decide(self) -> None:
-        """Ask the policy for the mode of this refresh."""
-        found = self.switch.decide(self._t)
-        options.choice(*MODES)(f"the answer of {self.switch!r}", found)
-        if found != self._auto_mode:
-            self._switches.append((self._t, found))
-            log.info("HyLo: step %d: %s from now on (%s)", self._t, found.upper(), self.switch.reason)
-            self._auto_mode = found
-
-    def _mode_in(self, group: Mapping[str, Any]) -> str:
-        """The mode that a group has now, or will probably have."""
-        mode: str = group["mode"]
-        if mode != "auto":
-            return mode
-        return self._auto_mode or (self.switch.mode if isinstance(self.switch, Always) else "kid")
-
     def _probe(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]) -> None:
         """Tell the policy how far KIS is from the exact direction, on a few layers."""
         usable = [b for b in blocks if all(p in self._gradients_now for p in b.params)]
@@ -479,46 +435,6 @@ class HyLo(SubstitutingOptimizer):
         super()._apply_rule(rule, params, group, directions, gate)
 
     # ------------------------------------------------------------------ checkpoints and copies
-    def state_dict(self) -> dict[str, Any]:
-        """See the base class; with the state of the first parameter goes what the switching policy remembers."""
-        packed = super().state_dict()
-        if self._is_auto() and self._first is not None:
-            numbers = [*self.switch.state_dict().values(), float(_MODES.index(self._auto_mode or "auto"))]
-            first = packed["param_groups"][0]["params"][0]
-            told = torch.tensor([*numbers, float(_kind_of(self.switch))], dtype=torch.float64)
-            packed["state"][first] = {**packed["state"].get(first, {}), "switch_state": told}
-        return packed
-
-    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> State:
-        expected = super()._expected_state(p, group, theirs)
-        told = theirs.get("switch_state")
-        if p is self._first and isinstance(told, Tensor) and told.dim() == 1:
-            expected["switch_state"] = told  # of whatever policy: there may be another one now, or none
-        return expected
-
-    def _finish_load(self) -> None:
-        told = self.state[self._first].pop("switch_state", None) if self._first is not None else None
-        super()._finish_load()
-        self.switch, self._auto_mode = copy.deepcopy(self._untold), None
-        self._switches = [(step, mode) for step, mode in self._switches if step < self._t]
-        numbers = told.tolist() if told is not None and self._is_auto() else []
-        keys = list(self.switch.state_dict())
-        if len(numbers) == len(keys) + 2 and numbers[-1] == _kind_of(self.switch):
-            self.switch.load_state_dict(dict(zip(keys, numbers, strict=False)))
-            mode = _MODES[int(numbers[-2])]
-            self._auto_mode = None if mode == "auto" else mode
-        elif numbers:
-            log.warning("HyLo: the checkpoint is of another policy than %r, which starts anew", self.switch)
-
-    def _kept_by_copies(self) -> dict[str, Any]:
-        kept = {"switch": self.switch, "untold": self._untold, "auto_mode": self._auto_mode, "switches": self._switches}
-        return {**super()._kept_by_copies(), **kept}
-
-    def _restore(self, kept: dict[str, Any]) -> None:
-        super()._restore(kept)
-        self.switch, self._untold = kept["switch"], kept["untold"]
-        self._auto_mode, self._switches = kept["auto_mode"], list(kept["switches"])
-
     # ------------------------------------------------------------------ what it tells
     def curvature_of_rows(self, block: Block) -> Tensor:
         """F̂ of the rows that are kept, ``[(Γ,) n, n]``."""
@@ -526,13 +442,6 @@ class HyLo(SubstitutingOptimizer):
         if bool(state["interpolated"]):
             return kernel.curvature(rows, state["kernel"], state["kernel_damping"])
         return kernel.second_moment(rows)
-
-    def memory_usage(self) -> dict[str, int]:
-        """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
-        usage = super().memory_usage()
-        usage["buffers"] += self.switch.nbytes
-        usage["total"] += self.switch.nbytes
-        return usage
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters, modes and ranks as plain numbers; reading them may wait for the device."""
@@ -552,16 +461,6 @@ def _modes(params: Any, mode: str) -> set[str]:
     """Modes of the groups that a constructor was given."""
     groups = [g for g in params if isinstance(g, dict)] if isinstance(params, (list, tuple)) else []
     return {str(group.get("mode", mode)) for group in groups} or {mode}
-
-
-def _number(lr: Any) -> float:
-    """A learning rate as a number; one on a device is waited for."""
-    return float(lr.cpu().numpy()) if isinstance(lr, Tensor) else float(lr)
-
-
-def _kind_of(policy: SwitchPolicy) -> int:
-    """A number that tells policies of different classes apart."""
-    return zlib.crc32(type(policy).__qualname__.encode())
 
 
 def _batch(rows: Rows) -> int:

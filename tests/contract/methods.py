@@ -221,8 +221,8 @@ def _lacking(layer: nn.Module) -> set[str]:
 
 _EXAMPLES = 6  # of the largest batch of all tasks; the rows of a smaller one are filled up with zeros
 _COMMON = frozenset({"factor_updates", "refreshes"})
-_ROWS_ALONE = frozenset({"rows_a", "rows_g", "kernel", "kernel_damping", "interpolated"})
-_INSTEAD = (_EIGEN | {"rows_instead"}) - _COMMON
+_ROWS_ALONE = frozenset({"rows_a", "rows_g", "kernel", "interpolated"})
+_INSTEAD = (_EIGEN | {"rows_instead", "positions_instead"}) - _COMMON
 
 
 def _row_variant(
@@ -245,7 +245,7 @@ def _row_variant(
         **kept: What else decides how much is kept.
     """
     what = Kept(rows, **kept)
-    state = _COMMON | _ROWS_ALONE | (_INSTEAD if what.substitutes else frozenset())
+    state = _COMMON | _ROWS_ALONE | {"kernel_damping"} | (_INSTEAD if what.substitutes else frozenset())
 
     def lacking(layer: nn.Module) -> set[str]:
         if not what.substitutes:
@@ -253,8 +253,8 @@ def _row_variant(
         return set(_ROWS_ALONE if what.factors_for(layer) else _INSTEAD)
 
     def dtypes(compute: torch.dtype) -> dict[str, torch.dtype]:
-        double = {"kernel", "kernel_damping", "factor_weight", "switch_state"}
-        numbers = (state | first_state) - _COMMON - {"interpolated", "rows_instead"}
+        double = {"kernel", "kernel_damping", "factor_weight"}
+        numbers = state - _COMMON - {"interpolated", "rows_instead", "positions_instead"}
         return {key: torch.float64 if key in double else compute for key in numbers}
 
     return Variant(

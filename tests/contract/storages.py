@@ -118,13 +118,12 @@ class Kept:
         if isinstance(layer, nn.LayerNorm):  # gradients of all units at once
             return self.rows * number * sum(p.numel() for p in layer.parameters())
         block = shape_of(layer)
-        inputs = block.n_a - (getattr(layer, "bias", None) is not None)  # without the 1 of a bias
         if self.at_once or positions == 1:
-            return self.rows * number * (inputs + block.n_g)
+            return self.rows * number * (block.n_a + block.n_g)
         if block.diagonal and block.n_a > positions:  # an index instead of a one-hot vector
             return self.rows * positions * (8 + number * block.n_g)
         by_gradients = block.diagonal or positions**2 * (block.n_a + block.n_g) >= block.n_a * block.n_g
-        numbers = block.n_a * block.n_g if by_gradients else positions * (inputs + block.n_g)
+        numbers = block.n_a * block.n_g if by_gradients else positions * (block.n_a + block.n_g)
         return self.rows * number * numbers
 
 
@@ -139,7 +138,7 @@ def kept_rows(kept: Kept) -> Sizes:
 
         rows = sum(kept.bytes_of(layer, positions_of(model, name), number) for name, layer in with_rows.items())
         dampings = 8 * len(with_rows)  # of the kernels, and reported with them
-        expected = {"rows": {rows}, "kernel": {dampings * (kept.rows**2 + 1)}}
+        expected = {"rows": {rows}, "kernel": {dampings * (kept.rows**2 + 1) + 8 * len(factored)}}
         if not kept.at_once:
             expected = {kind: found | {dampings if kind == "kernel" else 0} for kind, found in expected.items()}
         if factored:

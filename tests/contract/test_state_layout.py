@@ -147,7 +147,7 @@ def test_frozen_weight_leaves_the_block_to_the_bias(method: Method, variant: Var
 
 @pytest.mark.option("update_steps")
 def test_shapes_of_rows(method: Method, task: Task) -> None:
-    """Half of six examples, one row of each: the mean input (an index counts as a one-hot one) and the gradient.
+    """Half of six examples, one row of each: the mean input (of indices a one-hot one; with the 1 of a bias), and g.
 
     All units of a norm layer are one vector.
     """
@@ -158,11 +158,12 @@ def test_shapes_of_rows(method: Method, task: Task) -> None:
         for name in covered_layers(model):
             layer = model.get_submodule(name)
             state = optimizer.state[layer.weight]
-            inputs, outputs = layer.weight[0].numel(), layer.weight.shape[0]
+            inputs = layer.weight[0].numel() + (getattr(layer, "bias", None) is not None)
+            outputs = layer.weight.shape[0]
             if isinstance(layer, nn.LayerNorm):
                 inputs, outputs = 0, 2 * outputs
             elif isinstance(layer, nn.Embedding):
-                inputs, outputs = outputs, inputs
+                inputs, outputs = layer.weight.shape
             assert (state["rows_a"].shape, state["rows_g"].shape) == ((3, 1, inputs), (3, 1, outputs)), name
             assert (state["kernel"].shape, state["kernel_damping"].shape) == ((3, 3), ()), name
 
@@ -172,7 +173,7 @@ def test_shapes_of_rows_of_groups(method: Method) -> None:
     """Every group of a convolution has rows of its own."""
     model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Conv1d(6, 4, 2, bias=False), nn.BatchNorm1d(5))
     optimizer = method.build(model)
-    expected = {0: ((2, 3, 1, 18), (2, 3, 1, 3), (2, 3, 3)), 1: ((3, 1, 12), (3, 1, 4), (3, 3))}
+    expected = {0: ((2, 3, 1, 19), (2, 3, 1, 3), (2, 3, 3)), 1: ((3, 1, 12), (3, 1, 4), (3, 3))}
     for layer, found in {**expected, 2: ((3, 1, 0), (3, 1, 10), (3, 3))}.items():
         state = optimizer.state[model[layer].weight]
         assert tuple(tuple(state[key].shape) for key in ("rows_a", "rows_g", "kernel")) == found, layer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from secondorder import GGT, KFAC, MFAC, SparseMFAC
+from secondorder import GGT, KFAC, MFAC, HyLo, SparseMFAC
 from secondorder.diagnostics import quantify_preconditioning
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "diagnostics.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def of_a_layer_method() -> set[str]:
     """What layer methods tell beyond the counters that every method has."""
     model = nn.Linear(3, 2)
     common = MFAC(model.parameters(), window_size=3).diagnostics()
-    return set(KFAC(model).diagnostics()) - set(common)
+    return (set(KFAC(model).diagnostics()) | set(HyLo(nn.Linear(3, 2)).diagnostics())) - set(common)
 
 
 def test_every_key_has_a_row() -> None:

@@ -411,12 +411,13 @@ def test_the_choice_is_made_once():
         assert is_factored(opt, "0") == (first == 40)
 
 
-def test_a_new_damping_acts_on_factors_at_once():
+def test_a_new_damping_acts_on_factors_at_the_next_refresh():
+    """As it does on rows."""
     (x, y), model, plain = vectors(40), mlp((4, 3)), mlp((4, 3))
-    opt = plain_hylo(model, kfac_when_cheaper=True, update_steps=LATER)
+    opt = plain_hylo(model, kfac_when_cheaper=True, update_steps=2)
     A, B = expected_factors(plain, x, y, F.cross_entropy)["0"]
-    for damping in (1e-2, 3.0, 0.1):
-        opt.param_groups[0]["damping"] = damping
+    for given, damping in ((1e-2, 1e-2), (3.0, 1e-2), (0.1, 0.1), (5.0, 0.1)):
+        opt.param_groups[0]["damping"] = given
         kept = step(opt, model, x, y, F.cross_entropy)
         V = as_rows(model, "0", one(gradients(model)))[0].view(3, 5)
         assert_directions(model, kept, {"0": solve_exact(B, A, V, damping).view(1, -1)})
