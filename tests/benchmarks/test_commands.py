@@ -60,12 +60,21 @@ def test_demo_as_a_process(tmp_path):
 
 
 def test_help_lists_commands_and_workloads(capsys):
-    commands, workloads = "{analyse,basis,demo,step-time,swap,train,window}", ",".join(WORKLOADS)
+    commands, workloads = "{analyse,basis,demo,kernel,step-time,swap,train,window}", ",".join(WORKLOADS)
     for words, expected in ((["--help"], commands), (["train", "--help"], workloads)):
         with pytest.raises(SystemExit) as caught:
             main(words)
         assert caught.value.code == 0
         assert expected in capsys.readouterr().out
+
+
+def test_kernel_measures_kernel_and_projection(tmp_path, capsys):
+    words = ["kernel", "--ranks", "8", "--layers", "6", "4", "--trials", "1", "--threads", "1"]
+    assert _run(*words, "--out-dir", str(tmp_path)) == 0
+    assert "6 × 4" in capsys.readouterr().out
+    (result,) = json.loads((tmp_path / "kernel.json").read_text())["results"]
+    assert (result["rank"], result["d_i"], result["d_o"]) == (8, 6, 4)
+    assert min(result["kernel_seconds"], result["kernel_ratio"], result["projection_ratio"]) > 0
 
 
 def test_train_takes_settings(tmp_path, capsys):

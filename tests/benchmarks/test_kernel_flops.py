@@ -79,7 +79,7 @@ def test_the_rows_are_those_that_are_kept(approx, data_dir):
     for shape in shapes:
         n, block = workload.batch_size, optimizer.blocks[shape.name]
         rows_a, rows_g = (optimizer.state[block.owner][key] for key in ("rows_a", "rows_g"))
-        d_a = rows_a.shape[-1] + (block.adapter.has_bias and not block.adapter.is_exact) if rows_a.shape[-1] else 1
+        d_a = rows_a.shape[-1] or 1
         products = rows_g.numel() // n * d_a
         assert kernel_work([shape], 1000, n, n, "sngd", approx).precondition == 4 * n * products + 2 * n**2
 
