@@ -319,7 +319,7 @@ METHODS: dict[MethodName, Method] = {
             "resnet20": {"lr": 3e-3, "graft": "adam", **_HALF, **_DECAYED},
             "chargpt": {"lr": 3e-3, "graft": "adam", **_HALF, **_DECAYED},
             "logistic": {"lr": 1e-3, "graft": "adam"},
-            "multi30k": {"lr": 1e-3, "graft": "adam", **_HALF},
+            "multi30k": {"lr": 1e-3, "graft": "adam", **_HALF, **_DAMPED},
             # Eight examples a step are few enough to keep them all.
             "unet": {"lr": 0.1, "damping": 0.1, "rank_fraction": 1.0},
         },
