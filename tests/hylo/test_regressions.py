@@ -104,8 +104,7 @@ def test_rows_are_renewed_when_a_bias_thaws(kind, approx):
     with opt.keep_directions() as kept:
         opt.step()
     assert opt.state[model[0].weight]["refreshes"] == 1
-    for name, gradient in gradients(model).items():
-        assert float((gradient * kept[name]).sum()) > 0, name
+    assert float(flat(gradients(model)) @ flat(kept)) > 0
     if approx == "expand":
         U = as_rows(model, "0", example_gradients(model, (x,), y, squares))
         V, moved = (as_rows(model, "0", one(values))[:, 0] for values in (gradients(model), kept))
