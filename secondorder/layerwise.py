@@ -368,9 +368,12 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         if found is None:
             raise ValueError(f"no block is named '{name}'; there are: {', '.join(self.blocks) or 'none'}")
         block = self.blocks[found]
-        if self.state[block.owner]["factor_updates"] == 0:
+        if not self._has_estimate(block):
             raise RuntimeError(f"nothing was captured for layer '{name}' yet: take a step first")
         return self.block_curvature(block)
+
+    def _has_estimate(self, block: Block) -> bool:
+        return bool(self.state[block.owner]["factor_updates"] > 0)
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters and factors as plain numbers; reading them may wait for the device."""

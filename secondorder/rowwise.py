@@ -131,10 +131,8 @@ class RowOptimizer(LayerOptimizer):
         # As held, if that is something this block can have: a checkpoint may be of another model.
         by_index = isinstance(adapter, EmbeddingAdapter) and not a.is_floating_point()
         whole = not by_index and a.shape[-1] == 0
-        return Sizes(
-            g.shape[-3], g.shape[-2], 0 if whole else d_a,
-            adapter.n_g * adapter.n_a if whole and g.shape[-1] != d_g else d_g, by_index,
-        )  # fmt: skip
+        d_g = adapter.n_g * adapter.n_a if whole and not adapter.is_exact else d_g
+        return Sizes(g.shape[-3], g.shape[-2], 0 if whole else d_a, d_g, by_index)
 
     def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
         """State of a block, of the sizes that it has."""
@@ -218,6 +216,9 @@ class RowOptimizer(LayerOptimizer):
             ok = finite if gate is None else finite & gate
             self._fresh[block] = Fresh(rows, examples, pending.real, ok)
         return finite
+
+    def _has_estimate(self, block: Block) -> bool:
+        return bool(self.state[block.owner]["refreshes"] > 0)
 
     # ------------------------------------------------------------------ stage 4: refresh
     def _refresh_is_due(self, block: Block) -> bool:

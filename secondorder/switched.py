@@ -93,7 +93,8 @@ class SwitchedOptimizer(SubstitutingOptimizer):
         return super().state_dict()
 
     def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
-        told = found.get(groups[0]["params"][0], {}).get("switch_state") if groups and groups[0]["params"] else None
+        first = next((i for group in groups for i in group["params"]), None)
+        told = found.get(first, {}).get("switch_state")
         if isinstance(told, Tensor) and told.numel() and float(told.flatten()[-1]) != _kind_of(self.switch):
             name = self._names[self._first] if self._first is not None else ""
             mend = "build the optimizer with the same switch=, or delete that key, and the policy starts anew"

@@ -124,7 +124,9 @@ def test_train_a_layer_method(tmp_path, method, settings):
     assert saved["memory"]["second_order"] > 0
 
 
-@pytest.mark.parametrize("settings", [["mode=kid", "kid_residual=none"], ["mode=kis", "graft=none", "lr=0.1", "damping=1.0"]])
+@pytest.mark.parametrize(
+    "settings", [["mode=kid", "kid_residual=none"], ["mode=kis", "graft=none", "lr=0.1", "damping=1.0"]]
+)
 def test_train_a_method_of_rows(tmp_path, settings):
     words = ["train", "--workload", "digits", "--optimizer", "hylo", "--size", "smoke", "--steps", "12"]
     assert _run(*words, "--set", *settings, "update_steps=5", "--out-dir", str(tmp_path)) == 0

@@ -84,6 +84,8 @@ THAWING = {
     "linear": (lambda: nn.Linear(4, 3), (16, 4), (16, 3)),
     "convolution": (lambda: nn.Conv2d(3, 8, 3), (16, 3, 5, 5), (16, 8, 3, 3)),
     "groups": (lambda: nn.Conv2d(4, 8, 3, groups=2), (16, 4, 5, 5), (16, 8, 3, 3)),
+    "one input": (lambda: nn.Linear(1, 3), (16, 6, 1), (16, 6, 3)),
+    "norm of two": (lambda: nn.LayerNorm(2), (16, 6, 2), (16, 6, 2)),
 }
 
 
