@@ -119,7 +119,7 @@ def median(events: Iterable[Event], y: str | Callable[[Event], float | None]) ->
 
 
 def spans(events: Sequence[Event], mode: str) -> list[tuple[int, int]]:
-    """Return the periods in which a method was in some mode.
+    """Return the periods in which some layer was in a mode.
 
     Args:
         events: Events with a step and a mode, of consecutive steps.
@@ -128,10 +128,12 @@ def spans(events: Sequence[Event], mode: str) -> list[tuple[int, int]]:
     Returns:
         First step of each period, and the step after its last.
     """
-    modes = {event["step"]: event["mode"] for event in events}
+    modes: dict[int, set[str]] = {}
+    for event in events:
+        modes.setdefault(event["step"], set()).add(event["mode"])
     found: list[tuple[int, int]] = []
     for step, following in zip(modes, [*list(modes)[1:], max(modes, default=0) + 1], strict=True):
-        if modes[step] != mode:
+        if mode not in modes[step]:
             continue
         if found and found[-1][1] == step:
             found[-1] = found[-1][0], following

@@ -91,7 +91,8 @@ class SubstitutingOptimizer(RowOptimizer):
         """Rows and their kernel, or factors."""
         state = self.state[block.owner]
         if "factor_a" in state:
-            return self._factor_spec(block)
+            told = {key: state[key] for key in ("rows_instead", "positions_instead") if key in state}
+            return self._factor_spec(block) | told
         if self._batch_size is not None and group["approx"] == "reduce" and "rows_g" not in state:
             rows = self.rank_of(group, self._batch_size)
             if self._prefers_factors(block, group, rows, 1):

@@ -49,7 +49,8 @@ class SwitchedOptimizer(SubstitutingOptimizer):
         found = self.switch.decide(self._t)
         options.choice(*MODES)(f"the answer of {self.switch!r}", found)
         if found != self._auto_mode:
-            self._switches.append((self._t, found))
+            if not self._switches or self._switches[-1][1] != found:
+                self._switches.append((self._t, found))
             log.info(
                 "%s: step %d: %s from now on (%s)", type(self).__name__, self._t, found.upper(), self.switch.reason
             )
@@ -68,8 +69,10 @@ class SwitchedOptimizer(SubstitutingOptimizer):
         covered = [g for p, g in gradients.items() if self._covers(p)]
         if not covered:
             return None
-        norms = torch._foreach_norm(covered)
-        total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device, torch.float32) for n in norms]))
+        double = any(g.dtype in (torch.float64, torch.complex128) for g in covered)
+        dtype = torch.float64 if double else torch.float32  # a norm in half precision may overflow
+        norms = torch._foreach_norm([torch.view_as_real(g) if g.is_complex() else g for g in covered], 2, dtype)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         return total
 
     # ------------------------------------------------------------------ state
@@ -82,7 +85,7 @@ class SwitchedOptimizer(SubstitutingOptimizer):
         changed = super()._rebuild()
         if self._first is not None:
             self.state[self._first].pop("switch_state", None)
-            if self._is_auto():
+            if self._is_auto() or self._auto_mode is not None:
                 self.state[self._first]["switch_state"] = self._told()
         return changed
 
@@ -146,4 +149,4 @@ def _number(lr: Any) -> float:
 
 def _kind_of(policy: SwitchPolicy) -> float:
     """A number that tells policies of different classes apart."""
-    return 1.0 * zlib.crc32(type(policy).__qualname__.encode())
+    return 1.0 * zlib.crc32(f"{type(policy).__module__}.{type(policy).__qualname__}".encode())

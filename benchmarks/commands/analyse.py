@@ -247,7 +247,7 @@ def _layer_table(title: str, layers: Sequence[dict[str, Any]], modes: Mapping[st
     caption = (
         "Medians over the run. rank90 / m: share of the largest eigenvalues of the kernel of m examples that make up "
         "nine tenths of their sum. Errors: of the update from few rows against that from all of them, with the same λ. "
-        f"‖u‖: of the preconditioned gradient. Modes: {periods}."
+        f"‖u‖: of the direction, after clips and grafting. Modes: {periods}."
     )
     return report.make_table(title, LAYER_COLUMNS, rows, caption)
 

@@ -20,6 +20,9 @@ from secondorder.curvature.kernel import Rows
 
 COLUMNS = ("R", "layer", "kernel ms", "beyond FLOPs", "projection ms", "beyond FLOPs", "GFLOP/s of a product")
 
+_LEAST = 0.02
+"""Seconds that a timed run takes at least, by repetition."""
+
 
 @dataclass
 class Kernel:
@@ -84,18 +87,27 @@ class Kernel:
             "projection": lambda: kernel.apply(rows, inverse, damping, gradient),
             "product": lambda: square @ square,
         }
-        for way in ways.values():
-            way()
+        repeats = {
+            name: max(1, round(_LEAST / min(seconds(way, device) for _ in range(3)))) for name, way in ways.items()
+        }
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(self.trials):
             for name, way in ways.items():  # in turns, so that a busy moment of the machine hits all of them
-                times[name].append(seconds(way, device))
+                times[name].append(seconds(_repeated(way, repeats[name]), device) / repeats[name])
         middle = {name: statistics.median(found) for name, found in times.items()}
         rate = 2 * GEMM_SIDE**3 / middle["product"]
         figures: dict[str, Any] = {"rank": rank, "d_i": d_i, "d_o": d_o, "gflops": rate / 1e9, "times": times}
         for name, flops in work.items():
             figures[f"{name}_seconds"], figures[f"{name}_ratio"] = middle[name], middle[name] * rate / flops
         return figures
+
+
+def _repeated(way: Callable[[], object], times: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(times):
+            way()
+
+    return run
 
 
 def _table(results: list[dict[str, Any]]) -> Table:

@@ -272,19 +272,20 @@ def core(kernel: Tensor, found: Interpolation, damping: Tensor | float, residual
     return s
 
 
-def energy_rank(found: Interpolation, trace: Tensor, share: float) -> Tensor:
+def energy_rank(found: Interpolation, trace: Tensor, share: float, rounding: float = 1e-12) -> Tensor:
     """Fewest pivots that explain a share of the trace of the kernel.
 
     Args:
         found: A decomposition of rank r.
         trace: Of the kernel ``[...]``.
         share: From 0 to 1.
+        rounding: Part of the trace that the kernel may owe to rounding.
 
     Returns:
         Number of pivots, int64 ``[...]``, at least 1; r if they never do.
     """
     # All of the trace is reached up to rounding only.
-    missing = found.energy < (1 - 1e-12) * share * trace.to(found.energy)[..., None]
+    missing = found.energy < (1 - rounding) * share * trace.to(found.energy)[..., None]
     return (missing.sum(-1) + 1).clamp(max=found.energy.shape[-1])
 
 

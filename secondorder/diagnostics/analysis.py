@@ -59,9 +59,9 @@ class Analysis:
         up nine tenths of their sum; ``eff_rank``, exp of their entropy; ``sigma_max``, ``sigma_sum``, and
         ``damping_over_sigma1``, λ over the largest. Groups of a convolution are taken together.
     ``trend.jsonl``
-        of each layer: ``grad_norm`` as the optimizer gets it, ``update_norm`` of its preconditioned direction,
-        ``rel_change`` of the former since the last event, negative where it fell, and the ``mode`` of the method (its
-        name, if it has one only).
+        of each layer: ``grad_norm`` as the optimizer gets it, ``update_norm`` of its direction (after clips and
+        grafting), ``rel_change`` of the former since the last event, negative where it fell, and the ``mode`` of the
+        method (its name, if it has one only).
     ``error.jsonl``
         of each layer, and of all together in ``layer`` ``"all"``: how far the update from ``r`` rows is from the exact
         one from all rows, with the same λ and gradient: ``rel_error``, a ratio, and ``cos`` between the two. ``mode``

@@ -90,6 +90,8 @@ class FewRows:
         matrix = as_rows_matrix(rows, look.block.matrix([g.double() for g in look.gradients]))
         mean = found.diagonal(dim1=-2, dim2=-1).mean(-1)
         if self.damping is None:
+            if "update_steps" not in group:  # relative to the mean eigenvalue of F, not of the kernel
+                mean = mean * (look.rows.n / (look.block.adapter.n_a * look.block.adapter.n_g))
             damping = statistics.effective_damping(group["damping"], group["damping_mode"], mean)
         else:
             damping = torch.full_like(mean, self.damping)

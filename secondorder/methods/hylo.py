@@ -54,6 +54,9 @@ _STACK = 1 << 24
 #: Ranks that an energy asks for are rounded up to a multiple of this, so that few sizes occur.
 _RANK_STEP = 8
 
+#: Part of the trace of a kernel that is left to rounding.
+_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
+
 
 class Kept(NamedTuple):
     """Rows that a refresh keeps of a block, and what makes their M.
@@ -244,6 +247,11 @@ class HyLo(SwitchedOptimizer):
         super()._check_group(group)
         if group["conv_scale"] == "hylo" and group["approx"] != "reduce":
             raise ValueError("conv_scale='hylo' is of summed gradients: use approx='reduce'")
+        if group["kfac_when_cheaper"] and group["rank_energy"] is not None:
+            raise ValueError(
+                "kfac_when_cheaper=True compares with a number of rows, which rank_energy tells only from the rows: "
+                "drop one of them"
+            )
         if group["weight_decay_mode"] == "reg":
             clashes = {
                 "decoupled_weight_decay=True": group["decoupled_weight_decay"],
@@ -272,7 +280,11 @@ class HyLo(SwitchedOptimizer):
             rows, gradient = fresh[block].rows, self._gradient_of(block)
             matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
             damping = self.damping_of(block, norms.sum(-1), fresh[block].examples)
-            kept = self._sampled(block, rows, norms, ranks[block], "probe")
+            group, n = block.group, fresh[block].examples
+            rank = ranks[block]
+            if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
+                rank = min(selection.planned_rank(n, group["rank_fraction"], group["max_rank"]), n)
+            kept = self._sampled(block, rows, norms, rank, "probe of ")
             inverse, _ = kernel.damped_inverse(_widened(kernel.gram(kept)), damping)
             exact = kernel.exact_update(rows, damping, matrix)
             off = kernel.apply(kept, inverse, damping, matrix) - exact
@@ -353,16 +365,20 @@ class HyLo(SwitchedOptimizer):
         for block in blocks:
             share = block.group["rank_energy"]
             if share is not None and self._mode_in(block.group) != "sngd":
-                kinds.setdefault((fresh[block].rows.n, limits[block], share), []).append(block)
+                rows = fresh[block].rows
+                kinds.setdefault((rows.n, limits[block], share, rows.g.dtype, rows.g.device), []).append(block)
         needed: dict[Block, Tensor] = {}
-        for (n, limit, share), members in kinds.items():
+        for (n, limit, share, *_), members in kinds.items():
             for some in _stacks(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
                 local, leads = self._local_kernels(some, fresh)
                 found = selection.interpolate(local, limit)
-                counts = selection.energy_rank(found, local.diagonal(dim1=-2, dim2=-1).sum(-1), share)
+                traces = local.diagonal(dim1=-2, dim2=-1).sum(-1)
+                counts = selection.energy_rank(found, traces, share, _ROUNDING[local.dtype])
                 needed.update(zip(some, (part.max() for part in _parted(counts, leads)), strict=True))
         if needed:  # one wait for the device
-            for block, count in zip(needed, torch.stack(list(needed.values())).tolist(), strict=True):
+            device = next(iter(needed.values())).device
+            found_ranks = torch.stack([count.to(device) for count in needed.values()]).tolist()
+            for block, count in zip(needed, found_ranks, strict=True):
                 limits[block] = min(-(-int(count) // _RANK_STEP) * _RANK_STEP, limits[block])
         return limits
 
@@ -434,7 +450,6 @@ class HyLo(SwitchedOptimizer):
             rule, group = "sgd", {**group, "weight_decay": 0.0}
         super()._apply_rule(rule, params, group, directions, gate)
 
-    # ------------------------------------------------------------------ checkpoints and copies
     # ------------------------------------------------------------------ what it tells
     def curvature_of_rows(self, block: Block) -> Tensor:
         """F̂ of the rows that are kept, ``[(Γ,) n, n]``."""
@@ -445,7 +460,9 @@ class HyLo(SwitchedOptimizer):
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters, modes and ranks as plain numbers; reading them may wait for the device."""
-        modes = [self._auto_mode if group["mode"] == "auto" else group["mode"] for group in self.param_groups]
+        factored = bool(self._blocks) and all(self.is_factored(b) for b in self._blocks)
+        modes = ["kfac" if factored else self._auto_mode] * len(self.param_groups)
+        modes = [g["mode"] if g["mode"] != "auto" else mode for g, mode in zip(self.param_groups, modes, strict=True)]
         ranks = {b.name: self.kept_rows(b).g.shape[-3] for b in self._blocks if not self.is_factored(b)}
         return super().diagnostics() | {
             "damping": [group["damping"] for group in self.param_groups],

@@ -461,13 +461,16 @@ def test_rank_of_convolutions_with_groups(tmp_path: Path) -> None:
         assert event["r"] == 5
 
 
-def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cls", [KFAC, HyLo])
+def test_relative_damping_is_a_multiple_of_the_mean_eigenvalue(cls: Any, tmp_path: Path) -> None:
+    """Of the Fisher, one for each parameter, or of the kernel, one for each example: as each method has it."""
     model = MLP.model()
-    optimizer = KFAC(model, lr=0.1, damping=3.0, damping_mode="relative")
+    optimizer = cls(model, lr=0.1, damping=3.0, damping_mode="relative")
     dense = Dense(model, "first", *MLP.batch(0))
     with Analysis(optimizer, tmp_path, "rank"):
         train(model, optimizer, MLP, 1)
-    assert_spectrum(one(tmp_path, "rank", layer="first"), dense.groups, 3.0 * (dense.u**2).sum() / len(dense.u))
+    eigenvalues = dense.u.shape[1] if cls is KFAC else len(dense.u)
+    assert_spectrum(one(tmp_path, "rank", layer="first"), dense.groups, 3.0 * (dense.u**2).sum() / eigenvalues)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

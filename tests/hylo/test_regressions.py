@@ -684,3 +684,64 @@ def test_memory_counts_what_a_policy_remembers(cheaper, switch):
     train(opt, model, 0, 3, 16)
     held = reachable([dict(opt.state), opt.switch, opt._workspace], {})
     assert opt.memory_usage()["total"] == sum(held.values())
+
+
+def test_a_policy_survives_a_load_while_nobody_asks_it():
+    """Modes are scheduled: the policy rests, and goes on with what it remembers."""
+
+    def run(loads: bool) -> list[str]:
+        model = mlp((4, 3))
+        opt = HyLo(model, lr=0.0, update_steps=1, switch=GradNormChange(eta=10.0, period_steps=2))
+        schedule, modes = ParamScheduler(opt, mode={0: "auto", 8: "sngd", 10: "auto"}), []
+        for number in range(14):
+            if loads and number == 9:
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+            x, y = vectors(8, seed=number)
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            modes.append(opt.diagnostics()["mode"])
+            schedule.step()
+        return modes
+
+    assert run(loads=True) == run(loads=False)
+
+
+def test_the_ranks_of_an_energy_do_not_depend_on_other_layers():
+    def rank(*others: nn.Module) -> int:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(6, 1, bias=False), **{str(i): m for i, m in enumerate(others)}}).float()
+        for other in others:
+            other.double()
+        opt = HyLo(model, lr=0.1, mode="kid", rank_energy=0.9999999)
+        x = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
+        loss = model["a"](x).square().sum() + sum(m(x.double()).square().sum() for m in others)
+        loss.backward()
+        opt.step()
+        return opt.diagnostics()["rank"]["a"]
+
+    assert rank() == rank(nn.Linear(6, 2)) == 8
+
+
+def test_factors_need_a_number_of_rows_to_compare_with():
+    with pytest.raises(ValueError, match=r"kfac_when_cheaper=True .* rank_energy"):
+        HyLo(nn.Linear(3, 2), kfac_when_cheaper=True, rank_energy=0.9)
+
+
+def test_describe_keeps_its_numbers_when_a_bias_is_frozen():
+    model = nn.Sequential(nn.Linear(6, 5)).double()
+    opt = HyLo(model, lr=0.0, kfac_when_cheaper=True, rank_fraction=1.0, update_steps=1)
+    for frozen in (False, True):
+        model[0].bias.requires_grad_(not frozen)
+        opt.zero_grad()
+        model(torch.randn(40, 6, dtype=torch.float64)).square().mean().backward()
+        opt.step()
+        assert "R³ = 64,000" in opt.describe()
+
+
+def test_a_norm_in_half_precision_does_not_overflow():
+    model = nn.Linear(300, 300, dtype=torch.float16)
+    opt = HyLo(model, lr=0.0, switch=GradNormChange(period_steps=1))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 300.0)
+    assert torch.isfinite(opt._norm({p: p.grad for p in model.parameters()}))
