@@ -208,6 +208,8 @@ class RowOptimizer(LayerOptimizer):
     def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
         """Scale rows per datum, and hold them for the refresh of this step."""
         pending, group = cast(ExampleRows, statistic), block.group
+        if not pending.nbytes:
+            return torch.ones((), dtype=torch.bool, device=block.owner.device)
         scale = statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
         rows = scaled(pending.finish(), scale**0.5)
         floating = [t for t in (rows.a, rows.g) if t is not None and t.is_floating_point()]

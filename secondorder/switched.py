@@ -120,7 +120,7 @@ class SwitchedOptimizer(SubstitutingOptimizer):
         if told is not None:
             numbers = told.tolist()
             self.switch.load_state_dict(dict(zip(self.switch.state_dict(), numbers, strict=False)))
-            mode = _ANSWERS[int(numbers[-2])]
+            mode = dict(enumerate(_ANSWERS)).get(int(numbers[-2]), "auto")
             self._auto_mode = None if mode == "auto" else mode
         super()._finish_load()
 

@@ -283,7 +283,7 @@ class HyLo(SwitchedOptimizer):
             group, n = block.group, fresh[block].examples
             rank = ranks[block]
             if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
-                rank = min(selection.planned_rank(n, group["rank_fraction"], group["max_rank"]), n)
+                rank = min(selection.planned_rank(n, group["rank_fraction"], group["max_rank"]), rows.n)
             kept = self._sampled(block, rows, norms, rank, "probe of ")
             inverse, _ = kernel.damped_inverse(_widened(kernel.gram(kept)), damping)
             exact = kernel.exact_update(rows, damping, matrix)
@@ -360,7 +360,7 @@ class HyLo(SwitchedOptimizer):
     def _ranks(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, int]:
         """R of each block: from the number of examples, or from the energy of its kernel."""
         limits = {b: self.rank_of(b.group, self._batch_size or fresh[b].examples) for b in blocks}
-        limits = {b: min(r, fresh[b].examples) for b, r in limits.items()}
+        limits = {b: min(r, fresh[b].rows.n) for b, r in limits.items()}  # not every example need pass a layer
         kinds: dict[tuple[Any, ...], list[Block]] = {}
         for block in blocks:
             share = block.group["rank_energy"]

@@ -745,3 +745,35 @@ def test_a_norm_in_half_precision_does_not_overflow():
     for p in model.parameters():
         p.grad = torch.full_like(p, 300.0)
     assert torch.isfinite(opt._norm({p: p.grad for p in model.parameters()}))
+
+
+@pytest.mark.parametrize("mode", ["kid", "kis", "sngd"])
+@pytest.mark.parametrize("fraction", [0.1, 1.0])
+def test_a_layer_that_only_some_micro_batches_pass(mode, fraction):
+    """Its rows are those of the examples that passed it; F is the mean over all of the step."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sometimes, self.always = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, through: bool) -> Tensor:
+            return self.always(self.sometimes(x) if through else x)
+
+    model = Branching().double()
+    opt = HyLo(model, lr=0.0, mode=mode, rank_fraction=fraction, damping=0.1, switch=None)
+    x, _ = vectors(16)
+    for part, through in zip(x.chunk(2), (True, False), strict=True):
+        (model(part, through).square().sum(1).mean() / 2).backward()
+    with opt.keep_directions() as kept:
+        opt.step()
+    assert opt.diagnostics()["rank"]["sometimes"] == (2 if fraction == 0.1 and mode != "sngd" else 8)
+    if mode == "sngd" or fraction == 1.0:
+        with torch.no_grad():
+            passed = x[:8]
+            g = model.sometimes(passed) @ model.always.weight.T + model.always.bias
+            g = 2 * g @ model.always.weight
+        u = (g[:, :, None] * torch.cat([passed, torch.ones(8, 1).double()], 1)[:, None, :]).flatten(1)
+        gradient = u.sum(0) / 16
+        expected = torch.linalg.solve(u.T @ u / 16 + 0.1 * torch.eye(20).double(), gradient).view(4, 5)
+        assert_close(kept["sometimes.weight"], expected[:, :4])
