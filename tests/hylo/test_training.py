@@ -103,6 +103,31 @@ def test_the_published_algebra_on_the_same_network():
     assert max(ratios) > 1
 
 
+def test_the_published_algebra_diverges_where_ours_learns():
+    """The settings of the runs above: the same rate, momentum, damping, pivots and interval."""
+    torch.manual_seed(0)
+    model, operators, momentum, found = Small().double(), {}, {}, []
+    for seed in range(60):
+        x, y = patterns(64, seed)
+        model.zero_grad()
+        loss = F.cross_entropy(model(x.double()), y)
+        loss.backward()
+        found.append(float(loss.detach()))
+        gradient = one(gradients(model))
+        for name in ("first", "second", "head"):
+            if seed % 5 == 0:
+                U = as_rows(model, name, example_gradients(model, (x.double(),), y, F.cross_entropy))[0]
+                operators[name] = published_operator(U, greedy(U @ U.mT, 7), 0.1)
+            direction = operators[name] @ as_rows(model, name, gradient)[0][0]
+            momentum[name] = 0.9 * momentum.get(name, 0.0) + direction
+            layer = model.get_submodule(name)
+            weight, bias = momentum[name].view(len(layer.bias), -1).split([layer.weight[0].numel(), 1], 1)
+            with torch.no_grad():
+                layer.weight -= 0.003 * weight.reshape(layer.weight.shape)
+                layer.bias -= 0.003 * bias[:, 0]
+    assert not found[-1] < 100 * found[0]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Resume
 # ---------------------------------------------------------------------------------------------------------------------
