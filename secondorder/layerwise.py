@@ -6,7 +6,7 @@ import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
     """
 
     _sizes_are = "factors A, G"
+    #: Whether relative damping is that of the kernel of the examples, instead of the Fisher's of the parameters.
+    damps_kernel: ClassVar[bool] = False
 
     def __init__(
         self,

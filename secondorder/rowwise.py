@@ -66,6 +66,7 @@ class RowOptimizer(LayerOptimizer):
     """Base of the methods that keep rows of examples instead of factors."""
 
     capture_interval = refresh_interval = "update_steps"
+    damps_kernel = True
     kinds: ClassVar[dict[str, str]] = {
         "rows_a": "rows",
         "rows_g": "rows",

@@ -22,17 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from secondorder import options
+from secondorder.signals import Latest, Memory, PeriodMeans, Rates
 
 #: What a policy may answer.
 MODES = ("kid", "kis", "sngd")
-#: Rates that are told apart. A state has the same keys however many groups there are: of more, some share a sum.
-_RATES = 8
-#: What a rate loses in one step that counts as a fall, and what may be the rounding of a scheduler.
-_FALL, _ROUNDING = 0.1, 1e-9
 
 
 class SwitchPolicy(ABC):
@@ -49,7 +45,7 @@ class SwitchPolicy(ABC):
     needs_gradient_norm: bool = False
     needs_rates: bool = True
     reason: str = "nothing decided yet"
-    _parts: tuple[_Memory, ...] = ()
+    _parts: tuple[Memory, ...] = ()
 
     @property
     def probes(self) -> int:
@@ -144,7 +140,7 @@ class GradNormChange(SwitchPolicy):
         options.whole(1)("period_steps", self.period_steps)
         options.whole(0)("hold", self.hold)
         self.eta = options.plain(self.eta)
-        self._rates, self._norms = _Rates(), _PeriodMeans()
+        self._rates, self._norms = Rates(), PeriodMeans()
         self._parts = (self._rates, self._norms, self._norms.ended)
 
     def observe(self, step: int, lrs: Sequence[float], norm: Tensor | None = None) -> None:
@@ -195,7 +191,7 @@ class LRChange(SwitchPolicy):
         """Check the values."""
         options.whole(1)("hold", self.hold)
         options.whole(1)("period_steps", self.period_steps)
-        self._rates = _Rates()
+        self._rates = Rates()
         self._parts = (self._rates,)
 
     def observe(self, step: int, lrs: Sequence[float], norm: Tensor | None = None) -> None:
@@ -276,7 +272,7 @@ class ProbeError(SwitchPolicy):
         options.whole(1)("layers", self.layers)
         options.number(0.0)("threshold", self.threshold)
         self.threshold = options.plain(self.threshold)
-        self._errors = _Latest("error")
+        self._errors = Latest("error")
         self._parts = (self._errors,)
 
     @property
@@ -318,143 +314,3 @@ class Always(SwitchPolicy):
     def decide(self, step: int) -> str:
         self.reason = f"always {self.mode}"
         return self.mode
-
-
-class _Memory:
-    """Numbers that a policy remembers, some of which may still be on a device.
-
-    Attributes:
-        numbers: By key; those on a device are outdated until :meth:`settle`.
-    """
-
-    def __init__(self, **numbers: float) -> None:
-        self.numbers = numbers
-
-    def settle(self) -> None:
-        """Bring every number to the host."""
-
-    def load(self, numbers: dict[str, float]) -> None:
-        """Forget everything for other numbers."""
-        self.settle()
-        self.numbers = numbers
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which can hold no events."""
-        self.settle()
-        return self.__dict__
-
-
-class _Rates(_Memory):
-    """Learning rates of the step before, and when they changed."""
-
-    def __init__(self) -> None:
-        rates = {f"lr_{i}": math.nan for i in range(_RATES)}
-        super().__init__(**rates, rising=0.0, changed_at=math.nan, unheeded=0.0)
-
-    def note(self, step: int, lrs: Sequence[float]) -> None:
-        """Compare with the step before; a nan compares as no change."""
-        known = self.numbers
-        rates = {f"lr_{i}": math.fsum(lrs[i::_RATES]) for i in range(min(len(lrs), _RATES))}
-        falls = any(rate < known[key] * (1 - _FALL - _ROUNDING) for key, rate in rates.items())
-        rises = any(rate > known[key] * (1 + _ROUNDING) for key, rate in rates.items())
-        if falls or (known["rising"] and not rises):
-            known.update(changed_at=float(step), unheeded=1.0)
-        known.update(rates, rising=float(rises))
-
-    def hold(self, step: int, window: int) -> bool:
-        """Whether a refresh still follows a change; without a window none does."""
-        unheeded, self.numbers["unheeded"] = self.numbers["unheeded"], 0.0
-        return window > 0 and (bool(unheeded) or step - self.numbers["changed_at"] < window)
-
-    def told(self) -> str:
-        """The last change in words."""
-        at = self.numbers["changed_at"]
-        return "no learning rate has changed" if math.isnan(at) else f"a learning rate changed at step {int(at)}"
-
-
-class _Latest(_Memory):
-    """The last value of a signal; it comes from a device without anybody waiting, unless it is asked for too soon."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(**{key: math.nan})
-        self._key = key
-        self._arriving: tuple[Tensor, torch.Event] | None = None
-
-    def put(self, value: Tensor | float) -> None:
-        """Replace the value."""
-        self._arriving = None
-        if not isinstance(value, Tensor) or value.device.type == "cpu":
-            self.numbers[self._key] = float(value.numpy().reshape(()) if isinstance(value, Tensor) else value)
-            return
-        arrived = torch.Event(value.device)
-        copy = value.detach().to("cpu", non_blocking=True)
-        arrived.record()
-        self._arriving = copy, arrived
-
-    def get(self) -> float:
-        """The value."""
-        self.settle()
-        return self.numbers[self._key]
-
-    def settle(self) -> None:
-        if self._arriving is not None:
-            copy, arrived = self._arriving
-            arrived.synchronize()
-            self.numbers[self._key], self._arriving = float(copy), None
-
-
-class _PeriodMeans(_Memory):
-    """Mean norm of the gradient in the last two periods that have one, and the sum of the running period.
-
-    Attributes:
-        ended: Mean of a period that ended but was not taken over yet.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(start=0.0, norm_sum=0.0, norm_count=0.0, last_norm=math.nan, norm_before=math.nan)
-        self.ended = _Latest("ended_norm")
-        self._running: Tensor | None = None  # norm_sum and norm_count while norms are added
-
-    def enter(self, step: int, period: int) -> None:
-        """End the running period if ``step`` lies behind it. Periods start at multiples of their length."""
-        start = step - step % period
-        if start > self.numbers["start"]:
-            self._take_over()  # of the period before: it arrived long ago
-            self.ended.put(self._mean())
-            self.numbers.update(start=float(start), norm_sum=0.0, norm_count=0.0)
-            self._running = None
-
-    def add(self, norm: Tensor) -> None:
-        """Count a norm, unless it is not finite."""
-        norm = norm.detach().to(torch.float64).reshape(())
-        if self._running is not None and self._running.device != norm.device:
-            self.settle()
-        if self._running is None:
-            known = [self.numbers["norm_sum"], self.numbers["norm_count"]]
-            self._running = torch.stack([norm.new_full((), x) for x in known])
-        finite = torch.isfinite(norm)
-        self._running += torch.stack([torch.where(finite, norm, 0.0), finite.to(norm.dtype)])
-
-    def two_means(self, step: int) -> tuple[float, float]:
-        """Means of the last two periods that ended before ``step``, the older first; nan where there are none."""
-        if step >= self.numbers["start"]:
-            self._take_over()
-        return self.numbers["norm_before"], self.numbers["last_norm"]
-
-    def settle(self) -> None:
-        if self._running is not None:
-            self.numbers["norm_sum"], self.numbers["norm_count"] = self._running.to("cpu").tolist()
-            self._running = None
-
-    def _mean(self) -> Tensor | float:
-        """Of the running period; nan if nothing was counted."""
-        if self._running is not None:
-            return self._running[0] / self._running[1]
-        count = self.numbers["norm_count"]
-        return self.numbers["norm_sum"] / count if count else math.nan
-
-    def _take_over(self) -> None:
-        mean = self.ended.get()
-        if not math.isnan(mean):
-            self.numbers.update(norm_before=self.numbers["last_norm"], last_norm=mean)
-        self.ended.put(math.nan)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.machine import GEMM_SIDE, seconds
-from secondorder.curvature import kernel
+from secondorder.curvature import kernel, woodbury
 from secondorder.curvature.kernel import Rows
 
 COLUMNS = ("R", "layer", "kernel ms", "beyond FLOPs", "projection ms", "beyond FLOPs", "GFLOP/s of a product")
@@ -79,12 +79,12 @@ class Kernel:
 
         rows, gradient = Rows(random(rank, 1, d_i), random(rank, 1, d_o)), random(d_o, d_i)
         damping = torch.ones((), dtype=torch.float64, device=device)
-        inverse, _ = kernel.damped_inverse(kernel.gram(rows).double(), damping)
+        inverse, _ = woodbury.damped_inverse(kernel.gram(rows).double(), damping)
         square = random(GEMM_SIDE, GEMM_SIDE)
         work = {"kernel": 2 * rank**2 * (d_i + d_o), "projection": 4 * rank * d_i * d_o}
         ways: dict[str, Callable[[], object]] = {
             "kernel": lambda: kernel.gram(rows),
-            "projection": lambda: kernel.apply(rows, inverse, damping, gradient),
+            "projection": lambda: woodbury.apply(rows, inverse, damping, gradient),
             "product": lambda: square @ square,
         }
         repeats = {

@@ -81,8 +81,8 @@ class Analysis:
         every: Interval in steps; the first step is looked at too.
         rank_fraction: ρ, kept rows per example, for the error.
         max_rank: Most rows to keep.
-        damping: λ of rank and error; None: the optimizer's own of each layer, a relative one being times the mean
-            eigenvalue of the kernel.
+        damping: λ of rank and error; None: the optimizer's own of each layer, a relative one by this batch alone: times
+            the mean eigenvalue of the kernel for HyLo, of the Fisher for the others.
         epoch_steps: Steps of an epoch, for the column ``epoch``; None leaves it null.
         approx: ``"reduce"`` takes one row per example, ``"expand"`` the rows of all positions, which is exact.
         kis_sampling: How rows are drawn for the error, one way or several: ``"systematic"``, ``"replacement"``,
@@ -140,7 +140,8 @@ class Analysis:
         # The classes of layer methods stand above this one, so a type checker does not know their members here.
         self._method: Any = cast("Any", optimizer)
         self._method._require_capture()
-        self._few_rows = FewRows(self._tools, rank_fraction, max_rank, damping, samplings, seed)
+        per_kernel = self._method.damps_kernel
+        self._few_rows = FewRows(self._tools, rank_fraction, max_rank, damping, per_kernel, samplings, seed)
         self.refused: dict[str, str] = {}
         self._observe(Path(out_dir), epoch_steps)
         self._attach()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secondorder.curvature import kernel, selection
+from secondorder.curvature import kernel, selection, woodbury
 from secondorder.curvature.kernel import Rows
 
 
@@ -103,8 +103,8 @@ def spectrum(kernel_: Tensor, damping: Tensor) -> dict[str, Any]:
 
 def exact(system: System) -> Tensor:
     """u*, from all rows."""
-    inverse, _ = kernel.damped_inverse(system.kernel, system.damping)
-    return kernel.apply(system.rows, inverse, system.damping, system.matrix)
+    inverse, _ = woodbury.damped_inverse(system.kernel, system.damping)
+    return woodbury.apply(system.rows, inverse, system.damping, system.matrix)
 
 
 def interpolated(system: System, rank: int) -> Kept:
@@ -112,10 +112,10 @@ def interpolated(system: System, rank: int) -> Kept:
     found = selection.interpolate(system.kernel, rank)
     rows = kernel.pick(system.rows, found.index, found.valid)
     core = selection.core(system.kernel, found, system.damping, "diag")
-    inverse, _ = kernel.interpolated_inverse(core, kernel.gram(rows).to(core))
+    inverse, _ = woodbury.interpolated_inverse(core, kernel.gram(rows).to(core))
     trace = system.kernel.diagonal(dim1=-2, dim2=-1).sum()
     return Kept(
-        kernel.apply(rows, inverse, system.damping, system.matrix),
+        woodbury.apply(rows, inverse, system.damping, system.matrix),
         ("kid_energy", float(found.energy[..., -1].sum() / trace)),
     )
 
@@ -124,10 +124,10 @@ def sampled(system: System, rank: int, sampling: str, generator: torch.Generator
     """KIS: rows drawn by their lengths; the measure is the effective sample size ``(Σω²)²/Σω⁴``, of blocks the mean."""
     drawn = selection.draw(kernel.norms(system.rows), rank, sampling, generator)
     rows = kernel.pick(system.rows, drawn.index, drawn.weight)
-    inverse, _ = kernel.damped_inverse(kernel.gram(rows), system.damping)
+    inverse, _ = woodbury.damped_inverse(kernel.gram(rows), system.damping)
     squares = drawn.weight.square()
     size = (squares.sum(-1).square() / squares.square().sum(-1)).mean()
-    return Kept(kernel.apply(rows, inverse, system.damping, system.matrix), ("kis_ess", float(size)))
+    return Kept(woodbury.apply(rows, inverse, system.damping, system.matrix), ("kis_ess", float(size)))
 
 
 def compare(update: Tensor, exact_update: Tensor) -> Sums:

@@ -52,6 +52,7 @@ class FewRows:
         rank_fraction: ρ.
         max_rank: Most rows to keep.
         damping: λ, or None for that of each layer's options.
+        damps_kernel: Whether a relative one is relative to the kernel, as in the optimizer.
         samplings: How rows are drawn.
         seed: Seed of the draws.
     """
@@ -60,6 +61,7 @@ class FewRows:
     rank_fraction: float
     max_rank: int
     damping: float | None
+    damps_kernel: bool
     samplings: Sequence[str]
     seed: int
 
@@ -90,7 +92,7 @@ class FewRows:
         matrix = as_rows_matrix(rows, look.block.matrix([g.double() for g in look.gradients]))
         mean = found.diagonal(dim1=-2, dim2=-1).mean(-1)
         if self.damping is None:
-            if "update_steps" not in group:  # relative to the mean eigenvalue of F, not of the kernel
+            if not self.damps_kernel:  # relative to the mean eigenvalue of F, not of the kernel
                 mean = mean * (look.rows.n / (look.block.adapter.n_a * look.block.adapter.n_g))
             damping = statistics.effective_damping(group["damping"], group["damping_mode"], mean)
         else:

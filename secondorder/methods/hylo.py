@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.capturing import LayerOptions
 from secondorder.comm import CommStrategy
-from secondorder.curvature import kernel, selection
+from secondorder.curvature import kernel, selection, stacks, woodbury
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.examples import as_rows_matrix
 from secondorder.curvature.kernel import Rows
@@ -49,8 +49,6 @@ from secondorder.switched import SwitchedOptimizer
 from secondorder.switching import GradNormChange, SwitchPolicy
 
 _MODES = ("auto", "kid", "kis", "sngd")
-#: Numbers of a stack of kernels that are worked on together.
-_STACK = 1 << 24
 #: Ranks that an energy asks for are rounded up to a multiple of this, so that few sizes occur.
 _RANK_STEP = 8
 
@@ -285,9 +283,9 @@ class HyLo(SwitchedOptimizer):
             if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
                 rank = min(selection.planned_rank(n, group["rank_fraction"], group["max_rank"]), rows.n)
             kept = self._sampled(block, rows, norms, rank, "probe of ")
-            inverse, _ = kernel.damped_inverse(_widened(kernel.gram(kept)), damping)
-            exact = kernel.exact_update(rows, damping, matrix)
-            off = kernel.apply(kept, inverse, damping, matrix) - exact
+            inverse, _ = woodbury.damped_inverse(_widened(kernel.gram(kept)), damping)
+            exact = woodbury.exact_update(rows, damping, matrix)
+            off = woodbury.apply(kept, inverse, damping, matrix) - exact
             errors.append(torch.linalg.vector_norm(off) / torch.linalg.vector_norm(exact).clamp(min=1e-30))
         if errors:
             self.switch.probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
@@ -319,7 +317,7 @@ class HyLo(SwitchedOptimizer):
         for block, k in kept.items():
             kinds.setdefault((k.rows.n, k.rows.g.dtype, k.rows.g.device, k.core is None), []).append(block)
         for members in kinds.values():
-            for some in _stacks(members, lambda b: _batch(kept[b].rows) * kept[b].rows.n ** 2):
+            for some in stacks.bounded(members, lambda b: _batch(kept[b].rows) * kept[b].rows.n ** 2):
                 ok |= self._invert({b: kept[b] for b in some}, fresh)
         self._probe(asking, fresh, ranks)
         return ok
@@ -328,16 +326,16 @@ class HyLo(SwitchedOptimizer):
         """Invert the kernels of rows of one number, together, and take them over."""
         with self._stage("kernel"):
             kernels = [_widened(kernel.gram(k.rows)) for k in kept.values()]
-            stack, leads = _joined(kernels, 2), [x.shape[:-2] for x in kernels]
+            stack, leads = stacks.joined(kernels, 2), [x.shape[:-2] for x in kernels]
             del kernels
         with self._stage("invert"):
             cores = [k.core.to(stack.dtype) for k in kept.values() if k.core is not None]
             if cores:
-                found = kernel.interpolated_inverse(_joined(cores, 2), stack)
+                found = woodbury.interpolated_inverse(stacks.joined(cores, 2), stack)
             else:
-                found = kernel.damped_inverse(stack, _joined([k.damping for k in kept.values()], 0))
+                found = woodbury.damped_inverse(stack, stacks.joined([k.damping for k in kept.values()], 0))
             ok = {}
-            for (block, k), inverse, good in zip(kept.items(), *(_parted(t, leads) for t in found), strict=True):
+            for (block, k), inverse, good in zip(kept.items(), *(stacks.parted(t, leads) for t in found), strict=True):
                 ok[block] = good.all() & fresh[block].ok
                 self.keep_rows(block, k.rows, inverse, k.damping, bool(cores), ok[block])
         return ok
@@ -369,12 +367,12 @@ class HyLo(SwitchedOptimizer):
                 kinds.setdefault((rows.n, limits[block], share, rows.g.dtype, rows.g.device), []).append(block)
         needed: dict[Block, Tensor] = {}
         for (n, limit, share, *_), members in kinds.items():
-            for some in _stacks(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
+            for some in stacks.bounded(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
                 local, leads = self._local_kernels(some, fresh)
                 found = selection.interpolate(local, limit)
                 traces = local.diagonal(dim1=-2, dim2=-1).sum(-1)
                 counts = selection.energy_rank(found, traces, share, _ROUNDING[local.dtype])
-                needed.update(zip(some, (part.max() for part in _parted(counts, leads)), strict=True))
+                needed.update(zip(some, (part.max() for part in stacks.parted(counts, leads)), strict=True))
         if needed:  # one wait for the device
             device = next(iter(needed.values())).device
             found_ranks = torch.stack([count.to(device) for count in needed.values()]).tolist()
@@ -385,7 +383,7 @@ class HyLo(SwitchedOptimizer):
     def _local_kernels(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> tuple[Tensor, list[torch.Size]]:
         """Kernels of all examples of some blocks, stacked ``[k, n, n]``, and their leading shapes."""
         grams = [kernel.gram(fresh[b].rows) for b in blocks]
-        return _joined(grams, 2), [x.shape[:-2] for x in grams]
+        return stacks.joined(grams, 2), [x.shape[:-2] for x in grams]
 
     def _sampled(self, block: Block, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
         """Rows drawn by their scores ``[(Γ,) n]``, weighted; a draw depends on layer and refresh alone."""
@@ -406,13 +404,13 @@ class HyLo(SwitchedOptimizer):
             key = (rows.n, rows.g.dtype, rows.g.device, ranks[block], group["kid_pivoting"], group["kid_residual"])
             kinds.setdefault(key, []).append(block)
         for (n, *_, rank, pivoting, residual), members in kinds.items():
-            for some in _stacks(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
+            for some in stacks.bounded(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
                 local, leads = self._local_kernels(some, fresh)
-                traces = _parted(local.diagonal(dim1=-2, dim2=-1).sum(-1), leads)
+                traces = stacks.parted(local.diagonal(dim1=-2, dim2=-1).sum(-1), leads)
                 dampings = [self.damping_of(b, t, fresh[b].examples) for b, t in zip(some, traces, strict=True)]
                 found = selection.interpolate(local, rank, order=selection.pivots(local, rank, pivoting))
-                core = selection.core(_widened(local), found, _joined(dampings, 0), residual)
-                parts = [_parted(t, leads) for t in (found.index, found.valid, core)]
+                core = selection.core(_widened(local), found, stacks.joined(dampings, 0), residual)
+                parts = [stacks.parted(t, leads) for t in (found.index, found.valid, core)]
                 for block, damping, index, valid, own in zip(some, dampings, *parts, strict=True):
                     rows = fresh[block].rows
                     kept[block] = Kept(kernel.pick(rows, index, valid.to(rows.g.dtype)), damping, own)
@@ -423,7 +421,7 @@ class HyLo(SwitchedOptimizer):
         """``[V − Ĝᵀ diag(M ĵ) Â] / λ``, or without the division."""
         state, rows = self.state[block.owner], self.kept_rows(block)
         matrix = as_rows_matrix(rows, gradient)
-        found = kernel.apply(rows, state["kernel"], state["kernel_damping"], matrix).reshape(gradient.shape)
+        found = woodbury.apply(rows, state["kernel"], state["kernel_damping"], matrix).reshape(gradient.shape)
         if block.group["normalize_damping"]:
             lead = state["kernel_damping"][..., None, None] if gradient.dim() > 2 else state["kernel_damping"]
             found = found * lead.to(found.dtype)
@@ -455,8 +453,8 @@ class HyLo(SwitchedOptimizer):
         """F̂ of the rows that are kept, ``[(Γ,) n, n]``."""
         state, rows = self.state[block.owner], self.kept_rows(block)
         if bool(state["interpolated"]):
-            return kernel.curvature(rows, state["kernel"], state["kernel_damping"])
-        return kernel.second_moment(rows)
+            return woodbury.curvature(rows, state["kernel"], state["kernel_damping"])
+        return woodbury.second_moment(rows)
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters, modes and ranks as plain numbers; reading them may wait for the device."""
@@ -497,32 +495,7 @@ def _filled(kept: Kept, rows: int) -> Kept:
         return kept
     core = kept.core
     if core is not None:
-        core = kernel.block_diagonal(
+        core = woodbury.block_diagonal(
             [core, torch.eye(missing, dtype=core.dtype, device=core.device).expand(*core.shape[:-2], -1, -1)]
         )
     return Kept(kernel.padded(kept.rows, rows), kept.damping, core)
-
-
-def _stacks(blocks: Sequence[Block], numbers: Callable[[Block], int]) -> Iterator[list[Block]]:
-    """Blocks in stacks of a bounded size, ``numbers`` being that of each."""
-    stack, size = list[Block](), 0
-    for block in blocks:
-        if stack and size + numbers(block) > _STACK:
-            yield stack
-            stack, size = [], 0
-        stack.append(block)
-        size += numbers(block)
-    if stack:
-        yield stack
-
-
-def _joined(parts: Sequence[Tensor], trailing: int) -> Tensor:
-    """Tensors ``[(Γ,) …]`` of equal trailing sizes as one ``[k, …]``."""
-    flat = [part.reshape(-1, *part.shape[part.dim() - trailing :]) for part in parts]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
-
-
-def _parted(joined: Tensor, leads: Sequence[torch.Size]) -> list[Tensor]:
-    """The inverse: one tensor for each of the leading shapes."""
-    parts = joined.split([lead.numel() for lead in leads])
-    return [part.reshape((*lead, *joined.shape[1:])) for part, lead in zip(parts, leads, strict=True)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from secondorder.curvature import kernel
+from secondorder.curvature import kernel, woodbury
 from secondorder.curvature.kernel import Rows
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
@@ -179,7 +179,7 @@ def test_whole_gradients_do_what_pairs_do(kind: str, positions: int, lead: tuple
     assert_close(kernel.norms(whole), kernel.norms(x))
     assert_close(kernel.project(whole, flat), kernel.project(x, v))
     assert_close(kernel.combine(whole, z).view(v.shape), kernel.combine(x, z))
-    assert_close(kernel.exact_update(whole, damping, flat).view(v.shape), kernel.exact_update(x, damping, v))
+    assert_close(woodbury.exact_update(whole, damping, flat).view(v.shape), woodbury.exact_update(x, damping, v))
 
 
 def test_tables_are_not_written_out() -> None:
@@ -293,7 +293,7 @@ def test_all_rows_solve_the_dense_system(kind: str, positions: int, lead: tuple[
         scale = damping * (torch.rand(lead, dtype=F64) + 0.5)
         before = v.clone()
         wanted = solved(u, scale, v)
-        found = kernel.exact_update(x, scale, v)
+        found = woodbury.exact_update(x, scale, v)
         condition = 1 + float(torch.linalg.matrix_norm(u, 2).square().max()) / damping
         assert error(found, wanted) < 1e-12 + 1e-16 * condition**2  # most of it where the rows span V
         assert torch.equal(v, before)
@@ -305,38 +305,38 @@ def test_few_examples_and_few_parameters_solve_the_dense_system() -> None:
         x = make("homogeneous", n, d_i=d_i, d_o=d_o)
         v = matrix(x)
         damping = torch.tensor(0.01, dtype=F64)
-        assert error(kernel.exact_update(x, damping, v), solved(gradients(x), damping, v)) < 1e-9
+        assert error(woodbury.exact_update(x, damping, v), solved(gradients(x), damping, v)) < 1e-9
 
 
 def test_a_direction_is_linear_and_tends_to_the_gradient() -> None:
     x = make("homogeneous", 6)
     v, w, damping = matrix(x), matrix(x), torch.tensor(0.1, dtype=F64)
-    inverse, _ = kernel.damped_inverse(kernel.gram(x), damping)
-    both = kernel.apply(x, inverse, damping, 2 * v - w)
-    assert_close(both, 2 * kernel.apply(x, inverse, damping, v) - kernel.apply(x, inverse, damping, w))
-    assert torch.equal(kernel.apply(x, inverse, damping, torch.zeros_like(v)), torch.zeros_like(v))
+    inverse, _ = woodbury.damped_inverse(kernel.gram(x), damping)
+    both = woodbury.apply(x, inverse, damping, 2 * v - w)
+    assert_close(both, 2 * woodbury.apply(x, inverse, damping, v) - woodbury.apply(x, inverse, damping, w))
+    assert torch.equal(woodbury.apply(x, inverse, damping, torch.zeros_like(v)), torch.zeros_like(v))
     large = torch.tensor(1e9, dtype=F64)
-    torch.testing.assert_close(kernel.exact_update(x, large, v) * large, v, rtol=1e-6, atol=0)
+    torch.testing.assert_close(woodbury.exact_update(x, large, v) * large, v, rtol=1e-6, atol=0)
 
 
 def test_the_order_of_examples_does_not_matter() -> None:
     x, damping = make("homogeneous", 8, 3), torch.tensor(0.1, dtype=F64)
     v, order = matrix(x), torch.randperm(8)
     other = kernel.pick(x, order, torch.ones(8))
-    assert_close(kernel.exact_update(other, damping, v), kernel.exact_update(x, damping, v))
+    assert_close(woodbury.exact_update(other, damping, v), woodbury.exact_update(x, damping, v))
 
 
 @kinds
 def test_zero_and_repeated_rows_are_harmless(kind: str) -> None:
     x, damping = make(kind, 4, 2), torch.tensor(0.01, dtype=F64)
     v = matrix(x)
-    assert_close(kernel.exact_update(kernel.padded(x, 9), damping, v), kernel.exact_update(x, damping, v))
+    assert_close(woodbury.exact_update(kernel.padded(x, 9), damping, v), woodbury.exact_update(x, damping, v))
     twice = kernel.concatenate([x, x, x])
-    found = kernel.exact_update(twice, damping, v)
+    found = woodbury.exact_update(twice, damping, v)
     assert_close(found, solved(gradients(twice), damping, v))
-    assert_close(found, kernel.exact_update(kernel.scaled(x, 3**0.5), damping, v))
+    assert_close(found, woodbury.exact_update(kernel.scaled(x, 3**0.5), damping, v))
     nothing = kernel.scaled(x, 0.0)
-    assert_close(kernel.exact_update(nothing, damping, v), v / damping)
+    assert_close(woodbury.exact_update(nothing, damping, v), v / damping)
 
 
 def test_gradients_of_rank_one_are_solved() -> None:
@@ -345,14 +345,14 @@ def test_gradients_of_rank_one_are_solved() -> None:
     v = matrix(x)
     for damping in (1e-6, 1e-2):
         scale = torch.tensor(damping, dtype=F64)
-        assert error(kernel.exact_update(same, scale, v), solved(gradients(same), scale, v)) < 1e-14 / damping + 1e-12
+        assert error(woodbury.exact_update(same, scale, v), solved(gradients(same), scale, v)) < 1e-14 / damping + 1e-12
 
 
 @leads
 def test_inverse_is_that_of_the_damped_kernel(lead: tuple[int, ...]) -> None:
     k, damping = spd(7, *lead), torch.rand(lead, dtype=F64) + 0.1
     before = k.clone()
-    found, ok = kernel.damped_inverse(k, damping)
+    found, ok = woodbury.damped_inverse(k, damping)
     assert_close(found, torch.linalg.inv(k + damping[..., None, None] * eye(k)))
     assert_symmetric(found)
     assert found.is_contiguous()
@@ -364,7 +364,7 @@ def test_inverse_is_that_of_the_damped_kernel(lead: tuple[int, ...]) -> None:
 @leads
 def test_interpolated_inverse_is_the_form_with_two_inverses(lead: tuple[int, ...]) -> None:
     s, k = spd(7, *lead), spd(7, *lead)
-    found, ok = kernel.interpolated_inverse(s, k)
+    found, ok = woodbury.interpolated_inverse(s, k)
     assert_close(found, torch.linalg.inv(torch.linalg.inv(s) + k))
     assert_symmetric(found)
     assert ok.shape == lead
@@ -373,10 +373,10 @@ def test_interpolated_inverse_is_the_form_with_two_inverses(lead: tuple[int, ...
 
 def test_a_singular_kernel_is_interpolated() -> None:
     s, k = spd(6), draw(6, 2)
-    found, ok = kernel.interpolated_inverse(s, k @ k.mT)
+    found, ok = woodbury.interpolated_inverse(s, k @ k.mT)
     assert ok
     assert_close(found, torch.linalg.inv(torch.linalg.inv(s) + k @ k.mT))
-    assert_close(kernel.interpolated_inverse(s, torch.zeros_like(s))[0], s)
+    assert_close(woodbury.interpolated_inverse(s, torch.zeros_like(s))[0], s)
 
 
 @pytest.mark.parametrize("kept", [8, 3])
@@ -388,25 +388,25 @@ def test_interpolation_of_rows_of_low_rank_is_exact(kept: int) -> None:
     rows = x if kept == 8 else kernel.pick(x, torch.arange(3), torch.ones(3))
     p = eye(draw(8, 8)) if kept == 8 else p
     v, damping = matrix(x), torch.tensor(0.05, dtype=F64)
-    inverse, _ = kernel.interpolated_inverse(p @ p.mT / damping, kernel.gram(rows))
-    assert_close(kernel.apply(rows, inverse, damping, v), solved(gradients(x), damping, v))
+    inverse, _ = woodbury.interpolated_inverse(p @ p.mT / damping, kernel.gram(rows))
+    assert_close(woodbury.apply(rows, inverse, damping, v), solved(gradients(x), damping, v))
 
 
 @leads
 def test_blocks_are_put_on_the_diagonal(lead: tuple[int, ...]) -> None:
     blocks = [draw(*lead, r, r) for r in (2, 1, 3)]
-    found = kernel.block_diagonal(blocks)
+    found = woodbury.block_diagonal(blocks)
     flat = [block.reshape(-1, *block.shape[-2:]) for block in blocks]
     wanted = torch.stack([torch.block_diag(*group) for group in zip(*flat, strict=True)])
     assert torch.equal(found, wanted.view(*lead, 6, 6))
-    assert kernel.block_diagonal(blocks[:1]) is blocks[0]
+    assert woodbury.block_diagonal(blocks[:1]) is blocks[0]
 
 
 @leads
 def test_interpolation_of_blocks_is_that_of_their_matrix(lead: tuple[int, ...]) -> None:
-    s = kernel.block_diagonal([spd(2, *lead), spd(3, *lead)])
+    s = woodbury.block_diagonal([spd(2, *lead), spd(3, *lead)])
     k = spd(5, *lead)
-    assert_close(kernel.interpolated_inverse(s, k)[0], torch.linalg.inv(torch.linalg.inv(s) + k))
+    assert_close(woodbury.interpolated_inverse(s, k)[0], torch.linalg.inv(torch.linalg.inv(s) + k))
 
 
 # The ladder of failures
@@ -425,14 +425,14 @@ DIAGONALS = {
 def ladder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device climbs the whole ladder unseen; the host stops at the rung that holds."""
     if request.param == "device":
-        monkeypatch.setattr(kernel, "all_true_on_cpu", lambda _: False)
+        monkeypatch.setattr(woodbury, "all_true_on_cpu", lambda _: False)
 
 
 @pytest.mark.usefixtures("ladder")
 def test_each_matrix_climbs_its_own_ladder() -> None:
     stack = torch.stack([torch.diag(torch.tensor([1.0] * 9 + [x], dtype=F64)) for x, _ in DIAGONALS.values()])
-    found, ok = kernel.damped_inverse(stack, torch.zeros(len(stack)))
-    other, other_ok = kernel.interpolated_inverse(stack, torch.zeros_like(stack))
+    found, ok = woodbury.damped_inverse(stack, torch.zeros(len(stack)))
+    other, other_ok = woodbury.interpolated_inverse(stack, torch.zeros_like(stack))
     assert ok.tolist() == other_ok.tolist() == [jitter is not None for _, jitter in DIAGONALS.values()]
     for i, (_, jitter) in enumerate(DIAGONALS.values()):
         if jitter is None:
@@ -450,15 +450,15 @@ def test_a_kernel_that_is_not_finite_leaves_the_gradient(value: float) -> None:
     bad = torch.stack([spd(4), spd(4)])
     bad[1, 2, 3] = bad[1, 3, 2] = value
     x, damping = make("plain", 4, lead=(2,)), torch.full((2,), 0.5, dtype=F64)
-    found, ok = kernel.damped_inverse(bad, damping)
+    found, ok = woodbury.damped_inverse(bad, damping)
     assert ok.tolist() == [True, False]
     v = matrix(x)
-    update = kernel.apply(x, found, damping, v)
+    update = woodbury.apply(x, found, damping, v)
     assert_close(update[1], v[1] / 0.5)
     assert not torch.equal(update[0], v[0] / 0.5)
     good = torch.stack([spd(4), spd(4)])
     for s, k in ((bad, good), (good, bad)):
-        found, ok = kernel.interpolated_inverse(s, k)
+        found, ok = woodbury.interpolated_inverse(s, k)
         assert ok.tolist() == [True, False]
         assert not found[1].any()
         assert torch.isfinite(found).all()
@@ -469,7 +469,7 @@ def test_an_indefinite_kernel_of_rounding_is_interpolated() -> None:
     root = draw(20, 3).float()
     k = (root @ root.mT).double()
     assert float(torch.linalg.eigvalsh(k)[0]) < -1e-9
-    found, ok = kernel.interpolated_inverse(eye(k) * 1e10, k)
+    found, ok = woodbury.interpolated_inverse(eye(k) * 1e10, k)
     assert ok
     assert torch.isfinite(found).all()
 
@@ -494,9 +494,9 @@ def test_single_precision_comes_close(kind: str, positions: int) -> None:
     assert error(kernel.norms(low), kernel.norms(x)) < 1e-6
     damping = 1e-3 * torch.linalg.eigvalsh(kernel.gram(x))[-1]
     for scale in (damping, damping.float()):  # λ and M in a precision of their own
-        found = kernel.exact_update(low, scale, v.float())
+        found = woodbury.exact_update(low, scale, v.float())
         assert found.dtype == torch.float32
-        assert error(found, kernel.exact_update(x, damping, v)) < 1e-4
+        assert error(found, woodbury.exact_update(x, damping, v)) < 1e-4
 
 
 class Largest(TorchDispatchMode):
@@ -521,15 +521,15 @@ class Largest(TorchDispatchMode):
 @kinds
 @positions
 def test_nothing_waits_for_a_device(kind: str, positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "all_true_on_cpu", lambda _: False)
+    monkeypatch.setattr(woodbury, "all_true_on_cpu", lambda _: False)
     x, damping = make(kind, 6, positions), torch.tensor(0.1, dtype=F64)
     v, index = matrix(x), torch.tensor([3, 1])
     with Largest() as seen:
         kept = kernel.padded(kernel.concatenate([kernel.pick(x, index, torch.ones(2)), x]), 9)
-        core = kernel.block_diagonal([kernel.gram(x), kernel.gram(x)])[:9, :9].clone()
-        inverse, _ = kernel.interpolated_inverse(core, kernel.gram(kept))
-        kernel.apply(kernel.scaled(kept, damping), inverse, damping, v)
-        kernel.exact_update(x, damping, v)
+        core = woodbury.block_diagonal([kernel.gram(x), kernel.gram(x)])[:9, :9].clone()
+        inverse, _ = woodbury.interpolated_inverse(core, kernel.gram(kept))
+        woodbury.apply(kernel.scaled(kept, damping), inverse, damping, v)
+        woodbury.exact_update(x, damping, v)
         values = kernel.norms(x)
         kernel.effective_rank(values)
         kernel.rank_of_energy(values)
@@ -540,7 +540,7 @@ def test_nothing_waits_for_a_device(kind: str, positions: int, monkeypatch: pyte
 def test_the_result_is_the_only_matrix_as_large_as_the_parameter(kind: str) -> None:
     x, damping = make(kind, 3, d_i=40, d_o=50), torch.tensor(0.1, dtype=F64)
     v = matrix(x)
-    inverse, _ = kernel.damped_inverse(kernel.gram(x), damping)
+    inverse, _ = woodbury.damped_inverse(kernel.gram(x), damping)
     made: set[int] = set()
 
     class Made(TorchDispatchMode):
@@ -551,7 +551,7 @@ def test_the_result_is_the_only_matrix_as_large_as_the_parameter(kind: str) -> N
             return result
 
     with Made():
-        found = kernel.apply(x, inverse, damping, v)
+        found = woodbury.apply(x, inverse, damping, v)
     given = {part.untyped_storage().data_ptr() for part in (v, x.a, x.g) if part is not None}
     assert made - given == {found.untyped_storage().data_ptr()}
 
@@ -566,8 +566,8 @@ def test_the_result_is_the_only_matrix_as_large_as_the_parameter(kind: str) -> N
 @leads
 def test_curvature_of_all_rows_is_their_second_moment(kind: str, positions: int, lead: tuple[int, ...]) -> None:
     x, damping = make(kind, 5, positions, lead), torch.rand(lead, dtype=F64) + 0.1
-    inverse, _ = kernel.damped_inverse(kernel.gram(x), damping)
-    found, u = kernel.curvature(x, inverse, damping), gradients(x)
+    inverse, _ = woodbury.damped_inverse(kernel.gram(x), damping)
+    found, u = woodbury.curvature(x, inverse, damping), gradients(x)
     assert_close(found, u.mT @ u)
     assert_symmetric(found)
 
@@ -581,17 +581,17 @@ def test_curvature_is_what_apply_inverts(kind: str, lead: tuple[int, ...]) -> No
     half = (weight / damping[..., None]).sqrt()[..., None]
     k = kernel.gram(x)
     inverse = half * torch.linalg.inv(eye(k) + half * k * half.mT) * half.mT
-    v, f = matrix(x), kernel.curvature(x, inverse, damping)
+    v, f = matrix(x), woodbury.curvature(x, inverse, damping)
     wanted = torch.linalg.solve(f + damping[..., None, None] * eye(f), v.flatten(-2)[..., None]).view(v.shape)
-    assert_close(kernel.apply(x, inverse, damping, v), wanted)
+    assert_close(woodbury.apply(x, inverse, damping, v), wanted)
     assert_close(f, gradients(x).mT @ (weight[:, None] * gradients(x)))
-    assert_close(kernel.curvature(x, torch.zeros_like(k), damping), torch.zeros_like(f))
+    assert_close(woodbury.curvature(x, torch.zeros_like(k), damping), torch.zeros_like(f))
 
 
 def test_curvature_is_double_whatever_the_rows_are() -> None:
     x, damping = make("homogeneous", 5, 2), torch.tensor(0.1, dtype=F64)
-    inverse, _ = kernel.damped_inverse(kernel.gram(x), damping)
-    found = kernel.curvature(single(x), inverse.float(), damping.float())
+    inverse, _ = woodbury.damped_inverse(kernel.gram(x), damping)
+    found = woodbury.curvature(single(x), inverse.float(), damping.float())
     assert found.dtype == F64
     assert error(found, gradients(x).mT @ gradients(x)) < 1e-4
 

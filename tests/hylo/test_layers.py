@@ -29,6 +29,21 @@ from tests.hylo.oracle import (
     sngd,
     step,
 )
+from tests.layers.networks import (
+    CONVS,
+    NORMED,
+    SIZES,
+    TOKENS,
+    TRANSPOSED,
+    Flattened,
+    Normed,
+    Repeated,
+    RepeatedConv,
+    Sequence,
+    Words,
+    around,
+    squares,
+)
 from tests.layers.reference import follows_fallback, rows_by_example, singles
 from tests.layers.test_attention import Attends
 from tests.layers.test_bilinear import Pair
@@ -38,11 +53,6 @@ from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vect
 
 approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
 biases = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-
-
-def squares(output, target):
-    """Per-example sums of squares of a bounded output, averaged over the examples."""
-    return (torch.tanh(output) - target).square().flatten(1).sum(1).mean()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,18 +89,6 @@ def test_one_position_is_a_matrix(approx):
     assert_close(found[1], found[0], 1e-10)
 
 
-class Flattened(nn.Module):
-    """Moves the tokens into the batch axis for its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x):
-        z = self.outer(torch.tanh(self.inner(x.flatten(0, -2))))
-        return z.view(*x.shape[:-1], -1)
-
-
 @approximations
 def test_tokens_in_the_batch_axis_still_belong_to_their_example(approx):
     """Reduced rows are those of the layer that sees ``[N, S]``."""
@@ -118,18 +116,6 @@ def test_tokens(read, approx):
     x = noise(4, 5, 3)
     y = labels(20, 3).view(4, 5) if read == "positions" else labels(4, 3)
     check(lambda: seeded_build(lambda: Tokens(read=read)), x, y, F.cross_entropy, ["inner", "outer"], approx)
-
-
-class Sequence(nn.Module):
-    """Time on the first axis inside; ``first``: of its input too."""
-
-    def __init__(self, first: bool) -> None:
-        super().__init__()
-        self.inner, self.outer, self.first = nn.Linear(3, 4), nn.Linear(4, 3), first
-
-    def forward(self, x):
-        x = x if self.first else x.transpose(0, 1)
-        return self.outer(torch.tanh(self.inner(x))).mean(0)
 
 
 def test_examples_on_the_second_axis():
@@ -188,10 +174,6 @@ def test_masked_positions_are_no_rows(approx):
 # ---------------------------------------------------------------------------------------------------------------------
 # Convolutions
 # ---------------------------------------------------------------------------------------------------------------------
-
-CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
-TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
-SIZES = {1: (7,), 2: (5, 4), 3: (3, 4, 3)}
 
 
 def conv_case(kind, axes, channels=(4, 4), approx="expand", sizes=None, **keywords):
@@ -309,27 +291,6 @@ def test_a_summed_loss(approx):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Repeated(nn.Module):
-    """One layer several times, under one name or under two."""
-
-    def __init__(self, tied: bool, times: int = 2) -> None:
-        super().__init__()
-        self.layer, self.times = nn.Linear(4, 4), times
-        self.head = nn.Linear(4, 3)
-        self.other = nn.Linear(4, 4)
-        if tied:
-            self.other.weight, self.other.bias = self.layer.weight, self.layer.bias
-        else:
-            self.other = self.layer
-
-    def forward(self, x):
-        x = torch.tanh(self.layer(x))
-        for _ in range(self.times - 1):
-            x = torch.tanh(self.other(x))
-        x = self.head(x)
-        return x if x.ndim == 2 else x.mean(1)
-
-
 @pytest.mark.parametrize("times", [2, 3])
 @pytest.mark.parametrize("tokens", [False, True], ids=["vectors", "tokens"])
 @approximations
@@ -360,17 +321,6 @@ def test_two_modules_with_one_weight(times, approx):
             else example_gradients(plain, (x,), y, F.cross_entropy)
         )
         check_block(opt, model, name, as_rows(plain, name, found), kept, 1e-2)
-
-
-class RepeatedConv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(2, 3)
-
-    def forward(self, x):
-        x = torch.tanh(self.conv(x))
-        x = torch.tanh(self.conv(x[..., ::2, :]))  # a second size
-        return self.head(x.mean((2, 3)))
 
 
 @approximations
@@ -407,21 +357,6 @@ def test_a_layer_that_a_step_does_not_reach():
 # ---------------------------------------------------------------------------------------------------------------------
 # Embeddings
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class Words(nn.Module):
-    def __init__(self, padding_idx=None, bag=None) -> None:
-        super().__init__()
-        self.words = nn.EmbeddingBag(6, 3, mode=bag) if bag else nn.Embedding(6, 3, padding_idx=padding_idx)
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, index):
-        z = torch.tanh(self.words(index))
-        z = self.head(z)
-        return z if z.ndim == 2 else z.mean(1)
-
-
-TOKENS = torch.tensor([[0, 1, 1, 4], [2, 2, 2, 2], [5, 0, 1, 3], [3, 4, 3, 0], [0, 0, 5, 1]])
 
 
 @pytest.mark.parametrize("padding_idx", [None, 0, 3])
@@ -610,30 +545,6 @@ def test_bilinear(lead, bias, approx):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Normed(nn.Module):
-    def __init__(self, norm, image: bool) -> None:
-        super().__init__()
-        self.image = image
-        self.first = nn.Conv2d(2, 4, 2) if image else nn.Linear(4, 4)
-        self.norm, self.head = norm(), nn.Linear(4, 3)
-        with torch.no_grad():
-            self.norm.weight.copy_(noise(4, seed=5) + 1)
-
-    def forward(self, x):
-        z = torch.tanh(self.norm(self.first(x)))
-        return self.head(z.flatten(2).mean(2) if self.image else z.flatten(1, -2).mean(1) if z.ndim > 2 else z)
-
-
-NORMED = {
-    "LayerNorm": (lambda: Normed(lambda: nn.LayerNorm(4), False), lambda: noise(6, 4)),
-    "LayerNorm tokens": (lambda: Normed(lambda: nn.LayerNorm(4), False), lambda: noise(6, 3, 4)),
-    "LayerNorm no bias": (lambda: Normed(lambda: nn.LayerNorm(4, bias=False), False), lambda: noise(6, 3, 4)),
-    "RMSNorm": (lambda: Normed(lambda: nn.RMSNorm(4), False), lambda: noise(6, 3, 4)),
-    "GroupNorm": (lambda: Normed(lambda: nn.GroupNorm(2, 4), True), lambda: images(6)[0]),
-    "InstanceNorm": (lambda: Normed(lambda: nn.InstanceNorm2d(4, affine=True), True), lambda: images(6)[0]),
-}
-
-
 @pytest.mark.parametrize("kind", NORMED)
 @approximations
 def test_a_norm_layer_is_one_dense_block(kind, approx):
@@ -678,29 +589,7 @@ def test_batch_norm_takes_the_statistics_of_the_batch_as_constants(image):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Around(nn.Module):
-    """A convolution and two linear layers with a choice of in-place activation and of strides."""
-
-    def __init__(self, inplace: bool = False, odd: bool = False) -> None:
-        super().__init__()
-        self.conv, self.mid, self.head = nn.Conv2d(2, 3, 2), nn.Linear(3, 4), nn.Linear(4, 3)
-        self.act, self.odd = nn.ReLU(inplace), odd
-
-    def forward(self, x):
-        z = self.act(self.conv(x))
-        if self.odd:
-            z = z.transpose(2, 3)  # no copy
-            z = z.flatten(2).transpose(1, 2).expand(-1, -1, -1)
-        else:
-            z = z.transpose(2, 3).flatten(2).transpose(1, 2).contiguous()
-        return self.head(self.act(self.mid(z))).mean(1)
-
-
 AROUND = ["conv", "mid", "head"]
-
-
-def around(**options):
-    return seeded_build(lambda: Around(**options))
 
 
 def check_around(model, given, plain_x, y, approx):

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import HyLo, ParamScheduler
-from secondorder.curvature import kernel, selection
+from secondorder.curvature import selection, stacks, woodbury
 from secondorder.diagnostics import Analysis, read_events
-from secondorder.methods import hylo
 from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError, SwitchPolicy
 from tests.hylo.oracle import (
     LATER,
@@ -335,7 +334,7 @@ def test_rows_of_a_step_that_failed_are_forgotten(monkeypatch):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernel, "damped_inverse", broken)
+        patch.setattr(woodbury, "damped_inverse", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             step(opt, model, *vectors(), F.cross_entropy)
     model.both = False
@@ -443,8 +442,8 @@ def test_a_stack_of_kernels_counts_the_groups_of_its_blocks(energy, monkeypatch)
         return seeded_build(lambda: nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1, groups=16) for _ in range(5))))
 
     x, kept = noise(8, 16, 4, 4), []
-    for bound in (2 * 16 * 8 * 8, hylo._STACK):
-        monkeypatch.setattr(hylo, "_STACK", bound)
+    for bound in (2 * 16 * 8 * 8, stacks.LIMIT):
+        monkeypatch.setattr(stacks, "LIMIT", bound)
         model = build()
         opt = plain_hylo(model, mode="kid", rank_fraction=0.5, rank_energy=energy)
         with monkeypatch.context() as patch:

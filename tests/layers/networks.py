@@ -1,0 +1,138 @@
+"""Networks of one kind of layer each, for tests of every method that captures layers."""
+
+import torch
+from torch import nn
+
+from tests.oracle.driver import noise
+from tests.oracle.models import images, seeded_build
+
+
+def squares(output, target):
+    """Per-example sums of squares of a bounded output, averaged over the examples."""
+    return (torch.tanh(output) - target).square().flatten(1).sum(1).mean()
+
+
+class Flattened(nn.Module):
+    """Moves the tokens into the batch axis for its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        z = self.outer(torch.tanh(self.inner(x.flatten(0, -2))))
+        return z.view(*x.shape[:-1], -1)
+
+
+class Sequence(nn.Module):
+    """Time on the first axis inside; ``first``: of its input too."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.inner, self.outer, self.first = nn.Linear(3, 4), nn.Linear(4, 3), first
+
+    def forward(self, x):
+        x = x if self.first else x.transpose(0, 1)
+        return self.outer(torch.tanh(self.inner(x))).mean(0)
+
+
+CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+
+
+SIZES = {1: (7,), 2: (5, 4), 3: (3, 4, 3)}
+
+
+class Repeated(nn.Module):
+    """One layer several times, under one name or under two."""
+
+    def __init__(self, tied: bool, times: int = 2) -> None:
+        super().__init__()
+        self.layer, self.times = nn.Linear(4, 4), times
+        self.head = nn.Linear(4, 3)
+        self.other = nn.Linear(4, 4)
+        if tied:
+            self.other.weight, self.other.bias = self.layer.weight, self.layer.bias
+        else:
+            self.other = self.layer
+
+    def forward(self, x):
+        x = torch.tanh(self.layer(x))
+        for _ in range(self.times - 1):
+            x = torch.tanh(self.other(x))
+        x = self.head(x)
+        return x if x.ndim == 2 else x.mean(1)
+
+
+class RepeatedConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(2, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.conv(x))
+        x = torch.tanh(self.conv(x[..., ::2, :]))  # a second size
+        return self.head(x.mean((2, 3)))
+
+
+class Words(nn.Module):
+    def __init__(self, padding_idx=None, bag=None) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(6, 3, mode=bag) if bag else nn.Embedding(6, 3, padding_idx=padding_idx)
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, index):
+        z = torch.tanh(self.words(index))
+        z = self.head(z)
+        return z if z.ndim == 2 else z.mean(1)
+
+
+TOKENS = torch.tensor([[0, 1, 1, 4], [2, 2, 2, 2], [5, 0, 1, 3], [3, 4, 3, 0], [0, 0, 5, 1]])
+
+
+class Normed(nn.Module):
+    def __init__(self, norm, image: bool) -> None:
+        super().__init__()
+        self.image = image
+        self.first = nn.Conv2d(2, 4, 2) if image else nn.Linear(4, 4)
+        self.norm, self.head = norm(), nn.Linear(4, 3)
+        with torch.no_grad():
+            self.norm.weight.copy_(noise(4, seed=5) + 1)
+
+    def forward(self, x):
+        z = torch.tanh(self.norm(self.first(x)))
+        return self.head(z.flatten(2).mean(2) if self.image else z.flatten(1, -2).mean(1) if z.ndim > 2 else z)
+
+
+NORMED = {
+    "LayerNorm": (lambda: Normed(lambda: nn.LayerNorm(4), False), lambda: noise(6, 4)),
+    "LayerNorm tokens": (lambda: Normed(lambda: nn.LayerNorm(4), False), lambda: noise(6, 3, 4)),
+    "LayerNorm no bias": (lambda: Normed(lambda: nn.LayerNorm(4, bias=False), False), lambda: noise(6, 3, 4)),
+    "RMSNorm": (lambda: Normed(lambda: nn.RMSNorm(4), False), lambda: noise(6, 3, 4)),
+    "GroupNorm": (lambda: Normed(lambda: nn.GroupNorm(2, 4), True), lambda: images(6)[0]),
+    "InstanceNorm": (lambda: Normed(lambda: nn.InstanceNorm2d(4, affine=True), True), lambda: images(6)[0]),
+}
+
+
+class Around(nn.Module):
+    """A convolution and two linear layers with a choice of in-place activation and of strides."""
+
+    def __init__(self, inplace: bool = False, odd: bool = False) -> None:
+        super().__init__()
+        self.conv, self.mid, self.head = nn.Conv2d(2, 3, 2), nn.Linear(3, 4), nn.Linear(4, 3)
+        self.act, self.odd = nn.ReLU(inplace), odd
+
+    def forward(self, x):
+        z = self.act(self.conv(x))
+        if self.odd:
+            z = z.transpose(2, 3)  # no copy
+            z = z.flatten(2).transpose(1, 2).expand(-1, -1, -1)
+        else:
+            z = z.transpose(2, 3).flatten(2).transpose(1, 2).contiguous()
+        return self.head(self.act(self.mid(z))).mean(1)
+
+
+def around(**options):
+    return seeded_build(lambda: Around(**options))
