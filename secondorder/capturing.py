@@ -103,7 +103,6 @@ class Capturing(Lifecycle):
 
     def _hook(self) -> None:
         assert self._root is not None
-        self.comm.bind([b.name for b in self._blocks])
         if self._capture is None:
             self._capture = Capture([self._root])
             self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)

@@ -262,7 +262,7 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
                 parts = block.split(self.precondition(block, matrix))
                 directions.update(zip(block.params, parts, strict=True))
         parameters = list(directions)
-        shared = self.comm.share_directions(list(directions.values()))
+        shared = list(directions.values())
         directions = dict(zip(parameters, shared, strict=True))
         self._kl_clip(directions, self._guard(active, directions, source))
         for block in active:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from secondorder import options
-from secondorder.comm import CommStrategy, Local
+from secondorder.comm import CommStrategy, Unit, default_strategy
 from secondorder.curvature.block import clean_name, unwrap
 from secondorder.linalg import Workspace
 
@@ -75,7 +75,8 @@ class Lifecycle(Optimizer):
     def _begin_life(self, comm: CommStrategy | None) -> None:
         if comm is not None and not isinstance(comm, CommStrategy):
             raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
-        self.comm: CommStrategy = comm if comm is not None else Local()
+        self.comm: CommStrategy = comm if comm is not None else default_strategy()
+        self._connected = False
         self._scaler: Any = None
         self._t = 0
         self._root: nn.Module | None = None
@@ -172,6 +173,28 @@ class Lifecycle(Optimizer):
             clock: The clock, or None to stop.
         """
         self._clock = clock
+
+    # ------------------------------------------------------------------ ranks
+    def _place(self, units: Sequence[Unit]) -> None:
+        """Let the strategy decide who does what; arithmetic only, so that loading a checkpoint needs no message."""
+        self._connected = False
+        self.comm.place(units)
+
+    def _join_ranks(self) -> None:
+        """Meet the other ranks, after construction or when the units have changed; all do so at the same time."""
+        if not self._connected and self._group:
+            self.comm.connect(self._facts(), self._group and next(iter(self._group)).device)
+            self._connected = True
+
+    def _facts(self) -> dict[str, str]:
+        """What must be equal on all ranks, in words."""
+        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
+        return {
+            "method": type(self).__name__,
+            "parameters": str([(self._names[p], tuple(p.shape), str(p.dtype)) for p in self._group]),
+            "options": str([{k: float(v) if isinstance(v, Tensor) else v for k, v in g.items()} for g in groups]),
+            "steps taken": str(self._t),
+        }
 
     # ------------------------------------------------------------------ what may change between steps
     def _layout(self) -> list[tuple[object, ...]]:

@@ -48,6 +48,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         super().__init__(params, defaults)
         self.grad_scaler = grad_scaler
         self._connect(module)
+        self._join_ranks()
         self._warn_uncovered()
 
     # ------------------------------------------------------------------ the stages that a family supplies
@@ -60,6 +61,13 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
     def _take(self) -> Any:
         """What was captured since the last step."""
         return None
+
+    def _reduce(self, statistics: Any) -> Any:
+        """Combine what was captured over the ranks."""
+        return statistics
+
+    def _share(self, refreshed: list[int]) -> None:
+        """Bring what was refreshed to the ranks that precondition with it."""
 
     @abstractmethod
     def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
@@ -112,13 +120,15 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
                 or an option needs a closure and there is none.
         """
         self._require_ready()
+        self._join_ranks()
         returned = self._evaluate(closure)
+        self.comm.average_gradients(list(self._group))
         gradients = self._gradients()
         if not gradients:
             self._discard()
             return returned
         with self._stage("reduce"):
-            statistics = self.comm.reduce_statistics(self._take())
+            statistics = self._reduce(self._take())
         with self._stage("statistics"):
             ok, gate = self._inspect(gradients)
             if ok:
@@ -127,7 +137,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
             with self._stage("refresh"):
                 refreshed = self._refresh_due()
             with self._stage("share"):
-                self.comm.share_curvature(refreshed)
+                self._share(refreshed)
             with self._trial(gradients, gate):
                 self._count_updates(gradients)
                 with self._stage("precondition"):

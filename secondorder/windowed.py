@@ -240,7 +240,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             self._graft(unit.group["graft"], list(raw), directions, raw)
             unit.inputs = unit.source = None
         found_parameters = list(directions)
-        shared = self.comm.share_directions(list(directions.values()))
+        shared = list(directions.values())
         directions = {p: _like(d, p) for p, d in zip(found_parameters, shared, strict=True)}
         self._clip(directions)
         return {p: d.to(p.dtype) for p, d in directions.items()}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.checkpoint import Checkpointing
+from secondorder.comm import Unit as Portion
 from secondorder.curvature.block import unwrap
 from secondorder.curvature.gram import packed_size
 from secondorder.curvature.memory import free_bytes
@@ -147,7 +148,7 @@ class Windowing(Checkpointing):
         for p in sources.keys() - self._unit_of.keys():  # it left; its columns must not keep the old rows alive
             self.state[p] = {k: v for k, v in self.state[p].items() if k not in self.kinds}
         if fresh:
-            self.comm.bind([unit.name for unit in units])
+            self._place([Portion(unit.name, str(unit.window.form)) for unit in units])
         return bool(fresh)
 
     def _new_unit(self, name: str, params: list[nn.Parameter]) -> Unit:

@@ -41,9 +41,9 @@ MAY_IMPORT = {
     "trial": {"curvature", "options"},
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
     "layerwise": {"optimizer", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
-    "capturing": {"lifecycle", "curvature", "options"},
+    "capturing": {"lifecycle", "comm", "curvature", "options"},
     "windowed": {"optimizer", "windowing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
-    "windowing": {"checkpoint", "diagnostics", "lifecycle", "curvature"},
+    "windowing": {"checkpoint", "comm", "diagnostics", "lifecycle", "curvature"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
     "optimizer": {"checkpoint", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options"},
     "diagnostics": {"lifecycle", "curvature", "options"},

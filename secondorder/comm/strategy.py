@@ -1,19 +1,29 @@
 """Who does which stage of a step: the interface of communication strategies and its one-process null object.
 
-``SecondOrderOptimizer.step`` calls every verb unconditionally; a strategy decides what each means on this rank and
-never changes the mathematics.
+``SecondOrderOptimizer.step`` calls every verb unconditionally; a strategy decides what each means on this rank. What is
+placed as a whole is a *unit*: a block of a layer method, a window of a window method.
+
+::
+
+    place, connect      at construction: who owns what (arithmetic), then groups and a check that all ranks agree
+    average_gradients   stage 0   ranks' gradients to their mean, if the strategy was asked to
+    reduce_statistics   stage 2   sums and counts to the ranks that hold the estimate of a unit
+    share_curvature     stage 4   what a refresh found, from the owner to the ranks that precondition
+    share_directions    stage 5   preconditioned gradients to the ranks that did not compute them
+
+The messages of a step depend on the placement, the step counter and agreed numbers only, never on the data of one rank:
+that is what keeps ranks from waiting for each other for ever.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor
-
-StatisticsT = TypeVar("StatisticsT")
+from torch import Tensor, nn
 
 
 def world_size() -> int:
@@ -21,60 +31,209 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+class Unit(NamedTuple):
+    """What a strategy places.
+
+    Attributes:
+        name: Of the block or window, the same on all ranks.
+        signature: Shapes, dtypes and options in words; ranks whose words differ are refused.
+        refresh_flops: Of one refresh.
+        step_flops: Of preconditioning one gradient.
+        nbytes: Bytes of its curvature.
+        interval: Steps between refreshes.
+        everywhere: Whether every rank needs its estimate at every step, whatever the strategy.
+        divisible: Whether its state can be cut into shards (windows) instead of being owned.
+    """
+
+    name: str
+    signature: str
+    refresh_flops: float = 0.0
+    step_flops: float = 0.0
+    nbytes: int = 0
+    interval: int = 1
+    everywhere: bool = False
+    divisible: bool = False
+
+
+@dataclass
+class Parcel:
+    """Tensors of one unit that travel together.
+
+    Attributes:
+        index: The unit.
+        tensors: Of the same shapes and dtypes on every rank that takes part; results are written into them.
+        symmetric: For each tensor whether it is a symmetric matrix ``[..., n, n]``, which travels as a triangle.
+    """
+
+    index: int
+    tensors: list[Tensor]
+    symmetric: tuple[bool, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Nothing is symmetric unless said so."""
+        self.symmetric = self.symmetric or (False,) * len(self.tensors)
+
+
+class Shard(NamedTuple):
+    """This rank's part of a divisible unit: part ``rank`` of ``size``."""
+
+    rank: int
+    size: int
+
+
 class CommStrategy(ABC):
     """The verbs of a strategy, in the order in which a step calls them."""
 
+    #: What this process does: ``"gradient"``, ``"factor"`` or ``"inverse"``.
+    role: str = "gradient"
+    #: Whether the curvature of different units may be on different ranks.
+    partial: bool = False
+
+    # ------------------------------------------------------------------ life
     @abstractmethod
-    def bind(self, names: Sequence[str]) -> None:
-        """Learn the blocks; called once when they are known, by all ranks alike."""
+    def place(self, units: Sequence[Unit]) -> None:
+        """Decide who does what; arithmetic only. Units that were placed before stay where they are."""
+
+    @abstractmethod
+    def connect(self, facts: Mapping[str, str], device: Any) -> None:
+        """Make the groups and compare the ranks' plans; collective. Again after units have changed.
+
+        Args:
+            facts: What must be equal on all ranks, in words, by the name under which a difference is told.
+            device: Device of small messages.
+
+        Raises:
+            ValueError: On all ranks, if they differ, naming the first difference.
+            RuntimeError: If not all ranks come.
+        """
+
+    def close(self) -> None:
+        """End what runs beside the training loop, and leave the groups. Idempotent."""
+
+    # ------------------------------------------------------------------ who
+    @property
+    def rank(self) -> int:
+        """This process among those of the strategy."""
+        return 0
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this process among those that read data."""
+        return self.rank
+
+    @property
+    def data_world(self) -> int:
+        """Number of processes that read data."""
+        return 1
 
     @abstractmethod
     def owner(self, index: int) -> int:
-        """Rank that holds and refreshes the curvature of a block."""
+        """Rank that refreshes the curvature of a unit."""
 
-    @abstractmethod
-    def reduce_statistics(self, statistics: StatisticsT) -> StatisticsT:
-        """Combine sums and counts over the ranks that have data."""
+    def captures(self, index: int) -> bool:
+        """Whether this rank captures statistics of a unit."""
+        return True
 
-    @abstractmethod
-    def share_curvature(self, indices: Sequence[int]) -> None:
-        """Bring refreshed curvature to the ranks that precondition with it."""
+    def estimates(self, index: int) -> bool:
+        """Whether this rank holds the running estimate (factors) of a unit."""
+        return True
 
-    @abstractmethod
-    def share_directions(self, directions: list[Tensor]) -> list[Tensor]:
-        """Bring preconditioned gradients to the ranks that did not compute them."""
+    def preconditions(self, index: int) -> bool:
+        """Whether this rank holds what a refresh finds, and preconditions with it."""
+        return True
+
+    def refreshes(self, index: int) -> bool:
+        """Whether this rank is the owner of a unit."""
+        return self.owner(index) == self.rank
+
+    def shard(self, index: int) -> Shard:
+        """This rank's part of a divisible unit."""
+        return Shard(0, 1)
+
+    # ------------------------------------------------------------------ verbs of a step
+    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Bring ``.grad`` to its mean over the ranks, where the strategy was asked to do that."""
+
+    def agree(self, words: Tensor) -> Tensor:
+        """Sum of a small float64 vector over the ranks that have data, on the CPU.
+
+        Args:
+            words: The same number of words on every rank.
+
+        Returns:
+            The sums, the same bits on every rank.
+        """
+        return words.cpu()
+
+    def fail_together(self, error: str | None, failed: bool) -> None:
+        """Raise the error of the first rank that has one, on every rank.
+
+        Args:
+            error: This rank's error, or None.
+            failed: Whether any rank has one, as agreed.
+
+        Raises:
+            RuntimeError: If so.
+        """
+        if failed:
+            raise RuntimeError(error)
+
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:
+        """Sum parcels of the same units over all ranks; the sum is valid where :meth:`estimates` says so."""
+
+    def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Tensors ``[...]`` of all ranks stacked in rank order ``[W, ...]``, valid where :meth:`estimates` says so."""
+        return [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
+
+    def share_curvature(self, parcels: Sequence[Parcel]) -> None:
+        """Copy parcels from the owners of their units to the ranks that precondition.
+
+        Args:
+            parcels: One for each refreshed unit that this rank preconditions.
+        """
+
+    def spread(self, parcels: Sequence[Parcel]) -> None:
+        """Copy parcels from the owners of their units to all ranks; every rank gives all of them."""
+
+    def share_directions(self, parcels: Sequence[Parcel]) -> None:
+        """Copy directions from the ranks that preconditioned to the others; every rank gives all of them."""
+
+    # ------------------------------------------------------------------ verbs of divisible units
+    def sum_shards(self, values: Tensor) -> Tensor:
+        """Sum of a vector over the ranks that together hold one copy of a divisible unit."""
+        return values
+
+    def gather_shards(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Flat tensors from the parts of the ranks that together hold one copy.
+
+        Args:
+            shards: This rank's part of each tensor, flat, possibly empty.
+            sizes: Sizes of the parts of each tensor, by part.
+
+        Returns:
+            The whole tensors, flat.
+        """
+        return list(shards)
 
 
 class Local(CommStrategy):
     """One process does everything; every verb is the identity."""
 
-    def bind(self, names: Sequence[str]) -> None:
-        """Nothing to prepare.
+    def place(self, units: Sequence[Unit]) -> None:
+        """Nothing to place."""
 
-        Args:
-            names: Names of the blocks.
+    def connect(self, facts: Mapping[str, str], device: Any) -> None:
+        """Nobody to connect to.
 
         Raises:
-            NotImplementedError: In a process group of more than one rank, whose replicas would silently diverge.
+            RuntimeError: In a process group of more than one rank, whose replicas would silently diverge.
         """
         if world_size() > 1:
-            raise NotImplementedError(
-                f"this process group has {world_size()} ranks, and communication strategies for more than one rank are "
-                "not there yet: each rank would keep its own curvature and the replicas would diverge. "
-                "Train in one process, or use a first-order optimizer here."
+            raise RuntimeError(
+                f"this process group has {world_size()} ranks: with comm=Local() each would keep its own curvature and "
+                "the replicas would diverge. Leave comm out, or use secondorder.CommOpt()."
             )
 
     def owner(self, index: int) -> int:
         """Rank 0."""
         return 0
-
-    def reduce_statistics(self, statistics: StatisticsT) -> StatisticsT:
-        """The statistics as they are."""
-        return statistics
-
-    def share_curvature(self, indices: Sequence[int]) -> None:
-        """Nothing to share."""
-
-    def share_directions(self, directions: list[Tensor]) -> list[Tensor]:
-        """The directions as they are."""
-        return directions
