@@ -7,6 +7,7 @@ optimizer may have further entries, :data:`VARIANTS`, where two ways to use it a
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.workloads import WORKLOADS, WorkloadName
-from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC, TopK
+from secondorder import LowRank, TopK, create
+from secondorder.factory import ALIASES, resolve
 
 Setting = float | int | bool | str | None
 Settings = Mapping[str, Setting]
@@ -32,6 +34,11 @@ MethodName = Literal[
     "kfac_adaptive",
     "ekfac_adaptive",
 ]
+AliasName = Literal[
+    "eigen", "inverse", "eigen_dp", "inverse_dp", "dp_kfac", "kgmfac", "lrmfac", "r1mfac", "ksggt", "kdggt",
+    "kid", "kis", "sngd",
+]  # fmt: skip
+"""Names of :data:`secondorder.factory.ALIASES`."""
 VARIANTS: tuple[MethodName, ...] = ("ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive")
 """Further recipes of optimizers that have an entry: EKFAC with either exponent, and damping that watches the loss."""
 WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")
@@ -104,31 +111,22 @@ def _adamw(model: nn.Module, **settings: Any) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), **settings)
 
 
-def _kfac(model: nn.Module, **settings: Any) -> Optimizer:
-    return KFAC(model, **layer_keywords(settings))
+def _build(name: str, model: nn.Module, **settings: Any) -> Optimizer:
+    """Return a method of this package.
 
+    Args:
+        name: Any name that ``secondorder.create`` takes.
+        model: The model to train.
+        **settings: Keywords of a recipe or of a command line.
 
-def _ekfac(model: nn.Module, **settings: Any) -> Optimizer:
-    return EKFAC(model, **layer_keywords(settings))
-
-
-def _hylo(model: nn.Module, **settings: Any) -> Optimizer:
-    keywords = layer_keywords(settings)
+    Returns:
+        The optimizer.
+    """
+    method = resolve(name).method
+    keywords = window_keywords(settings) if method in WINDOW_METHODS else layer_keywords(settings)
     if "kid_residual" in keywords:
         keywords["kid_residual"] = keywords["kid_residual"] or "none"  # a word here, nothing on a command line
-    return HyLo(model, **keywords)
-
-
-def _mfac(model: nn.Module, **settings: Any) -> Optimizer:
-    return MFAC(model, **window_keywords(settings))
-
-
-def _sparse_mfac(model: nn.Module, **settings: Any) -> Optimizer:
-    return SparseMFAC(model, **window_keywords(settings))
-
-
-def _ggt(model: nn.Module, **settings: Any) -> Optimizer:
-    return GGT(model, **window_keywords(settings))
+    return create(name, model, **keywords)
 
 
 # The last one judges no step, but takes the curvature of the loss from the outputs that a closure returns.
@@ -286,7 +284,7 @@ METHODS: dict[MethodName, Method] = {
     ),
     "kfac": Method(
         "KFAC",
-        _kfac,
+        partial(_build, "kfac"),
         {
             "digits": {
                 "lr": 0.02,
@@ -305,13 +303,13 @@ METHODS: dict[MethodName, Method] = {
     ),
     "ekfac": Method(
         "EKFAC",
-        _ekfac,
+        partial(_build, "ekfac"),
         # The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
         {name: (_WHITEN if name in {"resnet20", "chargpt", "multi30k"} else _NATURAL)[name] for name in WORKLOADS},
     ),
     "hylo": Method(
         "HyLo",
-        _hylo,
+        partial(_build, "hylo"),
         {
             "digits": {"lr": 0.02, "graft": "adam", "damping": 1e-2},
             # The curvature of its layers differs a thousandfold: one λ cannot fit them all.
@@ -326,7 +324,7 @@ METHODS: dict[MethodName, Method] = {
     ),
     "mfac": Method(
         "M-FAC",
-        _mfac,
+        partial(_build, "mfac"),
         {
             "digits": {"lr": 0.3, "momentum": 0.9, "graft": "sgd", "window_size": 32, **_DAMPED},
             "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **_DAMPED},
@@ -339,7 +337,7 @@ METHODS: dict[MethodName, Method] = {
     ),
     "sparse_mfac": Method(
         "sparse M-FAC",
-        _sparse_mfac,
+        partial(_build, "sparse_mfac"),
         {
             "digits": {"lr": 1e-2, "graft": "adam", "window_size": 32, **_DAMPED},
             "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **_DAMPED},
@@ -352,7 +350,7 @@ METHODS: dict[MethodName, Method] = {
     ),
     "ggt": Method(
         "GGT",
-        _ggt,
+        partial(_build, "ggt"),
         {
             "digits": {"lr": 1e-2, "graft": "adam", "window_size": 128},
             "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 100},
@@ -363,8 +361,29 @@ METHODS: dict[MethodName, Method] = {
             "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100},
         },
     ),
-    "ekfac_natural": Method("EKFAC, power 1", _ekfac, _NATURAL),
-    "ekfac_whiten": Method("EKFAC, power 1/2", _ekfac, _WHITEN),
-    "kfac_adaptive": Method("KFAC, adaptive", _kfac, _KFAC_ADAPTIVE),
-    "ekfac_adaptive": Method("EKFAC, adaptive", _ekfac, _EKFAC_ADAPTIVE),
+    "ekfac_natural": Method("EKFAC, power 1", partial(_build, "ekfac"), _NATURAL),
+    "ekfac_whiten": Method("EKFAC, power 1/2", partial(_build, "ekfac"), _WHITEN),
+    "kfac_adaptive": Method("KFAC, adaptive", partial(_build, "kfac"), _KFAC_ADAPTIVE),
+    "ekfac_adaptive": Method("EKFAC, adaptive", partial(_build, "ekfac"), _EKFAC_ADAPTIVE),
 }
+
+
+def find_method(name: MethodName | AliasName) -> Method:
+    """Return a method by any of its names.
+
+    Args:
+        name: Key of :data:`METHODS`, or another name that ``secondorder.create`` takes, which then stands for its
+            options in place of the recipe's.
+
+    Returns:
+        The method.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    alias = ALIASES[name]
+    known = next(method for key, method in METHODS.items() if key == alias.method)
+    kept = {
+        workload: {key: value for key, value in recipe.items() if key not in alias.options}
+        for workload, recipe in known.recipes.items()
+    }
+    return Method(f"{known.label} ({name})", partial(_build, name), kept)

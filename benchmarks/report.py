@@ -22,8 +22,15 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 
-def progress_bar() -> Progress:
-    """Return a progress bar that says what runs, how far it is and how long it will take; silent in a pipe."""
+def progress_bar(shown: bool = True) -> Progress:
+    """Return a progress bar that says what runs, how far it is and how long it will take; silent in a pipe.
+
+    Args:
+        shown: False for a process that leaves the talking to another.
+
+    Returns:
+        The bar.
+    """
     terminal = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
@@ -33,7 +40,7 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
         console=terminal,
         transient=True,
-        disable=not terminal.is_terminal,
+        disable=not (shown and terminal.is_terminal),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from benchmarks.ranks import Ranks
 from benchmarks.workloads import Batch, Workload
 from secondorder.factored import FactoredOptimizer
 
@@ -34,6 +35,11 @@ class History:
     label: str
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss was not finite."""
+        return bool(self.losses) and not math.isfinite(self.losses[-1])
 
     @property
     def seconds(self) -> list[float]:
@@ -87,6 +93,7 @@ class Trainer:
         seed: int = 0,
         make_scheduler: MakeScheduler | None = None,
         closure: bool = False,
+        ranks: Ranks = Ranks(),  # noqa: B008 - it cannot be changed
     ) -> None:
         """Build the model and its optimizer.
 
@@ -97,6 +104,7 @@ class Trainer:
             seed: Seed of the weights and of the batches.
             make_scheduler: Returns the learning-rate schedule, stepped once per step.
             closure: Give each step a closure, for options that evaluate the loss anew.
+            ranks: The processes that train together; each trains on its share of every batch.
         """
         self.workload = workload
         self.model = workload.build_model(seed)
@@ -104,12 +112,14 @@ class Trainer:
         self.history = History(label)
         self._closure = closure
         self._scheduler = make_scheduler(self.optimizer) if make_scheduler else None
-        self._batches = workload.batches(seed)
+        self._ranks = ranks
+        self._network = ranks.wrap(self.model, self.optimizer)
+        self._batches = (ranks.share(batch, self.optimizer) for batch in workload.batches(seed))
 
     @property
     def diverged(self) -> bool:
-        """Whether the last loss was not finite."""
-        return bool(self.history.losses) and not math.isfinite(self.history.losses[-1])
+        """Whether the last loss was not finite. One rank of several goes on to the end: the others do, too."""
+        return self._ranks.size == 1 and self.history.diverged
 
     def step(self) -> float:
         """Take one step on the next batch and record it.
@@ -148,7 +158,7 @@ class Trainer:
         """
         workload = self.workload
         self.optimizer.zero_grad()
-        outputs, targets = workload.outputs(self.model, batch), workload.targets(batch)
+        outputs, targets = workload.outputs(self._network, batch), workload.targets(batch)
         if isinstance(self.optimizer, FactoredOptimizer):
             self.optimizer.observe(outputs, workload.likelihood, targets)  # nothing, for the empirical Fisher
         loss = workload.criterion(outputs, targets)

@@ -1,12 +1,14 @@
 """Second-order training for PyTorch by changing one line: each method is a ``torch.optim.Optimizer``."""
 
 from secondorder import nn
+from secondorder.comm import ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
 from secondorder.curvature.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 from secondorder.curvature.layers import Adapter
 from secondorder.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from secondorder.curvature.lowrank import LowRank
 from secondorder.curvature.registry import register_layer
 from secondorder.curvature.topk import TopK
+from secondorder.factory import create
 from secondorder.methods.ekfac import EKFAC
 from secondorder.methods.ggt import GGT
 from secondorder.methods.hylo import HyLo
@@ -25,15 +27,21 @@ __all__ = [
     "Adapter",
     "Bernoulli",
     "Categorical",
+    "ChiefOnly",
+    "CommOpt",
     "Gaussian",
     "HyLo",
+    "HybridOpt",
     "Likelihood",
+    "LocalFactors",
     "LowRank",
+    "MemOpt",
     "ParamScheduler",
     "SecondOrderOptimizer",
     "SparseMFAC",
     "TopK",
     "__version__",
+    "create",
     "inverse_fisher_diagonal",
     "inverse_fisher_vector_product",
     "nn",

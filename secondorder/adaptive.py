@@ -23,7 +23,6 @@ from secondorder.curvature import quadratic
 from secondorder.curvature.block import Block
 from secondorder.curvature.replay import Moment, eager, kept_gradients, recorded
 from secondorder.lifecycle import RULE_KEYS, Directions
-from secondorder.linalg import full_precision
 from secondorder.modelled import ModelledOptimizer
 from secondorder.trial import Adaptation, Evaluation, Snapshot, match_outputs, parts_of
 
@@ -137,7 +136,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
 
     def _judge_step(self, evaluation: Evaluation, before: Snapshot, gradients: Directions, gate: Tensor | None) -> None:
         """Compare the loss after the step with the one before and with the model, and act on it."""
-        numbers = [evaluation.loss, self._loss_now(evaluation)]
+        numbers = [*self._of_all_ranks(torch.stack([evaluation.loss.double(), self._loss_now(evaluation).double()]))]
         if gate is not None:
             numbers.append(gate)
         if self._adapts():
@@ -217,8 +216,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
         # Factored inverses hold the damping of their refresh, and would answer to a change many steps too late.
         late = [b for b in self._blocks if any(b.group is g for g in changed) and self._is_damped_at_refresh(b)]
         if late:
-            with full_precision(late[0].owner.device):
-                self.refresh(late, True)
+            self._renew(late)
 
     def _is_damped_at_refresh(self, block: Block) -> bool:
         return block.group.get("inverse_method") == "cholesky" and self.state[block.owner]["refreshes"] > 0
@@ -233,7 +231,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
             self._set_damping(candidate)
             self._count_updates(gradients)
             self._apply(gradients, self._precondition(gradients, gate), gate)
-            losses.append(self._loss_now(evaluation))
+            losses.append(self._of_all_ranks(self._loss_now(evaluation)))
             before.undo()
         found = torch.stack(losses).to(torch.float64).tolist()
         # Of equal losses, and where none is finite, the greatest damping.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import options
+from secondorder.comm import Unit
 from secondorder.curvature.block import Block, Choices, SkipRule, clean_name, plan_blocks, unwrap
 from secondorder.curvature.capture import Capture, Site, Statistic
 from secondorder.curvature.parts import watched_attention
@@ -92,6 +93,12 @@ class Capturing(Lifecycle):
         self._kl_factor: Tensor | None = None
         self._warned: set[str] = set()
         self._armed_for: list[tuple[Any, ...]] = []
+        #: Shapes of the whole curvature of each parameter, wherever it is.
+        self._specs: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
+        #: Refreshes of blocks whose curvature a checkpoint left out, until the ranks have found it anew.
+        self._to_renew: dict[str, int] = {}
+        #: Blocks whose statistics the coming step uses, on any rank.
+        self._due: set[int] = set()
 
     def _connect(self, root: nn.Module | None) -> None:
         """Plan the blocks of a module and hook them."""
@@ -139,11 +146,33 @@ class Capturing(Lifecycle):
             self._block_of = {p: b for b in self._blocks for p in b.params}
         for block in self._blocks:
             block.group = self._group[block.owner]
+        if changed:
+            self._place([self._unit(block) for block in self._blocks])
         inside = self._inside()
         self._reasons, self._skipped_by_user = plan.reasons, plan.skipped_by_user
         self._reasons |= {p: "frozen" for p in self._group if not p.requires_grad}
         self._reasons |= {p: "not a parameter of the hooked module" for p in self._group if p not in inside}
         return changed
+
+    def _unit(self, block: Block) -> Unit:
+        """What a strategy needs to know of a block."""
+        adapter, group = block.adapter, block.group
+        a, g, blocks = adapter.n_a, adapter.n_g, adapter.groups
+        spec = self.curvature_spec(block, group)
+        flat = [a if adapter.one_hot else a**3, g**3]
+        return Unit(
+            block.name,
+            f"{blocks}×{g}×{a} {block.kind} " + ", ".join(f"{k} {shape_of(v)}" for k, v in spec.items()),
+            refresh_flops=float(blocks * sum(flat)),
+            step_flops=2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g),
+            nbytes=sum(v.numel() * v.element_size() for v in spec.values() if isinstance(v, Tensor)),
+            interval=max(1, int(group[self.refresh_interval])),
+            everywhere=self._needs_estimate_everywhere(block, group),
+        )
+
+    def _needs_estimate_everywhere(self, block: Block, group: Mapping[str, Any]) -> bool:
+        """Whether preconditioning uses the running estimate itself."""
+        return False
 
     def _rebuild(self) -> bool:
         """As in the base class; a copy without its module waits for :meth:`attach`."""
@@ -164,13 +193,24 @@ class Capturing(Lifecycle):
         block = self._block_of.get(p)
         return self.curvature_spec(block, group) if block is not None and block.owner is p else {}
 
+    def _held(self, p: nn.Parameter, spec: State) -> State:
+        """The part of a parameter's curvature that this rank holds."""
+        return spec
+
     def _allocate(self, p: nn.Parameter) -> None:
-        state, wanted = self.state[p], self._curvature_state(p, self._group[p])
+        state, whole = self.state[p], self._curvature_state(p, self._group[p])
+        wanted, before = self._held(p, whole), self._specs.get(p, {})
+        self._specs[p] = {k: shape_of(v) for k, v in whole.items()}
         stale = any(k in state and shape_of(state[k]) != shape_of(v) for k, v in wanted.items())
+        # What another rank holds may have changed too: what is counted of it must not differ from rank to rank.
+        stale |= any(k in before and k not in wanted and before[k] != shape for k, shape in self._specs[p].items())
         for key in [k for k in state if k in self.kinds and (k not in wanted or stale)]:
             del state[key]
-        for key, value in wanted.items():
-            if not isinstance(value, Tensor):
+        for key, value in whole.items():
+            if key not in wanted:
+                if before and key not in before and self.kinds[key] == "second_order":
+                    state["refreshes"] = 0
+            elif not isinstance(value, Tensor):
                 state.setdefault(key, value)
             elif key not in state:
                 state[key] = torch.zeros_like(value, device=p.device)
@@ -205,7 +245,8 @@ class Capturing(Lifecycle):
         if capture is not None:
             self._armed_for = self._schedule()
             capture.grad_scaler = self._scaler
-            capture.arm(b.index for b in self._blocks if self._capture_is_due(b))
+            self._due = {b.index for b in self._blocks if self._capture_is_due(b)}
+            capture.arm(i for i in self._due if self.comm.captures(i))
 
     def _schedule(self) -> list[tuple[Any, ...]]:
         names = (self.refresh_interval, self.capture_interval, "scale_update_steps", "estimator")

@@ -1,18 +1,42 @@
-"""Checkpoints of second-order optimizers: what a state must hold, checked whole before anything is changed."""
+"""Checkpoints of second-order optimizers: what a state must hold, checked whole before anything is changed.
+
+Saved state has one form, whatever the number of ranks and the strategy: for every parameter tensors whose shapes follow
+from the model and the options. A rank loads the part of it that it holds. Where a rank holds a part only, so does its
+``state_dict()``, which says so under ``"partial"``; ``consolidate_state_dict`` completes that of one rank.
+"""
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle, State, shape_of
+from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle, State, depth_of_caller, shape_of
+
+if TYPE_CHECKING:
+    from secondorder.comm import CommStrategy
 
 Spec = dict[str, "tuple[int, ...] | None"]
+Tensors = dict[nn.Parameter, dict[str, Tensor]]
+
+_MEND = (
+    "Call consolidate_state_dict() on all ranks before state_dict() on the one that saves, or save and load the "
+    "state_dict() of every rank on that rank."
+)
+
+#: Kinds of state that are on the same ranks: of what estimates, and of what preconditions.
+_TOGETHER = ({"factors"}, {"second_order", "scale", "rows", "kernel"})
+#: Dtypes by the number that stands for each in a message.
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)  # fmt: skip
+_MOST_DIMS = 8
 
 
 class Checkpointing(Lifecycle):
@@ -28,25 +52,152 @@ class Checkpointing(Lifecycle):
     def _finish_load(self) -> None:
         """Complete what a checkpoint may leave out, and follow the loaded options."""
 
+    def _held(self, p: nn.Parameter, spec: State) -> State:
+        """The part of a parameter's state that this rank holds."""
+        return spec
+
+    def _placed(self) -> Sequence[tuple[int, nn.Parameter]]:
+        """Units whose state may be on another rank, and the parameter whose state it is."""
+        return ()
+
+    # ------------------------------------------------------------------ life
+    def _begin_life(self, comm: CommStrategy | None) -> None:
+        super()._begin_life(comm)
+        #: What other ranks hold, and the step after which it was gathered.
+        self._gathered: Tensors = {}
+        self._gathered_at = 0
+        self._warned_of_partial = False
+
+    def _place(self, units: Sequence[Any]) -> None:
+        self._gathered.clear()
+        super()._place(units)
+
+    # ------------------------------------------------------------------ save
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter and group options, as ``torch.optim``; curvature as ``checkpoint_curvature`` says."""
+        """State by parameter and group options, as ``torch.optim``; curvature as ``checkpoint_curvature`` says.
+
+        No message is sent, so one rank may call it alone. Where curvature is spread over the ranks, the dict has what
+        this rank holds, and says so under ``"partial"``: the same rank of an equal world can load it again. Call
+        :meth:`consolidate_state_dict` on all ranks first to save everything on one.
+
+        Returns:
+            The state.
+        """
         for p, group in self._group.items():
             if p.requires_grad and self._signature:  # a copy without its module does not know its rules
                 self._init_rule(p, group)
         packed = super().state_dict()
-        for group in packed["param_groups"]:
+        if self._gathered_at != self._t:
+            self._gathered.clear()
+        for p, i, group in self._numbered(packed):
+            if p in self._gathered:
+                packed["state"][i] = {**packed["state"][i], **self._gathered[p]}
             if group["checkpoint_curvature"] != "all":
-                for i in group["params"]:
-                    found = packed["state"].get(i, {})
-                    packed["state"][i] = {k: v for k, v in found.items() if not self._may_lack(k, group)}
+                found = packed["state"].get(i, {})
+                packed["state"][i] = {k: v for k, v in found.items() if not self._may_lack(k, group)}
+        if self._is_partial(packed):
+            # As a key of an empty dict, which torch's distributed checkpoints neither save nor miss: there all ranks
+            # write into one checkpoint, and words that differ would be replaced by those of one rank.
+            packed["partial"] = {self.comm.standing: {}}
+            self._warn_of_partial()
         return packed
+
+    def _is_partial(self, packed: Mapping[str, Any]) -> bool:
+        """Whether curvature that belongs into a checkpoint is on other ranks."""
+        found = packed["state"]
+        return self.comm.combines and any(
+            key not in found[i] and not self._may_lack(key, group)
+            for p, i, group in self._numbered(packed)
+            for key in self._curvature_state(p, group)
+        )
+
+    def _numbered(self, packed: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, int, Group]]:
+        """Parameters, their number in a state dict, and their group there."""
+        for live, group in zip(self.param_groups, packed["param_groups"], strict=True):
+            for p, i in zip(live["params"], group["params"], strict=True):
+                yield p, i, group
+
+    def _warn_of_partial(self) -> None:
+        if self._t == 0 or self._warned_of_partial:  # before training, wrappers of optimizers look at the state too
+            return
+        self._warned_of_partial = True
+        warnings.warn(
+            f"{type(self).__name__}: this state_dict() is partial, {self.comm.standing} holds a part of the curvature "
+            "only. To save on one rank for all, call consolidate_state_dict() on all ranks before; the state_dict() of "
+            "every rank, saved by each, can be loaded by the same ranks again.",
+            stacklevel=depth_of_caller(),
+        )
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the curvature of all ranks on one, whose ``state_dict()`` is complete until the next step.
+
+        To be called on all ranks. The copies are kept on the CPU, and only on the rank that asked for them.
+
+        Args:
+            to: The rank.
+
+        Raises:
+            ValueError: If there is no such rank.
+            RuntimeError: If not all ranks call it, after the timeout of the process group.
+        """
+        self._require_loadable()
+        world = self.comm.world
+        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < world:
+            raise ValueError(f"to must be a rank below {world}, got {to!r}")
+        if not self.comm.combines:
+            return
+        self.comm.meet("consolidate_state_dict()")
+        self._join_ranks()
+        with torch.no_grad():
+            self._gathered, self._gathered_at = self._collect(to), self._t
+
+    def _collect(self, to: int) -> Tensors:
+        """What a rank lacks, on that rank; all ranks call it."""
+        placed, found = self._placed(), Tensors()
+        keys = sorted(key for key, kind in self.kinds.items() if kind != "momentum")
+        agreed = self.comm.agree(self._headers(placed, keys, to)).reshape(len(placed), len(keys), 3 + _MOST_DIMS)
+        for (index, p), headers in zip(placed, agreed.long().tolist(), strict=True):
+            owner = self.comm.owner(index)
+            for key, (is_there, code, dims, *shape) in zip(keys, headers, strict=True):
+                if is_there != 1:
+                    continue
+                if owner == self.comm.rank:
+                    tensor = self.state[p][key]
+                    assert isinstance(tensor, Tensor)
+                else:
+                    tensor = torch.empty(shape[:dims], dtype=_DTYPES[code], device=p.device)
+                self.comm.copy_from(owner, [tensor])
+                if to == self.comm.rank:
+                    found.setdefault(p, {})[key] = tensor.cpu()
+        return found
+
+    def _headers(self, placed: Sequence[tuple[int, nn.Parameter]], keys: Sequence[str], to: int) -> Tensor:
+        """``[units, keys, …]``: dtype and shape of what owners have and the rank ``to`` lacks; to be summed."""
+        words = torch.zeros(len(placed), len(keys), 3 + _MOST_DIMS, dtype=torch.float64)
+        for row, (index, p) in zip(words, placed, strict=True):
+            for word, key in zip(row, keys, strict=True):
+                tensor = self.state[p].get(key)
+                if not isinstance(tensor, Tensor):
+                    continue
+                if self.comm.owner(index) == self.comm.rank:
+                    dims = [*tensor.shape, *[0] * (_MOST_DIMS - tensor.dim())]
+                    word += torch.tensor([1, _DTYPES.index(tensor.dtype), tensor.dim(), *dims], dtype=torch.float64)
+                if to == self.comm.rank:
+                    word[0] -= 1  # it has that itself
+        return words.flatten()
+
+    # ------------------------------------------------------------------ load
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; everything is checked before anything is changed, and every tensor is copied.
 
+        A complete one loads under any number of ranks and any strategy: every rank takes the part that it holds. No
+        message is sent.
+
         Raises:
             ValueError: If the dict does not fit, with the list of what differs.
-            RuntimeError: If this is a copy of a layer method that was not attached to a module yet.
+            RuntimeError: If it has a part of the curvature only and that of other ranks, or if this is a copy of a
+                layer method that was not attached to a module yet.
         """
         self._require_loadable()
         state_dict = dict(state_dict)
@@ -55,7 +206,9 @@ class Checkpointing(Lifecycle):
             if replaced is not None:
                 state_dict = replaced
         groups = [{**self._group_defaults(live), **given} for live, given in self._paired(state_dict)]
+        self._require_own(state_dict.get("partial"))
         loaded = self._checked_state(state_dict["state"], groups)
+        self._gathered.clear()
         for live, given in zip(self.param_groups, groups, strict=True):
             kept = {"params": live["params"], **{key: live[key] for key in self._structural}}
             if "param_names" in live:
@@ -74,6 +227,14 @@ class Checkpointing(Lifecycle):
         self._refuse(compare_groups(state_dict["param_groups"], self.param_groups))
         return zip(self.param_groups, state_dict["param_groups"], strict=True)
 
+    def _require_own(self, mark: Any) -> None:
+        """Refuse a partial state that another rank saved, or this one in another world or under another strategy."""
+        saved_by = str(next(iter(mark), "")) if isinstance(mark, Mapping) else str(mark or "")
+        if saved_by and saved_by != self.comm.standing:
+            raise RuntimeError(
+                f"this state_dict is partial: it was saved by {saved_by}, and this is {self.comm.standing}. {_MEND}"
+            )
+
     def _group_defaults(self, live: Group) -> Group:
         return {**self.defaults, "fallback_base_lr": live["fallback_base_lr"]}
 
@@ -82,20 +243,39 @@ class Checkpointing(Lifecycle):
         for group in groups:
             options.validate(group, {**options.COMMON, **self.checks})
         lines: list[str] = []
+        elsewhere: list[str] = []
         loaded: dict[nn.Parameter, dict[str, Any]] = {}
-        for live, given in zip(self.param_groups, groups, strict=True):
-            for p, i in zip(live["params"], given["params"], strict=True):
-                # torch's flattened checkpoints put an empty dict where a key was left out.
-                theirs = {k: v for k, v in found.get(i, {}).items() if not (isinstance(v, dict) and not v)}
-                spec = self._expected_state(p, given, theirs)
-                required = {k: v for k, v in spec.items() if not self._may_lack(k, given)}
-                shapes = {k: shape_of(v) for k, v in required.items()}
-                shapes.update({k: shape_of(v) for k, v in spec.items() if k in theirs})
-                lines += compare_states(theirs, shapes, tuple(p.shape), f"parameter '{self._names[p]}'")
-                if not lines:
-                    loaded[p] = self._private(p, theirs, spec)
-        self._refuse(lines)
+        for p, i, given in self._numbered({"param_groups": groups}):
+            # torch's flattened checkpoints put an empty dict where a key was left out.
+            theirs = {k: v for k, v in found.get(i, {}).items() if not (isinstance(v, dict) and not v)}
+            spec, label = self._expected_state(p, given, theirs), f"parameter '{self._names[p]}'"
+            held = self._held(p, spec)
+            required = {k: v for k, v in held.items() if not self._may_lack(k, given)}
+            absent = self._absent(theirs, required)
+            elsewhere += [f"{label}: {key} is missing" for key in absent]
+            shapes = {k: shape_of(v) for k, v in required.items() if k not in absent}
+            shapes.update({k: shape_of(v) for k, v in spec.items() if k in theirs})
+            lines += compare_states(theirs, shapes, tuple(p.shape), label)
+            if not lines and not elsewhere:
+                mine = {k: v for k, v in theirs.items() if k not in spec or k in held}
+                loaded[p] = self._private(p, mine, spec)
+        if elsewhere and not lines:
+            raise RuntimeError(
+                f"this state_dict has a part of the curvature only, and {self.comm.standing} needs another "
+                f"({'; '.join(elsewhere[:3])}, …): it was saved on one rank of several. {_MEND}"
+            )
+        self._refuse(lines + elsewhere)
         return loaded
+
+    def _absent(self, theirs: Mapping[str, Any], required: State) -> list[str]:
+        """Tensors that a rank without them left out: all of a sort, while the numbers, which all have, are there."""
+        curvature = {k: v for k, v in required.items() if k in self.kinds}
+        numbers = [k for k, v in curvature.items() if not isinstance(v, Tensor)]
+        if not numbers or any(k not in theirs for k in numbers):
+            return []
+        sorts = [[k for k, v in curvature.items() if isinstance(v, Tensor) and self.kinds[k] in s] for s in _TOGETHER]
+        absent = [key for keys in sorts if theirs.keys().isdisjoint(keys) for key in keys]
+        return absent and [k for k in curvature if k not in theirs and (k in absent or self.kinds[k] == "buffers")]
 
     def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], spec: State) -> dict[str, Any]:
         """Copies of one parameter's loaded values."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -14,8 +14,8 @@ from secondorder import linalg, options
 from secondorder.capturing import LayerOptions
 from secondorder.curvature import factors, statistics
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Statistic
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
+from secondorder.curvature.measured import Measured, Part
 from secondorder.lifecycle import Group, State, depth_of_caller
 from secondorder.observing import FisherOptions, ObservingOptimizer
 from secondorder.trial import Adaptation
@@ -122,8 +122,15 @@ class FactoredOptimizer(ObservingOptimizer):
 
     def is_diagonal(self, block: Block, side: str) -> bool:
         """Whether a factor is kept as its diagonal."""
-        factor: Tensor = self.state[block.owner][f"factor_{side}"]
+        factor: Tensor | None = self.state[block.owner].get(f"factor_{side}")
+        if factor is None:  # on another rank
+            return factors.sides(block.adapter, block.group["max_factor_dim"])["ag".index(side)].diagonal
         return factors.is_diagonal(factor, block.adapter)
+
+    def is_symmetric(self, block: Block, key: str) -> bool:
+        """Whether a tensor of the state is a symmetric matrix: dense factors and their inverses."""
+        name, _, side = key.rpartition("_")
+        return name in ("factor", "inverse") and side in ("a", "g") and not self.is_diagonal(block, side)
 
     def basis(self, block: Block, side: str) -> Tensor | None:
         """Eigenvectors of a factor, None for the identity."""
@@ -133,12 +140,14 @@ class FactoredOptimizer(ObservingOptimizer):
     # ------------------------------------------------------------------ statistics
     def new_sums(self, block: Block, group: Group) -> KroneckerSums:
         """Empty sums of a block."""
-        state, sampler = self.state[block.owner], None
+        sampler = None
         if group["factor_batch_size"] is not None or group["factor_positions"] is not None:
             generator = torch.Generator().manual_seed(self.seed(block.index))
             sampler = Sampler(group["factor_batch_size"], group["factor_positions"], generator)
         constant_g = self._fisher.fisher == "forward_only"
-        return KroneckerSums(block.adapter, group["approx"], state["factor_a"], state["factor_g"], sampler, constant_g)
+        spec = self.factor_spec(block, group)
+        likes = [torch.empty_like(cast(Tensor, spec[f"factor_{side}"]), device=block.owner.device) for side in "ag"]
+        return KroneckerSums(block.adapter, group["approx"], likes[0], likes[1], sampler, constant_g)
 
     def gradient_scale(self, group: Group, examples: int) -> Any:
         """Factor from sums over captured gradients to means over per-example ones; a 0-dim tensor on a device."""
@@ -149,18 +158,28 @@ class FactoredOptimizer(ObservingOptimizer):
             return 1.0 / (float(terms.numpy()) if terms.device.type == "cpu" else terms)
         return statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
 
-    def update_factors(self, block: Block, sums: KroneckerSums, examples: int, gate: Tensor | None) -> Tensor:
-        """Scale the sums per datum and fold them into the running factors; returns whether they were finite."""
-        group, state = block.group, self.state[block.owner]
-        totals = list(sums.finish())
-        scale_g = self.gradient_scale(group, examples)
+    def measured_factors(self, block: Block, sums: KroneckerSums, examples: int) -> dict[str, Part]:
+        """The factors of a batch, scaled per datum."""
+        a, g = sums.finish()
+        scale: Any = self.gradient_scale(block.group, examples)
         if self._fisher.fisher == "forward_only":
-            totals[1], scale_g = _identity_like(totals[1], self.is_diagonal(block, "g")), 1.0
+            g, scale = _identity_like(g, self.is_diagonal(block, "g")), 1.0
+        observed = self._fisher.is_observed and block.group["loss_reduction"] == "mean"
+        count = self._observed_terms.clamp(min=1) if observed else float(examples)
+        return {"factor_a": Part(a, 1.0, sums.rows), "factor_g": Part(g, scale, count)}
+
+    def fold_factors(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold the factors of a batch into the running ones; returns whether they were finite."""
+        group, state = block.group, self.state[block.owner]
+        a, g = measured.parts["factor_a"], measured.parts["factor_g"]
+        totals = [a.total, g.total]
         finite = statistics.all_finite(totals)
         ok = finite if gate is None else finite & gate
         running, weight = [state["factor_a"], state["factor_g"]], state["factor_weight"]
         decay = self.decay(block, group["factor_decay"], state["factor_updates"], "factor_step")
-        statistics.ratio_ema_(running, weight, totals, [1.0, scale_g], self.batch_weight(group, examples), decay, ok)
+        batch = self.batch_weight(group, measured.examples)
+        scales = [cast(float, part.scale) for part in (a, g)]
+        statistics.ratio_ema_(running, weight, totals, scales, batch, decay, ok)
         return finite
 
     def decay(self, block: Block, decay: float, updates: int, last: str) -> float:
@@ -175,9 +194,9 @@ class FactoredOptimizer(ObservingOptimizer):
         if block.group["decay_per_step"]:
             self.state[block.owner][last] = self._t
 
-    def count_update(self, block: Block, statistic: Statistic) -> None:
-        """Count a statistic that was folded in."""
-        super().count_update(block, statistic)
+    def count_update(self, block: Block, measured: Measured) -> None:
+        """Count a statistic that was folded in, on whatever rank."""
+        super().count_update(block, measured)
         self.note_step(block, "factor_step")
 
     def batch_weight(self, group: Group, examples: int) -> float:

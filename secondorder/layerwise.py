@@ -6,30 +6,32 @@ import logging
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import update
-from secondorder.capturing import Capturing, LayerOptions
-from secondorder.comm import CommStrategy
+from secondorder.capturing import LayerOptions
+from secondorder.comm import CommStrategy, Parcel
 from secondorder.curvature.block import Block, find_name
-from secondorder.curvature.capture import Captured, Statistic
+from secondorder.curvature.capture import Captured
+from secondorder.curvature.measured import Measured
 from secondorder.curvature.projections import Projection
 from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of
 from secondorder.linalg import all_true_on_cpu, full_precision
 from secondorder.optimizer import SecondOrderOptimizer, rate
+from secondorder.reducing import Reducing
 
 log = logging.getLogger("secondorder")
 
 
-class LayerOptimizer(Capturing, SecondOrderOptimizer):
+class LayerOptimizer(Reducing, SecondOrderOptimizer):
     """Base of the methods that capture statistics per layer.
 
-    The verbs of a method: :meth:`curvature_spec` (state of a block), :meth:`new_statistic`, :meth:`update_estimate`,
-    :meth:`refresh`, :meth:`precondition`, :meth:`block_curvature`.
+    The verbs of a method: :meth:`curvature_spec` (state of a block), :meth:`new_statistic`, :meth:`measure`,
+    :meth:`measured_spec`, :meth:`fold`, :meth:`refresh`, :meth:`precondition`, :meth:`block_curvature`.
 
     Args:
         params: What ``torch.optim`` takes, or a module.
@@ -65,12 +67,8 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
-    def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
-        """Fold a statistic into the running estimate; returns whether it was finite (0-dim bool)."""
-
-    @abstractmethod
-    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
-        """Recompute what preconditioning needs from the estimates; returns ``ok [len(blocks)]``."""
+    def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold what was measured into the running estimate; returns whether it was finite (0-dim bool)."""
 
     @abstractmethod
     def precondition(self, block: Block, gradient: Tensor) -> Tensor:
@@ -101,20 +99,20 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         self._warn_uncaptured(statistics, gradients)
 
     def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
-        for index, statistic in captured.statistics.items():
-            block, examples = self._blocks[index], captured.examples[index]
-            if examples == 0:
-                continue
-            finite = self.update_estimate(block, statistic, examples, gate)
-            on_cpu = finite.device.type == "cpu"
-            dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
-            if dropped is not False:
-                self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + dropped
-            if dropped is not True:
-                self.count_update(block, statistic)
+        for index, measured in cast("dict[int, Measured]", captured.statistics).items():
+            block = self._blocks[index]
+            if measured.parts or not self.comm.combines:
+                finite = self.fold(block, measured, gate)
+                on_cpu = finite.device.type == "cpu"
+                dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
+                if dropped is not False:
+                    self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + dropped
+                if dropped is True and not self.comm.combines:
+                    continue
+            self.count_update(block, measured)
 
-    def count_update(self, block: Block, statistic: Statistic) -> None:
-        """Count a statistic that was folded in."""
+    def count_update(self, block: Block, measured: Measured) -> None:
+        """Count a statistic that was folded in, on whatever rank."""
         self.state[block.owner]["factor_updates"] += 1
 
     def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
@@ -157,6 +155,10 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         due = [b for b in self._blocks if self._refresh_is_due(b)]
         if not due:
             return []
+        if self.comm.combines:
+            due, fine = self._refresh_together(due)
+            self._judge(due, fine)
+            return self._count_refreshes(due)
         for blocks, outcome, arrived in self._unjudged:
             arrived.synchronize()
             self._judge(blocks, outcome)
@@ -174,6 +176,9 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             outcome = ok.to("cpu", non_blocking=True)
             arrived.record()
             self._unjudged.append((due, outcome, arrived))
+        return self._count_refreshes(due)
+
+    def _count_refreshes(self, due: list[Block]) -> list[int]:
         for block in due:
             state = self.state[block.owner]
             if block.name in self._failures:
@@ -244,31 +249,39 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
     # ------------------------------------------------------------------ stages 5 and 6: directions
     def _active(self, block: Block, gradients: Directions) -> bool:
         """Whether a block preconditions in this step."""
-        ready = block.group[self.refresh_interval] > 0 and self.state[block.owner]["refreshes"] > 0
-        return bool(ready) and all(p in gradients for p in block.params)
+        return self._is_ready(block) and all(p in gradients for p in block.params)
+
+    def _is_ready(self, block: Block) -> bool:
+        return bool(block.group[self.refresh_interval] > 0 and self.state[block.owner]["refreshes"] > 0)
 
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
         """Preconditioned, bounded directions of the parameters of active blocks."""
-        active = [b for b in self._blocks if self._active(b, gradients)]
-        if not active:
+        ready = [b for b in self._blocks if self._is_ready(b)]
+        active = [b for b in ready if all(p in gradients for p in b.params)]
+        if not ready:
             return {}
         source = self._sources(active, gradients, gate)
-        directions: Directions = {}
-        with full_precision(active[0].owner.device):
-            for block in active:
-                self._workspace.reset()
-                tensors = [source[p].to(self._precision(p)) for p in block.params]
-                matrix = block.matrix(tensors, self._workspace)
-                parts = block.split(self.precondition(block, matrix))
-                directions.update(zip(block.params, parts, strict=True))
-        parameters = list(directions)
-        shared = list(directions.values())
-        directions = dict(zip(parameters, shared, strict=True))
+        with full_precision(ready[0].owner.device):
+            parcels = [Parcel(b.index, self._directions_of(b, source)) for b in ready]
+        self.comm.share_directions(parcels)
+        found = dict(zip(ready, parcels, strict=True))
+        directions = {p: d for b in active for p, d in zip(b.params, found[b].tensors, strict=True)}
+        if not active:
+            return {}
         self._kl_clip(directions, self._guard(active, directions, source))
         for block in active:
             self._graft(block.group["graft"], block.params, directions, gradients)
         self._clip(directions)
         return {p: d.to(p.dtype) for p, d in directions.items()}
+
+    def _directions_of(self, block: Block, source: Directions) -> list[Tensor]:
+        """Directions of the parameters of a block; room for them where another rank finds them."""
+        if not self.comm.preconditions(block.index) or any(p not in source for p in block.params):
+            return [torch.zeros(p.shape, dtype=self._precision(p), device=p.device) for p in block.params]
+        self._workspace.reset()
+        tensors = [source[p].to(self._precision(p)) for p in block.params]
+        matrix = block.matrix(tensors, self._workspace)
+        return block.split(self.precondition(block, matrix))
 
     def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
         """What to precondition: the gradient, or Adam's bias-corrected first moment where Adam gives the size."""
@@ -323,7 +336,10 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
             if self.state[b.owner]["factor_updates"] > 0
             and any(self.kinds.get(key) == "second_order" and key not in found for key in self.state[b.owner])
         ]
-        if renewed:
+        if self.comm.combines:  # with the other ranks, at the next step: loading sends nothing
+            lean = [b for b in self._blocks if b.group["checkpoint_curvature"] == "factors"]
+            self._to_renew = {b.name: refreshes[b] for b in lean if self.state[b.owner]["factor_updates"] > 0}
+        elif renewed:
             with torch.no_grad(), full_precision(renewed[0].owner.device):
                 ok = self.refresh(renewed, True)
             for block, good in zip(renewed, ok.cpu().numpy(), strict=True):
@@ -333,6 +349,14 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
                 self._hook()
             self._capture.discard()
             self._arm()
+
+    def _join_ranks(self) -> None:
+        super()._join_ranks()
+        if self._to_renew:
+            refreshes, self._to_renew = self._to_renew, {}
+            blocks = [b for b in self._blocks if b.name in refreshes]
+            for block, good in zip(blocks, self._renew(blocks).tolist(), strict=True):
+                self.state[block.owner]["refreshes"] = refreshes[block.name] if good else 0
 
     # ------------------------------------------------------------------ what it tells
     def _summary(self) -> str:
@@ -370,6 +394,11 @@ class LayerOptimizer(Capturing, SecondOrderOptimizer):
         if found is None:
             raise ValueError(f"no block is named '{name}'; there are: {', '.join(self.blocks) or 'none'}")
         block = self.blocks[found]
+        if not (self.comm.estimates(block.index) and self.comm.preconditions(block.index)):
+            raise RuntimeError(
+                f"the curvature of layer '{name}' is on rank {self.comm.owner(block.index)}: ask there, or use "
+                "comm=CommOpt(), which keeps it on every rank"
+            )
         if not self._has_estimate(block):
             raise RuntimeError(f"nothing was captured for layer '{name}' yet: take a step first")
         return self.block_curvature(block)

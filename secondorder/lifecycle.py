@@ -183,17 +183,18 @@ class Lifecycle(Optimizer):
     def _join_ranks(self) -> None:
         """Meet the other ranks, after construction or when the units have changed; all do so at the same time."""
         if not self._connected and self._group:
-            self.comm.connect(self._facts(), self._group and next(iter(self._group)).device)
+            self.comm.connect(self._facts(), next(iter(self._group)).device)
             self._connected = True
 
-    def _facts(self) -> dict[str, str]:
+    def _facts(self) -> dict[str, list[str]]:
         """What must be equal on all ranks, in words."""
-        groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
+        options_of = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
+        plain = [{k: float(v) if isinstance(v, Tensor) else v for k, v in found.items()} for found in options_of]
         return {
-            "method": type(self).__name__,
-            "parameters": str([(self._names[p], tuple(p.shape), str(p.dtype)) for p in self._group]),
-            "options": str([{k: float(v) if isinstance(v, Tensor) else v for k, v in g.items()} for g in groups]),
-            "steps taken": str(self._t),
+            "the method": [type(self).__name__],
+            "parameters": [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in self._group],
+            "options of the groups": [f"{k}={v!r}" for found in plain for k, v in found.items()],
+            "steps taken": [str(self._t)],
         }
 
     # ------------------------------------------------------------------ what may change between steps
@@ -335,6 +336,8 @@ class Lifecycle(Optimizer):
     def close(self) -> None:
         """Remove every hook and end what the strategy runs. Idempotent."""
         self.detach()
+        self.comm.close()
+        self._connected = False
 
     def __enter__(self: SelfT) -> SelfT:
         """The optimizer itself; leaving the block closes it."""

@@ -71,7 +71,15 @@ class ModelledOptimizer(LayerOptimizer):
             return self._block_products(directions, self.curvature_product)
         assert self._root is not None
         with self._unseen():
-            return exact_products(self._root, evaluation.exact, likelihood, directions, at, mean=self._is_mean())
+            own = exact_products(self._root, evaluation.exact, likelihood, directions, at, mean=self._is_mean())
+        return self._of_all_ranks(own)
+
+    def _of_all_ranks(self, values: Tensor) -> Tensor:
+        """The mean over the ranks, as of their gradients; the same bits on each, so that all decide alike."""
+        if not self.comm.combines:
+            return values
+        total = self.comm.agree(values.detach().to(torch.float64).flatten()) / self.comm.data_world
+        return total.reshape(values.shape).to(values.device)
 
     def _block_products(self, directions: Sequence[Directions], product: Callable[[Block, Tensor], Tensor]) -> Tensor:
         """``Σ ⟨D_i, product(D_j)⟩ [k, k]`` over the blocks that precondition, ``D [(Γ,) n_g, n_a]``."""
@@ -90,9 +98,10 @@ class ModelledOptimizer(LayerOptimizer):
     def _is_mean(self) -> bool:
         return all(group.get("loss_reduction", "mean") == "mean" for group in self.param_groups)
 
-    def _examples(self) -> int:
+    def _examples(self) -> float:
         """Examples in the gradient of this step, which a summed loss has the curvature of."""
-        found = 0 if self._evaluation is None else self._evaluation.examples
+        own = 0.0 if self._evaluation is None else float(self._evaluation.examples)
+        found = float(self._of_all_ranks(torch.tensor(own, dtype=torch.float64)))
         if not found:
             raise RuntimeError(
                 "with loss_reduction='sum' the quadratic model needs the number of examples, which it counts in the "
@@ -100,6 +109,17 @@ class ModelledOptimizer(LayerOptimizer):
                 "loss and use loss_reduction='mean'"
             )
         return found
+
+    def _join_ranks(self) -> None:
+        chosen = self._adaptation
+        if chosen.quadratic_model or chosen.adaptive_damping:
+            away = [b for b in self._blocks if not (self.comm.estimates(b.index) and self.comm.preconditions(b.index))]
+            if away:
+                raise NotImplementedError(
+                    f"the quadratic model multiplies with the curvature of all layers, and under {self.comm!r} that of "
+                    f"'{away[0].name}' is on other ranks alone: use comm=CommOpt()"
+                )
+        super()._join_ranks()
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:

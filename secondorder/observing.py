@@ -14,7 +14,6 @@ from secondorder.adaptive import AdaptiveOptimizer
 from secondorder.curvature.capture import Captured
 from secondorder.curvature.heads import Head
 from secondorder.curvature.likelihood import Likelihood, resolve
-from secondorder.lifecycle import Directions
 
 #: Backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000
@@ -137,10 +136,10 @@ class ObservingOptimizer(AdaptiveOptimizer):
             for column in range(count):
                 yield [head.column(column, factor) if other is head else other.nothing() for other in heads]
 
-    def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
+    def _reduce(self, statistics: Captured) -> Captured:
         if statistics.terms is not None:
             self._observed_terms = statistics.terms
-        super()._learn(statistics, gradients, gate)
+        return super()._reduce(statistics)
 
     def _advance(self) -> None:
         self._observations = 0

@@ -20,6 +20,7 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.examples import ExampleRows, keeps_indices
 from secondorder.curvature.kernel import Rows, scaled
+from secondorder.curvature.measured import Measured
 from secondorder.layerwise import LayerOptimizer
 from secondorder.lifecycle import Directions, Group, State
 from secondorder.linalg import all_true_on_cpu
@@ -206,9 +207,13 @@ class RowOptimizer(LayerOptimizer):
         self._gradients_now = gradients
         super()._learn(statistics, gradients, gate)
 
-    def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
+    def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
+        """Rows are not summed: they stay what they are."""
+        return Measured({}, examples, statistic)
+
+    def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
         """Scale rows per datum, and hold them for the refresh of this step."""
-        pending, group = cast(ExampleRows, statistic), block.group
+        pending, group, examples = cast(ExampleRows, measured.rest), block.group, measured.examples
         if not pending.nbytes:
             return torch.ones((), dtype=torch.bool, device=block.owner.device)
         scale = statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])

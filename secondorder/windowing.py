@@ -1,10 +1,11 @@
-"""Windows over parameters, their state and their checkpoints: what window methods add to the life of an optimizer."""
+"""Windows over parameters and their state: what window methods add to the life of an optimizer."""
 
 from __future__ import annotations
 
+import math
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,14 +17,15 @@ from secondorder.comm import Unit as Portion
 from secondorder.curvature.block import unwrap
 from secondorder.curvature.gram import packed_size
 from secondorder.curvature.memory import free_bytes
+from secondorder.curvature.shards import Bounds, Part, plain
 from secondorder.curvature.topk import TopK
-from secondorder.curvature.window import LAG, SLOT_DIM, Form, GradientWindow, Place
+from secondorder.curvature.window import LAG, SHARED, SLOT_DIM, Form, GradientWindow, Place
 from secondorder.diagnostics.describe import human_bytes
-from secondorder.lifecycle import Group, State
+from secondorder.lifecycle import Group
 
 _NORM_LAYER = re.compile(r"Norm(\d?d)?$")
 _MADE_UP_NAME = re.compile(r"group ?\d+(\.| parameter )\d+$")
-_MOMENTUM_KEYS = ("gradient_momentum", "momentum_coefficients", "dots_momentum", "momentum_weight")
+MOMENTUM_KEYS = ("gradient_momentum", "momentum_coefficients", "dots_momentum", "momentum_weight")
 
 
 class Source(NamedTuple):
@@ -56,6 +58,11 @@ class Unit:
         norm: Length of the last gradient, 0-dim.
         lagged: Amplification of the last solves, on the host.
         arrivals: When each of them arrives there.
+        decayed: Weight decay that is preconditioned but kept out of the window.
+        decay_dots: Dots of the rows with it ``[t]``.
+        held: Whether this rank has the window, or a part of it; else it is laid out only, on ``meta``.
+        part: Which part; None for all of it. ``window``, ``source`` and ``decayed`` are of the part alone.
+        dtypes: In which the rows of each parameter are stored, by state key.
         signature: What the window was made for: it does not change with its parameters.
     """
 
@@ -70,12 +77,23 @@ class Unit:
     norm: Tensor | float = 0.0
     lagged: Tensor = field(default_factory=lambda: torch.zeros(0))
     arrivals: dict[int, torch.Event] = field(default_factory=dict)
+    decayed: list[Tensor | None] | None = None
+    decay_dots: Tensor | None = None
+    held: bool = True
+    part: Part | None = None
+    dtypes: list[dict[str, torch.dtype]] = field(default_factory=list)
     signature: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
         """Note what the window is made for."""
         places = [(id(p), tuple(p.shape), p.dtype, p.device) for p in self.params]
-        self.signature = self.name, tuple(places), self.window.form
+        self.signature = self.name, tuple(places), self.window.form, self.held, self.part
+
+    def own(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """This rank's part of one tensor per parameter."""
+        if self.part is None:
+            return list(tensors)
+        return [None if x is None else self.part.slice(i, x) for i, x in enumerate(tensors)]
 
 
 class Windowing(Checkpointing):
@@ -87,7 +105,7 @@ class Windowing(Checkpointing):
         ),
         **dict.fromkeys(("error", "error_range", "tail_error", "tail_error_range"), "error"),
         **dict.fromkeys(("q_prev", "pos", "count", "skipped", "solve_failures", "amplification"), "buffers"),
-        **dict.fromkeys(_MOMENTUM_KEYS[1:], "buffers"),
+        **dict.fromkeys(MOMENTUM_KEYS[1:], "buffers"),
         "gram": "gram",
         "gradient_momentum": "momentum",
     }
@@ -95,7 +113,13 @@ class Windowing(Checkpointing):
     #: Options on which the groups of one window must agree.
     shared_options: ClassVar[tuple[str, ...]] = ("window_size", "graft", "weight_decay_mode")
 
-    def _begin_windows(self, structure: tuple[Any, ...], excluded: dict[nn.Parameter, str]) -> None:
+    def _begin_windows(
+        self,
+        structure: tuple[Any, ...],
+        excluded: dict[nn.Parameter, str],
+        bounds: dict[nn.Parameter, Bounds] | None = None,
+        covered: Iterable[nn.Parameter] = (),
+    ) -> None:
         self._structure = structure
         self._compression, self._window_dtype, self._partition, *flags, self._seed = structure
         self._skip_norm_layers, self._skip_biases = flags
@@ -103,6 +127,12 @@ class Windowing(Checkpointing):
         self._units: list[Unit] = []
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._gradient_norms: dict[nn.Parameter, Tensor] = {}
+        #: What was placed; None before the first time.
+        self._portions: list[Portion] | None = None
+        #: How parameters were cut: it stays as long as they are covered, so that no row ever travels.
+        self._bounds = bounds or {}
+        #: What was covered before this was copied: its rows may be on other ranks.
+        self._copied = set(covered)
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
@@ -116,6 +146,10 @@ class Windowing(Checkpointing):
     def corrects_bias(self, group: Mapping[str, Any]) -> bool:
         """Whether the momentum on gradients is divided by its total weight."""
         return False
+
+    def solve_flops(self, m: int) -> float:
+        """Of the solve with m rows."""
+        return m**3 / 3 + 2 * m**2
 
     # ------------------------------------------------------------------ units
     def _connect(self, root: nn.Module | None) -> None:
@@ -131,9 +165,11 @@ class Windowing(Checkpointing):
         self._name_parameters()
         self._exclude()
         before = {unit.signature: unit for unit in self._units}
-        units = []
-        for name, params in self._partitioned().items():
-            unit = self._new_unit(name, params)
+        units, named = [], self._partitioned()
+        wholes = [self._whole_window(params) for params in named.values()]
+        self._place_windows(named, wholes)
+        for i, (name, params) in enumerate(named.items()):
+            unit = self._new_unit(i, name, params, wholes[i])
             kept = before.get(unit.signature)
             if kept is not None:
                 kept.group = unit.group
@@ -145,14 +181,29 @@ class Windowing(Checkpointing):
             self._fill(unit, sources)
         self._units = units
         self._unit_of = {p: unit for unit in units for p in unit.params}
+        parts = [(unit.params, unit.part.bounds) for unit in units if unit.part is not None]
+        self._bounds = {p: own for params, bounds in parts for p, own in zip(params, bounds, strict=True)}
+        self._copied = set()
         for p in sources.keys() - self._unit_of.keys():  # it left; its columns must not keep the old rows alive
-            self.state[p] = {k: v for k, v in self.state[p].items() if k not in self.kinds}
-        if fresh:
-            self._place([Portion(unit.name, str(unit.window.form)) for unit in units])
+            self.state[p] = {k: v for k, v in self.state[p].items() if plain(k) not in self.kinds}
         return bool(fresh)
 
-    def _new_unit(self, name: str, params: list[nn.Parameter]) -> Unit:
-        """A unit whose window is laid out but not allocated."""
+    def _place_windows(self, named: Mapping[str, list[nn.Parameter]], wholes: Sequence[GradientWindow]) -> None:
+        """Let the strategy decide who holds what."""
+        portions = []
+        for (name, params), window in zip(named.items(), wholes, strict=True):
+            rows = ", ".join(f"{tuple(place.shape)} {place.working}" for place in window.places)
+            flops = self.solve_flops(window.m)
+            divisible = self._partition != "layer"
+            portions.append(
+                Portion(name, f"{window.form} of {rows}", flops, window.flops, window.nbytes, divisible=divisible)
+            )
+        if portions != self._portions:
+            self._place(portions)
+            self._portions = portions
+
+    def _whole_window(self, params: list[nn.Parameter]) -> GradientWindow:
+        """The window of some parameters, laid out but not allocated."""
         group = self._group[params[0]]
         least, free = 8 * packed_size(group["window_size"]), free_bytes(params[0].device)
         if free is not None and least > free:  # before sizes overflow
@@ -161,43 +212,90 @@ class Windowing(Checkpointing):
                 f"{human_bytes(free)} are free on {params[0].device}; use a smaller window_size"
             )
         form = Form(group["window_size"], self._compression, self._window_dtype, self._seed)
-        return Unit(name, params, self._meta_window(params, form, self.momentum_of_gradients(group) > 0), group)
+        return self._meta_window(params, form, self.momentum_of_gradients(group) > 0)
 
-    def _meta_window(self, params: Sequence[nn.Parameter], form: Form, momentum: bool) -> GradientWindow:
-        places = [Place(real(p).shape, self._working(p), torch.device("meta")) for p in params]
-        return GradientWindow(places, form, momentum)
+    def _new_unit(self, index: int, name: str, params: list[nn.Parameter], whole: GradientWindow) -> Unit:
+        """A unit whose window, or this rank's part of it, is laid out but not allocated."""
+        rank, size = self.comm.shard(index) if self._partition != "layer" else (0, 1)
+        window, part = whole, None
+        if size > 1:
+            shapes, cutting = [place.shape for place in whole.places], whole.form.cutting
+            sizes, costs = [math.prod(shape) for shape in shapes], [whole.form.cost(shape) for shape in shapes]
+            kept = [self._bounds.get(p) for p in params]
+            if any(b is not None and (len(b) != size + 1 or b[-1] != n) for b, n in zip(kept, sizes, strict=True)):
+                kept = [None] * len(params)  # another world
+            part = Part(rank, size, cutting.bounds(sizes, costs, size, kept), cutting)
+            window = self._meta_window(params, whole.form, whole.outside is not None, part)
+        dtypes = [
+            {key: value.dtype for key, value in whole.state(i).items() if key in SLOT_DIM} for i in range(len(params))
+        ]
+        held = size > 1 or self.comm.preconditions(index)
+        return Unit(name, params, window, self._group[params[0]], held=held, part=part, dtypes=dtypes)
+
+    def _places(
+        self, params: Sequence[nn.Parameter], part: Part | None, device: torch.device | None = None
+    ) -> list[Place]:
+        shapes = [real(p).shape for p in params]
+        if part is None:
+            return [Place(s, self._working(p), device or p.device) for s, p in zip(shapes, params, strict=True)]
+        return [
+            Place(part.shape(i, s), self._working(p), device or p.device, s)
+            for i, (s, p) in enumerate(zip(shapes, params, strict=True))
+        ]
+
+    def _meta_window(
+        self, params: Sequence[nn.Parameter], form: Form, momentum: bool, part: Part | None = None
+    ) -> GradientWindow:
+        return GradientWindow(self._places(params, part, torch.device("meta")), form, momentum)
 
     def _working(self, p: nn.Parameter) -> torch.dtype:
         """Precision of products: the parameter's, or float64 where rows are kept in it."""
         return torch.float64 if self._window_dtype == torch.float64 else self._precision(p)
 
     def _window(self, unit: Unit, form: Form, momentum: bool) -> GradientWindow:
-        places = [Place(real(p).shape, self._working(p), p.device) for p in unit.params]
-        return GradientWindow(places, form, momentum)
+        return GradientWindow(self._places(unit.params, unit.part), form, momentum)
 
     def _fill(self, unit: Unit, sources: Mapping[nn.Parameter, Unit]) -> None:
         """Allocate the window of a new unit and take over what its parameters had in those of before."""
-        states = [{k: v for k, v in self.state[p].items() if k in self.kinds} for p in unit.params]
+        states: list[dict[str, Tensor]] = [self._own_state(unit, i, self.state[p]) for i, p in enumerate(unit.params)]
         old = list(dict.fromkeys(sources[p] for p in unit.params if p in sources))
-        if old:
+        rounded = _rounded(unit, old)
+        if any(not u.held for u in old):  # rows of another rank
+            states, shared, old = [{} for _ in states], {}, []
+        elif old:
             shared = {**old[0].window.shared_state(), "amplification": old[0].lagged}
             places = {tuple(int(u.window.counters[k]) for k in ("pos", "count")) + (u.window.m,) for u in old}
             if len(places) > 1:  # windows that were not filled together have no common rows
                 states, shared = [{} for _ in states], {}
         else:  # a copy, or a new optimizer
             shared = next((state for state in states if "gram" in state), {})
+        for p in unit.params:
+            for key in [k for k in self.state[p] if plain(k) in self.kinds]:
+                del self.state[p][key]
+        if not unit.held:
+            return
         momentum = unit.window.outside is not None or "momentum_weight" in shared
         unit.window = self._window(unit, unit.window.form, momentum)
         unit.lagged = torch.zeros(LAG, dtype=torch.float64, pin_memory=unit.params[0].device.type == "cuda")
-        self._take_over(unit, states, shared)
+        self._take_over(unit, states, shared, rounded)
         if old and (len(old) > 1 or not set(old[0].params) <= set(unit.params)):
             unit.window.recompute_gram()  # columns left, or came with rows of their own
-        for p in unit.params:
-            for key in [k for k in self.state[p] if k in self.kinds]:
-                del self.state[p][key]
         self._expose(unit)
 
-    def _take_over(self, unit: Unit, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+    def _own_state(self, unit: Unit, i: int, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Curvature in the state of a unit's parameter, as far as this rank's part of the window goes."""
+        found = {plain(k): v for k, v in state.items() if plain(k) in self.kinds}
+        if unit.part is None or any("@" in key for key in state):
+            return found
+        whole = {k: v for k, v in found.items() if k not in SHARED}
+        return {
+            **{k: v for k, v in found.items() if k in SHARED},
+            **unit.part.cutting.cut_state(whole, unit.part.bounds[i][-1], unit.part.span(i)),
+        }
+
+    def _take_over(
+        self, unit: Unit, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor], rounded: bool = False
+    ) -> None:
         """Fill a window from the state of one that may have another number of slots; without state it is empty."""
         window = unit.window
         if "amplification" in shared:
@@ -208,18 +306,21 @@ class Windowing(Checkpointing):
             window.keep_outside()
         m = round(((8 * shared["gram"].numel() + 1) ** 0.5 - 1) / 2) if "gram" in shared else window.m
         if m == window.m:
-            window.adopt(states, shared)
+            window.adopt(states, shared, rounded)
             return
         form = Form(m, self._compression, self._window_dtype, self._seed)
         old = self._window(unit, form, "momentum_weight" in shared)
-        old.adopt(states, shared)
+        old.adopt(states, shared, rounded)
         window.adopt([{} for _ in states], {})
         window.adopt_resized(old)
 
     def _expose(self, unit: Unit) -> None:
-        """Let the state of each parameter show its part of the window."""
+        """Let the state of each parameter show its part of the window; slices under names of their own."""
         for i, p in enumerate(unit.params):
-            self.state[p].update(unit.window.state(i))
+            found = unit.window.state(i)
+            if unit.part is not None:
+                found = {f"{key}{unit.part.suffix}": value for key, value in found.items() if value.numel()}
+            self.state[p].update(found)
         self.state[unit.params[0]].update(unit.window.shared_state(), amplification=unit.lagged)
 
     def _partitioned(self) -> dict[str, list[nn.Parameter]]:
@@ -228,7 +329,7 @@ class Windowing(Checkpointing):
         for i, group in enumerate(self.param_groups):
             for p in group["params"]:
                 # One that was frozen later stays, with zeros; one that was frozen from the start costs nothing.
-                if p not in self._excluded and (p.requires_grad or p in self._unit_of or _has_rows(self.state[p])):
+                if p not in self._excluded and (p.requires_grad or self._has_rows(p)):
                     found.setdefault(self._unit_name(p, i), []).append(p)
         return found
 
@@ -245,7 +346,7 @@ class Windowing(Checkpointing):
         owners = () if self._root is None else self._root.modules()
         layers = {p: m for m in owners for p in m.parameters(recurse=False)}
         for p in self._group:
-            if p in self._unit_of or "pos" in self.state[p] or _has_rows(self.state[p]):
+            if "pos" in self.state[p] or self._has_rows(p):
                 continue
             if self._skip_norm_layers and _is_norm(p, layers.get(p)):
                 self._excluded[p] = "left out by skip_norm_layers"
@@ -254,6 +355,10 @@ class Windowing(Checkpointing):
         self._reasons = {p: "frozen" for p in self._group if not p.requires_grad} | self._excluded
         self._skipped_by_user = set(self._excluded)
 
+    def _has_rows(self, p: nn.Parameter) -> bool:
+        """Whether a parameter is in a window, or was before this was copied."""
+        return p in self._unit_of or p in self._copied or any(plain(key) in SLOT_DIM for key in self.state[p])
+
     def _is_bias(self, p: nn.Parameter, layer: nn.Module | None) -> bool:
         named = layer is not None or not _MADE_UP_NAME.match(self._names[p])
         return self._names[p].rpartition(".")[2].endswith("bias") if named else p.dim() <= 1
@@ -261,16 +366,17 @@ class Windowing(Checkpointing):
     def _require_memory(self, units: Sequence[Unit]) -> None:
         """Refuse windows that cannot fit, before anything is allocated."""
         needed: dict[torch.device, int] = {}
+        units = [unit for unit in units if unit.held]
         for unit in units:
             device = unit.params[0].device
             needed[device] = needed.get(device, 0) + unit.window.nbytes
         for device, nbytes in needed.items():
             free = free_bytes(device)
             if free is not None and nbytes > free:
-                first, entries = units[0], sum(real(p).numel() for unit in units for p in unit.params)
+                first, entries = units[0], sum(math.prod(p.shape) for unit in units for p in unit.window.places)
                 m, sparse = first.window.m, Form(first.window.m, TopK())
                 fits = max(1, int(m * free / nbytes * 0.9))
-                less = sum(self._meta_window(unit.params, sparse, False).nbytes for unit in units)
+                less = sum(self._meta_window(unit.params, sparse, False, unit.part).nbytes for unit in units)
                 raise RuntimeError(
                     f"the gradient window needs {human_bytes(nbytes)} (window_size={m}, {entries:,} parameters, "
                     f"{first.window.form.describe(self._working(first.params[0]))}) and {human_bytes(free)} are free "
@@ -337,70 +443,28 @@ class Windowing(Checkpointing):
         kept = super().__getstate__()
         kept["state"] = type(self.state)(dict)
         for p, found in self.state.items():
-            kept["state"][p] = {k: v.clone() if k in self.kinds else v for k, v in found.items()}
+            kept["state"][p] = {k: v.clone() if plain(k) in self.kinds else v for k, v in found.items()}
         return kept
 
     def _kept_by_copies(self) -> dict[str, Any]:
-        return {**super()._kept_by_copies(), "structure": self._structure, "excluded": dict(self._excluded)}
+        own = {"structure": self._structure, "excluded": dict(self._excluded)}
+        return {**super()._kept_by_copies(), **own, "bounds": dict(self._bounds), "covered": list(self._unit_of)}
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
-        self._begin_windows(kept["structure"], kept["excluded"])
+        self._begin_windows(kept["structure"], kept["excluded"], kept["bounds"], kept["covered"])
         self._rebuild()
+
+    def _repoint(self, theirs: dict[str, nn.Parameter]) -> None:
+        before = [p for group in self.param_groups for p in group["params"]]
+        super()._repoint(theirs)
+        after = dict(zip(before, (p for group in self.param_groups for p in group["params"]), strict=True))
+        self._bounds = {after[p]: bounds for p, bounds in self._bounds.items() if p in after}
+        self._copied = {after[p] for p in (*self._unit_of, *self._copied) if p in after}
 
     def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
         keys = super()._rule_keys(p, group)
         return () if keys == ("momentum_buffer",) and self._covers(p) and not self.momentum_after(group)[0] else keys
-
-    # ------------------------------------------------------------------ checkpoints
-    def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
-        unit = self._unit_of.get(p)
-        if unit is None:
-            return {}
-        form = Form(group["window_size"], self._compression, self._window_dtype, self._seed)
-        window = self._meta_window([p], form, True)
-        spec: State = dict(window.state(0))
-        if p is unit.params[0]:
-            spec |= window.shared_state()
-            spec["amplification"] = torch.zeros(LAG, dtype=torch.float64, device="meta")
-        return spec
-
-    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
-        if key in self.kinds and group["checkpoint_curvature"] == "none":
-            return True
-        return key in _MOMENTUM_KEYS and not self.momentum_of_gradients(group)
-
-    def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], spec: State) -> dict[str, Any]:
-        self._refuse(self._bad_offsets(p, theirs))
-        rest = super()._private(p, {k: v for k, v in theirs.items() if k not in self.kinds}, spec)
-        return {**theirs, **rest}  # curvature is copied straight into the window
-
-    def _bad_offsets(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:
-        """Offsets of sparse rows that point out of their block: a damaged file must not be read past its end."""
-        if not isinstance(self._compression, TopK):
-            return []
-        block = self._compression.block_size
-        lines = []
-        for key, length in (("window_idx", block), ("tail_idx", real(p).numel() % block)):
-            idx = theirs.get(key)
-            if isinstance(idx, Tensor) and idx.numel() and not (idx.min() >= 0 and idx.max() < length):
-                lines.append(f"parameter '{self._names[p]}': {key} points outside of its block of {length} entries")
-        return lines
-
-    def _install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        for p, found in loaded.items():
-            live = {k: v for k, v in self.state[p].items() if k in self.kinds}
-            self.state[p] = {k: v for k, v in found.items() if k not in self.kinds} | live
-        for unit in self._units:
-            for event in unit.arrivals.values():
-                event.synchronize()
-            unit.arrivals.clear()
-            unit.a = None
-            self._take_over(unit, [loaded[p] for p in unit.params], loaded[unit.params[0]])
-            self._expose(unit)
-
-    def _finish_load(self) -> None:
-        self._rebuild()
 
 
 def real(x: Tensor) -> Tensor:
@@ -408,8 +472,11 @@ def real(x: Tensor) -> Tensor:
     return torch.view_as_real(x) if x.is_complex() else x
 
 
-def _has_rows(state: Mapping[str, Any]) -> bool:
-    return any(key in SLOT_DIM for key in state)
+def _rounded(unit: Unit, old: Sequence[Unit]) -> bool:
+    """Whether rows of some units are stored in another dtype in a new one."""
+    before = {p: dtypes for u in old for p, dtypes in zip(u.params, u.dtypes, strict=True)}
+    now = zip(unit.params, unit.dtypes, strict=True)
+    return any(before.get(p, own).get(key, dtype) != dtype for p, own in now for key, dtype in own.items())
 
 
 def _is_norm(p: nn.Parameter, layer: nn.Module | None) -> bool:

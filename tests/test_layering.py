@@ -28,6 +28,7 @@ MAY_IMPORT = {
         "windowing", "optimizer", "lifecycle",
         "curvature", "linalg", "options", "comm",
     },
+    "factory": {"methods", "optimizer", "comm", "curvature"},
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
     "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
     # layer methods with rows of examples
@@ -40,7 +41,8 @@ MAY_IMPORT = {
     "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update", "options"},
     "trial": {"curvature", "options"},
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
-    "layerwise": {"optimizer", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
+    "layerwise": {"optimizer", "reducing", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
+    "reducing": {"capturing", "lifecycle", "comm", "curvature", "linalg"},
     "capturing": {"lifecycle", "comm", "curvature", "options"},
     "windowed": {"optimizer", "windowing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
     "windowing": {"checkpoint", "comm", "diagnostics", "lifecycle", "curvature"},

@@ -1,20 +1,30 @@
-"""``train``: one workload, one optimizer, any keywords; for tuning and for the tables of the docs."""
+"""``train``: one workload, one optimizer, any keywords; for tuning and for the tables of the docs.
 
-from dataclasses import dataclass
+Under ``torchrun`` all ranks train together, each on its share of every batch, and rank 0 reports for all.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from statistics import fmean
+from typing import Annotated, Any, Literal
 
 import torch
+import tyro
+from rich.table import Table
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LRScheduler
 
 from benchmarks import report
 from benchmarks.commands.options import Common
-from benchmarks.recipes import METHODS, MethodName, Settings
+from benchmarks.ranks import RankFigures, Ranks, joined
+from benchmarks.recipes import AliasName, MethodName, Settings, find_method
 from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import Size, WorkloadName, make_workload
+from secondorder import SecondOrderOptimizer
+from secondorder.comm.counter import Counter
 
 CHECKPOINTS = (40, 75, 100, 140, 300)
 """Steps whose loss is reported, those of published runs of the autoencoder."""
@@ -28,8 +38,10 @@ class Train(Common):
 
     workload: WorkloadName = "digits"
     """What to train."""
-    optimizer: MethodName = "kfac"
-    """Whose recipe to start from."""
+    optimizer: Annotated[MethodName | AliasName, tyro.conf.arg(aliases=["--optim"])] = "kfac"
+    """Whose recipe to start from; the names of other programs take the recipe of the method that they mean."""
+    comm: str | None = None
+    """Under torchrun: who does what, such as mem_opt, hybrid_opt:0.5, chief_only:deliver=inverses; unset: comm_opt."""
     set: tuple[str, ...] = ()
     """Keywords that replace the recipe's, such as lr=0.3 graft=none adaptive_damping=true; for a layer method also
     skip_layers=LayerNorm,Embedding,head; for a window method also density=0.01 block_size=4096 value_dtype=bfloat16
@@ -58,36 +70,57 @@ class Train(Common):
             0, or 1 when the loss was no longer finite.
         """
         torch.set_num_threads(self.threads)
+        with joined() as ranks:
+            return self._run(ranks)
+
+    def _run(self, ranks: Ranks) -> int:
+        """Train, and report on the first rank.
+
+        Args:
+            ranks: The processes that train together.
+
+        Returns:
+            Exit status.
+        """
         changes = parse_settings(self.set)
-        of_workload = parse_settings(self.workload_set)
-        workload = make_workload(self.workload, self.data_dir, self.size, self.batch_size, of_workload)
+        if self.comm is not None and self.optimizer in {"sgd", "adamw"}:
+            raise ValueError(f"--comm {self.comm}: {self.optimizer} has no curvature to place, leave it out")
+        if self.comm is not None:
+            changes["comm"] = self.comm
+        workload = make_workload(
+            self.workload, self.data_dir, self.size, self.batch_size, parse_settings(self.workload_set)
+        )
         steps = workload.steps[self.size] if self.steps is None else self.steps
-        method = METHODS[self.optimizer]
+        method = find_method(self.optimizer)
         recipe = self.workload if self.recipe else None
         settings, closure = method.settings(recipe, changes), method.needs_closure(recipe, changes)
         make = partial(method.build, workload=recipe, changes=changes)
         schedule = partial(make_schedule, self.schedule, steps)
-        trainer = Trainer(method.label, workload, make, self.seed, schedule, closure)
-        with report.progress_bar() as progress:
+        trainer = Trainer(method.label, workload, make, self.seed, schedule, closure, ranks)
+        with report.progress_bar(ranks.first) as progress:
             task = progress.add_task(f"{self.workload}, {method.label}", total=steps)
-            race([trainer], steps, lambda _: progress.advance(task))
-        self._report(trainer, settings)
-        return int(trainer.diverged)
+            mine = _train(trainer, ranks, steps, lambda _: progress.advance(task))
+        figures = ranks.gather(mine)
+        trainer.history.losses = _mean_losses(figures)
+        if ranks.first:
+            self._report(trainer, settings, figures)
+        return int(trainer.history.diverged)
 
-    def _report(self, trainer: Trainer, settings: Settings) -> None:
+    def _report(self, trainer: Trainer, settings: Settings, ranks: Sequence[RankFigures]) -> None:
         """Print and save what the run did.
 
         Args:
             trainer: The run, done.
             settings: Keywords of its optimizer.
+            ranks: What each rank measured.
         """
-        history, metric = trainer.history, trainer.workload.metric
-        memory = memory_usage(trainer.optimizer)
+        history, metric, memory = trainer.history, trainer.workload.metric, ranks[0].memory
         figures = {
             "losses": history.losses,
             "step_seconds": history.step_seconds,
             "optimizer_bytes": memory["total"],
             "memory": memory,
+            "ranks": [{key: value for key, value in asdict(rank).items() if key != "losses"} for rank in ranks],
             "evaluated_on": "all held-out data" if self.evaluate else "the workload's own choice of held-out data",
             metric: trainer.workload.evaluate(trainer.model, self.evaluate),
         }
@@ -99,9 +132,78 @@ class Train(Common):
             ("loss at step", *columns, metric, "seconds", "optimizer bytes"),
             [(f"mean of {WINDOW}", *cells, f"{figures[metric]:.4g}", seconds, f"{memory['total']:,}")],
         )
+        tables = [table, *([rank_table(ranks, len(history.losses))] if len(ranks) > 1 else [])]
         data = {"workload": self.workload, "optimizer": self.optimizer, "settings": dict(settings), "seed": self.seed}
         data["workload_settings"] = parse_settings(self.workload_set)
-        report.save(self.out_dir, f"train-{self.workload}-{self.optimizer}", [table], {**data, **figures})
+        report.save(self.out_dir, f"train-{self.workload}-{self.optimizer}", tables, {**data, **figures})
+
+
+def _train(trainer: Trainer, ranks: Ranks, steps: int, on_step: Callable[[Trainer], None]) -> RankFigures:
+    """Do this rank's part of a run.
+
+    Args:
+        trainer: The run.
+        ranks: The processes that train together.
+        steps: Steps to take.
+        on_step: Called after every step.
+
+    Returns:
+        What this rank measured.
+    """
+    optimizer = trainer.optimizer
+    comm: Any = getattr(optimizer, "comm", None)  # an optimizer of torch has none
+    role = getattr(comm, "role", "gradient")
+    counter = getattr(getattr(comm, "collectives", None), "counter", Counter())  # nor has one process
+    counter.clear()  # of the messages of the constructor
+    if role == "inverse":
+        comm.serve(optimizer)
+    else:
+        race([trainer], steps, on_step)
+    sent = {stage: count / max(1, steps) for stage, count in counter.bytes_by_stage().items()}
+    figures = RankFigures(ranks.rank, role, trainer.history.losses, memory_usage(optimizer), sent)
+    if isinstance(optimizer, SecondOrderOptimizer):
+        optimizer.close()
+    return figures
+
+
+def _mean_losses(ranks: Sequence[RankFigures]) -> list[float]:
+    """Return the loss of each whole batch.
+
+    Args:
+        ranks: What each rank measured on equal shares of it.
+
+    Returns:
+        Means over the ranks that compute gradients.
+    """
+    return [fmean(losses) for losses in zip(*(r.losses for r in ranks if r.role == "gradient"), strict=True)]
+
+
+def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
+    """Return what each rank sent and kept.
+
+    Args:
+        ranks: What each rank measured.
+        steps: Steps of the run.
+
+    Returns:
+        A table with a row for each rank.
+    """
+    stages = list(dict.fromkeys(stage for rank in ranks for stage in rank.sent))
+    kinds = [kind for kind in ranks[0].memory if any(rank.memory[kind] for rank in ranks)]
+    rows = [
+        (
+            f"{rank.rank} {rank.role}",
+            *(f"{rank.sent.get(stage, 0):,.0f}" for stage in stages),
+            *(f"{rank.memory[kind]:,}" for kind in kinds),
+        )
+        for rank in ranks
+    ]
+    return report.make_table(
+        f"Bytes of each rank: sent per step, mean of {steps}; kept at the end",
+        ("rank", *(f"sent: {stage}" for stage in stages), *(f"kept: {kind}" for kind in kinds)),
+        rows,
+        "Sent: what a rank hands to the collectives of its optimizer, without what DistributedDataParallel sends.",
+    )
 
 
 def make_schedule(schedule: Schedule, steps: int, optimizer: Optimizer) -> LRScheduler:

@@ -1,11 +1,33 @@
 """Communication strategies: who does which stage of a step."""
 
+from secondorder.comm.chief_only import ChiefOnly
+from secondorder.comm.comm_opt import CommOpt
+from secondorder.comm.hybrid_opt import HybridOpt
+from secondorder.comm.local_factors import LocalFactors
+from secondorder.comm.mem_opt import MemOpt
+from secondorder.comm.named import from_name
+from secondorder.comm.rank_grid import RankGrid
 from secondorder.comm.strategy import CommStrategy, Local, Parcel, Shard, Unit, world_size
 
 
 def default_strategy() -> CommStrategy:
-    """What ``comm=None`` stands for."""
-    return Local()
+    """What ``comm=None`` stands for: :class:`CommOpt` in a process group of more than one rank."""
+    return CommOpt() if world_size() > 1 else Local()
 
 
-__all__ = ["CommStrategy", "Local", "Parcel", "Shard", "Unit", "default_strategy", "world_size"]
+__all__ = [
+    "ChiefOnly",
+    "CommOpt",
+    "CommStrategy",
+    "HybridOpt",
+    "Local",
+    "LocalFactors",
+    "MemOpt",
+    "Parcel",
+    "RankGrid",
+    "Shard",
+    "Unit",
+    "default_strategy",
+    "from_name",
+    "world_size",
+]

@@ -20,8 +20,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -86,8 +87,21 @@ class CommStrategy(ABC):
 
     #: What this process does: ``"gradient"``, ``"factor"`` or ``"inverse"``.
     role: str = "gradient"
-    #: Whether the curvature of different units may be on different ranks.
-    partial: bool = False
+
+    @property
+    def combines(self) -> bool:
+        """Whether several ranks work together; False in a world of one process."""
+        return False
+
+    @property
+    def replicates(self) -> bool:
+        """Whether every rank holds the running estimates of all units."""
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of messages."""
+        return 0
 
     # ------------------------------------------------------------------ life
     @abstractmethod
@@ -95,11 +109,11 @@ class CommStrategy(ABC):
         """Decide who does what; arithmetic only. Units that were placed before stay where they are."""
 
     @abstractmethod
-    def connect(self, facts: Mapping[str, str], device: Any) -> None:
+    def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
         """Make the groups and compare the ranks' plans; collective. Again after units have changed.
 
         Args:
-            facts: What must be equal on all ranks, in words, by the name under which a difference is told.
+            facts: What must be equal on all ranks, in words, by what it is about.
             device: Device of small messages.
 
         Raises:
@@ -107,7 +121,7 @@ class CommStrategy(ABC):
             RuntimeError: If not all ranks come.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most strategies have nothing to end
         """End what runs beside the training loop, and leave the groups. Idempotent."""
 
     # ------------------------------------------------------------------ who
@@ -115,6 +129,16 @@ class CommStrategy(ABC):
     def rank(self) -> int:
         """This process among those of the strategy."""
         return 0
+
+    @property
+    def world(self) -> int:
+        """Number of processes of the strategy."""
+        return world_size()
+
+    @property
+    def standing(self) -> str:
+        """This rank, its world and what places the curvature, in words that two ranks never share."""
+        return f"rank {self.rank} of {self.world} under {type(self).__name__}()"
 
     @property
     def data_rank(self) -> int:
@@ -151,7 +175,7 @@ class CommStrategy(ABC):
         return Shard(0, 1)
 
     # ------------------------------------------------------------------ verbs of a step
-    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
+    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:  # noqa: B027 - nobody to send to
         """Bring ``.grad`` to its mean over the ranks, where the strategy was asked to do that."""
 
     def agree(self, words: Tensor) -> Tensor:
@@ -178,25 +202,39 @@ class CommStrategy(ABC):
         if failed:
             raise RuntimeError(error)
 
-    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
         """Sum parcels of the same units over all ranks; the sum is valid where :meth:`estimates` says so."""
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """Tensors ``[...]`` of all ranks stacked in rank order ``[W, ...]``, valid where :meth:`estimates` says so."""
         return [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
 
-    def share_curvature(self, parcels: Sequence[Parcel]) -> None:
+    def share_curvature(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
         """Copy parcels from the owners of their units to the ranks that precondition.
 
         Args:
             parcels: One for each refreshed unit that this rank preconditions.
         """
 
-    def spread(self, parcels: Sequence[Parcel]) -> None:
+    def spread(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
         """Copy parcels from the owners of their units to all ranks; every rank gives all of them."""
 
-    def share_directions(self, parcels: Sequence[Parcel]) -> None:
+    def share_directions(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
         """Copy directions from the ranks that preconditioned to the others; every rank gives all of them."""
+
+    # ------------------------------------------------------------------ verbs for once in a while
+    def meet(self, what: str) -> None:  # noqa: B027 - nobody to wait for
+        """Wait until every rank has come here.
+
+        Args:
+            what: What all ranks must call, for the text of the error.
+
+        Raises:
+            RuntimeError: If not all ranks come, after the timeout.
+        """
+
+    def copy_from(self, source: int, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - nobody to send to
+        """Copy tensors of one rank to all others, in place; every rank gives all of them, of the same shapes."""
 
     # ------------------------------------------------------------------ verbs of divisible units
     def sum_shards(self, values: Tensor) -> Tensor:
@@ -222,7 +260,7 @@ class Local(CommStrategy):
     def place(self, units: Sequence[Unit]) -> None:
         """Nothing to place."""
 
-    def connect(self, facts: Mapping[str, str], device: Any) -> None:
+    def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
         """Nobody to connect to.
 
         Raises:

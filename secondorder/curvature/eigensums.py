@@ -60,6 +60,10 @@ class ScaleSums:
         tokens = self._tokens.clamp(min=1)  # may differ from block to block
         return self.total * tokens if reduction == "mean" else self.total / tokens, 1.0
 
+    def data(self, examples: float) -> float | Tensor:
+        """Number of data that the mean is over: examples, or tokens ``[Γ or 1]``."""
+        return examples if self._tokens is None else self._tokens.flatten()
+
     def add(self, calls: list[Call], examples: int) -> None:
         """Add all calls of the layer in one forward pass over ``examples`` examples.
 

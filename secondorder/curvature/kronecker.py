@@ -127,13 +127,20 @@ class KroneckerSums:
         self.a /= self._row_count()
         return self.a, self.g
 
+    @property
+    def rows(self) -> float | Tensor:
+        """Rows that ``a`` is made of, ``[Γ]`` where each of Γ blocks is filled by its own calls."""
+        if not self._part_rows:
+            return self._rows
+        rows = [self._rows + self._part_rows.get(part, 0.0) for part in range(self._adapter.groups)]
+        return torch.stack([self._on_device(r) for r in rows])
+
     def _row_count(self) -> Tensor:
         """Rows in ``a``, at least 1, shaped to divide it."""
-        if not self._part_rows:
-            return self._on_device(self._rows).clamp(min=1)
-        rows = [self._rows + self._part_rows.get(part, 0.0) for part in range(self._adapter.groups)]
-        counts = torch.stack([self._on_device(r) for r in rows])
-        return counts.clamp(min=1).view(-1, *[1] * (self.a.dim() - 1))
+        rows = self.rows
+        if not isinstance(rows, Tensor) or rows.dim() == 0:
+            return self._on_device(rows).clamp(min=1)
+        return rows.clamp(min=1).view(-1, *[1] * (self.a.dim() - 1))
 
     def _on_device(self, rows: float | Tensor) -> Tensor:
         if isinstance(rows, Tensor):

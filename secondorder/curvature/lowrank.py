@@ -48,6 +48,10 @@ class LowRank:
         r = min(self.rank, n0, n1)
         return r if r * (n0 + n1) < n0 * n1 else 0
 
+    def kept(self, shape: torch.Size) -> int:
+        """Numbers kept of a tensor in each row."""
+        return self.of(shape) * sum(matrix_shape(shape)) if self.of(shape) else math.prod(shape)
+
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     """First dimension by all others."""
@@ -76,6 +80,7 @@ class LowRankRows(Rows):
         rule: The rank.
         dtype: Of the stored rows.
         seed: Of the first warm starts, drawn on the CPU so that they are the same everywhere.
+        wholes: Shapes of the tensors in the whole window, if this is a part of it.
     """
 
     def __init__(
@@ -87,8 +92,10 @@ class LowRankRows(Rows):
         rule: LowRank,
         dtype: torch.dtype,
         seed: int,
+        wholes: Sequence[torch.Size] | None = None,
     ) -> None:
         super().__init__(shapes, m, working, device)
+        wholes = shapes if wholes is None else wholes
         self.factors: list[Factors] = []
         for i, shape in enumerate(shapes):
             if r := rule.of(shape):
@@ -97,14 +104,19 @@ class LowRankRows(Rows):
                 p, q = (torch.zeros(m, r, n, dtype=dtype, device=device) for n in (n0, n1))
                 self.factors.append(Factors(i, p, q, warm, torch.zeros(n0, n1, dtype=working, device=device)))
         self._seed = seed
+        #: Columns and rank of the matrices of the whole window, by tensor: drawn for all, in one order.
+        self._starts = {i: (matrix_shape(shape)[1], r) for i, shape in enumerate(wholes) if (r := rule.of(shape))}
         self.restart()
         self._whole = [i for i, shape in enumerate(shapes) if not rule.of(shape)]
-        self.dense = DenseRows([shapes[i] for i in self._whole], m, working, device, dtype)
+        columns = sum(math.prod(shape) for shape in wholes if not rule.of(shape))
+        self.dense = DenseRows([shapes[i] for i in self._whole], m, working, device, dtype, columns=columns)
 
     def restart(self) -> None:
-        generator = torch.Generator().manual_seed(self._seed)
-        for f in self.factors:
-            f.warm.copy_(torch.randn(f.warm.shape, generator=generator, dtype=torch.float64))
+        generator, mine = torch.Generator().manual_seed(self._seed), {f.tensor: f for f in self.factors}
+        for i, shape in self._starts.items():
+            start = torch.randn(shape, generator=generator, dtype=torch.float64)
+            if i in mine:
+                mine[i].warm.copy_(start)
 
     def state(self, i: int) -> dict[str, Tensor]:
         for f in self.factors:
@@ -112,6 +124,13 @@ class LowRankRows(Rows):
                 error = f.error.view(self.shapes[i])
                 return {"window_p": f.p, "window_q": f.q, "q_prev": f.warm, "error": error}
         return self.dense.state(self._whole.index(i))
+
+    @property
+    def flops(self) -> float:
+        inner = sum(
+            f.p.shape[1] * (f.p[0].numel() + f.q[0].numel()) + f.p.shape[1] * f.error.numel() for f in self.factors
+        )
+        return 2.0 * self.m * inner + self.dense.flops
 
     def write(self, x: Parts, slot: Tensor, gate: Tensor | None) -> None:
         self.dense.write([x[i] for i in self._whole], slot, gate)

@@ -58,6 +58,11 @@ class Rows(ABC):
     def state(self, i: int) -> dict[str, Tensor]:
         """Views of what is stored for tensor i, by state key."""
 
+    @property
+    @abstractmethod
+    def flops(self) -> float:
+        """Of a step over full rows: one pass for the dots, one for the combination."""
+
     @abstractmethod
     def write(self, x: Parts, slot: Tensor, gate: Tensor | None) -> None:
         """Store a gradient (None: zeros) at a slot ``[1]``."""
@@ -157,6 +162,7 @@ class DenseRows(Rows):
         device: Where the rows are.
         dtype: Of the stored rows.
         feedback: Whether rounding is fed back.
+        columns: Entries of a row of the whole window, if this is a part of it: precision must not depend on that.
     """
 
     def __init__(
@@ -167,9 +173,11 @@ class DenseRows(Rows):
         device: torch.device,
         dtype: torch.dtype,
         feedback: bool = False,
+        columns: int | None = None,
     ) -> None:
         d = sum(math.prod(shape) for shape in shapes)
-        super().__init__(shapes, m, torch.float64 if m * d <= EXACT else working, device)
+        exact = m * (d if columns is None else columns) <= EXACT
+        super().__init__(shapes, m, torch.float64 if exact else working, device)
         self.flat = torch.zeros(m, d, dtype=dtype, device=device)
         self.error = torch.zeros(d, dtype=working, device=device) if feedback and dtype != working else None
         self._written: Tensor | None = None
@@ -183,6 +191,10 @@ class DenseRows(Rows):
         if self.error is not None:
             found["error"] = self.error[start:stop].view(self.shapes[i])
         return found
+
+    @property
+    def flops(self) -> float:
+        return 4.0 * self.flat.numel()
 
     def write(self, x: Parts, slot: Tensor, gate: Tensor | None) -> None:
         row = flatten(x, self.shapes, self.flat.new_empty(0, dtype=self.working))

@@ -157,6 +157,10 @@ class TopKRows(Rows):
                     found |= {keys[name]: part[blocks] for name, part in parts.items() if part is not None}
         return found
 
+    @property
+    def flops(self) -> float:
+        return 4.0 * sum(panel.val.numel() for panel in self.panels)
+
     # ------------------------------------------------------------------ writing
     def write(self, x: Parts, slot: Tensor, gate: Tensor | None) -> None:
         if gate is not None:

@@ -11,6 +11,7 @@ live on the device of the first parameter and never make the host wait.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from secondorder.curvature import gram
 from secondorder.curvature.lowrank import LowRank, LowRankRows
 from secondorder.curvature.rows import DenseRows, Parts, Rows, gated, row_dots
+from secondorder.curvature.shards import Cutting
 from secondorder.curvature.topk import TopK, TopKRows
 
 Compression = TopK | LowRank | None
@@ -28,6 +30,11 @@ Compression = TopK | LowRank | None
 SLOT_DIM = {
     "window": 0, "window_p": 0, "window_q": 0, "window_idx": 1, "window_val": 1, "tail_idx": 1, "tail_val": 1,
 }  # fmt: skip
+#: Keys of what all tensors of a window have in common.
+SHARED = (
+    "gram", "pos", "count", "skipped", "solve_failures", "amplification", "momentum_coefficients", "dots_momentum",
+    "momentum_weight",
+)  # fmt: skip
 #: Steps between the measurement of the amplification and its use: by then a device has long delivered it.
 LAG = 10
 
@@ -48,17 +55,33 @@ class Form:
     dtype: torch.dtype | None = None
     seed: int = 0
 
-    def rows(self, shapes: Sequence[torch.Size], working: torch.dtype, device: torch.device) -> Rows:
-        """Empty rows."""
+    def rows(self, places: Sequence[Place]) -> Rows:
+        """Empty rows over places of one device and precision."""
+        working, device, shapes = places[0].working, places[0].device, [place.shape for place in places]
+        wholes = [place.shape if place.whole is None else place.whole for place in places]
+        columns = sum(math.prod(whole) for whole in wholes)
         kind, dtype = self.compression, self.dtype or working
         if isinstance(kind, TopK) and kind.density < 1:
             return TopKRows(shapes, self.m, working, device, kind)
         if isinstance(kind, TopK):
             value = working if kind.value_dtype == torch.float32 else kind.value_dtype
-            return DenseRows(shapes, self.m, working, device, value, kind.error_feedback)
+            return DenseRows(shapes, self.m, working, device, value, kind.error_feedback, columns)
         if isinstance(kind, LowRank):
-            return LowRankRows(shapes, self.m, working, device, kind, dtype, self.seed)
-        return DenseRows(shapes, self.m, working, device, dtype)
+            return LowRankRows(shapes, self.m, working, device, kind, dtype, self.seed, wholes)
+        return DenseRows(shapes, self.m, working, device, dtype, columns=columns)
+
+    @property
+    def cutting(self) -> Cutting:
+        """Where tensors may be cut so that what is stored stays the same."""
+        kind = self.compression
+        if isinstance(kind, TopK) and kind.density < 1:
+            return Cutting(kind.block_size, blocked=True)
+        return Cutting(0) if isinstance(kind, LowRank) else Cutting()
+
+    def cost(self, shape: torch.Size) -> int:
+        """What a tensor counts when a window is cut into even parts."""
+        kind = self.compression
+        return kind.kept(shape) if isinstance(kind, LowRank) else math.prod(shape)
 
     def describe(self, working: torch.dtype) -> str:
         """In words."""
@@ -92,11 +115,34 @@ class Outside:
 
 @dataclass
 class Place:
-    """Where a tensor of the window lives: its shape as real numbers, working precision and device."""
+    """Where a tensor of the window lives: its shape as real numbers, working precision and device.
+
+    ``whole`` is the shape of the tensor of which this is a slice.
+    """
 
     shape: torch.Size
     working: torch.dtype
     device: torch.device
+    whole: torch.Size | None = None
+
+
+@dataclass
+class Push:
+    """A row that is stored, but not in the Gram matrix yet.
+
+    Attributes:
+        slot: Where, 0-dim.
+        gate: None, or where it is False nothing changes.
+        beta: β of the momentum on gradients.
+        dots: With the rows, this one included ``[t]``.
+        inside: With the momentum's rest ``[1]``; None without momentum.
+    """
+
+    slot: Tensor
+    gate: Tensor | None
+    beta: float
+    dots: Tensor
+    inside: Tensor | None
 
 
 @dataclass
@@ -120,10 +166,7 @@ class GradientWindow:
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, place in enumerate(places):
             kinds.setdefault((place.device, place.working), []).append(i)
-        self._parts = [
-            _Part(form.rows([places[i].shape for i in members], working, device), members)
-            for (device, working), members in kinds.items()
-        ]
+        self._parts = [_Part(form.rows([places[i] for i in members]), members) for members in kinds.values()]
         self.gram = torch.zeros(gram.packed_size(self.m), dtype=torch.float64, device=self.device)
         self.counters = {
             key: torch.zeros((), dtype=torch.int64, device=self.device)
@@ -135,6 +178,10 @@ class GradientWindow:
         #: Most rows that can be filled, as far as the host knows.
         self.filled = 0
         self.noise = max(part.rows.noise for part in self._parts)
+        #: Whether some tensors are slices: then dots are a part of the sum that they should be.
+        self.sliced = any(place.whole is not None for place in places)
+        #: Whether the Gram matrix waits for sums over all slices; it holds NaN so long.
+        self.stale = False
 
     # ------------------------------------------------------------------ state
     def keep_outside(self) -> Outside:
@@ -163,22 +210,49 @@ class GradientWindow:
         return found
 
     def recompute_gram(self) -> None:
-        """The Gram matrix anew from the rows as they are stored: a pass over the window per row, so rarely."""
+        """The Gram matrix anew from the rows as they are stored: a pass over the window per row, so rarely.
+
+        That of slices is marked as stale: it takes a sum.
+        """
+        if self.sliced:
+            self.stale = True
+            self.gram.fill_(torch.nan)
+        else:
+            self.refresh(self.own_products())
+
+    def own_products(self) -> Tensor:
+        """What :meth:`refresh` takes the sum of over all slices ``[m(m + 1)/2 (+ m)]``."""
+        products = torch.zeros_like(self.gram)
         for j in range(self.filled):
             slot = torch.tensor(j, device=self.device)
-            dots = self._dots_with(slot, self.filled)
-            self.gram.index_copy_(0, gram.packed_row(slot, self.m)[: self.filled], dots)
+            products.index_copy_(0, gram.packed_row(slot, self.m)[: self.filled], self._dots_with(slot, self.filled))
+        if self.outside is None:
+            return products
+        return torch.cat([products, padded(self.dots(self.outside.r), self.m)])
+
+    def refresh(self, products: Tensor) -> None:
+        """Take over all dots of the rows with each other and with the momentum's rest."""
+        size, self.stale = len(self.gram), False
+        self.gram.copy_(products[:size])
+        if self.outside is not None:
+            self.outside.q.copy_(products[size:])
 
     def _dots_with(self, slot: Tensor, t: int) -> Tensor:
         slot = slot.reshape(1)
         return self._sum(part.rows.newest_dots(slot.to(part.rows.device), t) for part in self._parts)
 
-    def adopt(self, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor]) -> None:
+    def adopt(
+        self, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor], rounded: bool = False
+    ) -> None:
         """Take over the state of a window of the same form; what it lacks becomes zeros, but for warm starts.
 
         The state may be this window's own. Rows that a narrower dtype rounds get a Gram matrix of what is stored.
+
+        Args:
+            states: By tensor.
+            shared: What the tensors have in common.
+            rounded: Whether rows are rounded, where slices cannot tell.
         """
-        rounded = False
         if not any("q_prev" in state for state in states):
             for part in self._parts:
                 part.rows.restart()
@@ -195,7 +269,7 @@ class GradientWindow:
             else:
                 value.zero_()
         self.recount()
-        if rounded:
+        if rounded or bool(self.gram.isnan().any()):
             self.recompute_gram()
 
     def adopt_resized(self, old: GradientWindow) -> None:
@@ -218,7 +292,7 @@ class GradientWindow:
             self.counters[key].copy_(old.counters[key])
         if old.outside is not None:
             self._adopt_outside(old, old.outside, order, full)
-        self.filled = kept
+        self.filled, self.stale = kept, old.stale
 
     def _adopt_outside(self, old: GradientWindow, theirs: Outside, order: Tensor, full: Tensor) -> None:
         mine, kept = self.keep_outside(), len(order)
@@ -242,6 +316,11 @@ class GradientWindow:
         return sum(value.nbytes for value in (*own, *self.shared_state().values()))
 
     @property
+    def flops(self) -> float:
+        """Of a step over a full window, without its solve."""
+        return sum(part.rows.flops for part in self._parts)
+
+    @property
     def newest(self) -> Tensor:
         """Slot of the newest row, 0-dim."""
         return gram.newest(self.counters["pos"], self.m)
@@ -255,6 +334,10 @@ class GradientWindow:
             gate: None, or a 0-dim bool tensor: where it is False nothing changes.
             beta: β of the momentum on gradients ``v ← βv + (1−β)ĝ``, if that is kept.
         """
+        self.finish(self.begin(x, gate, beta))
+
+    def begin(self, x: Parts, gate: Tensor | None, beta: float = 0.0) -> Push:
+        """The part of :meth:`push` before the Gram matrix: what it returns is linear in the rows."""
         slot = self.counters["pos"].clone()
         gate = None if gate is None else gate.to(self.device)
         if self.outside is not None:
@@ -263,14 +346,18 @@ class GradientWindow:
             there = None if gate is None else gate.to(part.rows.device)
             part.rows.write([x[i] for i in part.members], slot.reshape(1).to(part.rows.device), there)
         self.filled = min(self.filled + 1, self.m)
-        t = self.filled
-        dots = self._dots_with(slot, t)
-        where = gram.packed_row(slot, self.m)[:t]
+        inside = None if self.outside is None else self.unit_dots(self.outside.r, slot.reshape(1))
+        return Push(slot, gate, beta, self._dots_with(slot, self.filled), inside)
+
+    def finish(self, push: Push) -> None:
+        """The rest of :meth:`push`, with its dots summed over all slices."""
+        slot, gate, dots = push.slot, push.gate, push.dots
+        where = gram.packed_row(slot, self.m)[: len(dots)]
         if gate is not None:
             dots = torch.where(gate, dots, self.gram.index_select(0, where))
         self.gram.index_copy_(0, where, dots)
-        if self.outside is not None:
-            self._take_in(self.outside, slot, gate, beta)
+        if self.outside is not None and push.inside is not None:
+            self._take_in(self.outside, push, push.inside)
         one = 1 if gate is None else gate.to(torch.int64)
         self.counters["pos"].copy_((slot + one) % self.m)
         self.counters["count"].add_(one)
@@ -328,11 +415,10 @@ class GradientWindow:
         for r in outside.r:
             r.mul_(kept.to(r.device) if isinstance(kept, Tensor) else kept)
 
-    def _take_in(self, outside: Outside, slot: Tensor, gate: Tensor | None, beta: float) -> None:
+    def _take_in(self, outside: Outside, push: Push, inside: Tensor) -> None:
         """Give the new row its share, and its dot with what is outside."""
-        index = slot.reshape(1)
+        index, gate, beta = push.slot.reshape(1), push.gate, push.beta
         share = torch.full((1,), 1 - beta, dtype=torch.float64, device=self.device)
-        inside = self.unit_dots(outside.r, index)
         for target, value in ((outside.b, share), (outside.q, inside)):
             if gate is not None:
                 value = torch.where(gate, value, target.index_select(0, index))
@@ -345,3 +431,8 @@ class GradientWindow:
         self.add_row(row, slot, torch.ones((), dtype=torch.float64, device=self.device))
         pairs = [(mine.view(1, -1), theirs) for mine, theirs in zip(row, x, strict=True) if theirs is not None]
         return self._sum(row_dots(mine, theirs.reshape(-1)) for mine, theirs in pairs)
+
+
+def padded(x: Tensor, size: int) -> Tensor:
+    """A vector with zeros behind it ``[size]``."""
+    return torch.cat([x, x.new_zeros(size - len(x))])

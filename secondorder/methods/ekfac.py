@@ -41,6 +41,7 @@ from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
 from secondorder.curvature.likelihood import Likelihood
+from secondorder.curvature.measured import Measured, Part
 from secondorder.factored import Found, joint_ok
 from secondorder.lifecycle import Directions, Group, State
 from secondorder.rebasing import RebasingOptimizer
@@ -255,6 +256,7 @@ class EKFAC(RebasingOptimizer):
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
         self._late: dict[Block, tuple[EigenSums, int]] = {}
+        self._late_due: set[int] = set()
         self._rotated: dict[Block, Tensor] = {}
 
     def _restore(self, kept: dict[str, Any]) -> None:
@@ -353,12 +355,18 @@ class EKFAC(RebasingOptimizer):
     def new_statistic(self, block: Block, group: Group) -> EigenSums:
         """Empty sums of what is due."""
         factors = self.new_sums(block, group) if self._factors_are_due(block) else None
-        scales, late = None, False
-        if group["estimator"] == "intra":
-            ready = self.state[block.owner]["refreshes"] > 0
-            late = group["transport"] == "recompute" and self._refresh_comes(block)
-            scales = self._new_scales(block) if ready and self._scale_is_due(block) and not late else None
-        return EigenSums(block.adapter, factors, scales, group["estimator"] == "intra", late)
+        scales = self._new_scales(block) if self._measures_scale(block) else None
+        return EigenSums(block.adapter, factors, scales, group["estimator"] == "intra", self._measures_late(block))
+
+    def _measures_scale(self, block: Block) -> bool:
+        """Whether this step measures the scale of a block example by example, in the basis of now."""
+        ready = block.group["estimator"] == "intra" and self.state[block.owner]["refreshes"] > 0
+        return ready and self._scale_is_due(block) and not self._measures_late(block)
+
+    def _measures_late(self, block: Block) -> bool:
+        """Whether it is measured in the basis that this step will find."""
+        group = block.group
+        return group["estimator"] == "intra" and group["transport"] == "recompute" and self._refresh_comes(block)
 
     def _refresh_comes(self, block: Block) -> bool:
         """Whether this step will refresh the basis of a block, its factors being captured."""
@@ -369,48 +377,70 @@ class EKFAC(RebasingOptimizer):
         if group["scale_batch_size"] is not None:
             generator = torch.Generator().manual_seed(self.seed(len(self._blocks) + block.index))
         bases = self.basis(block, "a"), self.basis(block, "g")
-        like = self.state[block.owner]["scale"]
+        like = torch.empty_like(cast(Tensor, self.curvature_spec(block, group)["scale"]), device=block.owner.device)
         return ScaleSums(block.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
 
     def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
         self._step_examples = statistics.total or max(statistics.examples.values(), default=0)
+        measured = [self._blocks[i] for i in sorted(self._due) if self._measures_scale(self._blocks[i])]
         super()._learn(statistics, gradients, gate)
+        if measured:
+            self._share_scales(measured)
 
-    def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
-        """Fold what was captured into the running factors and, in the basis of now, into the scale."""
-        sums = cast(EigenSums, statistic)
-        finite = torch.ones((), dtype=torch.bool, device=block.owner.device)
+    def measured_spec(self, block: Block) -> dict[str, Tensor]:
+        """Factors and scale, as far as they are due."""
+        spec, keys = self.curvature_spec(block, block.group), []
+        if self._factors_are_due(block):
+            keys += ["factor_a", "factor_g"]
+        if self._measures_scale(block):
+            keys.append("scale")
+        return {key: cast(Tensor, spec[key]) for key in keys}
+
+    def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
+        """What this rank's batch says of the factors and, in the basis of now, of the scale."""
+        sums, parts = cast(EigenSums, statistic), dict[str, Part]()
         if sums.factors is not None:
-            finite = self.update_factors(block, sums.factors, examples, gate)
-        if sums.calls:
-            self._late[block] = sums, examples
+            parts |= self.measured_factors(block, sums.factors, examples)
         if sums.scales is not None:
-            measured = statistics.all_finite([sums.scales.total])
-            self._fold_scale(block, sums.scales, examples, measured if gate is None else measured & gate)
-            finite = finite & measured
+            parts["scale"] = self._measured_scale(block, sums.scales, examples)
+        return Measured(parts, examples, sums)
+
+    def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold what was measured into the running factors and the scale."""
+        finite = torch.ones((), dtype=torch.bool, device=block.owner.device)
+        if "factor_a" in measured.parts:
+            finite = self.fold_factors(block, measured, gate)
+        if measured.rest is not None and measured.rest.calls:
+            self._late[block] = measured.rest, measured.examples
+        if "scale" in measured.parts and "scale" in self.state[block.owner]:
+            part = measured.parts["scale"]
+            fine = statistics.all_finite([part.total])
+            weight = self.batch_weight(block.group, measured.examples)
+            self._fold(block, part.total, cast(float, part.scale), weight, fine if gate is None else fine & gate)
+            finite = finite & fine
         return finite
 
-    def count_update(self, block: Block, statistic: Statistic) -> None:
-        """Count a statistic that was folded in."""
-        sums = cast(EigenSums, statistic)
-        if sums.factors is not None:
-            super().count_update(block, statistic)
-        if sums.scales is not None:
+    def count_update(self, block: Block, measured: Measured) -> None:
+        """Count a statistic that was folded in, on whatever rank."""
+        if self._factors_are_due(block):
+            super().count_update(block, measured)
+        if self._measures_scale(block):
             self._count_scale(block)
 
     def _count_scale(self, block: Block) -> None:
         self.state[block.owner]["scale_updates"] += 1
         self.note_step(block, "scale_step")
 
-    def _fold_scale(self, block: Block, sums: ScaleSums, examples: int, ok: Tensor) -> None:
-        group, weight = block.group, self.batch_weight(block.group, examples)
+    def _measured_scale(self, block: Block, sums: ScaleSums, examples: int) -> Part:
+        """The scale of a batch, per datum."""
+        group = block.group
         if self._fisher.is_observed:
-            self._fold(block, sums.total, self.gradient_scale(group, examples), weight, ok)
-            return
+            count = self._observed_terms.clamp(min=1) if group["loss_reduction"] == "mean" else float(examples)
+            return Part(sums.total, self.gradient_scale(group, examples), count)
         reduction = group["loss_reduction"]
         total, factor = sums.per_datum(reduction, examples)
         terms = group["loss_terms"] if reduction == "mean" else 1.0
-        self._fold(block, total, factor * terms, weight, ok)
+        return Part(total, factor * terms, sums.data(examples))
 
     def _fold(self, block: Block, total: Tensor, factor: float, weight: float, ok: Tensor) -> None:
         state, decay = self.state[block.owner], self._scale_decay(block)
@@ -435,9 +465,9 @@ class EKFAC(RebasingOptimizer):
             for side in "ag":
                 for key, tensor in zip((f"eigenvalues_{side}", f"basis_{side}"), found[block, side][0], strict=False):
                     self.adopt(block, key, tensor, good)
-        for block, (sums, examples) in self._late.items():
-            if block in blocks:
-                self._measure_late(block, sums, examples, ok[blocks.index(block)])
+        for block, (sums, _) in self._late.items():
+            if block in blocks and not self.comm.combines:
+                self._measure_late(block, sums, ok[blocks.index(block)])
         return ok
 
     def _carry_over(
@@ -471,15 +501,66 @@ class EKFAC(RebasingOptimizer):
         decay = group["factor_decay"] if own is None else own
         return self.decay(block, decay, state["scale_updates"], "scale_step")
 
-    def _measure_late(self, block: Block, sums: EigenSums, examples: int, good: Tensor) -> None:
+    def _measure_late(self, block: Block, sums: EigenSums, good: Tensor) -> None:
         """Measure the scale of this step's batch alone, in the basis just found (``transport="recompute"``)."""
-        scales, state = self._new_scales(block), self.state[block.owner]
+        measured = self._in_new_basis(block, sums)
+        part = measured.parts["scale"]
+        ok = good & statistics.all_finite([part.total])
+        weight = self.batch_weight(block.group, measured.examples)
+        self.state[block.owner]["scale_weight"].mul_(~ok)
+        self._fold(block, part.total, cast(float, part.scale), weight, ok)
+        self._count_scale(block)
+
+    def _in_new_basis(self, block: Block, sums: EigenSums) -> Measured:
+        """The scale of the calls that were kept, in the basis of now."""
+        scales, examples = self._new_scales(block), sum(count for _, count in sums.calls)
         for calls, count in sums.calls:
             scales.add(calls, count)
-        ok = good & statistics.all_finite([scales.total])
-        state["scale_weight"].mul_(~ok)
-        self._fold_scale(block, scales, examples, ok)
-        self._count_scale(block)
+        return Measured({"scale": self._measured_scale(block, scales, examples)}, examples, sums)
+
+    # ------------------------------------------------------------------ with other ranks
+    def place_of(self, block: Block, key: str) -> str:
+        """Who holds a tensor of the state of a block; per-example gradients are rotated where they are captured."""
+        if key.startswith("basis_") and block.group["estimator"] == "intra":
+            return "everywhere"
+        return "curvature" if key in ("scale_weight", "scale_unit", "off_diagonal") else super().place_of(block, key)
+
+    def _reduce(self, statistics: Captured) -> Captured:
+        self._late_due = {i for i in self._due if self._measures_late(self._blocks[i])}
+        reduced = super()._reduce(statistics)
+        if self.comm.combines:
+            found = ((self._blocks[i], cast(Measured, m)) for i, m in reduced.statistics.items())
+            self._late = {b: (m.rest, m.examples) for b, m in found if b.index in self._late_due and m.rest is not None}
+        return reduced
+
+    def _share(self, refreshed: list[int]) -> None:
+        super()._share(refreshed)
+        late = [self._blocks[i] for i in refreshed if i in self._late_due]
+        if not self.comm.combines or not late:
+            return
+        mine = {b.index: self._in_new_basis(b, self._late[b][0]) for b in late if b in self._late}
+        found, _ = self._exchange(late, mine, self._scale_spec, [])
+        for block in late:
+            measured = found.get(block.index)
+            if measured is None:
+                continue
+            if measured.parts and "scale" in self.state[block.owner]:
+                self.state[block.owner]["scale_weight"].zero_()
+                weight = self.batch_weight(block.group, measured.examples)
+                self._fold(block, measured.parts["scale"].total, 1.0, weight, torch.tensor(True))
+            self._count_scale(block)
+        self._share_scales(late)
+
+    def _scale_spec(self, block: Block) -> dict[str, Tensor]:
+        return {"scale": cast(Tensor, self.curvature_spec(block, block.group)["scale"])}
+
+    def _share_scales(self, blocks: Sequence[Block]) -> None:
+        """Bring scales that only the owners have measured to the others that precondition with them."""
+        if self.comm.replicates:
+            return
+        keys = ("scale", "scale_weight", "scale_unit")
+        mine = [b for b in blocks if self.comm.preconditions(b.index)]
+        self.comm.share_curvature([self._shared(b, [k for k in keys if k in self.state[b.owner]]) for b in mine])
 
     # ------------------------------------------------------------------ stage 5: directions
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
@@ -496,6 +577,9 @@ class EKFAC(RebasingOptimizer):
         group = block.group
         examples = 1.0 if _like_adam(group) else float(self._step_examples)
         if examples == 0:
+            return
+        if not self.comm.preconditions(block.index):
+            self._count_scale(block)
             return
         with linalg.full_precision(block.owner.device):
             self._workspace.reset()

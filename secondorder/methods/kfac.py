@@ -35,6 +35,7 @@ from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.kronecker import KroneckerSums
 from secondorder.curvature.likelihood import Likelihood
+from secondorder.curvature.measured import Measured
 from secondorder.factored import FactoredOptimizer, joint_ok, pack
 from secondorder.lifecycle import Group, State
 
@@ -225,9 +226,22 @@ class KFAC(FactoredOptimizer):
         """Empty sums of a block."""
         return self.new_sums(block, group)
 
-    def update_estimate(self, block: Block, statistic: Statistic, examples: int, gate: Tensor | None) -> Tensor:
-        """Scale the sums per datum and fold them into the running factors."""
-        return self.update_factors(block, cast(KroneckerSums, statistic), examples, gate)
+    def measured_spec(self, block: Block) -> dict[str, Tensor]:
+        """Both factors, at every step that captures."""
+        spec = self.factor_spec(block, block.group)
+        return {key: cast(Tensor, spec[key]) for key in ("factor_a", "factor_g")}
+
+    def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
+        """The factors of this rank's batch, scaled per datum."""
+        return Measured(self.measured_factors(block, cast(KroneckerSums, statistic), examples), examples)
+
+    def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold the factors of the batch into the running ones."""
+        return self.fold_factors(block, measured, gate)
+
+    def _needs_estimate_everywhere(self, block: Block, group: Mapping[str, Any]) -> bool:
+        # Both factors diagonal: there are no inverses, and the factors themselves precondition.
+        return group["inverse_method"] == "cholesky" and self._is_entrywise(block)
 
     def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Factorise the factors of some blocks; one that fails keeps its last good result."""
@@ -277,7 +291,10 @@ class KFAC(FactoredOptimizer):
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
             for side in "" if self._is_entrywise(block) else "ag":
-                self.adopt(block, f"inverse_{side}", found[block, side][0][0], good)
+                inverse = found[block, side][0][0]
+                if self.comm.combines and not self.is_diagonal(block, side):
+                    inverse = linalg.mirror_upper_(inverse.clone())  # others get a triangle, and all must have the same
+                self.adopt(block, f"inverse_{side}", inverse, good)
         return ok
 
     def _is_entrywise(self, block: Block) -> bool:

@@ -1,0 +1,129 @@
+"""The processes of one run: those that ``torchrun`` started, or this one alone.
+
+Each rank draws the same batches and trains on its own share of each, so that a run on several ranks sees the examples
+that a run on one sees. ``DistributedDataParallel`` averages the gradients, unless the optimizer's strategy does.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from benchmarks.workloads import Batch
+
+_FROM_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What one rank measured."""
+
+    rank: int
+    role: str
+    """``"gradient"``; with dedicated workers also ``"factor"`` or ``"inverse"``."""
+    losses: list[float]
+    """Of its share of each batch."""
+    memory: dict[str, int]
+    """Bytes that its optimizer holds, by kind."""
+    sent: dict[str, float]
+    """Bytes handed to collectives per step, by stage, without what ``DistributedDataParallel`` sends."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process among those of a run. Alone, every method is the identity."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    def wrap(self, model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        """Return what the forward pass calls.
+
+        Args:
+            model: The model.
+            optimizer: Its optimizer.
+
+        Returns:
+            The model in ``DistributedDataParallel``, or the model itself where some ranks compute no gradients.
+        """
+        return DistributedDataParallel(model) if self._readers(optimizer)[1] == self.size > 1 else model
+
+    def share(self, batch: Batch, optimizer: Optimizer) -> Batch:
+        """Return the part of a batch that this rank trains on.
+
+        Args:
+            batch: The whole batch.
+            optimizer: Whose strategy may keep some ranks free of data.
+
+        Returns:
+            Inputs and targets of this rank's examples.
+
+        Raises:
+            ValueError: When the examples cannot be divided evenly.
+        """
+        rank, size = self._readers(optimizer)
+        examples = len(batch[0])
+        if examples % size:
+            raise ValueError(
+                f"a batch of {examples} cannot be divided evenly among {size} ranks: take --batch-size "
+                f"{examples - examples % size or size}"
+            )
+        inputs, targets = (part.chunk(size)[rank] for part in batch)
+        return inputs, targets
+
+    def _readers(self, optimizer: Optimizer) -> tuple[int, int]:
+        """Return the index of this rank among those that read data, and their number.
+
+        Args:
+            optimizer: Whose strategy may keep some ranks free of data.
+
+        Returns:
+            Index and number.
+        """
+        comm = getattr(optimizer, "comm", None)
+        return (self.rank, self.size) if comm is None else (comm.data_rank, comm.data_world)
+
+    def gather(self, mine: RankFigures) -> list[RankFigures]:
+        """Return the figures of all ranks.
+
+        Args:
+            mine: Those of this one.
+
+        Returns:
+            All, in rank order.
+        """
+        if self.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine)  # pickled: among processes of one run that trust each other
+        return found
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """Join the process group that the launcher prepared, if there is one, for the time of the body.
+
+    Yields:
+        The place of this process.
+    """
+    if not all(key in os.environ for key in _FROM_LAUNCHER):
+        yield Ranks()
+        return
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,82 @@
+"""The first distributed strategy of tensorflow/kfac: one rank, the chief, keeps and refreshes all curvature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from secondorder.comm.rank_grid import RankGrid
+from secondorder.comm.strategy import Parcel
+
+_DELIVER, _STATISTICS = ("gradients", "inverses"), ("all", "chief")
+
+
+class ChiefOnly(RankGrid):
+    """The chief alone keeps factors and refreshes; the others get its directions, or its inverses.
+
+    Args:
+        root: Rank of the chief.
+        deliver: ``"gradients"``: the chief preconditions and sends directions at every step; ``"inverses"``: it sends
+            what a refresh finds, and every rank preconditions.
+        statistics: ``"all"``: of all ranks, summed on the chief; ``"chief"``: of its own examples, without any traffic.
+        average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
+        wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded; sums stay in float32.
+        timeout: Seconds after which a missing rank is an error; None: as the default process group.
+
+    Raises:
+        TypeError: For a value of a wrong kind.
+        ValueError: For a value out of range; at construction of the optimizer, if there is no such rank.
+    """
+
+    def __init__(
+        self,
+        root: int = 0,
+        deliver: str = "gradients",
+        statistics: str = "all",
+        *,
+        average_gradients: bool = False,
+        wire_dtype: torch.dtype | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if isinstance(root, bool) or not isinstance(root, int):
+            raise TypeError(f"root must be a rank, got {root!r}")
+        if root < 0:
+            raise ValueError(f"root must be >= 0, got {root}")
+        if deliver not in _DELIVER:
+            raise ValueError(f"deliver must be one of {_DELIVER}, got {deliver!r}")
+        if statistics not in _STATISTICS:
+            raise ValueError(f"statistics must be one of {_STATISTICS}, got {statistics!r}")
+        self._root, self._deliver, self._statistics = root, deliver, statistics
+        super().__init__(average_gradients=average_gradients, wire_dtype=wire_dtype, timeout=timeout)
+
+    def workers(self, world: int) -> int:
+        """The chief, or everyone."""
+        return 1 if self._deliver == "gradients" else world
+
+    def owners_among(self, world: int) -> Sequence[int]:
+        """The chief, if there is such a rank."""
+        if world > 1 and self._root >= world:
+            raise ValueError(f"root={self._root}, but there are {world} ranks")
+        return [self._root if world > 1 else 0]
+
+    def captures(self, index: int) -> bool:
+        """Everyone's examples, or the chief's alone."""
+        return self._statistics == "all" or self._owners[index] == self._rank or self._units[index].everywhere
+
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:
+        """Sum on the chief; the chief's own need no message."""
+        mine = self._statistics == "chief"
+        super().reduce_statistics([p for p in parcels if not mine or self._units[p.index].everywhere])
+
+    def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Stacked on the chief, or the chief's own."""
+        if self._statistics == "all":
+            return super().gather_statistics(parcels)
+        own = [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
+        return [p if self._owners[p.index] == self._rank else Parcel(p.index, []) for p in own]
+
+    def _told(self) -> dict[str, Any]:
+        own = {"root": self._root, "deliver": self._deliver, "statistics": self._statistics}
+        return {**own, **super()._told()}

@@ -1,0 +1,69 @@
+"""Every message that was sent, for tests, for plans and for reports of what communication costs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# Records are for looking at a few steps; a training run of a million steps must not keep them all.
+MOST_RECORDS = 20_000
+
+
+class Record(NamedTuple):
+    """One message of this rank.
+
+    Attributes:
+        stage: Of the step.
+        kind: Of the collective: ``"all_reduce"``, ``"reduce"``, ``"broadcast"``, ``"all_gather"``, ``"gather"``,
+            ``"reduce_scatter"`` or ``"all_to_all"``.
+        size: Ranks in the group.
+        numel: Payload N in elements, padding included, the same on every rank of the group: of the larger of the two
+            buffers, so for ``all_gather`` what all ranks together give (``size`` times the part of one rank), for
+            ``reduce_scatter`` and ``all_to_all`` what one rank gives to all.
+        dtype: On the wire.
+        nbytes: Payload in bytes.
+    """
+
+    stage: str
+    kind: str
+    size: int
+    numel: int
+    dtype: torch.dtype
+    nbytes: int
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a rank sends at best: ``2(n-1)/n N`` of an all-reduce, N of one root's, ``(n-1)/n N`` else."""
+        if self.kind in {"broadcast", "reduce"}:
+            return float(self.nbytes)
+        return self.nbytes * (2 if self.kind == "all_reduce" else 1) * (self.size - 1) / self.size
+
+
+class Counter:
+    """Messages of this rank, and their bytes by stage.
+
+    Attributes:
+        records: The messages in the order in which they were launched; of a long run the last ones.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self._bytes: dict[str, int] = {}
+
+    def add(self, stage: str, kind: str, size: int, numel: int, dtype: torch.dtype) -> None:
+        """Record a message."""
+        nbytes = numel * dtype.itemsize
+        if len(self.records) >= MOST_RECORDS:
+            del self.records[: MOST_RECORDS // 2]
+        self.records.append(Record(stage, kind, size, numel, dtype, nbytes))
+        self._bytes[stage] = self._bytes.get(stage, 0) + nbytes
+
+    def bytes_by_stage(self) -> dict[str, int]:
+        """Payload in bytes of every stage since the beginning, or since :meth:`clear`."""
+        return dict(self._bytes)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.records.clear()
+        self._bytes.clear()

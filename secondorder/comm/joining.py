@@ -1,0 +1,149 @@
+"""Uneven inputs: what a rank does whose data ended while others still train (``torch.distributed.algorithms.join``).
+
+::
+
+    live      DDP averages gradients │ [1 if live, by rank] summed │ lowest live rank ─► gradients, options │ the stages
+    joined    zeros to DDP's average │ the same                    │ takes them over                        │ the stages
+
+A rank that has joined keeps the last gradient that it had, and may own layers: it would precondition that old gradient
+for everybody. So it takes over the gradients of a live rank, adds nothing to the statistics, and goes through every
+stage like the others. Outside of an active ``Join`` no message is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
+
+from secondorder.comm.strategy import CommStrategy
+
+Group = dict[str, Any]
+
+
+class JoiningOptimizer(Joinable):
+    """Makes an optimizer one of the objects that ``Join`` takes, after the model in its list."""
+
+    # Of the class too, as copies are made without the constructor.
+    _join_config = _JoinConfig.construct_disabled_join_config()
+    _has_joined = False
+
+    if TYPE_CHECKING:
+        comm: CommStrategy
+        param_groups: list[Group]
+        defaults: dict[str, Any]
+
+        def step(self) -> None: ...
+        def _discard(self) -> None: ...
+
+    def _why_not_joinable(self) -> str | None:
+        """Why a rank without data cannot take the steps of the others, if it cannot."""
+        return None
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What ``Join`` calls on a rank that has no data left.
+
+        Args:
+            **kwargs: Those of ``Join``; none is used.
+
+        Returns:
+            The hook.
+
+        Raises:
+            NotImplementedError: If such a rank cannot take the steps of the others.
+        """
+        reason = self._why_not_joinable()
+        if reason is not None:
+            raise NotImplementedError(f"{type(self).__name__} cannot take part in Join: {reason}")
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the messages of ``Join``."""
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Group of the messages of ``Join``: the default one, as of ``DistributedDataParallel``."""
+        return dist.group.WORLD
+
+    # ------------------------------------------------------------------ the part of a step
+    def _catch_up(self) -> None:
+        """Give ranks that have joined the gradients and options of one that has not; every rank calls it in a step."""
+        if not self._join_config.enable:
+            return
+        if not self._has_joined:
+            Join.notify_join_context(self)
+        if not self.comm.combines:
+            return
+        present = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+        present[self.comm.rank] = float(not self._has_joined)
+        live = self.comm.agree(present.to(self.join_device)) > 0
+        if not live.all():
+            self._copy_from(int(live.to(torch.uint8).argmax()))
+
+    def _copy_from(self, source: int) -> None:
+        """Copy gradients and the numbers among the options from one rank to those that have joined."""
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        words = [float(p.grad is not None) for p in params] + [v for _, _, v in self._numbers()]
+        header = torch.tensor(words, dtype=torch.float64, device=self.join_device)
+        self.comm.copy_from(source, [header])
+        flags, numbers = header.cpu().split([len(params), len(words) - len(params)])
+        sent = [p for p, flag in zip(params, flags.tolist(), strict=True) if flag]
+        if self.comm.rank == source:
+            found = [_dense(cast(Tensor, p.grad)) for p in sent]
+        else:
+            found = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in sent]
+        self.comm.copy_from(source, [torch.view_as_real(x) if x.is_complex() else x for x in found])
+        if self._has_joined:
+            for p, gradient in zip(sent, found, strict=True):
+                p.grad = gradient
+            self._follow_options(numbers.tolist())
+
+    def _numbers(self) -> Iterator[tuple[Group, str, float]]:
+        """The options of every group that are a number, NaN where they are something else now."""
+        for group in self.param_groups:
+            for key in sorted(self.defaults):
+                value = group[key]
+                single = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+                yield group, key, float(value) if single else float("nan")
+
+    def _follow_options(self, numbers: list[float]) -> None:
+        """Take over what a scheduler has changed, which runs where there is data."""
+        for (group, key, own), theirs in zip(list(self._numbers()), numbers, strict=True):
+            if own != theirs and own == own and theirs == theirs:
+                value = group[key]
+                group[key] = value.fill_(theirs) if isinstance(value, Tensor) else type(value)(theirs)
+
+
+class _Shadow(JoinHook):
+    """Takes the steps of the others on a rank without data."""
+
+    def __init__(self, optimizer: JoiningOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Take one step without data."""
+        optimizer = self._optimizer
+        optimizer._has_joined = True
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None  # of the last batch
+        optimizer._discard()
+        optimizer.step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """End: the steps to come are ordinary ones again."""
+        self._optimizer._has_joined = False
+        self._optimizer._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """A gradient as one contiguous piece of memory."""
+    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient.resolve_conj()
+    return dense.contiguous()

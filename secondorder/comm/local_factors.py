@@ -1,0 +1,51 @@
+"""DP-KFAC: the owner of a layer estimates its factors from its own shard of the batch, and factors never travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from secondorder.comm.mem_opt import MemOpt
+from secondorder.comm.strategy import Parcel
+
+
+class LocalFactors(MemOpt):
+    """As :class:`MemOpt`, but statistics of a unit come from its owner's examples alone.
+
+    Nobody else captures the layer. The estimate is that of a batch of N / W examples, not the whole batch's: equal in
+    expectation for shards drawn alike, noisier. What travels of statistics is a word per layer.
+
+    Zhang et al., DP-KFAC (arXiv 2206.15143).
+
+    Args:
+        average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
+        wire_dtype: ``torch.bfloat16`` sends directions rounded.
+        timeout: Seconds after which a missing rank is an error; None: as the default process group.
+
+    Raises:
+        TypeError: For a value of a wrong kind.
+        ValueError: For a value out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        average_gradients: bool = False,
+        wire_dtype: torch.dtype | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__(average_gradients=average_gradients, wire_dtype=wire_dtype, timeout=timeout)
+
+    def captures(self, index: int) -> bool:
+        """The owner's examples alone; of units that every rank estimates, everyone's."""
+        return self._owners[index] == self._rank or self._units[index].everywhere
+
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:
+        """Only units that every rank needs at every step are summed."""
+        super().reduce_statistics([p for p in parcels if self._units[p.index].everywhere])
+
+    def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """The owner's own."""
+        own = [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
+        return [p if self._owners[p.index] == self._rank else Parcel(p.index, []) for p in own]

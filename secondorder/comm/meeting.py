@@ -1,0 +1,51 @@
+"""A meeting of all ranks that names those who stayed away, instead of a collective that waits beside the others'."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+#: Meetings so far, by the store of the default group: a new group begins anew.
+_held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+def meet(what: str, timeout: timedelta | None = None) -> None:
+    """Wait until all ranks of the default group have come here; without a group there is nobody to wait for.
+
+    A collective that only some ranks enter may meet another one of the others, which ends the process on some backends
+    and mixes up the data of both on others. Keys in the store of the group cannot be mistaken for anything else.
+
+    Args:
+        what: What all ranks must call, the same words on all of them.
+        timeout: How long to wait; that of the default group by default.
+
+    Raises:
+        RuntimeError: If not all ranks come in time, naming those that did.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    default: Any = distributed_c10d._get_default_store()
+    number = _held.get(default, 0)
+    store = distributed_c10d.PrefixStore(f"secondorder/meeting {number}/{what}", default)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    patience = default.timeout if timeout is None else timeout
+    store.set(str(rank), "")
+    try:
+        store.wait([str(other) for other in range(world)], patience)
+    except RuntimeError as error:
+        came = [other for other in range(world) if store.check([str(other)])]
+        store.delete_key(str(rank))  # a second attempt is a new one
+        raise RuntimeError(
+            f"{what} must be called on all ranks at the same time: within {patience.total_seconds():g} s "
+            f"{_named(came)} of {world} came"
+        ) from error
+    _held[default] = number + 1
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", …" if len(ranks) > 16 else "")
+    return f"only rank {shown}" if len(ranks) == 1 else f"only ranks {shown}"

@@ -1,0 +1,195 @@
+"""Who owns what: the grid of ranks, and loads spread over it. Arithmetic only, the same result on every rank.
+
+``world`` ranks fill a grid of ``workers`` rows and ``world // workers`` columns row by row::
+
+    world=8, workers=2      column 0  1  2  3      a unit owned by rank 5 is preconditioned by column 1 = {1, 5};
+                  row 0            0  1  2  3      rank 1 sends its direction to 0, 2, 3
+                  row 1            4  5  6  7      rank 5 sends its direction to 4, 6, 7
+
+A row is a run of consecutive ranks, so that the traffic of every step stays inside a node where a row fits into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+# A fraction that was written with six digits (0.333333) is the fraction that was meant.
+RELATIVE_ERROR = 1e-5
+
+
+class Grid:
+    """The grid of ranks.
+
+    Args:
+        world: Number of ranks.
+        workers: Ranks that precondition the same unit, the number of rows.
+
+    Attributes:
+        world: Number of ranks.
+        workers: Number of rows, and ranks in a column.
+        width: Number of columns, and ranks in a row.
+        rows: Ranks of each row.
+        columns: Ranks of each column.
+
+    Raises:
+        ValueError: If ``workers`` does not divide ``world``.
+    """
+
+    def __init__(self, world: int, workers: int) -> None:
+        if workers < 1 or world % workers:
+            raise ValueError(f"{workers} gradient workers do not divide {world} ranks; possible are {_words(world, 1)}")
+        self.world = world
+        self.workers = workers
+        self.width = world // workers
+        self.rows = [tuple(range(i * self.width, (i + 1) * self.width)) for i in range(workers)]
+        self.columns = [tuple(range(i, world, self.width)) for i in range(self.width)]
+
+    def row_of(self, rank: int) -> tuple[int, ...]:
+        """Ranks that share directions with this one, itself included."""
+        return self.rows[rank // self.width]
+
+    def column_of(self, rank: int) -> tuple[int, ...]:
+        """Ranks that precondition the units of this one, itself included."""
+        return self.columns[rank % self.width]
+
+
+def divisors(world: int) -> list[int]:
+    """Numbers of gradient workers that are possible, ascending."""
+    return [m for m in range(1, world + 1) if world % m == 0]
+
+
+def _words(world: int, of: int) -> str:
+    """The possible numbers of workers divided by ``of``, in words."""
+    return ", ".join(f"{m / of:.6g}" for m in divisors(world))
+
+
+def workers_of(world: int, fraction: float) -> int:
+    """Number of gradient workers.
+
+    Args:
+        world: Number of ranks.
+        fraction: Gradient workers divided by ranks, within ``(0, 1]``.
+
+    Returns:
+        A divisor of ``world``.
+
+    Raises:
+        ValueError: If the fraction gives no whole number of workers that divides ``world``; the message names the
+            fractions that do.
+    """
+    exact = world * fraction
+    workers = round(exact)
+    if not 1 <= workers <= world or abs(exact - workers) > RELATIVE_ERROR * workers or world % workers:
+        raise ValueError(
+            f"fraction={fraction} of {world} ranks is {exact:.6g} gradient workers, which must be a whole number, at "
+            f"least 1, that divides {world}; fractions that work: {_words(world, world)}"
+        )
+    return workers
+
+
+class Load(NamedTuple):
+    """What a unit costs its owner.
+
+    Attributes:
+        flops: Time, in any unit that is the same for all units.
+        nbytes: Memory.
+    """
+
+    flops: float
+    nbytes: int
+
+
+class _Loads:
+    """Loads of ranks so far, compared by the larger of the share of all time and the share of all memory."""
+
+    def __init__(self, loads: Sequence[Load], world: int) -> None:
+        # Sums of what was given, divided only when compared: whole numbers stay exact, so that equal loads are ties.
+        self.flops = [0.0] * world
+        self.nbytes = [0] * world
+        self.all_flops = sum(load.flops for load in loads)
+        self.all_bytes = sum(load.nbytes for load in loads)
+
+    def add(self, rank: int, load: Load) -> None:
+        self.flops[rank] += load.flops
+        self.nbytes[rank] += load.nbytes
+
+    def share(self, flops: float, nbytes: float) -> float:
+        return max(
+            flops / self.all_flops if self.all_flops else 0.0,
+            nbytes / self.all_bytes if self.all_bytes else 0.0,
+        )
+
+    def after(self, ranks: Sequence[int], load: Load) -> float:
+        """Share of the average of these ranks, were the load given to one of them."""
+        flops = sum(self.flops[rank] for rank in ranks) + load.flops
+        nbytes = sum(self.nbytes[rank] for rank in ranks) + load.nbytes
+        return self.share(flops / len(ranks), nbytes / len(ranks))
+
+
+def assign(
+    loads: Sequence[Load], grid: Grid, kept: Sequence[int | None] = (), only: Sequence[int] | None = None
+) -> list[int]:
+    """Owners of units: the largest first, each to the least-loaded column and there to the least-loaded rank.
+
+    A load is the larger of two shares, that of all time and that of all memory, so that neither is balanced at the
+    expense of the other. Ties go to the lower index.
+
+    Args:
+        loads: Of each unit.
+        grid: The ranks.
+        kept: Owners from before, by unit; None, or too short a list, for units that are new. They stay.
+        only: The ranks that may own new units; all by default.
+
+    Returns:
+        The owner of each unit, a global rank.
+
+    Raises:
+        ValueError: If a kept owner or a rank of ``only`` is not in the grid, or ``only`` is empty.
+    """
+    allowed = set(range(grid.world) if only is None else only)
+    owners: list[int | None] = [*kept[: len(loads)], *[None] * (len(loads) - len(kept))]
+    strangers = {rank for rank in (*allowed, *owners) if rank is not None and not 0 <= rank < grid.world}
+    if strangers or not allowed:
+        raise ValueError(f"owners must be among {grid.world} ranks, got {sorted(strangers)}")
+    if not any(load.flops or load.nbytes for load in loads):  # nothing is known of them: then they count alike
+        loads = [Load(1.0, 0)] * len(loads)
+    so_far = _Loads(loads, grid.world)
+    for owner, load in zip(owners, loads, strict=True):
+        if owner is not None:
+            so_far.add(owner, load)
+    columns = [ranks for column in grid.columns if (ranks := tuple(r for r in column if r in allowed))]
+    new = [i for i, owner in enumerate(owners) if owner is None]
+    # sorted() and min() keep the first of equals: that is the tie by index
+    for i in sorted(new, key=lambda i: -so_far.share(*loads[i])):
+        column = min(columns, key=lambda ranks: so_far.after(ranks, loads[i]))
+        rank = min(column, key=lambda rank: so_far.after((rank,), loads[i]))
+        so_far.add(rank, loads[i])
+        owners[i] = rank
+    return [owner for owner in owners if owner is not None]
+
+
+def refresh_flops(sizes: Iterable[int]) -> float:
+    """Cost of decomposing matrices ``[n, n]`` of these sizes, up to a factor that is the same for all."""
+    return float(sum(n**3 for n in sizes))
+
+
+def default_roles(n: int) -> tuple[list[int], list[int], list[int]]:
+    """Ranks that compute gradients, factors and inverses, where the three are different processes.
+
+    One fifth of the ranks, rounded, computes factors and as many inverses, at least one each; the rest gradients.
+
+    Args:
+        n: Number of ranks.
+
+    Returns:
+        Gradient ranks, factor ranks and inverse ranks, ascending.
+
+    Raises:
+        ValueError: If there are fewer than three ranks.
+    """
+    if n < 3:
+        raise ValueError(f"gradients, factors and inverses on ranks of their own need at least 3 ranks, got {n}")
+    service = max(1, round(0.2 * n))
+    ranks = list(range(n))
+    return ranks[: n - 2 * service], ranks[n - 2 * service : n - service], ranks[n - service :]

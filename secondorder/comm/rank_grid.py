@@ -1,0 +1,356 @@
+"""The rank grid: who preconditions a unit, from every rank to its owner alone.
+
+A grid of ``m`` rows and ``W / m`` columns (see :class:`~secondorder.comm.placement.Grid`). A unit belongs to the column
+of its owner: those m ranks precondition it, each for the ranks of its row. ``m = W``, ``m = 1`` and what lies between
+are :class:`~secondorder.comm.CommOpt`, :class:`~secondorder.comm.MemOpt` and :class:`~secondorder.comm.HybridOpt`.
+
+Pauloski et al., KAISA, SC21 (arXiv 2107.01739), section 3; there every rank keeps all factors, here the owner does.
+"""
+
+from __future__ import annotations
+
+import datetime
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from secondorder.comm.agreement import require_equal
+from secondorder.comm.collectives import Collectives
+from secondorder.comm.meeting import meet
+from secondorder.comm.placement import Grid, Load, assign
+from secondorder.comm.strategy import CommStrategy, Parcel, Shard, Unit, world_size
+
+#: Longest message of an error that is told to the other ranks, in bytes.
+_MESSAGE = 2048
+#: Arguments that have nothing to do with which rank holds what.
+_DOES_NOT_PLACE = ("average_gradients", "wire_dtype", "timeout")
+
+
+class RankGrid(CommStrategy):
+    """Base of the strategies on a grid of ranks.
+
+    Args:
+        replicate_factors: Keep the running estimates (factors) of all units on every rank; None: as the strategy does.
+        average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
+        wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded, half the bytes; sums stay in float32.
+        timeout: Seconds after which a missing rank is an error; None: as the default process group.
+
+    Raises:
+        TypeError: For a value of a wrong kind.
+        ValueError: For a value out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        replicate_factors: bool | None = None,
+        average_gradients: bool = False,
+        wire_dtype: torch.dtype | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if replicate_factors not in (None, True, False):
+            raise TypeError(f"replicate_factors must be True, False or None, got {replicate_factors!r}")
+        if not isinstance(average_gradients, bool):
+            raise TypeError(f"average_gradients must be True or False, got {average_gradients!r}")
+        if wire_dtype not in (None, torch.bfloat16):
+            raise ValueError(f"wire_dtype must be torch.bfloat16 or None, got {wire_dtype!r}")
+        if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
+            raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+        self._replicate, self._average = replicate_factors, average_gradients
+        self._wire_dtype, self._timeout = wire_dtype, timeout
+        self._units: list[Unit] = []
+        self._owners: list[int] = []
+        #: Owners by name: units that come again stay where their state is.
+        self._homes: dict[str, int] = {}
+        self._grid = Grid(1, 1)
+        self._rank = 0
+        self._connected = False
+        self.collectives = Collectives(wire_dtype=wire_dtype)
+
+    # ------------------------------------------------------------------ what a strategy says
+    @abstractmethod
+    def workers(self, world: int) -> int:
+        """m, the ranks that precondition a unit."""
+
+    #: Whether every rank keeps all running estimates unless ``replicate_factors`` says otherwise.
+    replicates_by_default = False
+
+    def owners_among(self, world: int) -> Sequence[int] | None:
+        """Ranks that may own units; None for all."""
+        return None
+
+    # ------------------------------------------------------------------ life
+    def place(self, units: Sequence[Unit]) -> None:
+        """Spread the units over the ranks, longest processing time first; those placed before stay."""
+        world = world_size()
+        if world != self._grid.world:
+            self._homes = {}
+        self._rank = dist.get_rank() if world > 1 else 0
+        self._units = list(units)
+        self._owners = self.owners_of(units, world, self._homes)
+        self._grid = Grid(world, self.workers(world))
+        self._homes |= {unit.name: owner for unit, owner in zip(units, self._owners, strict=True)}
+
+    def owners_of(self, units: Sequence[Unit], world: int, homes: Mapping[str, int] | None = None) -> list[int]:
+        """Owners of units in a world of so many ranks, imagined or real."""
+        grid = Grid(world, self.workers(world))
+        loads = [Load(self.cost(unit, grid), unit.nbytes) for unit in units]
+        return assign(loads, grid, [(homes or {}).get(unit.name) for unit in units], self.owners_among(world))
+
+    def cost(self, unit: Unit, grid: Grid) -> float:
+        """FLOPs of a unit per step that its owner has and other ranks have not."""
+        own = unit.refresh_flops / unit.interval
+        return own + unit.step_flops if grid.workers < grid.world else own
+
+    def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
+        """Make the groups and compare the ranks' plans; collective, see the base class."""
+        if not self.combines:
+            return
+        try:
+            if not self._connected:
+                self._make_groups(device)
+        except Exception as error:
+            raise RuntimeError(
+                f"rank {self._rank} could not meet all {self._grid.world} ranks ({error}). Every rank of the process "
+                "group must construct the optimizer, at the same place of the program."
+            ) from error
+        mine = {"strategy": [repr(self)], **facts, "blocks": [f"{u.name}: {u.signature}" for u in self._units]}
+        require_equal(self.collectives, mine, self._world)
+
+    def _make_groups(self, device: torch.device) -> None:
+        """Own groups, in one order on all ranks: the world, then rows, then columns, as far as they are neither."""
+        wait = None if self._timeout is None else datetime.timedelta(seconds=self._timeout)
+        grid, world = self._grid, self._grid.world
+        self.collectives = Collectives(wire_dtype=self._wire_dtype, device=device)
+        self._world = dist.new_group(list(range(world)), timeout=wait)
+
+        def group_of(sets: Iterable[Sequence[int]]) -> Any:
+            own = None
+            for ranks in sets:
+                if len(ranks) == world:
+                    return self._world
+                if len(ranks) > 1:
+                    made = dist.new_group(list(ranks), timeout=wait)
+                    own = made if self._rank in ranks else own
+            return own
+
+        self._row, self._column = group_of(grid.rows), group_of(grid.columns)
+        self._connected = True
+
+    def close(self) -> None:
+        """Leave the groups. Idempotent."""
+        if self._connected and dist.is_initialized():
+            for group in {id(g): g for g in (self._row, self._column, self._world) if g is not None}.values():
+                dist.destroy_process_group(group)
+        self._connected = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles keep: no group."""
+        kept = {k: v for k, v in self.__dict__.items() if k not in ("_world", "_row", "_column")}
+        return {**kept, "_connected": False, "collectives": Collectives(wire_dtype=self._wire_dtype)}
+
+    def __repr__(self) -> str:
+        """As it would be constructed."""
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._told().items())})"
+
+    def _told(self) -> dict[str, Any]:
+        """Arguments that are not as they are by default."""
+        told = {
+            "replicate_factors": self._replicate,
+            "average_gradients": self._average or None,
+            "wire_dtype": self._wire_dtype,
+            "timeout": self._timeout,
+        }
+        return {k: v for k, v in told.items() if v is not None}
+
+    # ------------------------------------------------------------------ who
+    @property
+    def combines(self) -> bool:
+        """Whether several ranks work together."""
+        return self._grid.world > 1
+
+    @property
+    def replicates(self) -> bool:
+        """Whether every rank holds the running estimates of all units."""
+        return self.replicates_by_default if self._replicate is None else self._replicate
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of ranks."""
+        return self._grid
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self._rank
+
+    @property
+    def standing(self) -> str:
+        """This rank, its world and what places the curvature, in words."""
+        told = {k: v for k, v in self._told().items() if k not in _DOES_NOT_PLACE}
+        strategy = f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in told.items())})"
+        return f"rank {self._rank} of {self._grid.world} under {strategy}"
+
+    @property
+    def data_world(self) -> int:
+        """Number of processes that read data: all."""
+        return self._grid.world
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of messages."""
+        return self.collectives.nbytes
+
+    def owner(self, index: int) -> int:
+        """Rank that refreshes the curvature of a unit."""
+        return self._owners[index]
+
+    def estimates(self, index: int) -> bool:
+        """Whether this rank holds the running estimate of a unit."""
+        return self.replicates or self._units[index].everywhere or self._owners[index] == self._rank
+
+    def preconditions(self, index: int) -> bool:
+        """Whether this rank is in the column of the owner."""
+        return self._owners[index] % self._grid.width == self._rank % self._grid.width
+
+    def shard(self, index: int) -> Shard:
+        """Part of a divisible unit: as the row is cut."""
+        return Shard(self._rank % self._grid.width, self._grid.width)
+
+    def sender(self, index: int) -> int:
+        """Rank of this row that preconditions a unit."""
+        width = self._grid.width
+        return self._rank - self._rank % width + self._owners[index] % width
+
+    # ------------------------------------------------------------------ verbs of a step
+    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Bring ``.grad`` to its mean over the ranks; a rank without one has zeros, unless all are without."""
+        if not self._average or not self.combines:
+            return
+        trained = [p for p in params if p.requires_grad]
+        present = torch.tensor([float(p.grad is not None) for p in trained], dtype=torch.float64)
+        anywhere = self.agree(present).tolist()
+        found = [p for p, there in zip(trained, anywhere, strict=True) if there]
+        for p in found:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif p.grad.layout != torch.strided:
+                p.grad = p.grad.to_dense()
+        grads = [torch.view_as_real(g) if g.is_complex() else g for g in (p.grad for p in found) if g is not None]
+        self.collectives.average(grads, group=self._world, stage="gradients", count=self._grid.world).wait()
+
+    def agree(self, words: Tensor) -> Tensor:
+        """Sum of a small float64 vector over the ranks, on the CPU."""
+        if not self.combines:
+            return words.cpu()
+        return self.collectives.words(words, group=self._world, stage="words")
+
+    def fail_together(self, error: str | None, failed: bool) -> None:
+        """Raise the error of the first rank that has one, on every rank."""
+        if not failed:
+            return
+        world = self._grid.world
+        has_one = torch.zeros(world, dtype=torch.float64)
+        has_one[self._rank] = float(error is not None)
+        first = int(self.agree(has_one).argmax())
+        text = (error or "").encode()[:_MESSAGE].ljust(_MESSAGE)
+        letters = torch.tensor(list(text), dtype=torch.float64) * (self._rank == first)
+        told = bytes(int(c) for c in self.agree(letters).tolist()).decode(errors="replace").strip()
+        raise RuntimeError(told)
+
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:
+        """Sum parcels over all ranks: on every rank, or on the owners alone."""
+        if not self.combines:
+            return
+        spread = [p for p in parcels if self._is_everywhere(p.index)]
+        rest = [p for p in parcels if not self._is_everywhere(p.index)]
+        flags = [flag for p in spread for flag in p.symmetric]
+        tensors = [t for p in spread for t in p.tensors]
+        works = [self.collectives.all_reduce(tensors, group=self._world, stage="statistics", symmetric=flags)]
+        by_root, symmetric = self._by_root(rest, self._owners.__getitem__)
+        works.append(self.collectives.reduce(by_root, group=self._world, stage="statistics", symmetric=symmetric))
+        for work in works:
+            work.wait()
+
+    def _is_everywhere(self, index: int) -> bool:
+        return self.replicates or self._units[index].everywhere
+
+    def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Tensors of all ranks stacked in rank order, on every rank or on the owners alone."""
+        if not self.combines:
+            return super().gather_statistics(parcels)
+        spread = [p for p in parcels if self._is_everywhere(p.index)]
+        rest = [p for p in parcels if not self._is_everywhere(p.index)]
+        flat = [t for p in spread for t in p.tensors]
+        first = self.collectives.all_gather(flat, group=self._world, stage="rows")
+        by_root, _ = self._by_root(rest, self._owners.__getitem__)
+        second = self.collectives.gather(by_root, group=self._world, stage="rows")
+        stacked = iter(first.wait())
+        found = {p.index: Parcel(p.index, [next(stacked) for _ in p.tensors]) for p in spread}
+        own = iter(second.wait().get(self._rank, []))
+        for p in rest:
+            if self._owners[p.index] == self._rank:
+                found[p.index] = Parcel(p.index, [next(own) for _ in p.tensors])
+        return [found.get(p.index, Parcel(p.index, [])) for p in parcels]
+
+    def share_curvature(self, parcels: Sequence[Parcel]) -> None:
+        """Copy parcels from the owners of their units to the other ranks of their columns."""
+        if not self.combines or self._grid.workers == 1:
+            return
+        by_root, symmetric = self._by_root(parcels, self._owners.__getitem__)
+        self.collectives.broadcast(
+            by_root, group=self._column, stage="curvature", symmetric=symmetric, exact=True
+        ).wait()
+
+    def spread(self, parcels: Sequence[Parcel]) -> None:
+        """Copy parcels from the owners of their units to all ranks."""
+        if not self.combines:
+            return
+        by_root, symmetric = self._by_root(parcels, self._owners.__getitem__)
+        self.collectives.broadcast(by_root, group=self._world, stage="spread", symmetric=symmetric, exact=True).wait()
+
+    def share_directions(self, parcels: Sequence[Parcel]) -> None:
+        """Copy directions from the ranks that preconditioned to the other ranks of their rows."""
+        if not self.combines or self._grid.width == 1:
+            return
+        by_root, symmetric = self._by_root(parcels, self.sender)
+        self.collectives.broadcast(by_root, group=self._row, stage="directions", symmetric=symmetric).wait()
+
+    @staticmethod
+    def _by_root(parcels: Sequence[Parcel], root: Any) -> tuple[dict[int, list[Tensor]], dict[int, list[bool]]]:
+        tensors: dict[int, list[Tensor]] = {}
+        flags: dict[int, list[bool]] = {}
+        for p in parcels:
+            tensors.setdefault(root(p.index), []).extend(p.tensors)
+            flags.setdefault(root(p.index), []).extend(p.symmetric)
+        return dict(sorted(tensors.items())), flags
+
+    # ------------------------------------------------------------------ verbs for once in a while
+    def meet(self, what: str) -> None:
+        """Wait until every rank has come here."""
+        if self.combines:
+            meet(what, None if self._timeout is None else datetime.timedelta(seconds=self._timeout))
+
+    def copy_from(self, source: int, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors of one rank to all others."""
+        if self.combines and tensors:
+            self.collectives.broadcast({source: list(tensors)}, group=self._world, stage="copies", exact=True).wait()
+
+    # ------------------------------------------------------------------ verbs of divisible units
+    def sum_shards(self, values: Tensor) -> Tensor:
+        """Sum of a vector over the ranks of this row."""
+        if self._grid.width == 1:
+            return values
+        self.collectives.all_reduce([values], group=self._row, stage="dots").wait()
+        return values
+
+    def gather_shards(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Flat tensors from the parts of the ranks of this row."""
+        if self._grid.width == 1:
+            return list(shards)
+        found: list[Tensor] = self.collectives.gather_uneven(shards, sizes, group=self._row, stage="directions").wait()
+        return found

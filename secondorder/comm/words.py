@@ -1,0 +1,86 @@
+"""Words between processes that wait for each other now and then, kept in the store of the default group.
+
+A word is written once, by one process, and may be read by any. Where a word decides whether a message is sent, both
+ends of the message read it first: nobody is left waiting for a message that never comes. A process that gives up says
+so here too, and whoever waits for a word raises its error at once instead of waiting for the time to run out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+#: Seconds between two looks at the store: the first, and the longest.
+_FIRST, _LONGEST = 2e-4, 5e-3
+_ABORTED = "aborted"
+
+
+class SilenceError(RuntimeError):
+    """Nobody wrote a word in time."""
+
+
+class Words:
+    """Words of one strategy object.
+
+    Args:
+        name: The same on all ranks, and never used before in this process group.
+        timeout: Seconds to wait for a word.
+    """
+
+    def __init__(self, name: str, timeout: float) -> None:
+        # The default group's own store: with a file as rendezvous there is no address for another one.
+        self._store = dist.PrefixStore(f"secondorder/{name}", dist.distributed_c10d._get_default_store())
+        self.timeout = timeout
+
+    def write(self, key: str, **content: Any) -> None:
+        """Write a word, of what JSON can hold."""
+        self._store.set(key, json.dumps(content))
+
+    def look(self, key: str) -> dict[str, Any] | None:
+        """A word, or None if it is not there yet."""
+        if not self._store.check([key]):
+            return None
+        found: dict[str, Any] = json.loads(self._store.get(key))
+        return found
+
+    def wait(self, key: str, seconds: float | None = None) -> dict[str, Any]:
+        """A word, as soon as it is there.
+
+        Args:
+            key: Where it is written.
+            seconds: How long to wait; the timeout by default.
+
+        Returns:
+            The word.
+
+        Raises:
+            SilenceError: If it does not come in time.
+            RuntimeError: If another rank has given up.
+        """
+        seconds = self.timeout if seconds is None else seconds
+        deadline, pause = time.monotonic() + seconds, _FIRST
+        while (word := self.look(key)) is None:
+            self.raise_aborted()
+            if time.monotonic() > deadline:
+                raise SilenceError(f"nobody wrote '{key}' within {seconds:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        return word
+
+    def abort(self, message: str) -> None:
+        """Have all other ranks raise; the first message stays."""
+        if self.look(_ABORTED) is None:
+            self.write(_ABORTED, message=message)
+
+    def raise_aborted(self) -> None:
+        """Raise if a rank has given up.
+
+        Raises:
+            RuntimeError: With what that rank said.
+        """
+        word = self.look(_ABORTED)
+        if word is not None:
+            raise RuntimeError(word["message"])

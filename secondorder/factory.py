@@ -1,0 +1,129 @@
+"""Every method by name, among them the names of the programs that published it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim.optimizer import ParamsT
+
+from secondorder.comm.named import from_name
+from secondorder.curvature.lowrank import LowRank
+from secondorder.curvature.topk import TopK
+from secondorder.methods.ekfac import EKFAC
+from secondorder.methods.ggt import GGT
+from secondorder.methods.hylo import HyLo
+from secondorder.methods.kfac import KFAC
+from secondorder.methods.mfac import MFAC, SparseMFAC
+from secondorder.optimizer import SecondOrderOptimizer
+
+#: The methods, by the names that this package gives them.
+METHODS: Mapping[str, Callable[..., SecondOrderOptimizer]] = {
+    "kfac": KFAC,
+    "ekfac": EKFAC,
+    "hylo": HyLo,
+    "mfac": MFAC,
+    "sparse_mfac": SparseMFAC,
+    "ggt": GGT,
+}
+
+
+class Alias(NamedTuple):
+    """Another name of a method.
+
+    Attributes:
+        method: Key of :data:`METHODS`.
+        options: Keywords that the name stands for.
+    """
+
+    method: str
+    options: Mapping[str, Any]
+
+
+#: Names under which other programs know the methods, and what each means there.
+ALIASES: Mapping[str, Alias] = {
+    # lzhangbv/kfac_pytorch, --kfac-name: form of the inverse; *_dp: factors from the owner's own data
+    "eigen": Alias("kfac", {"inverse_method": "eigen"}),
+    "inverse": Alias("kfac", {"inverse_method": "cholesky"}),
+    "eigen_dp": Alias("kfac", {"inverse_method": "eigen", "comm": "local_factors"}),
+    "inverse_dp": Alias("kfac", {"inverse_method": "cholesky", "comm": "local_factors"}),
+    "dp_kfac": Alias("kfac", {"inverse_method": "eigen", "comm": "local_factors"}),
+    # IST-DASLab/EFCP, --optim: k for the largest entries, lr for low rank, r1 for rank one; its two sparse GGT differ
+    # in how they store the same window
+    "kgmfac": Alias("sparse_mfac", {"compression": TopK()}),
+    "lrmfac": Alias("mfac", {"compression": LowRank()}),
+    "r1mfac": Alias("mfac", {"compression": LowRank(1)}),
+    "ksggt": Alias("ggt", {"compression": TopK()}),
+    "kdggt": Alias("ggt", {"compression": TopK()}),
+    # hylo-dso/hylo: --enable-id, --enable-is, --sngd
+    "kid": Alias("hylo", {"mode": "kid"}),
+    "kis": Alias("hylo", {"mode": "kis"}),
+    "sngd": Alias("hylo", {"mode": "sngd"}),
+}
+
+
+def create(name: str, model: ParamsT | nn.Module, **keywords: Any) -> SecondOrderOptimizer:
+    """Build a method by its name, in any case, with ``-``, ``_`` or neither.
+
+    ``functools.partial(secondorder.create, "kfac")`` is a factory ``(model, **keywords)``, as some trainers want it.
+
+    | name | builds |
+    |---|---|
+    | `kfac`, `ekfac`, `hylo`, `mfac`, `sparse_mfac`, `ggt` | `KFAC`, `EKFAC`, `HyLo`, `MFAC`, `SparseMFAC`, `GGT` |
+    | `eigen`, `inverse` | `KFAC(inverse_method="eigen")`, `KFAC(inverse_method="cholesky")` |
+    | `eigen_dp`, `inverse_dp` | the same with `comm=LocalFactors()`; `dp_kfac` is `eigen_dp` |
+    | `kgmfac` | `SparseMFAC` |
+    | `lrmfac`, `r1mfac` | `MFAC(compression=LowRank())`, `MFAC(compression=LowRank(1))` |
+    | `ksggt`, `kdggt` | `GGT(compression=TopK())` |
+    | `kid`, `kis`, `sngd` | `HyLo(mode="kid")`, `HyLo(mode="kis")`, `HyLo(mode="sngd")` |
+
+    Args:
+        name: Of the method.
+        model: First argument of its constructor: the model, or what ``torch.optim`` takes.
+        **keywords: Of its constructor. They replace what the name stands for. ``comm`` may also be the name of a
+            strategy, see :func:`secondorder.comm.from_name`.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: If no method has this name; the text lists all names.
+        TypeError: If the name is no text.
+
+    Example:
+        >>> import torch, secondorder
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = secondorder.create("eigen", model, lr=0.1, comm="mem_opt")
+    """
+    method, options = resolve(name)
+    chosen = {**options, **keywords}
+    if isinstance(chosen.get("comm"), str):
+        chosen["comm"] = from_name(chosen["comm"])
+    return METHODS[method](model, **chosen)
+
+
+def resolve(name: str) -> Alias:
+    """Return the method that a name stands for, and its keywords.
+
+    Args:
+        name: Any name that :func:`create` takes.
+
+    Returns:
+        Key of :data:`METHODS` and keywords, none for a method's own name.
+
+    Raises:
+        ValueError: If no method has this name; the text lists all names.
+        TypeError: If the name is no text.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a method must be text, got {name!r}")
+    known = {_plain(method): Alias(method, {}) for method in METHODS}
+    known.update({_plain(alias): meaning for alias, meaning in ALIASES.items()})
+    if _plain(name) not in known:
+        raise ValueError(f"unknown method {name!r}: choose from {', '.join(METHODS)}, or {', '.join(ALIASES)}")
+    return known[_plain(name)]
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "").replace("_", "")

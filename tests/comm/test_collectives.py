@@ -1,0 +1,427 @@
+"""Collectives on lists of tensors against what the lists of all ranks add up to, kind by kind.
+
+Numbers are small integers, so that every sum is exact in every dtype and order, bfloat16 included; what rounds is
+tested on its own with random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from secondorder.comm.collectives import Collectives
+from secondorder.comm.counter import Record
+from tests.distributed.pool import Pool, device_of
+
+# shape, dtype, symmetric
+LIST: list[tuple[tuple[int, ...], torch.dtype, bool]] = [
+    ((3, 4), torch.float32, False),
+    ((5, 5), torch.float64, True),
+    ((), torch.float32, False),
+    ((2, 6, 6), torch.float32, True),
+    ((0,), torch.float32, False),
+    ((9,), torch.int64, False),
+    ((4, 3), torch.bfloat16, False),
+    ((40,), torch.float32, False),
+    ((4, 2), torch.complex64, False),
+    ((1, 1), torch.float32, True),
+]
+SYMMETRIC = [symmetric for *_, symmetric in LIST]
+CAPACITIES = [1, 64, 25 * 2**20]
+TRANSPOSED = 7  # the tensor that is made non-contiguous
+
+
+def tensors_of(rank: int, salt: int = 0, moved: bool = False) -> list[Tensor]:
+    """The list of a rank, the same wherever it is asked for."""
+    generator = torch.Generator().manual_seed(100 * salt + rank)
+    result = []
+    for shape, dtype, symmetric in LIST:
+        tensor = torch.randint(-20, 20, shape, generator=generator).to(dtype)
+        tensor = tensor.tril() + tensor.tril(-1).mT if symmetric else tensor
+        result.append(tensor.to(device_of(dist.get_rank())))
+    result[TRANSPOSED] = result[TRANSPOSED].view(8, 5).t()
+    if moved:  # only what need not be added
+        result += [torch.arange(5, dtype=torch.int16, device=result[0].device) - rank, result[0] > 0]
+    return result
+
+
+def summed(lists: list[list[Tensor]]) -> list[Tensor]:
+    return [sum(tensors[1:], tensors[0].clone()) for tensors in zip(*lists, strict=True)]
+
+
+def same(ours: list[Tensor], expected: list[Tensor]) -> None:
+    for i, (tensor, other) in enumerate(zip(ours, expected, strict=True)):
+        assert tensor.shape == other.shape, i
+        assert tensor.dtype == other.dtype, i
+        assert torch.equal(tensor, other), (i, tensor, other)
+
+
+def collectives(capacity: int = 25 * 2**20, wire: torch.dtype | None = None) -> Collectives:
+    return Collectives(bucket_bytes=capacity, wire_dtype=wire, device=device_of(dist.get_rank()))
+
+
+WIRES = [None, torch.bfloat16]
+
+
+# ---------------------------------------------------------------------- sums
+def all_reduces(rank: int, world: int) -> None:
+    expected = summed([tensors_of(r) for r in range(world)])
+    for capacity in CAPACITIES:
+        for wire in WIRES:
+            comm = collectives(capacity, wire)
+            for _ in range(2):  # the second time with buffers that are used again
+                ours = tensors_of(rank)
+                comm.all_reduce(ours, group=None, stage="s", symmetric=SYMMETRIC).wait()
+                same(ours, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_all_reduce(pool: Pool, world: int) -> None:
+    pool.run(all_reduces, world=world)
+
+
+def averages(rank: int, world: int) -> list[Tensor]:
+    ours = [t for t in tensors_of(rank) if t.is_floating_point()]
+    expected = summed([[t for t in tensors_of(r) if t.is_floating_point()] for r in range(world)])
+    collectives(64, torch.bfloat16).average(ours, group=None, stage="s", count=4).wait()
+    same(ours, [t / 4 for t in expected])
+    return ours
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_average_divides_and_ignores_the_wire_dtype(pool: Pool, world: int) -> None:
+    pool.run(averages, world=world)
+
+
+def roots_of(world: int) -> list[dict[int, int]]:
+    """Salts of lists by root: one each, in another order; one root alone; two; unequal."""
+    return [
+        {root: root for root in reversed(range(world))},
+        {world - 1: 7},
+        {0: 1, world - 1: 2},
+    ]
+
+
+def reductions(rank: int, world: int) -> list[set[str]]:
+    kinds = []
+    for roots in roots_of(world):
+        for capacity in CAPACITIES:
+            for wire in WIRES:
+                comm = collectives(capacity, wire)
+                ours = {root: tensors_of(rank, salt) for root, salt in roots.items()}
+                before = {root: [t.clone() for t in tensors] for root, tensors in ours.items()}
+                flags = dict.fromkeys(roots, SYMMETRIC)
+                comm.reduce(ours, group=None, stage="s", symmetric=flags).wait()
+                for root, salt in roots.items():
+                    sums = summed([tensors_of(r, salt) for r in range(world)])
+                    same(ours[root], sums if root == rank else before[root])
+                kinds.append({record.kind for record in comm.counter.records})
+    return kinds
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_reduce_to_many_roots(pool: Pool, world: int) -> None:
+    """Every form is among the cases, and what is not on its root stays as it was."""
+    kinds = pool.run(reductions, world=world)
+    assert all(of == kinds[0] for of in kinds)
+    assert set().union(*kinds[0]) == {"reduce_scatter", "all_to_all", "reduce"}
+
+
+def unequal_reductions(rank: int, world: int, numels: list[int]) -> list[Record]:
+    comm = collectives()
+    ours = {root: [torch.full((numel,), float(rank))] for root, numel in enumerate(numels)}
+    comm.reduce(ours, group=None, stage="s").wait()
+    assert ours[rank][0].tolist() == [float(sum(range(world)))] * numels[rank]
+    return comm.counter.records
+
+
+@pytest.mark.parametrize(
+    ("numels", "kind", "payloads"),
+    [
+        ([100, 100, 100], "reduce_scatter", [300]),
+        ([100, 100, 91], "reduce_scatter", [300]),  # 3 % of padding
+        ([110, 90, 90], "all_to_all", [290]),  # 14 %
+        ([90, 0, 60], "all_to_all", [150]),
+        ([100, 10, 10], "reduce", [100, 10, 10]),  # the first would receive 300 elements in place of 120
+        ([100, 0, 0], "reduce", [100]),
+    ],
+)
+def test_form_of_a_reduction(pool: Pool, numels: list[int], kind: str, payloads: list[int]) -> None:
+    expected = [Record("s", kind, 3, n, torch.float32, 4 * n) for n in payloads]
+    assert pool.run(unequal_reductions, numels, world=3) == [expected] * 3
+
+
+# ---------------------------------------------------------------------- copies
+def broadcasts(rank: int, world: int) -> None:
+    for roots in roots_of(world):
+        for capacity in CAPACITIES:
+            for wire in WIRES:
+                ours = {root: tensors_of(rank, salt, moved=True) for root, salt in roots.items()}
+                flags = {root: [*SYMMETRIC, False, False] for root in roots}
+                collectives(capacity, wire).broadcast(ours, group=None, stage="s", symmetric=flags).wait()
+                for root, salt in roots.items():
+                    same(ours[root], tensors_of(root, salt, moved=True))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_broadcast_from_many_roots(pool: Pool, world: int) -> None:
+    pool.run(broadcasts, world=world)
+
+
+def gathers(rank: int, world: int) -> None:
+    for capacity in CAPACITIES:
+        comm = collectives(capacity, torch.bfloat16)
+        stacks = comm.all_gather(tensors_of(rank, moved=True), group=None, stage="s").wait()
+        lists = [tensors_of(r, moved=True) for r in range(world)]
+        same(stacks, [torch.stack(tensors) for tensors in zip(*lists, strict=True)])
+        for roots in roots_of(world):
+            ours = {root: tensors_of(rank, salt, moved=True) for root, salt in roots.items()}
+            result = comm.gather(ours, group=None, stage="s").wait()
+            assert set(result) == {rank} & set(roots)
+            for root, tensors in result.items():
+                lists = [tensors_of(r, roots[root], moved=True) for r in range(world)]
+                same(tensors, [torch.stack(tensors) for tensors in zip(*lists, strict=True)])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gather_and_all_gather(pool: Pool, world: int) -> None:
+    pool.run(gathers, world=world)
+
+
+def uneven(rank: int, world: int) -> None:
+    dtypes = [torch.float32, torch.float64, torch.int16, torch.float32, torch.complex64]
+    sizes = [[(3 * i + 5 * r) % 7 for r in range(world)] for i in range(len(dtypes))]
+    sizes[3] = [0] * (world - 1) + [11]
+    wholes = [torch.arange(sum(of)).to(dtype) + i for i, (of, dtype) in enumerate(zip(sizes, dtypes, strict=True))]
+    wholes = [whole.to(device_of(rank)) for whole in wholes]
+    shards = [whole.split(of)[rank] for whole, of in zip(wholes, sizes, strict=True)]
+    for capacity in CAPACITIES:
+        same(collectives(capacity).gather_uneven(shards, sizes, group=None, stage="s").wait(), wholes)
+    empty = [torch.empty(0)]
+    comm = collectives()
+    same(comm.gather_uneven(empty, [[0] * world], group=None, stage="s").wait(), empty)
+    assert not comm.counter.records
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gather_of_unequal_parts(pool: Pool, world: int) -> None:
+    pool.run(uneven, world=world)
+
+
+def word_vectors(rank: int, world: int) -> None:
+    comm = collectives()
+    vector = torch.tensor([rank, 2**40 + rank, -rank])
+    total = sum(range(world))
+    for op, expected in {
+        "sum": [total, world * 2**40 + total, -total],
+        "max": [world - 1, 2**40 + world - 1, 0],
+        "min": [0, 2**40, 1 - world],
+    }.items():
+        result = comm.words(vector, group=None, stage="w", op=op)
+        assert result.tolist() == expected
+        assert (result.dtype, result.device.type) == (torch.float64, "cpu")
+    assert vector.tolist() == [rank, 2**40 + rank, -rank]
+    assert comm.counter.bytes_by_stage() == ({"w": 3 * 24} if world > 1 else {})
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_words(pool: Pool, world: int) -> None:
+    pool.run(word_vectors, world=world)
+
+
+# ---------------------------------------------------------------------- rounding, and equality between ranks
+def rounded(rank: int, world: int, wire: torch.dtype | None) -> list[Tensor]:
+    """Random lists: an all-reduce, a broadcast of a matrix whose triangles differ, and sums on the first rank."""
+    generator = torch.Generator().manual_seed(rank)
+    comm = collectives(wire=wire)
+    sums = [torch.randn(7, 7, generator=generator), torch.randn(5, generator=generator)]
+    rows = [torch.randn(11, generator=generator) for _ in range(2)]
+    own, copies = rows[0].clone(), [torch.randn(6, 6, generator=generator), torch.randn(3, generator=generator)]
+    exact = [copies[1].clone()]
+    comm.all_reduce(sums, group=None, stage="s", symmetric=[True, False]).wait()
+    comm.reduce({0: rows[:1], 1: rows[1:]}, group=None, stage="s").wait()
+    comm.broadcast({1: copies}, group=None, stage="s", symmetric={1: [True, False]}).wait()
+    comm.broadcast({1: exact}, group=None, stage="s", exact=True).wait()
+    return [*sums, *copies, *exact, rows[0], own]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_replicas_are_equal_bit_for_bit(pool: Pool, wire: torch.dtype | None) -> None:
+    results = pool.run(rounded, wire, world=3)
+    for tensors in zip(*[result[:-2] for result in results], strict=True):
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors)
+    matrix, copied, exact = results[0][2:5]
+    assert torch.equal(matrix, matrix.mT)
+    assert torch.equal(copied, exact.to(wire or torch.float32).float())
+
+
+def test_rounded_sums_are_accumulated_in_float32(pool: Pool) -> None:
+    """The sum on the root is that of the rounded parts in the order of ranks, itself not rounded."""
+    results = pool.run(rounded, torch.bfloat16, world=3)
+    parts = [result[-1].bfloat16().float() for result in results]
+    assert torch.equal(results[0][-2], parts[0] + parts[1] + parts[2])
+
+
+def exchanged_twice(rank: int, world: int) -> list[Record]:
+    comm = collectives(wire=torch.bfloat16)
+    ours = {1: [torch.full((9,), 1.0 + rank / 64)], 3: [torch.full((2,), 2.0)]}
+    comm.reduce(ours, group=None, stage="s").wait()
+    expected = {1: [world + sum(range(world)) / 64] * 9, 3: [2.0 * world] * 2}
+    if rank in ours:
+        assert ours[rank][0].tolist() == expected[rank]
+    return comm.counter.records
+
+
+def test_few_roots_and_a_wire_dtype(pool: Pool) -> None:
+    """Parts of three elements are added by every rank; the sums go to the roots in float32: 4 + 6/64 has more bits."""
+    short, full = (torch.bfloat16, torch.float32)
+    expected = [Record("s", "all_to_all", 4, 12, short, 24), Record("s", "all_to_all", 4, 3, full, 12)]
+    assert pool.run(exchanged_twice, world=4) == [expected] * 4
+
+
+# ---------------------------------------------------------------------- groups, buffers, order
+def in_groups(rank: int, world: int) -> None:
+    """Two groups of one size, with calls in flight in both at once: rank 1 is in both."""
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    comm = collectives()
+    members = [[0, 1], [1, 2]]
+    pending = []
+    for group, ranks in zip(groups, members, strict=True):
+        if rank in ranks:
+            ours, copies = tensors_of(rank), tensors_of(rank, 3)
+            roots = {root: tensors_of(rank, 5) for root in ranks}
+            works = [
+                comm.all_reduce(ours, group=group, stage="s", symmetric=SYMMETRIC),
+                comm.broadcast({ranks[1]: copies}, group=group, stage="s"),
+                comm.reduce(roots, group=group, stage="s"),
+            ]
+            gathered = comm.gather({ranks[1]: copies[:1]}, group=group, stage="s")
+            pending.append((ranks, ours, copies, roots, works, gathered))
+    for ranks, ours, copies, roots, works, gathered in reversed(pending):
+        for work in reversed(works):
+            work.wait()
+        same(ours, summed([tensors_of(r) for r in ranks]))
+        same(copies, tensors_of(ranks[1], 3))
+        same(roots[rank], summed([tensors_of(r, 5) for r in ranks]))
+        assert set(gathered.wait()) == {rank} & {ranks[1]}
+
+
+def test_groups_do_not_share_what_is_in_flight(pool: Pool) -> None:
+    pool.run(in_groups, world=3)
+
+
+def staging(rank: int, world: int) -> tuple[int, int, int]:
+    comm = collectives(400)
+    ours = [torch.ones(30) for _ in range(200)]
+    comm.all_reduce(ours, group=None, stage="s").wait()
+    first = comm.nbytes
+    for numel in (30, 7, 50):  # other layouts use the same buffers
+        comm.all_reduce([torch.ones(numel) for _ in range(200)], group=None, stage="s").wait()
+    last = comm.nbytes
+    big = torch.ones(1000)
+    comm.all_reduce([big], group=None, stage="s").wait()  # in place, without a buffer
+    assert comm.nbytes == last
+    assert big.tolist() == [2.0] * 1000
+    comm.buffers.clear()
+    return first, last, comm.nbytes
+
+
+def test_staging_is_bounded_and_used_again(pool: Pool) -> None:
+    for first, last, cleared in pool.run(staging):
+        assert 0 < first <= 5 * 400
+        assert last <= 5 * 400
+        assert cleared == 0
+
+
+def waits(rank: int, world: int) -> None:
+    tensor = torch.ones(3)
+    comm = collectives()
+    work = comm.all_reduce([tensor, torch.ones(2)], group=None, stage="s")
+    work.wait()
+    tensor.zero_()
+    work.wait()
+    assert tensor.tolist() == [0.0] * 3
+    stacks = comm.all_gather([tensor], group=None, stage="s")
+    assert stacks.wait() is stacks.wait()
+    parameter = torch.nn.Parameter(torch.ones(2))
+    comm.all_reduce([parameter], group=None, stage="s").wait()
+    comm.broadcast({0: [parameter, torch.nn.Parameter(torch.ones(1))]}, group=None, stage="s").wait()
+    assert parameter.tolist() == [2.0, 2.0]
+    assert parameter.requires_grad
+
+
+def test_waiting_again_changes_nothing(pool: Pool) -> None:
+    pool.run(waits)
+
+
+SEEN = [
+    "all_reduce", "reduce", "broadcast", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
+    "reduce_scatter_tensor", "all_to_all_single",
+]  # fmt: skip
+
+
+def wrapped(rank: int, world: int) -> tuple[list[str], list[str]]:
+    calls: list[str] = []
+
+    def spy(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    originals = {name: getattr(dist, name) for name in SEEN if hasattr(dist, name)}
+    try:
+        for name, function in originals.items():
+            setattr(dist, name, spy(name, function))
+        comm = collectives(64, torch.bfloat16)
+        comm.all_reduce(tensors_of(rank), group=None, stage="a", symmetric=SYMMETRIC).wait()
+        comm.reduce({r: tensors_of(rank) for r in range(world)}, group=None, stage="b").wait()
+        comm.reduce({0: tensors_of(rank)}, group=None, stage="b", exact=True).wait()
+        comm.broadcast({0: tensors_of(rank)}, group=None, stage="c").wait()
+        comm.gather({0: tensors_of(rank)}, group=None, stage="d").wait()
+        comm.all_gather(tensors_of(rank), group=None, stage="d").wait()
+        comm.words(torch.ones(2), group=None, stage="e")
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+    assert list(comm.counter.bytes_by_stage()) == ["a", "b", "c", "d", "e"]
+    return calls, [record.kind for record in comm.counter.records]
+
+
+def test_what_wraps_torch_distributed_sees_what_is_counted(pool: Pool) -> None:
+    results = pool.run(wrapped)
+    assert results[0] == results[1]
+    calls, kinds = results[0]
+    names = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+    assert [names.get(call, call.removesuffix("_single")) for call in calls] == kinds
+
+
+def payloads(rank: int, world: int) -> list[tuple[str, int, int]]:
+    comm = collectives()
+    square, vector = torch.ones(10, 10), torch.ones(6)
+    comm.all_reduce([square, vector], group=None, stage="s", symmetric=[True, False]).wait()
+    comm.broadcast({0: [square, vector], 1: [vector]}, group=None, stage="s").wait()
+    comm.all_gather([square, vector], group=None, stage="s").wait()
+    comm.gather({0: [vector], 1: [square]}, group=None, stage="s").wait()
+    shards = [torch.ones([4, 1, 2][rank])]
+    comm.gather_uneven(shards, [[4, 1, 2]], group=None, stage="s").wait()
+    assert comm.counter.bytes_by_stage() == {"s": sum(r.nbytes for r in comm.counter.records)}
+    return [(r.kind, r.numel, r.nbytes) for r in comm.counter.records]
+
+
+def test_payloads(pool: Pool) -> None:
+    expected = [
+        ("all_reduce", 61, 244),
+        ("broadcast", 106, 424),
+        ("broadcast", 6, 24),
+        ("all_gather", 318, 1272),
+        ("all_to_all", 106, 424),
+        ("all_gather", 12, 48),
+    ]
+    assert pool.run(payloads, world=3) == [expected] * 3

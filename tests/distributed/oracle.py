@@ -1,0 +1,325 @@
+"""Tiny models in float64 with a batch for every step, and two ways to train them that must agree.
+
+`alone` is one process on whole batches, `together` one of W ranks on its shards. Both record the parameters after every
+step, flat ``[steps, P]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from secondorder import (
+    EKFAC,
+    GGT,
+    KFAC,
+    MFAC,
+    ChiefOnly,
+    CommOpt,
+    HybridOpt,
+    HyLo,
+    LocalFactors,
+    MemOpt,
+    SparseMFAC,
+    TopK,
+)
+from tests.distributed.pool import device_of
+
+EXAMPLES = 12  # divides by 2, 3 and 4 ranks
+CLASSES, TOKENS, LENGTH, WIDTH = 4, 6, 3, 4
+
+Batch = tuple[Tensor, Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Sequential):
+    """Three layers: some of four ranks own nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+class Cnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 3, 3, padding=1)
+        self.second = nn.Conv2d(3, 4, 2, stride=2, bias=False)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = torch.tanh(self.second(torch.tanh(self.first(images))))
+        return self.head(features.mean((-2, -1)))
+
+
+class Words(nn.Module):
+    """Embedding, normalization, Conv1d and Linear layers, and a bare parameter that no layer method covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 2, padding=1)
+        self.gain = nn.Parameter(torch.linspace(0.8, 1.2, WIDTH))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.norm(self.embed(tokens))))
+        hidden = self.conv(hidden.mT).mT[:, :LENGTH]
+        return self.head(torch.tanh(hidden) * self.gain)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, WIDTH)
+        self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.embed(inputs))
+        return self.head(hidden + self.attend(hidden, hidden, hidden, need_weights=False)[0])
+
+
+def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
+    return lambda generator: torch.randn(EXAMPLES, *shape, generator=generator, dtype=torch.float64)
+
+
+def _tokens(generator: torch.Generator) -> Tensor:
+    return torch.randint(TOKENS, (EXAMPLES, LENGTH), generator=generator)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and a batch for every step; a loss per output position."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[torch.Generator], Tensor]
+    positions: tuple[int, ...] = ()
+
+    def model(self, device: torch.device | None = None) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.build().to(device, torch.float64)
+
+    def batch(self, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(1000 + step)
+        inputs = self.inputs(generator)
+        return inputs, torch.randint(CLASSES, (EXAMPLES, *self.positions), generator=generator)
+
+
+TASKS = {
+    "mlp": Task(Mlp, _normal(5)),
+    "cnn": Task(Cnn, _normal(2, 4, 4)),
+    "words": Task(Words, _tokens, (LENGTH,)),
+    "attention": Task(Attention, _normal(LENGTH, 3), (LENGTH,)),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Methods and strategies
+# ---------------------------------------------------------------------------------------------------------------------
+
+_KRONECKER = {"lr": 0.05, "momentum": 0.9, "damping": 0.05, "factor_update_steps": 2, "inv_update_steps": 4}
+_ROWS = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "update_steps": 3}
+_WINDOW = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "window_size": 6}
+
+METHODS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "kfac_eigen": (KFAC, {**_KRONECKER, "inverse_method": "eigen"}),
+    "kfac_cholesky": (KFAC, {**_KRONECKER, "inverse_method": "cholesky"}),
+    "ekfac_running": (EKFAC, {**_KRONECKER, "estimator": "running"}),
+    "ekfac_intra": (EKFAC, {**_KRONECKER, "estimator": "intra"}),
+    "hylo_sngd": (HyLo, {**_ROWS, "mode": "sngd"}),
+    "hylo_kid": (HyLo, {**_ROWS, "mode": "kid", "rank_fraction": 0.5}),
+    "hylo_kis": (HyLo, {**_ROWS, "mode": "kis", "rank_fraction": 0.5}),
+    "mfac": (MFAC, _WINDOW),
+    "mfac_sparse": (SparseMFAC, {**_WINDOW, "compression": TopK(density=0.3, block_size=8)}),
+    "ggt": (GGT, {"lr": 0.05, "momentum": 0.9, "eps": 0.1, "window_size": 6}),
+}
+LAYERWISE = [name for name, (cls, _) in METHODS.items() if cls in {KFAC, EKFAC, HyLo}]
+WINDOWED = [name for name in METHODS if name not in LAYERWISE]
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "comm": CommOpt,
+    "mem": MemOpt,
+    "hybrid_half": lambda **keywords: HybridOpt(0.5, **keywords),
+    "hybrid_third": lambda **keywords: HybridOpt(1 / 3, **keywords),
+    "comm_owner": lambda **keywords: CommOpt(replicate_factors=False, **keywords),
+    "mem_replicated": lambda **keywords: MemOpt(replicate_factors=True, **keywords),
+    "local_factors": LocalFactors,
+    "chief": ChiefOnly,
+    "chief_inverses": lambda **keywords: ChiefOnly(deliver="inverses", **keywords),
+    "chief_own": lambda **keywords: ChiefOnly(statistics="chief", **keywords),
+}
+
+
+def build(method: str, module: nn.Module, comm: Any = None, **keywords: Any) -> Any:
+    """An optimizer on a module, which may be wrapped."""
+    cls, settings = METHODS[method]
+    return cls(module, comm=comm, **{**settings, **keywords})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def bounds(examples: int, world: int, sizes: tuple[int, ...] | None = None) -> list[tuple[int, int]]:
+    """First and last example of each rank's shard; equal shards unless sizes are given."""
+    ends = torch.tensor([0, *(sizes or [examples // world] * world)]).cumsum(0).tolist()
+    assert ends[-1] == examples
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def shard(batch: Batch, rank: int, world: int, sizes: tuple[int, ...] | None = None) -> Batch:
+    """A rank's part of a batch."""
+    first, last = bounds(len(batch[0]), world, sizes)[rank]
+    return batch[0][first:last], batch[1][first:last]
+
+
+def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def sum_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="sum")
+
+
+@dataclass
+class Run:
+    """How a trajectory comes about, the same for one process and for ranks.
+
+    Args:
+        task: Name of the task.
+        method: Name of the method.
+        keywords: Settings beyond the method's own.
+        steps: Number of steps.
+        micro: Micro-batches of a step; the ranks do not communicate in all but the last one.
+        sizes: Sizes of the ranks' shards, equal ones by default.
+        loss: Of outputs and targets.
+        poison: Step whose batch has a NaN.
+    """
+
+    task: str = "mlp"
+    method: str = "kfac_eigen"
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 20
+    micro: int = 1
+    sizes: tuple[int, ...] | None = None
+    loss: Callable[[Tensor, Tensor], Tensor] = mean_loss
+    poison: int | None = None
+
+    def batch(self, step: int) -> Batch:
+        inputs, targets = TASKS[self.task].batch(step)
+        if step == self.poison:
+            inputs[-1] = torch.nan
+        return inputs, targets
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters in one vector ``[P]`` on the CPU, a copy."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+
+
+def descend(model: nn.Module, optimizer: Any, batch: Batch, run: Run) -> None:
+    """Backward passes of a step, and the step; the mean over micro-batches of what each has as its loss."""
+    optimizer.zero_grad()
+    device = next(model.parameters()).device
+    for part in range(run.micro):
+        inputs, targets = (t.to(device) for t in shard(batch, part, run.micro))
+        quiet = part < run.micro - 1 and isinstance(model, DDP)
+        with model.no_sync() if quiet else nullcontext():
+            loss = run.loss(model(inputs), targets)
+            (loss / run.micro if run.loss is mean_loss else loss).backward()
+    optimizer.step()
+
+
+def alone(run: Run, comm: Any = None) -> tuple[Tensor, nn.Module, Any]:
+    """One process on whole batches: its trajectory ``[steps, P]``, model and optimizer."""
+    model = TASKS[run.task].model()
+    optimizer = build(run.method, model, comm, **run.keywords)
+    whole = Run(run.task, run.method, run.keywords, loss=run.loss)
+    path = []
+    for step in range(run.steps):
+        descend(model, optimizer, run.batch(step), whole)
+        path.append(flat(model))
+    return torch.stack(path), model, optimizer
+
+
+def together(rank: int, world: int, strategy: str | None, run: Run, **wrapping: Any) -> Tensor:
+    """One rank on its shards, under DDP: its trajectory ``[steps, P]``.
+
+    Args:
+        rank: The rank.
+        world: Number of ranks.
+        strategy: Name of a strategy, None for the default.
+        run: What to do.
+        **wrapping: Keywords of DDP.
+    """
+    model = DDP(TASKS[run.task].model(device_of(rank)), **wrapping)
+    with optimizer_on(model, strategy, run) as optimizer:
+        return path_of(model, optimizer, rank, world, run)
+
+
+@contextmanager
+def optimizer_on(model: nn.Module, strategy: str | None, run: Run, **keywords: Any) -> Iterator[Any]:
+    """The optimizer of a run under a strategy with some keywords, closed at the end."""
+    comm = STRATEGIES[strategy](**keywords) if strategy else None
+    optimizer = build(run.method, model, comm, **run.keywords)
+    yield optimizer
+    optimizer.close()
+
+
+def path_of(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run) -> Tensor:
+    """Train on shards, and record."""
+    path = []
+    for step in range(run.steps):
+        descend(model, optimizer, shard(run.batch(step), rank, world, run.sizes), run)
+        path.append(flat(model))
+    return torch.stack(path)
+
+
+def curvatures(optimizer: Any) -> dict[str, Tensor]:
+    """Dense curvature of every block whose estimate this rank holds, by name."""
+    return {
+        name: optimizer.dense_curvature(name).cpu()
+        for name, block in optimizer.blocks.items()
+        if optimizer.comm.estimates(block.index)
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Judging
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def distance(path: Tensor, reference: Tensor) -> float:
+    """Largest difference, relative to the largest number."""
+    return float((path - reference).abs().max() / reference.abs().max())
+
+
+def assert_replicas(paths: list[Tensor]) -> None:
+    """Every rank has had the same bits after every step."""
+    for rank, path in enumerate(paths):
+        assert path.isfinite().all(), f"rank {rank} has parameters that are not finite"
+        same = (path == paths[0]).all(1)
+        assert same.all(), f"rank {rank} differs from rank 0 from step {int((~same).nonzero()[0])} on"
+
+
+def assert_same_path(paths: list[Tensor], reference: Tensor, tolerance: float = 1e-9) -> None:
+    """Replicas are equal to the bit, and follow a reference to a relative tolerance."""
+    assert_replicas(paths)
+    errors = [(step, distance(a, b)) for step, (a, b) in enumerate(zip(paths[0], reference, strict=True))]
+    wrong = [(step, error) for step, error in errors if error > tolerance]
+    assert not wrong, f"off by {wrong[0][1]:.1e} at step {wrong[0][0]}, by {max(e for _, e in wrong):.1e} at most"

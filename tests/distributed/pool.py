@@ -1,0 +1,316 @@
+"""Worker processes that run one function as the ranks of a process group, call after call.
+
+Starting a process and importing torch takes seconds, a fresh process group milliseconds. So processes are started
+once, when the first test asks for them, and live as long as pytest does; every call makes its own default group and
+leaves it. Under xdist each of its workers has a pool of its own, which grows to the largest world that was asked for:
+nothing has to be grouped on one of them.
+
+::
+
+    def sum_of_ranks(rank: int, world: int, start: float) -> float:      # at the top level of the test file
+        total = torch.tensor(start + rank)
+        dist.all_reduce(total)
+        return total.item()
+
+    def test_sum(pool: Pool) -> None:
+        assert pool.run(sum_of_ranks, 1.0, world=3) == [6.0, 6.0, 6.0]
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import reduce
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 180  # to import torch, on a machine that is busy
+GRACE_SECONDS = 15  # for the other ranks, once one has failed
+
+
+class Failure(NamedTuple):
+    """What a rank raised; of type ``"Died"``, with the exit code, where its process ended instead."""
+
+    type: str
+    message: str
+    traceback: str = ""
+
+
+class RankError(AssertionError):
+    """At least one rank failed; the text has the tracebacks of all that did."""
+
+
+class _Call(NamedTuple):
+    """What a worker is asked to do."""
+
+    module: str
+    function: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rank: int
+    world: int
+    backend: str
+    rendezvous: str
+    group_timeout: float
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The side of the tests
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.ready = False
+
+    def wait_ready(self) -> None:
+        if not self.ready:
+            if not self.pipe.poll(START_SECONDS):
+                raise RankError(f"a worker process did not start within {START_SECONDS} s")
+            self.pipe.recv_bytes()
+            self.ready = True
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+class Pool:
+    """Processes that wait for calls; see the module.
+
+    Args:
+        size: Largest world.
+        backend: Of the process groups. With ``"nccl"``, rank r has device r, and a world larger than the number of
+            devices skips the test.
+    """
+
+    def __init__(self, size: int = 4, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
+        self._workers: list[_Worker] = []
+        self._directory = tempfile.mkdtemp(prefix="ranks")
+        self._calls = 0
+        atexit.register(self.close)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world: int = 2,
+        timeout: float = 60.0,
+        group_timeout: float | None = None,
+        backend: str | None = None,
+        expect_failure: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``function(rank, world, *args, **kwargs)`` on every rank of a fresh process group.
+
+        Args:
+            function: Of the top level of a module below the root of the repository.
+            *args: Anything that can be pickled; tensors travel by value.
+            world: Number of ranks.
+            timeout: Seconds after which ranks that have not ended are killed, which fails the test in any case.
+            group_timeout: Of the process group; half of ``timeout`` by default.
+            backend: The pool's by default.
+            expect_failure: Whether to return what a rank raised as a `Failure`, in place of its result.
+            **kwargs: The same.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            RankError: If a rank raised or died and that was not expected, or was killed after the time.
+        """
+        backend = backend or self.backend
+        if backend == "nccl" and world > torch.cuda.device_count():
+            import pytest
+
+            pytest.skip(f"nccl needs a device per rank: {world} ranks, {torch.cuda.device_count()} devices")
+        self._calls += 1
+        call = _Call(
+            *_import_path(function), args, kwargs, 0, world, backend,
+            str(Path(self._directory, str(self._calls))), timeout / 2 if group_timeout is None else group_timeout,
+        )  # fmt: skip
+        workers = self._hired(world)
+        for rank, worker in enumerate(workers):
+            worker.pipe.send_bytes(pickle.dumps(call._replace(rank=rank)))
+        results = self._collect(workers, timeout, patient=expect_failure)
+        failures = {rank: result for rank, result in enumerate(results) if isinstance(result, Failure)}
+        if any(failure.type == "Hung" for failure in failures.values()) or (failures and not expect_failure):
+            raise RankError("\n".join(f"rank {rank} of {world}: {_told(f)}" for rank, f in failures.items()))
+        return results
+
+    def close(self) -> None:
+        """End all processes. Idempotent."""
+        for worker in self._workers:
+            worker.kill()
+        self._workers = []
+        shutil.rmtree(self._directory, ignore_errors=True)
+        atexit.unregister(self.close)
+
+    def _hired(self, world: int) -> list[_Worker]:
+        """Living workers that are ready, as many as asked for."""
+        if not 1 <= world <= self.size:
+            raise ValueError(f"a world of {world} ranks, and the pool has {self.size}")
+        os.makedirs(self._directory, exist_ok=True)
+        for worker in [w for w in self._workers if not w.process.is_alive()]:
+            self._dismiss(worker)
+        while len(self._workers) < world:
+            self._workers.append(_Worker())
+        workers = self._workers[:world]
+        for worker in workers:
+            worker.wait_ready()
+        return workers
+
+    def _dismiss(self, worker: _Worker) -> None:
+        worker.kill()
+        self._workers.remove(worker)
+
+    def _collect(self, workers: list[_Worker], timeout: float, patient: bool) -> list[Any]:
+        """Results and failures by rank; workers that died or did not answer in time are dismissed."""
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) < len(workers):
+            waiting = {worker.pipe: rank for rank, worker in enumerate(workers) if rank not in results}
+            answered = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not answered:
+                for rank in waiting.values():
+                    self._dismiss(workers[rank])
+                    results[rank] = Failure("Hung", "did not end in time and was killed")
+            for pipe in answered:
+                rank = waiting[pipe]  # type: ignore[index]
+                results[rank] = self._answer(workers[rank])
+                if isinstance(results[rank], Failure) and not patient:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return [results[rank] for rank in range(len(workers))]
+
+    def _answer(self, worker: _Worker) -> Any:
+        try:
+            return pickle.loads(worker.pipe.recv_bytes())
+        except (EOFError, OSError):  # the process has ended, and its end of the pipe with it
+            worker.process.join()
+            code = worker.process.exitcode
+            self._dismiss(worker)
+            return Failure("Died", f"exit code {code}")
+
+
+def _import_path(function: Callable[..., Any]) -> tuple[str, str]:
+    """Module and name of a function, as a process with the root of the repository in its path finds it.
+
+    The name under which pytest imported a test file does not serve: it depends on which folders are packages.
+    """
+    while not hasattr(function, "__code__"):
+        function = function.__wrapped__  # type: ignore[attr-defined]
+    file = Path(function.__code__.co_filename).resolve()
+    if "<" in function.__qualname__:
+        raise ValueError(f"{function.__qualname__}: only a function of the top level of a file can be sent to ranks")
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts), function.__qualname__
+
+
+def _told(failure: Failure) -> str:
+    return failure.traceback or f"{failure.type}: {failure.message}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The side of the ranks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection) -> None:
+    """Answer calls until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the parent's to deal with
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+    torch.set_num_threads(1)
+    pipe.send_bytes(b"")
+    while True:
+        try:
+            call: _Call = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        answer, clean = _answer_of(call)
+        pipe.send_bytes(answer)
+        if not clean:
+            os._exit(1)
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # whatever the main thread does: it may be waiting for a peer for ever
+
+
+def _answer_of(call: _Call) -> tuple[bytes, bool]:
+    """The pickled result or failure of a call, and whether this process can take another one."""
+    clean = True
+    try:
+        answer = pickle.dumps(_joined(call))
+    except BaseException as error:
+        answer = pickle.dumps(Failure(type(error).__name__, str(error), traceback.format_exc()))
+        # frames of the traceback hold models and groups: peers learn that this rank is gone when its sockets close
+        traceback.clear_frames(error.__traceback__)
+    gc.collect()
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception:
+        clean = False
+    gc.collect()
+    return answer, clean
+
+
+def _joined(call: _Call) -> Any:
+    """Call the function as a rank of a new default group, from the same random state and settings every time."""
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    device = torch.device("cuda", call.rank) if call.backend == "nccl" else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    module = importlib.import_module(call.module)
+    function = reduce(getattr, call.function.split("."), module)
+    dist.init_process_group(
+        call.backend,
+        init_method=f"file://{call.rendezvous}",
+        rank=call.rank,
+        world_size=call.world,
+        timeout=timedelta(seconds=call.group_timeout),
+        device_id=device,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=".* get no curvature and follow the fallback rule", category=UserWarning
+        )
+        return function(call.rank, call.world, *call.args, **call.kwargs)
+
+
+def device_of(rank: int) -> torch.device:
+    """Device of a rank of the current default group."""
+    return torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,0 +1,372 @@
+"""DDP in all its forms around the model, no DDP at all, and what may go wrong on one rank only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from secondorder import ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
+from secondorder.comm import Local
+from tests.distributed.oracle import (
+    CLASSES,
+    TASKS,
+    Run,
+    alone,
+    assert_replicas,
+    assert_same_path,
+    build,
+    curvatures,
+    descend,
+    distance,
+    flat,
+    mean_loss,
+    optimizer_on,
+    path_of,
+    shard,
+    together,
+)
+from tests.distributed.pool import Pool, device_of
+
+STEPS = 8
+STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}
+
+both = pytest.mark.parametrize("strategy", ["comm", "mem"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forms of DDP
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def in_order(rank: int, world: int, order: str, strategy: str, run: Run) -> tuple[list[str], Tensor]:
+    """Train with the optimizer made before or after DDP, from the wrapper or from what is inside."""
+    bare = TASKS[run.task].model(device_of(rank))
+    wrapped = None if order == "before" else DDP(bare)
+    with optimizer_on(wrapped if order == "after" else bare, strategy, run) as optimizer:
+        wrapped = wrapped or DDP(bare)
+        return list(getattr(optimizer, "blocks", ())), path_of(wrapped, optimizer, rank, world, run)
+
+
+@both
+@pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
+def test_order_of_construction_does_not_matter(pool: Pool, method: str, strategy: str) -> None:
+    run = Run("mlp", method, steps=STEPS)
+    orders = ("before", "after", "after_on_bare")
+    results = [answer for order in orders for answer in pool.run(in_order, order, strategy, run, world=2)]
+    assert_same_path([path for _, path in results], alone(run)[0])
+    assert all(names == results[0][0] for names, _ in results)
+
+
+@both
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "mfac"])
+@pytest.mark.parametrize(
+    "wrapping",
+    [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 1e-4}],
+    ids=lambda wrapping: next(iter(wrapping)),
+)
+def test_forms_of_ddp(pool: Pool, method: str, strategy: str, wrapping: dict[str, Any]) -> None:
+    run = Run("mlp", method, steps=STEPS)
+    assert_same_path(pool.run(together, strategy, run, world=2, **wrapping), alone(run)[0])
+
+
+def gradients_of_a_step(rank: int, world: int, strategy: str, run: Run) -> list[bool]:
+    """Of every parameter: whether a step has left its gradient the same object with the same numbers."""
+    model = DDP(TASKS[run.task].model(device_of(rank)), gradient_as_bucket_view=True)
+    with optimizer_on(model, strategy, run) as optimizer:
+        descend(model, optimizer, shard(run.batch(0), rank, world), run)
+        inputs, targets = shard(run.batch(1), rank, world)
+        mean_loss(model(inputs.to(device_of(rank))), targets.to(device_of(rank))).backward()
+        before = [(p.grad, p.grad.clone()) for p in model.parameters()]
+        optimizer.step()
+        pairs = zip(model.parameters(), before, strict=True)
+        return [p.grad is same and torch.equal(p.grad, numbers) for p, (same, numbers) in pairs]
+
+
+@both
+@pytest.mark.parametrize("method", ["kfac_eigen", "hylo_sngd", "mfac"])
+def test_gradients_stay_views_of_their_bucket(pool: Pool, method: str, strategy: str) -> None:
+    assert all(all(of_rank) for of_rank in pool.run(gradients_of_a_step, strategy, Run("mlp", method), world=2))
+
+
+def hooked(
+    rank: int, world: int, strategy: str, hook: Callable[..., Any], run: Run
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model = DDP(TASKS[run.task].model(device_of(rank)))
+    model.register_comm_hook(None, hook)
+    with optimizer_on(model, strategy, run) as optimizer:
+        return path_of(model, optimizer, rank, world, run), curvatures(optimizer)
+
+
+@both
+def test_communication_hook_that_changes_nothing(pool: Pool, strategy: str) -> None:
+    run = Run("mlp", steps=STEPS)
+    results = pool.run(hooked, strategy, allreduce_hook, run, world=2)
+    assert_same_path([path for path, _ in results], alone(run)[0])
+
+
+@both
+def test_communication_hook_that_rounds_gradients_leaves_statistics_alone(pool: Pool, strategy: str) -> None:
+    run = Run("mlp", "kfac_eigen", STILL, steps=2)
+    expected = curvatures(alone(run)[2])
+    for _, held in pool.run(hooked, strategy, fp16_compress_hook, run, world=2):
+        assert held
+        assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
+    moving = Run("mlp", "kfac_eigen", steps=STEPS)
+    paths = [path for path, _ in pool.run(hooked, strategy, fp16_compress_hook, moving, world=2)]
+    assert_replicas(paths)
+    assert 1e-9 < distance(paths[0], alone(moving)[0]) < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# No DDP
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def averaged(rank: int, world: int, strategy: str, run: Run) -> Tensor:
+    model = TASKS[run.task].model(device_of(rank))
+    with optimizer_on(model, strategy, run, average_gradients=True) as optimizer:
+        return path_of(model, optimizer, rank, world, run)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("comm", 2), ("mem", 3), ("hybrid_half", 4)])
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "hylo_sngd", "mfac"])
+def test_strategy_averages_gradients_itself(pool: Pool, method: str, strategy: str, world: int) -> None:
+    run = Run("mlp", method, steps=STEPS)
+    assert_same_path(pool.run(averaged, strategy, run, world=world), alone(run)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that do not do the same
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """A layer that some passes use, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(5, 4)
+        self.sometimes = nn.Linear(4, 4)
+        self.never = nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, inputs: Tensor, branch: bool) -> Tensor:
+        hidden = torch.tanh(self.trunk(inputs))
+        return self.head(hidden + torch.tanh(self.sometimes(hidden)) if branch else hidden)
+
+
+def branches() -> Branches:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Branches().double()
+
+
+def branching(
+    rank: int, world: int, strategy: str, run: Run, user: int, average: bool = False
+) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Train while one rank uses the branch: the trajectory, the parameters at the end, and curvatures."""
+    bare = branches().to(device_of(rank))
+    model = bare if average else DDP(bare, find_unused_parameters=True)
+    path = []
+    with optimizer_on(model, strategy, run, average_gradients=average) as optimizer:
+        for step in range(run.steps):
+            inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(step), rank, world))
+            optimizer.zero_grad()
+            mean_loss(model(inputs, rank == user), targets).backward()
+            optimizer.step()
+            path.append(flat(model))
+        names = [name for name in optimizer.blocks if name != "never"]
+        held = {n: optimizer.dense_curvature(n) for n in names if optimizer.comm.estimates(optimizer.blocks[n].index)}
+    return torch.stack(path), {name: p.detach().cpu() for name, p in bare.named_parameters()}, held
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["ddp", "no_ddp"])
+@pytest.mark.parametrize("user", [0, 1])
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_sngd"])
+def test_layer_used_on_one_rank_and_layer_used_nowhere(pool: Pool, method: str, user: int, average: bool) -> None:
+    run = Run("mlp", method, steps=STEPS)
+    start = dict(branches().named_parameters())
+    results = [pool.run(branching, strategy, run, user, average, world=2) for strategy in ("comm", "mem")]
+    for ranks in results:
+        assert_same_path([path for path, _, _ in ranks], results[0][0][0], tolerance=1e-12)
+        for _, end, _ in ranks:
+            moved = {name: not torch.equal(value, start[name]) for name, value in end.items()}
+            assert moved == {name: not name.startswith("never") for name in moved}
+
+
+@both
+@pytest.mark.parametrize("user", [0, 1])
+def test_statistics_of_a_layer_used_on_one_rank_are_that_rank_s(pool: Pool, user: int, strategy: str) -> None:
+    run = Run("mlp", "kfac_eigen", STILL, steps=2)
+    model = branches()
+    optimizer = build("kfac_eigen", model, **STILL)
+    for step in range(run.steps):
+        inputs, targets = shard(run.batch(step), user, 2)
+        optimizer.zero_grad()
+        mean_loss(model(inputs, True), targets).backward()
+        optimizer.step()
+    expected = optimizer.dense_curvature("sometimes")
+    held = [
+        dense["sometimes"] for _, _, dense in pool.run(branching, strategy, run, user, world=2) if "sometimes" in dense
+    ]
+    assert len(held) == (2 if strategy == "comm" else 1)
+    assert all(distance(dense, expected) < 1e-10 for dense in held)
+
+
+def unequal_accumulation(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rank 0 has two micro-batches where the others have one, all of the same size."""
+    model = DDP(TASKS[run.task].model(device_of(rank)))
+    own = Run(run.task, run.method, run.keywords, run.steps, micro=2 if rank == 0 else 1, sizes=(8, 4))
+    with optimizer_on(model, strategy, own) as optimizer:
+        return path_of(model, optimizer, rank, world, own), curvatures(optimizer)
+
+
+@both
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra"])
+def test_different_numbers_of_micro_batches(pool: Pool, method: str, strategy: str) -> None:
+    run = Run("mlp", method, STILL, steps=2)
+    expected = curvatures(alone(run)[2])
+    for _, held in pool.run(unequal_accumulation, strategy, run, world=2):
+        assert held
+        assert all(distance(dense, expected[name]) < 1e-10 for name, dense in held.items())
+    moving = Run("mlp", method, steps=STEPS)
+    assert_replicas([path for path, _ in pool.run(unequal_accumulation, strategy, moving, world=2)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers that are not finite
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def with_diagnostics(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, int]:
+    model = DDP(TASKS[run.task].model(device_of(rank)))
+    with optimizer_on(model, strategy, run) as optimizer:
+        return path_of(model, optimizer, rank, world, run), optimizer.diagnostics()["skipped_steps"]
+
+
+@both
+@pytest.mark.parametrize("poison", [3, 4])
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "ekfac_intra", "hylo_sngd", "mfac", "ggt"])
+def test_batch_with_a_nan_on_one_rank_is_dropped_by_all(pool: Pool, method: str, poison: int, strategy: str) -> None:
+    """One of the steps would have updated the estimates, and refreshed; the other would not."""
+    run = Run("mlp", method, steps=STEPS, poison=poison)
+    results = pool.run(with_diagnostics, strategy, run, world=2)
+    paths = [path for path, _ in results]
+    assert_same_path(paths, alone(run)[0])
+    assert torch.equal(paths[0][poison], paths[0][poison - 1])
+    assert [skipped for _, skipped in results] == [1, 1]
+
+
+def poisoned_statistics(
+    rank: int, world: int, strategy: str, run: Run, poisoned: list[tuple[int, ...]]
+) -> tuple[Tensor, list[dict[str, Tensor]], int]:
+    """Steps in which some ranks have statistics with a NaN, and all of them sound gradients."""
+    model = TASKS[run.task].model(device_of(rank))
+    path, held = [], []
+    with optimizer_on(model, strategy, run, average_gradients=True) as optimizer:
+        for step, ranks in enumerate(poisoned):
+            inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(step), rank, world))
+            optimizer.zero_grad()
+            mean_loss(model(inputs * (torch.nan if rank in ranks else 1.0)), targets).backward()
+            model.zero_grad()  # what was captured stays
+            with optimizer.pause_capture():
+                mean_loss(model(inputs), targets).backward()
+            optimizer.step()
+            path.append(flat(model))
+            held.append(curvatures(optimizer))
+        return torch.stack(path), held, optimizer.diagnostics()["skipped_statistics"]
+
+
+@both
+@pytest.mark.parametrize("method", ["kfac_eigen", "kfac_cholesky", "ekfac_intra"])
+def test_statistics_with_a_nan_are_dropped_from_their_rank_alone(pool: Pool, method: str, strategy: str) -> None:
+    run = Run("mlp", method, STILL)
+    results = pool.run(poisoned_statistics, strategy, run, [(), (1,), (0, 1), ()], world=2)
+    model = TASKS["mlp"].model()
+    optimizer = build(method, model, **STILL)
+    for step, ranks in enumerate([(0, 1), (0,), (), (0, 1)]):
+        batch = run.batch(step)
+        if ranks:
+            descend(model, optimizer, batch if len(ranks) == 2 else shard(batch, 0, 2), run)
+        expected = curvatures(optimizer)
+        for _, held, _ in results:
+            assert held[step]
+            for name, dense in held[step].items():
+                assert distance(dense, expected[name]) < 1e-10, (step, name)
+    assert [skipped > 0 for _, _, skipped in results] == [True, True]
+
+
+@both
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_sngd"])
+def test_training_goes_on_after_statistics_with_a_nan(pool: Pool, method: str, strategy: str) -> None:
+    eager = {"update_steps": 1} if method.startswith("hylo") else {"factor_update_steps": 1, "inv_update_steps": 2}
+    run = Run("mlp", method, eager)
+    results = pool.run(after_poison, strategy, run, world=2)
+    assert_replicas([path for path, _ in results])
+    assert not torch.equal(results[0][0][0], results[0][0][-1])
+    assert sum(skipped for _, skipped in results) > 0
+
+
+def after_poison(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor, int]:
+    """The first statistics of all have a NaN on rank 0."""
+    model = TASKS[run.task].model(device_of(rank))
+    path = []
+    with optimizer_on(model, strategy, run, average_gradients=True) as optimizer:
+        for step in range(6):
+            inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(step), rank, world))
+            optimizer.zero_grad()
+            mean_loss(model(inputs * (torch.nan if (rank, step) == (0, 0) else 1.0)), targets).backward()
+            model.zero_grad()
+            with optimizer.pause_capture():
+                mean_loss(model(inputs), targets).backward()
+            optimizer.step()
+            path.append(flat(model))
+        return torch.stack(path), optimizer.diagnostics()["skipped_statistics"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which strategy
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def default_of(rank: int, world: int) -> tuple[str, int, int]:
+    optimizer = build("kfac_eigen", TASKS["mlp"].model(device_of(rank)))
+    return type(optimizer.comm).__name__, optimizer.comm.data_rank, optimizer.comm.data_world
+
+
+def test_default_strategy(pool: Pool) -> None:
+    assert pool.run(default_of, world=2) == [("CommOpt", 0, 2), ("CommOpt", 1, 2)]
+    assert isinstance(build("kfac_eigen", TASKS["mlp"].model()).comm, Local)
+
+
+ONE_PROCESS: dict[str, Callable[[], Any]] = {
+    "comm": CommOpt,
+    "comm_averaging": lambda: CommOpt(average_gradients=True),
+    "mem": MemOpt,
+    "hybrid": lambda: HybridOpt(1.0),
+    "local_factors": LocalFactors,
+    "chief": ChiefOnly,
+}
+
+
+@pytest.mark.parametrize("strategy", ONE_PROCESS)
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_kid", "mfac"])
+def test_strategies_of_one_process_do_what_it_does_without(method: str, strategy: str) -> None:
+    run = Run("words", method, steps=4)
+    path, _, optimizer = alone(run, ONE_PROCESS[strategy]())
+    plain, _, other = alone(run)
+    assert torch.equal(path, plain)
+    assert optimizer.memory_usage()["total"] == other.memory_usage()["total"]
+
+
+def test_group_of_one_rank(pool: Pool) -> None:
+    run = Run("words", "kfac_eigen", steps=4)
+    for strategy in (None, "comm", "mem", "local_factors", "chief"):
+        (path,) = pool.run(together, strategy, run, world=1)
+        assert torch.equal(path, alone(run)[0])

@@ -1,0 +1,69 @@
+"""The pool of ranks: fresh groups, results by rank, failures told, and survivors after a death or a hang."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.pool import Failure, Pool, RankError
+
+
+def sum_of_ranks(rank: int, world: int, start: float) -> tuple[int, float, torch.Tensor]:
+    total = torch.tensor([start + rank])
+    dist.all_reduce(total)
+    return world, total.item(), total
+
+
+def misbehave(rank: int, world: int, how: str) -> int:
+    if rank == 1:
+        if how == "die":
+            os._exit(7)
+        if how == "hang":
+            time.sleep(600)
+        raise ValueError(f"bad {how}")
+    total = torch.zeros(1)
+    dist.all_reduce(total)
+    return rank
+
+
+def test_results_by_rank(pool: Pool) -> None:
+    for world in (1, 3, 2):
+        results = pool.run(sum_of_ranks, 1.0, world=world)
+        total = sum(1.0 + rank for rank in range(world))
+        assert [result[:2] for result in results] == [(world, total)] * world
+        assert all(torch.equal(result[2], torch.tensor([total])) for result in results)
+
+
+def test_failure_is_told_with_its_traceback(pool: Pool) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2:(.|\n)*in misbehave(.|\n)*ValueError: bad raise"):
+        pool.run(misbehave, "raise")
+    assert len(pool.run(sum_of_ranks, 1.0)) == 2
+
+
+def test_expected_failure_is_returned(pool: Pool) -> None:
+    peer, own = pool.run(misbehave, "raise", expect_failure=True)
+    assert own[:2] == ("ValueError", "bad raise")
+    assert isinstance(peer, Failure)
+    assert peer.type == "RuntimeError"
+
+
+def test_a_dead_rank_is_replaced(pool: Pool) -> None:
+    peer, own = pool.run(misbehave, "die", expect_failure=True)
+    assert own[:2] == ("Died", "exit code 7")
+    assert peer.type == "RuntimeError"
+    assert len(pool.run(sum_of_ranks, 1.0)) == 2
+
+
+def test_a_hung_rank_is_killed_and_replaced(pool: Pool) -> None:
+    with pytest.raises(RankError, match="rank 1 of 2: Hung"):
+        pool.run(misbehave, "hang", timeout=2, group_timeout=1)
+    assert len(pool.run(sum_of_ranks, 1.0)) == 2
+
+
+def test_function_must_be_of_the_top_level(pool: Pool) -> None:
+    with pytest.raises(ValueError, match="top level"):
+        pool.run(lambda rank, world: rank)
