@@ -1,7 +1,7 @@
 """Second-order training for PyTorch by changing one line: each method is a ``torch.optim.Optimizer``."""
 
 from secondorder import nn
-from secondorder.comm import ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
+from secondorder.comm import ChiefOnly, CommOpt, DedicatedWorkers, HybridOpt, LocalFactors, MemOpt
 from secondorder.curvature.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 from secondorder.curvature.layers import Adapter
 from secondorder.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
@@ -29,6 +29,7 @@ __all__ = [
     "Categorical",
     "ChiefOnly",
     "CommOpt",
+    "DedicatedWorkers",
     "Gaussian",
     "HyLo",
     "HybridOpt",

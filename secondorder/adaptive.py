@@ -83,6 +83,12 @@ class AdaptiveOptimizer(ModelledOptimizer):
         chosen = self._adaptation
         return chosen.adaptive_damping and (self._t + 1) % chosen.damping_interval == 0
 
+    def _why_not_joinable(self) -> str | None:
+        wanted = self._adaptation.needing_loss + ["quadratic_model"] * self._adaptation.quadratic_model
+        if wanted:
+            return f"{wanted[0]}=True looks at the loss of every rank, and one without data has none"
+        return super()._why_not_joinable()
+
     def _calibrates(self) -> bool:
         return any(group.get("damping_calibrated") is False for group in self.param_groups)
 

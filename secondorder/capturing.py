@@ -245,7 +245,7 @@ class Capturing(Lifecycle):
         if capture is not None:
             self._armed_for = self._schedule()
             capture.grad_scaler = self._scaler
-            self._due = {b.index for b in self._blocks if self._capture_is_due(b)}
+            self._due = {b.index for b in self._blocks if self._capture_is_due(b) and self.comm.learns(b.index)}
             capture.arm(i for i in self._due if self.comm.captures(i))
 
     def _schedule(self) -> list[tuple[Any, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,12 +22,15 @@ from secondorder.curvature.projections import Projection
 from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of
 from secondorder.linalg import all_true_on_cpu, full_precision
 from secondorder.optimizer import SecondOrderOptimizer, rate
-from secondorder.reducing import Reducing
+from secondorder.serving import Serving
 
 log = logging.getLogger("secondorder")
 
+#: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
+_PORTION = 32 * 2**20
 
-class LayerOptimizer(Reducing, SecondOrderOptimizer):
+
+class LayerOptimizer(Serving, SecondOrderOptimizer):
     """Base of the methods that capture statistics per layer.
 
     The verbs of a method: :meth:`curvature_spec` (state of a block), :meth:`new_statistic`, :meth:`measure`,
@@ -47,6 +50,8 @@ class LayerOptimizer(Reducing, SecondOrderOptimizer):
     """
 
     _sizes_are = "factors A, G"
+    #: Whether sums of statistics may travel while the next step computes.
+    settles_late: ClassVar[bool] = False
     #: Whether relative damping is that of the kernel of the examples, instead of the Fisher's of the parameters.
     damps_kernel: ClassVar[bool] = False
 
@@ -82,6 +87,11 @@ class LayerOptimizer(Reducing, SecondOrderOptimizer):
     def _require_ready(self) -> None:
         self._require_capture()
 
+    def _may_wait(self, statistics: Captured) -> bool:
+        blocks = [self._blocks[i] for i in self._due]
+        settled = all(self.state[b.owner]["refreshes"] > 0 for b in blocks)
+        return self.settles_late and settled and not any(self._refresh_is_due(b) for b in self._blocks)
+
     def _discard(self) -> None:
         if self._capture is not None:
             self._capture.discard()
@@ -93,10 +103,6 @@ class LayerOptimizer(Reducing, SecondOrderOptimizer):
 
     def _take(self) -> Captured:
         return self._require_capture().take()
-
-    def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
-        self._update_estimates(statistics, gate)
-        self._warn_uncaptured(statistics, gradients)
 
     def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
         for index, measured in cast("dict[int, Measured]", captured.statistics).items():
@@ -152,7 +158,7 @@ class LayerOptimizer(Reducing, SecondOrderOptimizer):
 
     # ------------------------------------------------------------------ stage 4: refresh
     def _refresh_due(self) -> list[int]:
-        due = [b for b in self._blocks if self._refresh_is_due(b)]
+        due = [b for b in self._blocks if self._refresh_is_due(b) and self.comm.renews(b.index)]
         if not due:
             return []
         if self.comm.combines:
@@ -261,10 +267,15 @@ class LayerOptimizer(Reducing, SecondOrderOptimizer):
         if not ready:
             return {}
         source = self._sources(active, gradients, gate)
+        found: dict[Block, Parcel] = {}
+        posted = []
         with full_precision(ready[0].owner.device):
-            parcels = [Parcel(b.index, self._directions_of(b, source)) for b in ready]
-        self.comm.share_directions(parcels)
-        found = dict(zip(ready, parcels, strict=True))
+            for some in self._portions(ready):  # those that are done travel while the next ones are computed
+                parcels = [Parcel(b.index, self._directions_of(b, source)) for b in some]
+                posted.append(self.comm.post_directions(parcels))
+                found.update(zip(some, parcels, strict=True))
+        for pending in posted:
+            pending.wait()
         directions = {p: d for b in active for p, d in zip(b.params, found[b].tensors, strict=True)}
         if not active:
             return {}
@@ -273,6 +284,17 @@ class LayerOptimizer(Reducing, SecondOrderOptimizer):
             self._graft(block.group["graft"], block.params, directions, gradients)
         self._clip(directions)
         return {p: d.to(p.dtype) for p, d in directions.items()}
+
+    def _portions(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+        """Blocks whose directions make messages worth sending before the others are known."""
+        start = size = 0
+        for i, block in enumerate(blocks):
+            size += sum(p.numel() * self._precision(p).itemsize for p in block.params)
+            if size >= _PORTION:
+                yield blocks[start : i + 1]
+                start, size = i + 1, 0
+        if start < len(blocks):
+            yield blocks[start:]
 
     def _directions_of(self, block: Block, source: Directions) -> list[Tensor]:
         """Directions of the parameters of a block; room for them where another rank finds them."""
@@ -321,6 +343,7 @@ class LayerOptimizer(Reducing, SecondOrderOptimizer):
 
     # ------------------------------------------------------------------ checkpoints
     def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
+        self._settle()
         for group in groups:
             self._check_group(group)
         return super()._checked_state(found, groups)
@@ -399,6 +422,7 @@ class LayerOptimizer(Reducing, SecondOrderOptimizer):
                 f"the curvature of layer '{name}' is on rank {self.comm.owner(block.index)}: ask there, or use "
                 "comm=CommOpt(), which keeps it on every rank"
             )
+        self._settle()
         if not self._has_estimate(block):
             raise RuntimeError(f"nothing was captured for layer '{name}' yet: take a step first")
         return self.block_curvature(block)

@@ -335,16 +335,20 @@ class Lifecycle(Optimizer):
 
     def close(self) -> None:
         """Remove every hook and end what the strategy runs. Idempotent."""
-        self.detach()
-        self.comm.close()
-        self._connected = False
+        try:
+            self.comm.close()  # may take steps without data
+        finally:
+            self.detach()
+            self._connected = False
 
     def __enter__(self: SelfT) -> SelfT:
         """The optimizer itself; leaving the block closes it."""
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Close."""
+        if error is not None:
+            self.comm.abandon(error)
         self.close()
 
     @contextmanager

@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from secondorder import options, update
 from secondorder.checkpoint import Checkpointing
+from secondorder.comm.joining import JoiningOptimizer
 from secondorder.curvature.statistics import all_finite
 from secondorder.diagnostics.report import Reporting
 from secondorder.lifecycle import Directions, Group
@@ -22,7 +23,7 @@ from secondorder.linalg import all_true_on_cpu
 ReturnedT = TypeVar("ReturnedT")
 
 
-class SecondOrderOptimizer(Checkpointing, Reporting):
+class SecondOrderOptimizer(Checkpointing, Reporting, JoiningOptimizer):
     """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
 
     Two families fill the stages in: ``LayerOptimizer`` with statistics captured per layer, ``WindowOptimizer`` with a
@@ -48,6 +49,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         super().__init__(params, defaults)
         self.grad_scaler = grad_scaler
         self._connect(module)
+        self.comm.admit(self)
         self._join_ranks()
         self._warn_uncovered()
 
@@ -97,6 +99,11 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         """Prepare the stages that move parameters, and judge what they did."""
         return nullcontext()
 
+    def _why_not_joinable(self) -> str | None:
+        if self.grad_scaler is not None and self.grad_scaler.is_enabled():
+            return "its grad_scaler leaves steps out where there is data; train in bfloat16, which needs no scaler"
+        return super()._why_not_joinable()
+
     # ------------------------------------------------------------------ the step
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -121,8 +128,13 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         """
         self._require_ready()
         self._join_ranks()
+        self._gathered.clear()  # of a state that this step replaces
+        self.comm.begin_step()
         returned = self._evaluate(closure)
-        self.comm.average_gradients(list(self._group))
+        if not self.comm.updates:
+            self._estimate_only()
+            return returned
+        self._average_gradients(list(self._group))
         gradients = self._gradients()
         if not gradients:
             self._discard()
@@ -146,6 +158,17 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
                     self._apply(gradients, directions, gate)
         self._advance()
         return returned
+
+    def _estimate_only(self) -> None:
+        """The step of a rank that estimates curvature for others."""
+        if self.comm.stopped:
+            self._discard()
+            return
+        with self._stage("reduce"):
+            statistics = self._reduce(self._take())
+        with self._stage("statistics"):
+            self._learn(statistics, self._gradients(), None)
+        self._advance()
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -282,6 +305,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting):
         self._t += 1
         if self._first is not None:
             self.state[self._first]["global_step"] = self._t
+        self.comm.end_step()
         self._synchronize()
 
 

@@ -15,17 +15,19 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.capturing import Capturing
-from secondorder.comm import Parcel
+from secondorder.capturing import Capturing, LayerOptions
+from secondorder.comm import Parcel, Pending
 from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.measured import Measured, Part, counts_of, mean_of, weighted
 from secondorder.curvature.statistics import all_finite
-from secondorder.lifecycle import State
+from secondorder.lifecycle import Directions, State
 from secondorder.linalg import full_precision
 
 log = logging.getLogger("secondorder")
@@ -39,6 +41,13 @@ _WORDS = 3
 class Reducing(Capturing):
     """The stages of a step that need other ranks."""
 
+    def _begin_capture(self, layer_options: LayerOptions) -> None:
+        super()._begin_capture(layer_options)
+        #: Sums on their way, and what fills them in.
+        self._arrivals: tuple[Pending, list[Callable[[], None]]] | None = None
+        #: Statistics that are not folded in yet.
+        self._unsettled: tuple[Captured, Tensor | None] | None = None
+
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
     def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
@@ -47,6 +56,14 @@ class Reducing(Capturing):
     @abstractmethod
     def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Recompute what preconditioning needs from the estimates; returns ``ok [len(blocks)]``."""
+
+    @abstractmethod
+    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
+        """Fold what was measured into the running estimates."""
+
+    @abstractmethod
+    def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
+        """Name layers that nothing was captured for."""
 
     def measured_spec(self, block: Block) -> Mapping[str, Tensor]:
         """Shapes of the parts that this step measures of a block, as ``meta`` tensors by state key."""
@@ -74,6 +91,7 @@ class Reducing(Capturing):
         }
         if not self.comm.combines:
             return statistics._replace(statistics=measured)  # type: ignore[arg-type]
+        self._settle()
         return self._combine(statistics, measured)
 
     def _combine(self, captured: Captured, measured: dict[int, Measured]) -> Captured:
@@ -94,28 +112,61 @@ class Reducing(Capturing):
     ) -> tuple[dict[int, Measured], Tensor]:
         """Add up what the ranks measured of some blocks, and some more words.
 
+        The sums are on their way when this returns: parts are empty until :meth:`_arrive`.
+
         Returns:
             By block, for those that any rank has seen, the combined parts (where this rank holds the estimate), and the
             sums of the words.
         """
         device = blocks[0].owner.device
         own = [self._contribution(b, measured.get(b.index), spec(b)) for b in blocks]
-        words = [w for w, _ in own]
+        words, parcels = [w for w, _ in own], [parcel for _, parcel in own]
+        work = self.comm.reduce_statistics(parcels)
         last = torch.tensor(tail, dtype=torch.float64, device=device)
         agreed = self.comm.agree(torch.cat([*(w.to(device) for w in words), last]))
-        parcels = [parcel for _, parcel in own]
-        self.comm.reduce_statistics(parcels)
         *sums, told = agreed.split([*map(len, words), len(tail)])
         found: dict[int, Measured] = {}
+        on_the_way: list[Callable[[], None]] = []
         for block, parcel, total in zip(blocks, parcels, sums, strict=True):
             if dropped := int(total[2]):
                 before = self._skipped_statistics.get(block.name, 0)
                 self._skipped_statistics[block.name] = before + dropped
             if n := int(total[0]):
-                mine = measured.get(block.index)
-                parts = self._means(block, parcel, total[_WORDS:], spec(block))
+                mine, parts = measured.get(block.index), dict[str, Part]()
                 found[block.index] = Measured(parts, n, None if mine is None else mine.rest)
+                means = partial(self._means, block, parcel, total[_WORDS:], spec(block))
+                on_the_way.append(lambda parts=parts, means=means: parts.update(means()))  # type: ignore[misc]
+        self._arrivals = work, on_the_way
         return found, told
+
+    def _arrive(self) -> None:
+        """Wait for the sums of the last exchange."""
+        if self._arrivals is not None:
+            (work, on_the_way), self._arrivals = self._arrivals, None
+            work.wait()
+            for fill in on_the_way:
+                fill()
+
+    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+        """Fold what was measured into the running estimates, at once or when the sums have come."""
+        if self.comm.combines and self._may_wait(statistics):
+            self._unsettled = statistics, gate
+        else:
+            self._arrive()
+            self._update_estimates(statistics, gate)
+        self._warn_uncaptured(statistics, gradients)
+
+    def _may_wait(self, statistics: Captured) -> bool:
+        """Whether nothing looks at the estimates before the next step: then the sums travel during its forward."""
+        return False
+
+    def _settle(self) -> None:
+        """Fold what is on its way."""
+        self._arrive()
+        if self._unsettled is not None:
+            (statistics, gate), self._unsettled = self._unsettled, None
+            with torch.no_grad():
+                self._update_estimates(statistics, gate)
 
     def _is_finite(self, measured: Measured) -> Tensor:
         return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
@@ -207,6 +258,7 @@ class Reducing(Capturing):
 
     def _renew(self, blocks: list[Block]) -> Tensor:
         """Refresh and share some blocks outside of their schedule."""
+        self._settle()
         if not self.comm.combines:
             with full_precision(blocks[0].owner.device):
                 return self.refresh(blocks, True)
@@ -214,6 +266,26 @@ class Reducing(Capturing):
         self._share([b.index for b in kept])
         good = dict(zip(kept, ok.tolist(), strict=True))
         return torch.tensor([good.get(b, False) for b in blocks])
+
+    # ------------------------------------------------------------------ who looks at the estimates
+    def _rebuild(self) -> bool:
+        self._settle()
+        return super()._rebuild()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the base class."""
+        self._settle()
+        return super().state_dict()  # type: ignore[no-any-return,safe-super]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies keep."""
+        self._settle()
+        return super().__getstate__()
+
+    def detach(self) -> None:
+        """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
+        self._settle()
+        super().detach()
 
     # ------------------------------------------------------------------ what this rank holds
     def place_of(self, block: Block, key: str) -> str:

@@ -15,12 +15,14 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature import gram
 from secondorder.curvature.lowrank import LowRank
 from secondorder.curvature.rows import gated
+from secondorder.curvature.shards import plain
 from secondorder.curvature.topk import TopK
-from secondorder.curvature.window import Compression
+from secondorder.curvature.window import Compression, Push
 from secondorder.lifecycle import Directions, Group, module_of
 from secondorder.linalg import full_precision
 from secondorder.optimizer import SecondOrderOptimizer
-from secondorder.windowing import Source, Unit, Windowing, real
+from secondorder.sharding import ShardedWindows
+from secondorder.windowing import Source, Unit, real
 
 #: Norm of a gradient above which its products overflow, by working precision.
 _LARGEST_NORM = {torch.float32: 1e15, torch.float64: 1e150}
@@ -46,7 +48,7 @@ WINDOW_CHECKS: dict[str, options.Check] = {
 }
 
 
-class WindowOptimizer(Windowing, SecondOrderOptimizer):
+class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
     """Base of the methods that precondition with a window of past gradients.
 
     The verbs of a method: :meth:`momentum_of_gradients`, :meth:`coefficients`, :meth:`curvature_of_rows`.
@@ -134,30 +136,31 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
         ok, gate = super()._inspect(gradients)
         if not ok:
             for unit in self._units:
-                unit.window.counters["skipped"].add_(1)
+                if unit.held:
+                    unit.window.counters["skipped"].add_(1)
         return ok, gate
 
     def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+        self._refresh_stale()
+        pushes: dict[Unit, Push] = {}
         for unit in self._units:
+            beta = self._momentum_if_wanted(unit)
             inputs = [self._input(p, unit.group, gradients) for p in unit.params]
             unit.inputs = inputs if any(x is not None for x in inputs) else None
             if unit.inputs is None:
                 continue
-            beta = self._momentum_if_wanted(unit)
             unit.norm = torch.linalg.vector_norm(
                 torch.stack([self._gradient_norms[p] for p in unit.params if p in self._gradient_norms])
             )
-            with full_precision(unit.window.device):
-                unit.window.push(unit.inputs, gate, beta)
+            if unit.held:
+                with full_precision(unit.window.device):
+                    pushes[unit] = unit.window.begin(unit.own(unit.inputs), gate, beta)
+                    unit.decayed = self._decay_in_direction(unit, unit.inputs)
+                    unit.decay_dots = None if unit.decayed is None else unit.window.dots(unit.decayed)
+        self._sum_dots(pushes)
+        for unit, push in pushes.items():
+            unit.window.finish(push)
         self._gradient_norms = {}
-
-    def _momentum_if_wanted(self, unit: Unit) -> float:
-        """β of a unit's momentum on gradients; its state is made when a schedule first turns it on."""
-        beta = self.momentum_of_gradients(unit.group)
-        if beta > 0 and unit.window.outside is None:
-            unit.window.keep_outside()
-            self._expose(unit)
-        return beta
 
     def _input(self, p: nn.Parameter, options: Group, gradients: Directions) -> Tensor | None:
         """What enters the window: the gradient, with coupled weight decay."""
@@ -174,7 +177,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
     def _refresh_due(self) -> list[int]:
         alike: dict[tuple[object, ...], list[Unit]] = {}
         for unit in self._units:
-            if unit.inputs is not None:
+            if unit.inputs is not None and unit.held:
                 unit.source = self._source(unit)
                 alike.setdefault(self._solve_key(unit), []).append(unit)
         for units in _batches(alike.values()):
@@ -202,21 +205,22 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             # what has left the window would be multiplied with f(0), which is huge.
             b = gram.decay(group["fallback_betas"][0], window.counters["pos"], window.m, t)
             b = b / b.sum()
-        decayed = self._decay_in_direction(unit)
-        if decayed is not None:
-            dots = window.dots(decayed)
+        decayed, dots = unit.decayed, unit.decay_dots
+        if decayed is not None and dots is not None:
             q = dots if q is None else q + dots
             r = decayed if r is None else [_sum(x, d) for x, d in zip(r, decayed, strict=True)]
         return Source(b, q, r)
 
-    def _decay_in_direction(self, unit: Unit) -> list[Tensor | None] | None:
+    def _decay_in_direction(self, unit: Unit, inputs: Sequence[Tensor | None]) -> list[Tensor | None] | None:
         """``wd·p`` where it is preconditioned but kept out of the window (``"reg"``, ``"both"``)."""
-        assert unit.inputs is not None
+        if not self._decays_outside(unit):
+            return None
         found: list[Tensor | None] = []
-        for p, x in zip(unit.params, unit.inputs, strict=True):
+        wanted = [p.detach() if x is not None else None for p, x in zip(unit.params, inputs, strict=True)]
+        for p, own in zip(unit.params, unit.own([None if p is None else real(p) for p in wanted]), strict=True):
             group = self._group[p]
-            wanted = x is not None and group["weight_decay"] and group["weight_decay_mode"] in ("reg", "both")
-            found.append(real(p.detach()).to(self._working(p)) * group["weight_decay"] if wanted else None)
+            decays = own is not None and group["weight_decay"] and group["weight_decay_mode"] in ("reg", "both")
+            found.append(own.to(self._working(p)) * group["weight_decay"] if own is not None and decays else None)
         return found if any(x is not None for x in found) else None
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
@@ -224,26 +228,30 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
         directions: Directions = {}
         adam = [p for p in gradients if p in self._unit_of and self._options(p)["graft"] == "adam"]
         self._count_moments(adam, gradients, gate)
-        for unit in self._units:
-            if unit.inputs is None or unit.a is None or unit.source is None:
+        shared = self._exchange([self._combined(unit) for unit in self._units])
+        for unit, found in zip(self._units, shared, strict=True):
+            if unit.inputs is None or found is None:
                 continue
-            with full_precision(unit.window.device):
-                found = unit.window.combine(unit.a)
-            if unit.source.r is not None:
-                for u, r in zip(found, unit.source.r, strict=True):
-                    if r is not None:
-                        u.addcmul_(r.to(u.dtype), torch.as_tensor(unit.outside, dtype=u.dtype, device=u.device))
             raw: Directions = {}
             for p, u, x in zip(unit.params, found, unit.inputs, strict=True):
                 if x is not None:
                     directions[p], raw[p] = u, x
             self._graft(unit.group["graft"], list(raw), directions, raw)
-            unit.inputs = unit.source = None
-        found_parameters = list(directions)
-        shared = list(directions.values())
-        directions = {p: _like(d, p) for p, d in zip(found_parameters, shared, strict=True)}
+            unit.inputs = unit.source = unit.decayed = unit.decay_dots = None
+        directions = {p: _like(d, p) for p, d in directions.items()}
         self._clip(directions)
         return {p: d.to(p.dtype) for p, d in directions.items()}
+
+    def _combined(self, unit: Unit) -> list[Tensor] | None:
+        """This rank's part of the direction of a unit: ``Gᵀa + c·r``; None without gradients."""
+        if unit.inputs is None or unit.a is None or unit.source is None:
+            return None
+        with full_precision(unit.window.device):
+            found = unit.window.combine(unit.a)
+        for u, r in zip(found, unit.source.r or [None] * len(found), strict=True):
+            if r is not None:
+                u.addcmul_(r.to(u.dtype), torch.as_tensor(unit.outside, dtype=u.dtype, device=u.device))
+        return found
 
     # ------------------------------------------------------------------ stage 7: update
     def _apply_rule(
@@ -277,12 +285,16 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
 
     _sizes_are = "rows × entries"
 
+    def _kind(self, p: nn.Parameter, key: str) -> str:
+        return super()._kind(p, plain(key))
+
     def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
         unit = self._unit_of.get(p)
         if unit is None:
             return "", "", ""
         form = unit.window.form.describe(self._working(p))
-        owner = f"rank {self.comm.owner(self._units.index(unit))}"
+        part = unit.part
+        owner = f"rank {self.comm.owner(self._units.index(unit))}" if part is None else f"in {part.size} parts"
         return f"window '{unit.name}' ({form})", f"{unit.window.m} × {real(p).numel()}", owner
 
     def dense_curvature(self, name: str) -> Tensor:
@@ -296,10 +308,15 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
 
         Raises:
             ValueError: If nothing covered has this name.
-            RuntimeError: If no step was taken yet.
+            RuntimeError: If no step was taken yet, or if the rows are not all on this rank.
         """
         chosen = self._named(name)
         unit = self._unit_of[chosen[0]]
+        if unit.part is not None or not unit.held:
+            raise RuntimeError(
+                f"the rows of '{name}' are not all on rank {self.comm.rank}: use comm=CommOpt(), or load what "
+                "consolidate_state_dict() has gathered into an optimizer of one process"
+            )
         if not unit.window.filled:
             raise RuntimeError(f"the window of '{name}' is empty: take a step first")
         places = [next(i for i, p in enumerate(unit.params) if p is q) for q in chosen]
@@ -331,7 +348,8 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
         """Counters as plain numbers and, by window, how its last direction relates to the gradient.
 
         Everything comes from the Gram matrix: no pass over the parameters, but one eigendecomposition ``[m, m]`` per
-        window. Reading waits for the device.
+        window. Reading waits for the device, and never for another rank: windows that are on other ranks only are left
+        out, and so is what is not sent of windows in parts.
 
         Returns:
             ``step``, ``skipped_steps``, ``solve_failures``, and ``units``: by name of the window a dict of ``rows``,
@@ -340,11 +358,11 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
             rank, ...) and for compressed rows ``sent_energy``, ``residual_norm`` and ``residual_ratio`` (to the norm of
             the gradient).
         """
-        found = super().diagnostics()
-        if self._units:  # counted in the state, so that copies and checkpoints keep it
-            found["skipped_steps"] = max(int(unit.window.counters["skipped"]) for unit in self._units)
-        found["solve_failures"] = sum(int(unit.window.counters["solve_failures"]) for unit in self._units)
-        found["units"] = {unit.name: dict(self._unit_metrics(unit)) for unit in self._units}
+        found, held = super().diagnostics(), [unit for unit in self._units if unit.held]
+        if held:  # counted in the state, so that copies and checkpoints keep it
+            found["skipped_steps"] = max(int(unit.window.counters["skipped"]) for unit in held)
+        found["solve_failures"] = sum(int(unit.window.counters["solve_failures"]) for unit in held)
+        found["units"] = {unit.name: dict(self._unit_metrics(unit)) for unit in held}
         return found
 
     def _unit_metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:
@@ -354,7 +372,7 @@ class WindowOptimizer(Windowing, SecondOrderOptimizer):
         if unit.a is None:
             return
         numbers = gram.metrics(window.lower(), unit.a, window.newest)
-        square = window.residual_square()
+        square = window.residual_square() if unit.part is None else None
         if square is not None:
             sent = numbers["gradient_norm"] ** 2
             numbers["sent_energy"] = sent / (sent + square).clamp(min=torch.finfo(torch.float64).tiny)

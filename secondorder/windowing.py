@@ -191,7 +191,7 @@ class Windowing(Checkpointing):
     def _place_windows(self, named: Mapping[str, list[nn.Parameter]], wholes: Sequence[GradientWindow]) -> None:
         """Let the strategy decide who holds what."""
         portions = []
-        for (name, params), window in zip(named.items(), wholes, strict=True):
+        for name, window in zip(named, wholes, strict=True):
             rows = ", ".join(f"{tuple(place.shape)} {place.working}" for place in window.places)
             flops = self.solve_flops(window.m)
             divisible = self._partition != "layer"
@@ -322,6 +322,15 @@ class Windowing(Checkpointing):
                 found = {f"{key}{unit.part.suffix}": value for key, value in found.items() if value.numel()}
             self.state[p].update(found)
         self.state[unit.params[0]].update(unit.window.shared_state(), amplification=unit.lagged)
+
+    def _momentum_if_wanted(self, unit: Unit) -> float:
+        """β of a unit's momentum on gradients; its state is made when a schedule first turns it on."""
+        beta = self.momentum_of_gradients(unit.group)
+        if beta > 0 and unit.window.outside is None:
+            unit.window.keep_outside()
+            if unit.held:
+                self._expose(unit)
+        return beta
 
     def _partitioned(self) -> dict[str, list[nn.Parameter]]:
         """Covered parameters by the unit they belong to."""

@@ -29,6 +29,9 @@ from secondorder.comm.counter import Counter
 CHECKPOINTS = (40, 75, 100, 140, 300)
 """Steps whose loss is reported, those of published runs of the autoencoder."""
 
+RANK_COLUMNS = 8
+"""Ranks that a table has a column for."""
+
 Schedule = Literal["constant", "cosine"]
 
 
@@ -179,29 +182,27 @@ def _mean_losses(ranks: Sequence[RankFigures]) -> list[float]:
 
 
 def rank_table(ranks: Sequence[RankFigures], steps: int) -> Table:
-    """Return what each rank sent and kept.
+    """Return what each rank sent and kept; of many ranks the least, the mean and the most.
 
     Args:
         ranks: What each rank measured.
         steps: Steps of the run.
 
     Returns:
-        A table with a row for each rank.
+        A table with a row for each stage and each kind.
     """
     stages = list(dict.fromkeys(stage for rank in ranks for stage in rank.sent))
-    kinds = [kind for kind in ranks[0].memory if any(rank.memory[kind] for rank in ranks)]
-    rows = [
-        (
-            f"{rank.rank} {rank.role}",
-            *(f"{rank.sent.get(stage, 0):,.0f}" for stage in stages),
-            *(f"{rank.memory[kind]:,}" for kind in kinds),
-        )
-        for rank in ranks
-    ]
+    kinds = list(dict.fromkeys(kind for rank in ranks for kind, count in rank.memory.items() if count))
+    lines = [(f"sent per step, {stage}", [rank.sent.get(stage, 0.0) for rank in ranks]) for stage in stages]
+    lines += [(f"kept, {kind}", [float(rank.memory.get(kind, 0)) for rank in ranks]) for kind in kinds]
+    heads = [f"rank {rank.rank}" if rank.role == "gradient" else f"rank {rank.rank} ({rank.role})" for rank in ranks]
+    if len(ranks) > RANK_COLUMNS:
+        heads = ["least", "mean", "most"]
+        lines = [(what, [min(counts), fmean(counts), max(counts)]) for what, counts in lines]
     return report.make_table(
-        f"Bytes of each rank: sent per step, mean of {steps}; kept at the end",
-        ("rank", *(f"sent: {stage}" for stage in stages), *(f"kept: {kind}" for kind in kinds)),
-        rows,
+        f"Bytes of each rank over {steps} steps",
+        ("bytes", *heads),
+        [(what, *(f"{count:,.0f}" for count in counts)) for what, counts in lines],
         "Sent: what a rank hands to the collectives of its optimizer, without what DistributedDataParallel sends.",
     )
 

@@ -2,12 +2,13 @@
 
 from secondorder.comm.chief_only import ChiefOnly
 from secondorder.comm.comm_opt import CommOpt
+from secondorder.comm.dedicated import DedicatedWorkers
 from secondorder.comm.hybrid_opt import HybridOpt
 from secondorder.comm.local_factors import LocalFactors
 from secondorder.comm.mem_opt import MemOpt
 from secondorder.comm.named import from_name
 from secondorder.comm.rank_grid import RankGrid
-from secondorder.comm.strategy import CommStrategy, Local, Parcel, Shard, Unit, world_size
+from secondorder.comm.strategy import CommStrategy, Local, Parcel, Pending, Shard, Unit, world_size
 
 
 def default_strategy() -> CommStrategy:
@@ -19,11 +20,13 @@ __all__ = [
     "ChiefOnly",
     "CommOpt",
     "CommStrategy",
+    "DedicatedWorkers",
     "HybridOpt",
     "Local",
     "LocalFactors",
     "MemOpt",
     "Parcel",
+    "Pending",
     "RankGrid",
     "Shard",
     "Unit",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from secondorder.comm.rank_grid import RankGrid
-from secondorder.comm.strategy import Parcel
+from secondorder.comm.strategy import Parcel, Pending
 
 _DELIVER, _STATISTICS = ("gradients", "inverses"), ("all", "chief")
 
@@ -65,10 +65,10 @@ class ChiefOnly(RankGrid):
         """Everyone's examples, or the chief's alone."""
         return self._statistics == "all" or self._owners[index] == self._rank or self._units[index].everywhere
 
-    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Sum on the chief; the chief's own need no message."""
         mine = self._statistics == "chief"
-        super().reduce_statistics([p for p in parcels if not mine or self._units[p.index].everywhere])
+        return super().reduce_statistics([p for p in parcels if not mine or self._units[p.index].everywhere])
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """Stacked on the chief, or the chief's own."""

@@ -15,8 +15,8 @@ class Record(NamedTuple):
 
     Attributes:
         stage: Of the step.
-        kind: Of the collective: ``"all_reduce"``, ``"reduce"``, ``"broadcast"``, ``"all_gather"``, ``"gather"``,
-            ``"reduce_scatter"`` or ``"all_to_all"``.
+        kind: Of the collective: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``,
+            ``"all_gather"`` or ``"all_to_all"``.
         size: Ranks in the group.
         numel: Payload N in elements, padding included, the same on every rank of the group: of the larger of the two
             buffers, so for ``all_gather`` what all ranks together give (``size`` times the part of one rank), for

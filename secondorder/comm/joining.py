@@ -12,12 +12,12 @@ stage like the others. Outside of an active ``Join`` no message is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from secondorder.comm.strategy import CommStrategy
@@ -64,7 +64,7 @@ class JoiningOptimizer(Joinable):
     @property
     def join_device(self) -> torch.device:
         """Device of the messages of ``Join``."""
-        device: torch.device = self.param_groups[0]["params"][0].device
+        device: torch.device = next(p.device for group in self.param_groups for p in group["params"])
         return device
 
     @property
@@ -73,14 +73,17 @@ class JoiningOptimizer(Joinable):
         return dist.group.WORLD
 
     # ------------------------------------------------------------------ the part of a step
-    def _catch_up(self) -> None:
-        """Give ranks that have joined the gradients and options of one that has not; every rank calls it in a step."""
-        if not self._join_config.enable:
-            return
-        if not self._has_joined:
+    def _average_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Bring gradients to their mean, where the strategy does that, and inside of ``Join`` to ranks without data."""
+        joins = self._join_config.enable
+        if joins and not self._has_joined:
             Join.notify_join_context(self)
-        if not self.comm.combines:
-            return
+        self.comm.average_gradients(params)
+        if joins and self.comm.combines:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Give ranks that have joined the gradients and options of one that has not."""
         present = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         present[self.comm.rank] = float(not self._has_joined)
         live = self.comm.agree(present.to(self.join_device)) > 0

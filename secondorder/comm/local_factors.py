@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from secondorder.comm.mem_opt import MemOpt
-from secondorder.comm.strategy import Parcel
+from secondorder.comm.strategy import Parcel, Pending
 
 
 class LocalFactors(MemOpt):
@@ -41,9 +41,9 @@ class LocalFactors(MemOpt):
         """The owner's examples alone; of units that every rank estimates, everyone's."""
         return self._owners[index] == self._rank or self._units[index].everywhere
 
-    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Only units that every rank needs at every step are summed."""
-        super().reduce_statistics([p for p in parcels if self._units[p.index].everywhere])
+        return super().reduce_statistics([p for p in parcels if self._units[p.index].everywhere])
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """The owner's own."""

@@ -5,7 +5,7 @@ Functions are looked up at the call: what wraps them sees the traffic.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
@@ -238,9 +238,10 @@ class Call:
 
         outgoing = [overlap(self.rank, root) for root in range(self.size)]
         incoming = [overlap(rank, self.rank) for rank in range(self.size)]
-        sums = self._take(sum(incoming), items[0])
-        handle = self._all_to_all(sums.view, summed[: sum(outgoing)], incoming, outgoing, part)
-        self._launched(handle, lambda: drain(sums.view, message[self.rank]), send, recv, sums)
+        parts, sums = self._take(part, items[0]), self._take(sum(incoming), items[0])
+        parts.view.copy_(summed)
+        handle = self._all_to_all(sums.view, parts.view[: sum(outgoing)], incoming, outgoing, part)
+        self._launched(handle, lambda: drain(sums.view, message[self.rank]), send, recv, parts, sums)
 
     # ------------------------------------------------------------------ copies
     def broadcast(self, items: Sequence[Item], wire: torch.dtype) -> None:
@@ -280,12 +281,12 @@ class Call:
         send = self._take(max(shares), items[0])
         fill(send.view, items)
         send.view[shares[self.rank] :].zero_()
-        pieces = _pieces(items, sizes, self.size)
+        places = _places(items, sizes, self.size, capacity)
         for start in range(0, max(shares), capacity):
             part = send.view[start : start + capacity]
             recv = self._take(part.numel() * self.size, items[0])
             handle = self._all_gather(recv.view, part)
-            then = partial(_place, recv.view.view(self.size, -1), start, pieces, wholes)
+            then = partial(_place, recv.view.view(self.size, -1), places[start // capacity], wholes)
             self._launched(handle, then, recv, send if start + capacity >= max(shares) else None)
 
     # ------------------------------------------------------------------ small vectors
@@ -346,35 +347,39 @@ def _unstack(rows: Tensor, items: Sequence[Item], stacks: Sequence[Tensor]) -> N
         stack.view(len(rows), -1).copy_(columns) if item.numel else None
 
 
-class _Piece(NamedTuple):
-    """The part of a tensor that one rank has."""
+class _Place(NamedTuple):
+    """Where a run of elements of a message goes."""
 
-    rank: int
-    before: int  # elements of this rank that come before it
+    rank: int  # from which it comes
+    column: int  # in the message
     length: int
     position: int  # of the tensor
-    place: int  # in the tensor
+    start: int  # in the tensor
 
 
-def _pieces(items: Sequence[Item], sizes: Sequence[Sequence[int]], ranks: int) -> list[_Piece]:
-    """Parts that are not empty."""
-    pieces = []
-    places = [0] * len(items)
+def _places(
+    items: Sequence[Item], sizes: Sequence[Sequence[int]], ranks: int, capacity: int
+) -> dict[int, list[_Place]]:
+    """Where the columns ``[size, capacity]`` of each message go, if every rank sends its parts one after the other."""
+    places: dict[int, list[_Place]] = defaultdict(list)
+    starts = [0] * len(items)
     for rank in range(ranks):
-        before = 0
-        for i, item in enumerate(items):
-            length = sizes[i][rank]
-            if length:
-                pieces.append(_Piece(rank, before, length, item.position, places[i]))
-                before += length
-                places[i] += length
-    return pieces
+        sent = 0
+        for i, of in enumerate(sizes):
+            left = of[rank]
+            while left:
+                message, column = divmod(sent, capacity)
+                length = min(left, capacity - column)
+                places[message].append(_Place(rank, column, length, items[i].position, starts[i]))
+                sent += length
+                starts[i] += length
+                left -= length
+    return places
 
 
-def _place(rows: Tensor, start: int, pieces: Sequence[_Piece], wholes: Sequence[Tensor]) -> None:
-    """Copy columns from ``start`` on of everybody's parts ``[size, n]`` to their places in the whole tensors."""
-    for rank, before, length, position, place in pieces:
-        first, last = max(before, start), min(before + length, start + rows.shape[1])
-        if first < last:
-            to = wholes[position][place + first - before : place + last - before]
-            to.copy_(rows[rank, first - start : last - start])
+def _place(rows: Tensor, places: Sequence[_Place], wholes: Sequence[Tensor]) -> None:
+    """Copy what everybody sent ``[size, n]`` to the whole tensors."""
+    torch._foreach_copy_(
+        [wholes[position][start : start + length] for _, _, length, position, start in places],
+        [rows[rank, column : column + length] for rank, column, length, _, _ in places],
+    )

@@ -1,15 +1,15 @@
 """What a run will store, send and compute on every rank, as numbers: no tensors, no messages.
 
-A unit (a block or a window) says what it is made of in a :class:`Ledger`; a strategy and its placement say which rank
-pays which part of it. The payload of a message is what a rank hands to the collective, so that a broadcast or a gather
-counts on every rank that takes part, and padding counts.
+The payload of a message is what the counter of a run records: the elements of its larger buffer, padding included, the
+same for all ranks that take part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 #: Ranks up to which a table has a column for each.
 _COLUMNS = 4
@@ -43,8 +43,8 @@ class Plan:
         world_size: How many there are.
         method: Class of the optimizer.
         strategy: The strategy, in words.
-        groups: Communicators that a rank is a member of, at most.
-        padding: Part of the statistics that is sent only to make all shares equal.
+        groups: Communicators that a rank is a member of.
+        padding: Bytes of statistics that are sent only to make shares equal, divided by those that are wanted.
         notes: What a user should know.
     """
 
@@ -62,8 +62,8 @@ class Plan:
 
     def __str__(self) -> str:
         """A table: a column per rank, or the smallest, mean and largest of many ranks."""
-        s = "" if self.world_size == 1 else "s"
-        title = f"{self.method} · {self.strategy} · {self.world_size} rank{s} · {self.groups} groups"
+        ranks, groups = _counted(self.world_size, "rank"), _counted(self.groups, "group")
+        title = f"{self.method} · {self.strategy} · {ranks} · {groups} per rank"
         if self.padding:
             title += f" · {self.padding:.1%} padding"
         lines = [title, *_aligned([self._head(), *self._rows()])]
@@ -93,18 +93,141 @@ class Plan:
     def _cells(self, values: Sequence[float], words: Callable[[float], str]) -> list[str]:
         if self.world_size <= _COLUMNS:
             return [words(value) for value in values]
-        largest = max(values)
-        mean = sum(values) / len(values)
-        where = "all" if min(values) == largest else f"rank {values.index(largest)}"
-        return [words(min(values)), words(mean), words(largest), where]
+        smallest, largest = min(values), max(values)
+        where = "all" if smallest == largest else f"rank {values.index(largest)}"
+        return [words(smallest), words(sum(values) / len(values)), words(largest), where]
 
 
+# ---------------------------------------------------------------------- from pieces to ranks
+class Holding(NamedTuple):
+    """Bytes that some ranks keep.
+
+    Attributes:
+        ranks: Who; None for all.
+        kind: Of ``memory_usage()``.
+        nbytes: On each of them.
+    """
+
+    ranks: Sequence[int] | None
+    kind: str
+    nbytes: int
+
+
+class Work(NamedTuple):
+    """FLOPs per step that some ranks do.
+
+    Attributes:
+        ranks: Who; None for all.
+        stage: Of the step.
+        flops: On each of them.
+    """
+
+    ranks: Sequence[int] | None
+    stage: str
+    flops: float
+
+
+class Traffic(NamedTuple):
+    """What every rank sends in some steps that are alike.
+
+    Attributes:
+        steps: How many they are.
+        common: Bytes of one step by stage, on every rank.
+        messages: Number of messages of one step by stage, on every rank.
+        by_column: Bytes beside that, by column and stage.
+        messages_by_column: Number beside that.
+    """
+
+    steps: int
+    common: Mapping[str, int]
+    messages: Mapping[str, int]
+    by_column: Mapping[int, Mapping[str, int]]
+    messages_by_column: Mapping[int, Mapping[str, int]]
+
+
+def spread(
+    pieces: Iterable[tuple[Sequence[int] | None, str, float]], names: Iterable[str], world: int
+) -> list[dict[str, Any]]:
+    """Sums by name of pieces that ranks have.
+
+    Args:
+        pieces: Ranks (None for all), a name and a number each.
+        names: All of them.
+        world: Number of ranks.
+
+    Returns:
+        By rank and name.
+    """
+    everywhere: dict[str, Any] = dict.fromkeys(names, 0)
+    own: dict[int, Counter[str]] = {}
+    for ranks, name, value in pieces:
+        if ranks is None:
+            everywhere[name] += value
+        else:
+            for rank in ranks:
+                own.setdefault(rank, Counter())[name] += value  # type: ignore[assignment]  # of any numbers
+    return [{name: value + own[rank][name] for name, value in everywhere.items()} if rank in own else {**everywhere}
+            for rank in range(world)]  # fmt: skip
+
+
+class Means(NamedTuple):
+    """What the ranks of a column send.
+
+    Attributes:
+        sent: Bytes per step by stage.
+        worst: Bytes of the heaviest step by stage.
+        messages: Messages per step by stage.
+    """
+
+    sent: dict[str, float]
+    worst: dict[str, int]
+    messages: dict[str, float]
+
+
+def means(traffic: Sequence[Traffic], columns: int) -> list[Means]:
+    """Means and heaviest steps, by column.
+
+    Args:
+        traffic: All kinds of steps of one interval.
+        columns: How many there are.
+
+    Returns:
+        By column.
+    """
+    stages = list(dict.fromkeys(s for t in traffic for found in (t.common, *t.by_column.values()) for s in found))
+    alike = _of_column(traffic, stages, -1)  # a column that sends nothing of its own
+    special = {column for t in traffic for column in t.by_column}
+    return [_of_column(traffic, stages, c) if c in special else alike for c in range(columns)]
+
+
+def _of_column(traffic: Sequence[Traffic], stages: Sequence[str], column: int) -> Means:
+    count = max(1, sum(t.steps for t in traffic))
+    none: dict[str, int] = {}
+
+    def added(common: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int]:
+        return {stage: common.get(stage, 0) + own.get(stage, 0) for stage in stages}
+
+    sent = [(t.steps, added(t.common, t.by_column.get(column, none))) for t in traffic]
+    messages = [(t.steps, added(t.messages, t.messages_by_column.get(column, none))) for t in traffic]
+    worst = max((found for _, found in sent), key=lambda found: sum(found.values()), default=dict.fromkeys(stages, 0))
+    return Means(
+        {stage: sum(steps * found[stage] for steps, found in sent) / count for stage in stages},
+        worst,
+        {stage: sum(steps * found[stage] for steps, found in messages) / count for stage in stages},
+    )
+
+
+# ---------------------------------------------------------------------- words
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Lines of a table whose two first columns are words and whose others are numbers."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         yield "  ".join(cells).rstrip()
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _bytes(n: float) -> str:
@@ -119,5 +242,5 @@ def _scaled(n: float, base: int, units: Sequence[str]) -> str:
     size, place = float(n), 0
     while size >= base and place < len(units) - 1:
         size, place = size / base, place + 1
-    digits = 0 if size == int(size) and place == 0 else 1
+    digits = 0 if place == 0 and size == int(size) else 1
     return f"{size:.{digits}f} {units[place]}".rstrip()

@@ -19,15 +19,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from secondorder.comm.agreement import require_equal
-from secondorder.comm.collectives import Collectives
+from secondorder.comm.collectives import Collectives, Work
 from secondorder.comm.meeting import meet
 from secondorder.comm.placement import Grid, Load, assign
-from secondorder.comm.strategy import CommStrategy, Parcel, Shard, Unit, world_size
+from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Shard, Unit, world_size
 
 #: Longest message of an error that is told to the other ranks, in bytes.
 _MESSAGE = 2048
 #: Arguments that have nothing to do with which rank holds what.
 _DOES_NOT_PLACE = ("average_gradients", "wire_dtype", "timeout")
+
+
+class _All(Pending):
+    """Several works."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for each."""
+        for work in self._works:
+            work.wait()
 
 
 class RankGrid(CommStrategy):
@@ -262,10 +274,10 @@ class RankGrid(CommStrategy):
         told = bytes(int(c) for c in self.agree(letters).tolist()).decode(errors="replace").strip()
         raise RuntimeError(told)
 
-    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Sum parcels over all ranks: on every rank, or on the owners alone."""
         if not self.combines:
-            return
+            return Pending()
         spread = [p for p in parcels if self._is_everywhere(p.index)]
         rest = [p for p in parcels if not self._is_everywhere(p.index)]
         flags = [flag for p in spread for flag in p.symmetric]
@@ -273,8 +285,7 @@ class RankGrid(CommStrategy):
         works = [self.collectives.all_reduce(tensors, group=self._world, stage="statistics", symmetric=flags)]
         by_root, symmetric = self._by_root(rest, self._owners.__getitem__)
         works.append(self.collectives.reduce(by_root, group=self._world, stage="statistics", symmetric=symmetric))
-        for work in works:
-            work.wait()
+        return _All(works)
 
     def _is_everywhere(self, index: int) -> bool:
         return self.replicates or self._units[index].everywhere
@@ -313,12 +324,12 @@ class RankGrid(CommStrategy):
         by_root, symmetric = self._by_root(parcels, self._owners.__getitem__)
         self.collectives.broadcast(by_root, group=self._world, stage="spread", symmetric=symmetric, exact=True).wait()
 
-    def share_directions(self, parcels: Sequence[Parcel]) -> None:
-        """Copy directions from the ranks that preconditioned to the other ranks of their rows."""
+    def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
+        """Begin to copy directions from the ranks that preconditioned to the other ranks of their rows."""
         if not self.combines or self._grid.width == 1:
-            return
+            return Pending()
         by_root, symmetric = self._by_root(parcels, self.sender)
-        self.collectives.broadcast(by_root, group=self._row, stage="directions", symmetric=symmetric).wait()
+        return _All([self.collectives.broadcast(by_root, group=self._row, stage="directions", symmetric=symmetric)])
 
     @staticmethod
     def _by_root(parcels: Sequence[Parcel], root: Any) -> tuple[dict[int, list[Tensor]], dict[int, list[bool]]]:

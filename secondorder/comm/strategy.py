@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,13 @@ class Shard(NamedTuple):
     size: int
 
 
+class Pending:
+    """Messages on their way; here, none."""
+
+    def wait(self) -> None:
+        """Wait until the results are in the tensors of the parcels. Idempotent."""
+
+
 class CommStrategy(ABC):
     """The verbs of a strategy, in the order in which a step calls them."""
 
@@ -124,7 +131,27 @@ class CommStrategy(ABC):
     def close(self) -> None:  # noqa: B027 - most strategies have nothing to end
         """End what runs beside the training loop, and leave the groups. Idempotent."""
 
+    def admit(self, optimizer: Any) -> None:  # noqa: B027 - most strategies take any
+        """Look at the optimizer, before the ranks meet.
+
+        Raises:
+            NotImplementedError: If the strategy cannot serve it.
+        """
+
+    def abandon(self, error: BaseException) -> None:  # noqa: B027 - others hear of it when their time runs out
+        """This rank leaves its training loop with an error."""
+
     # ------------------------------------------------------------------ who
+    @property
+    def updates(self) -> bool:
+        """Whether this rank updates its parameters itself; one that does not only estimates."""
+        return True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether training has ended for ranks that do not update."""
+        return False
+
     @property
     def rank(self) -> int:
         """This process among those of the strategy."""
@@ -170,11 +197,25 @@ class CommStrategy(ABC):
         """Whether this rank is the owner of a unit."""
         return self.owner(index) == self.rank
 
+    def learns(self, index: int) -> bool:
+        """Whether the ranks that step together estimate a unit, in steps whose statistics are due."""
+        return True
+
+    def renews(self, index: int) -> bool:
+        """Whether the ranks that step together refresh a unit, in steps in which that is due."""
+        return True
+
     def shard(self, index: int) -> Shard:
         """This rank's part of a divisible unit."""
         return Shard(0, 1)
 
     # ------------------------------------------------------------------ verbs of a step
+    def begin_step(self) -> None:  # noqa: B027 - nothing to prepare
+        """A step begins."""
+
+    def end_step(self) -> None:  # noqa: B027 - nothing to do
+        """A step was taken; what the next one captures is not decided yet."""
+
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:  # noqa: B027 - nobody to send to
         """Bring ``.grad`` to its mean over the ranks, where the strategy was asked to do that."""
 
@@ -202,8 +243,9 @@ class CommStrategy(ABC):
         if failed:
             raise RuntimeError(error)
 
-    def reduce_statistics(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Sum parcels of the same units over all ranks; the sum is valid where :meth:`estimates` says so."""
+        return Pending()
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """Tensors ``[...]`` of all ranks stacked in rank order ``[W, ...]``, valid where :meth:`estimates` says so."""
@@ -219,8 +261,13 @@ class CommStrategy(ABC):
     def spread(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
         """Copy parcels from the owners of their units to all ranks; every rank gives all of them."""
 
-    def share_directions(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
-        """Copy directions from the ranks that preconditioned to the others; every rank gives all of them."""
+    def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
+        """Begin to copy directions from the ranks that preconditioned to the others; every rank gives all of them."""
+        return Pending()
+
+    def share_directions(self, parcels: Sequence[Parcel]) -> None:
+        """Copy directions from the ranks that preconditioned to the others."""
+        self.post_directions(parcels).wait()
 
     # ------------------------------------------------------------------ verbs for once in a while
     def meet(self, what: str) -> None:  # noqa: B027 - nobody to wait for

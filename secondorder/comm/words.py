@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 #: Seconds between two looks at the store: the first, and the longest.
 _FIRST, _LONGEST = 2e-4, 5e-3
@@ -32,7 +33,7 @@ class Words:
 
     def __init__(self, name: str, timeout: float) -> None:
         # The default group's own store: with a file as rendezvous there is no address for another one.
-        self._store = dist.PrefixStore(f"secondorder/{name}", dist.distributed_c10d._get_default_store())
+        self._store = distributed_c10d.PrefixStore(f"secondorder/{name}", distributed_c10d._get_default_store())
         self.timeout = timeout
 
     def write(self, key: str, **content: Any) -> None:
@@ -46,12 +47,15 @@ class Words:
         found: dict[str, Any] = json.loads(self._store.get(key))
         return found
 
-    def wait(self, key: str, seconds: float | None = None) -> dict[str, Any]:
+    def wait(
+        self, key: str, seconds: float | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
         """A word, as soon as it is there.
 
         Args:
             key: Where it is written.
             seconds: How long to wait; the timeout by default.
+            meanwhile: What to do again and again.
 
         Returns:
             The word.
@@ -66,6 +70,8 @@ class Words:
             self.raise_aborted()
             if time.monotonic() > deadline:
                 raise SilenceError(f"nobody wrote '{key}' within {seconds:g} s")
+            if meanwhile is not None:
+                meanwhile()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
         return word

@@ -185,7 +185,7 @@ def _nearest(where: Fraction, starts: Sequence[int], grain: int) -> int:
 
 def _hand_out(sizes: Sequence[int], costs: Sequence[int], loads: Sequence[int]) -> list[Bounds]:
     """Whole tensors to parts, the costliest first and each to the least loaded part."""
-    loads, found = list(loads), [(0,)] * len(sizes)
+    loads, found = list(loads), list[Bounds]([()] * len(sizes))
     for i in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
         part = min(range(len(loads)), key=lambda k: (loads[k], k))
         loads[part] += costs[i]

@@ -540,6 +540,7 @@ class EKFAC(RebasingOptimizer):
             return
         mine = {b.index: self._in_new_basis(b, self._late[b][0]) for b in late if b in self._late}
         found, _ = self._exchange(late, mine, self._scale_spec, [])
+        self._arrive()
         for block in late:
             measured = found.get(block.index)
             if measured is None:

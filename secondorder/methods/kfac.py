@@ -32,7 +32,7 @@ from secondorder import linalg, options
 from secondorder.comm import CommStrategy
 from secondorder.curvature import factors, scale, statistics
 from secondorder.curvature.block import Block, SkipRule
-from secondorder.curvature.capture import Statistic
+from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.kronecker import KroneckerSums
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured
@@ -135,6 +135,7 @@ class KFAC(FactoredOptimizer):
         >>> optimizer.step()
     """
 
+    settles_late = True
     checks: ClassVar[dict[str, options.Check]] = {
         **FactoredOptimizer.checks,
         "damping_split": options.choice(None, "exact", "pi"),
@@ -226,6 +227,12 @@ class KFAC(FactoredOptimizer):
         """Empty sums of a block."""
         return self.new_sums(block, group)
 
+    def _may_wait(self, statistics: Captured) -> bool:
+        watched = self._adaptation.quadratic_model or self._adaptation.adaptive_damping
+        by_step = any(group["decay_per_step"] for group in self.param_groups)
+        entrywise = any(self._needs_estimate_everywhere(b, b.group) for b in self._blocks)
+        return not (watched or by_step or entrywise) and super()._may_wait(statistics)
+
     def measured_spec(self, block: Block) -> dict[str, Tensor]:
         """Both factors, at every step that captures."""
         spec = self.factor_spec(block, block.group)
@@ -280,6 +287,19 @@ class KFAC(FactoredOptimizer):
         """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
         state = self.state[block.owner]
         return factors.times(factors.times(matrix, state["factor_g"], left=True), state["factor_a"], left=False)
+
+    def reason_against_roles(self) -> str | None:
+        """Factors and their inverses may be found by other ranks; what is judged by trial steps may not."""
+        chosen = self._adaptation
+        options_on = [*chosen.needing_loss, *(["quadratic_model"] if chosen.quadratic_model else [])]
+        if options_on:
+            return (
+                f"{', '.join(options_on)} judge a step by a quadratic model of the parameters as they are, and the "
+                "curvature belongs to those of two periods ago. Drop them, or use comm=MemOpt()"
+            )
+        if any(group["checkpoint_curvature"] == "factors" for group in self.param_groups):
+            return "checkpoint_curvature='factors' needs factors and inverses on one rank. Use 'all' or 'none'"
+        return None
 
     # ------------------------------------------------------------------ refresh in detail
     def _invert(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:

@@ -80,7 +80,7 @@ def all_reduces(rank: int, world: int) -> None:
                 same(ours, expected)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_all_reduce(pool: Pool, world: int) -> None:
     pool.run(all_reduces, world=world)
 
@@ -124,7 +124,7 @@ def reductions(rank: int, world: int) -> list[set[str]]:
     return kinds
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 4])
 def test_reduce_to_many_roots(pool: Pool, world: int) -> None:
     """Every form is among the cases, and what is not on its root stays as it was."""
     kinds = pool.run(reductions, world=world)

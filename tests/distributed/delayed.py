@@ -4,8 +4,8 @@ Two networks and three optimizers without a process group stand for the three ro
 
 * gradients: ``learner`` takes every step; it never estimates anything but, if asked to, at its first step;
 * factors: ``estimator`` has the parameters that the learner had at the start of the epoch, and never moves;
-* inverses: what the estimator knew at the end of epoch k is factorised with the damping of the start of epoch k + 1, when
-  it was sent, and preconditions the learner from step (k + 2) T on.
+* inverses: what the estimator knew at the end of epoch k is factorised with the damping of the start of epoch k + 1,
+  when it was sent, and preconditions the learner from step (k + 2) T on.
 """
 
 from __future__ import annotations
@@ -17,8 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secondorder.comm import Local
+
 Batch = tuple[Tensor, Tensor]
 NEVER = 10**9
+
+
+class Alone(Local):
+    """One process, with the arithmetic of several: sums of sums and counts, divided at the end."""
+
+    @property
+    def combines(self) -> bool:
+        return True
 
 
 class Delayed:
@@ -58,9 +68,9 @@ class Delayed:
         self.gradient_ranks, self.factor_ranks = gradient_ranks, factor_ranks
         self.learner, self.estimator = build(), build()
         rare = {"factor_update_steps": NEVER, "inv_update_steps": NEVER}
-        self.learning = method(self.learner, **{**options, **rare})
-        self.estimating = method(self.estimator, **{**options, "lr": 0.0, "inv_update_steps": NEVER})
-        self.inverting = method(build(), **{**options, **rare})
+        self.learning = method(self.learner, comm=Alone(), **{**options, **rare})
+        self.estimating = method(self.estimator, comm=Alone(), **{**options, "lr": 0.0, "inv_update_steps": NEVER})
+        self.inverting = method(build(), comm=Alone(), **{**options, **rare})
         self.versions: dict[int, list[dict[str, Tensor]]] = {}
 
     def run(self, steps: int) -> list[Tensor]:
@@ -95,6 +105,7 @@ class Delayed:
     # ------------------------------------------------------------------ inverses
     def _inverted(self, t: int) -> list[dict[str, Tensor]]:
         self._set_damping(self.inverting, t)
+        self.estimating.state_dict()  # what its last step measured is folded in by now
         pairs = list(zip(self._states(self.estimating), self._states(self.inverting), strict=True))
         for source, target in pairs:
             for key, value in source.items():

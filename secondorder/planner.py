@@ -1,0 +1,133 @@
+"""``plan()``: what a run stores, sends and computes on every rank of any world, told before there is one."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator
+from itertools import chain
+
+from secondorder.comm import CommOpt, CommStrategy, Local, RankGrid
+from secondorder.comm.planning import Plan, RankPlan, Traffic, Work, means, spread
+from secondorder.comm.rehearsal import Rehearsal
+from secondorder.lifecycle import Lifecycle
+from secondorder.rehearsing import Understudy
+
+#: Most steps that are looked at, where the intervals of groups have no small common multiple.
+_LONGEST = 10_000
+
+
+class Planning(Lifecycle):
+    """A dry run of the steps of an optimizer."""
+
+    @abstractmethod
+    def _understudy(self) -> Understudy:
+        """Who plays the steps."""
+
+    def plan(self, world_size: int | None = None, comm: CommStrategy | None = None, batch_size: int | None = None) -> Plan:
+        """What every rank of a world will store, send and compute, from shapes alone: nothing runs, nothing is sent.
+
+        The world may be an imagined one, of thousands of ranks. Steps are those of a run that has long begun. Bytes sent
+        are as the counter of a run counts them: the payload of messages, padding included.
+
+        Args:
+            world_size: Number of ranks; unset: those of the process group.
+            comm: Strategy; unset: the optimizer's own. It is neither bound nor changed.
+            batch_size: Examples per rank of a step, for what depends on them (the rows of HyLo); unset: as in the last
+                refresh.
+
+        Returns:
+            The plan; ``print`` shows it as a table.
+
+        Raises:
+            TypeError: For a value of a wrong kind.
+            ValueError: For a value out of range.
+            NotImplementedError: For a strategy that is not on a grid of ranks.
+        """
+        world, strategy, told = self._imagined(world_size, comm)
+        actor = self._understudy()
+        actor.suppose(batch_size)
+        homes = strategy._homes if strategy is self.comm and strategy.grid.world == world else None
+        rehearsal = Rehearsal(strategy, actor.units(), world, homes)
+        actor.begin(rehearsal)
+        traffic, padding = _rehearse(actor, rehearsal)
+        return Plan(
+            _by_rank(actor, rehearsal, traffic),
+            world,
+            type(self).__name__,
+            told,
+            rehearsal.groups,
+            padding,
+            [*_notes(rehearsal), *actor.notes()],
+        )
+
+    def _imagined(self, world_size: int | None, comm: CommStrategy | None) -> tuple[int, RankGrid, str]:
+        """World, strategy and its name."""
+        if world_size is None:
+            world_size = max(1, self.comm.data_world)
+        if isinstance(world_size, bool) or not isinstance(world_size, int):
+            raise TypeError(f"world_size must be a whole number, got {world_size!r}")
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        if comm is not None and not isinstance(comm, CommStrategy):
+            raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
+        chosen = self.comm if comm is None else comm
+        if isinstance(chosen, Local):
+            if comm is not None and world_size > 1:
+                raise ValueError(f"comm=Local() is for one process, not {world_size}")
+            chosen = CommOpt()  # what comm=None stands for where there are several
+            return world_size, chosen, repr(chosen) if world_size > 1 else "Local()"
+        if not isinstance(chosen, RankGrid):
+            raise NotImplementedError(
+                f"plan() knows the strategies on a grid of ranks, and {type(chosen).__name__} is none: pass comm="
+            )
+        return world_size, chosen, repr(chosen)
+
+
+def _rehearse(actor: Understudy, rehearsal: Rehearsal) -> tuple[list[Traffic], float]:
+    """Traffic of all kinds of steps of one interval, and the padding of statistics as a part of what is wanted."""
+    alike: dict[Hashable, list[int]] = {}
+    period = min(math.lcm(*(actor.intervals() or [1])), _LONGEST)
+    for t in range(period, 2 * period):  # warming up is over
+        alike.setdefault(actor.key(t), []).append(t)
+    found, padded, wanted = [], 0, 0
+    for steps in alike.values():
+        actor.rehearse(steps[0])
+        traffic, padding = rehearsal.traffic(len(steps))
+        found.append(traffic)
+        padded += padding * len(steps)
+        wanted += (traffic.common.get("statistics", 0) - padding) * len(steps)
+    return found, padded / wanted if wanted else 0.0
+
+
+def _by_rank(actor: Understudy, rehearsal: Rehearsal, traffic: list[Traffic]) -> list[RankPlan]:
+    world, width = rehearsal.grid.world, rehearsal.grid.width
+    holdings = list(chain(actor.holdings(), actor.other_holdings()))
+    work = list(actor.work())
+    kinds = dict.fromkeys((*actor.kinds.values(), "momentum", "fallback", "buffers"))
+    stored = spread(holdings, kinds, world)
+    flops = spread(work, dict.fromkeys(_stages(work)), world)
+    sent = means(traffic, width)
+    return [
+        RankPlan(
+            stored[rank],
+            dict(sent[rank % width].sent),
+            dict(sent[rank % width].worst),
+            flops[rank],
+            dict(sent[rank % width].messages),
+        )
+        for rank in range(world)
+    ]
+
+
+def _stages(work: list[Work]) -> Iterator[str]:
+    yield from (piece.stage for piece in work)
+
+
+def _notes(rehearsal: Rehearsal) -> Iterator[str]:
+    idle = rehearsal.grid.world - len(set(rehearsal.owners))
+    if idle and rehearsal.owners:
+        units, ranks = len(rehearsal.owners), rehearsal.grid.world
+        yield f"{idle} of {ranks} ranks own nothing: {units} blocks or windows are fewer than ranks, or much unlike"
+
+

@@ -1,0 +1,208 @@
+"""Understudies: optimizers that play their own steps without data, to tell what ranks send, keep and compute.
+
+An understudy has the class of the optimizer, with a few verbs replaced, all its attributes, a state of ``meta`` tensors,
+and a strategy that counts messages instead of sending them. What a plan says of a step is what the code of the step
+does; only what needs data is left out.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.comm import Parcel, Unit
+from secondorder.comm.planning import Holding, Work
+from secondorder.comm.rehearsal import Rehearsal
+from secondorder.curvature.block import Block
+from secondorder.curvature.capture import Captured
+from secondorder.curvature.measured import Measured
+from secondorder.lifecycle import Directions, Lifecycle, State
+from secondorder.reducing import _WORDS, Reducing, Spec
+
+#: FLOPs of factorising [n, n] over n³: an eigendecomposition, a Cholesky factorisation with the inverse.
+_EIGEN, _CHOLESKY = 9.0, 1.0
+
+
+class Understudy(Lifecycle):
+    """What all understudies have."""
+
+    comm: Rehearsal
+
+    @classmethod
+    def of(cls, optimizer: Lifecycle) -> Any:
+        """The understudy of an optimizer; it has no strategy yet."""
+        made = type(f"Rehearsed{type(optimizer).__name__}", (cls, type(optimizer)), {})
+        own = object.__new__(made)
+        kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(optimizer).items()}
+        own.__dict__.update(kept, state=defaultdict(dict))
+        for p, state in optimizer.state.items():
+            own.state[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
+        return own
+
+    def suppose(self, batch_size: int | None) -> None:
+        """Suppose that steps have so many examples per rank."""
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know."""
+        yield from ()
+
+    # ------------------------------------------------------------------ what a family supplies
+    @abstractmethod
+    def units(self) -> Sequence[Unit]:
+        """What a strategy places."""
+
+    def begin(self, comm: Rehearsal) -> None:
+        """Take a strategy, and the state of a run that has long begun."""
+        self.comm = comm
+
+    @abstractmethod
+    def intervals(self) -> list[int]:
+        """Numbers of steps after which something comes again."""
+
+    @abstractmethod
+    def key(self, t: int) -> Hashable:
+        """Steps with equal keys send the same messages."""
+
+    @abstractmethod
+    def rehearse(self, t: int) -> None:
+        """Play step t."""
+
+    @abstractmethod
+    def holdings(self) -> Iterator[Holding]:
+        """Curvature that ranks keep."""
+
+    @abstractmethod
+    def work(self) -> Iterator[Work]:
+        """FLOPs per step."""
+
+    # ------------------------------------------------------------------ what first-order rules keep
+    def other_holdings(self) -> Iterator[Holding]:
+        """What every rank keeps beside curvature."""
+        for p, group in self._group.items():
+            yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
+            for key in self._rule_keys(p, group) if p.requires_grad else ():
+                yield Holding(None, self._kind_of(p, key), p.numel() * p.element_size())
+
+    def _kind_of(self, p: nn.Parameter, key: str) -> str:
+        return str(cast(Any, self)._kind(p, key))
+
+
+class RehearsedLayers(Understudy, Reducing):
+    """A layer method."""
+
+    def units(self) -> Sequence[Unit]:
+        """Blocks."""
+        return [self._unit(block) for block in self._blocks]
+
+    def begin(self, comm: Rehearsal) -> None:
+        """Every block is here, has statistics and was refreshed."""
+        super().begin(comm)
+        self._arrivals = self._unsettled = None
+        self._spec_of: dict[int, State] = {}
+        for block in self._blocks:
+            state = self.state[block.owner]
+            found = {**{k: v for k, v in state.items() if k in self.kinds}, **self.curvature_spec(block, block.group)}
+            state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
+
+    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """As it is; asked for often, so it is kept."""
+        known = self.__dict__.get("_spec_of")
+        if known is None:
+            return super().curvature_spec(block, group)  # type: ignore[safe-super]
+        if block.index not in known:
+            known[block.index] = super().curvature_spec(block, group)  # type: ignore[safe-super]
+        return cast(State, known[block.index])
+
+    # ------------------------------------------------------------------ steps
+    def intervals(self) -> list[int]:
+        """Of statistics, scales and refreshes."""
+        return [n for found in self._schedule() for n in found if isinstance(n, int) and n > 0]
+
+    def key(self, t: int) -> Hashable:
+        """What is due."""
+        self._t = t
+        due = [(b.index, *self.measured_spec(b)) for b in self._blocks if self._capture_is_due(b)]
+        return tuple(due), tuple(b.index for b in self._blocks if self._refresh_is_due(b))
+
+    def rehearse(self, t: int) -> None:
+        """The stages of a step, of a batch of which nothing is known."""
+        me, self._t = cast(Any, self), t
+        self._due = {b.index for b in self._blocks if self._capture_is_due(b)}
+        self.comm.average_gradients(list(self._group))
+        me._learn(self._reduce(Captured({}, {})), {}, None)
+        self._share(me._refresh_due())
+        me._precondition({}, None)
+
+    def _exchange(
+        self, blocks: Sequence[Block], measured: Mapping[int, Measured], spec: Spec, tail: Sequence[float]
+    ) -> tuple[dict[int, Measured], Tensor]:
+        """Shapes alone are exchanged."""
+        specs = {b: spec(b) for b in blocks}
+        words = sum(_WORDS + self._count_size(b) * len(found) for b, found in specs.items())
+        flags = {b: tuple(self.is_symmetric(b, key) for key in found) for b, found in specs.items()}
+        self.comm.reduce_statistics([Parcel(b.index, list(s.values()), flags[b]) for b, s in specs.items()])
+        self.comm.agree(torch.zeros(words + len(tail), dtype=torch.float64))
+        return {}, torch.zeros(len(tail))
+
+    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
+        """There are none."""
+
+    def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
+        """Nothing was captured, and nobody is surprised."""
+
+    def _directions_of(self, block: Block, source: Directions) -> list[Tensor]:
+        return [torch.empty(p.shape, dtype=self._precision(p), device="meta") for p in block.params]
+
+    # ------------------------------------------------------------------ what ranks keep and compute
+    def holdings(self) -> Iterator[Holding]:
+        """Estimates and curvature, where the strategy has them."""
+        for p in self._block_of:
+            block = self._block_of[p]
+            for key, value in self._curvature_state(p, self._group[p]).items():
+                if isinstance(value, Tensor):
+                    place = self.place_of(block, key)
+                    whose = self.comm.holders(block.index, place) if place in ("estimate", "curvature") else None
+                    yield Holding(whose, self.kinds[key], value.numel() * value.element_size())
+
+    def work(self) -> Iterator[Work]:
+        """Of refreshes and of directions."""
+        for block in self._blocks:
+            interval = block.group[self.refresh_interval]
+            if interval:
+                refresh, direction = self._flops_of(block)
+                yield Work(self.comm.holders(block.index, "owner"), "refresh", refresh / interval)
+                yield Work(self.comm.holders(block.index, "curvature"), "precondition", direction)
+
+    def _flops_of(self, block: Block) -> tuple[float, float]:
+        """FLOPs of a refresh and of a direction."""
+        spec = self.curvature_spec(block, block.group)
+        n_a, n_g, groups = block.adapter.n_a, block.adapter.n_g, block.adapter.groups
+        refresh = direction = 0.0
+        for side, n in zip("ag", (n_a, n_g), strict=True):
+            for key, factorise, products in ((f"basis_{side}", _EIGEN, 2), (f"inverse_{side}", _CHOLESKY, 1)):
+                found = spec.get(key)
+                if isinstance(found, Tensor) and found.dim() > 1 + (groups > 1):  # not diagonal
+                    refresh += factorise * groups * n**3
+                    direction += 2.0 * products * groups * n * n_a * n_g
+                    if "scale" in spec:  # brought into the new basis
+                        refresh += 2.0 * groups * (n**3 + n * n_a * n_g)
+        rows = spec.get("rows_g")
+        if isinstance(rows, Tensor):
+            refresh, direction = _flops_of_rows(rows, spec["rows_a"], n_a, n_g)
+        return refresh, direction
+
+
+def _flops_of_rows(g: Tensor, a: Any, n_a: int, n_g: int) -> tuple[float, float]:
+    """FLOPs of a kernel of rows and its inverse, and of a direction by it."""
+    (r, positions, d_g), groups = g.shape[-3:], g.shape[:-3].numel()
+    d_a = a.shape[-1] if a.is_floating_point() else 0
+    kernel = 2.0 * r**2 * positions**2 * (d_a + d_g) + r**3
+    direction = 4.0 * r * positions * (n_a * n_g if d_a else d_g) + 2.0 * r**2
+    return groups * kernel, groups * direction
+
+

@@ -1,0 +1,155 @@
+"""Triangles that come back bit for bit, lists cut into messages, buffers that are never used twice at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secondorder.comm.packing import (
+    Buffers,
+    Item,
+    buckets,
+    by_dtype,
+    drain,
+    fill,
+    pack,
+    packed_numel,
+    reduce_kind,
+    shared_buckets,
+    unpack,
+)
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 8, 33])
+def test_triangle_comes_back_bit_for_bit(n: int, batch: tuple[int, ...], device: str) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        matrix = torch.randn(*batch, n, n, dtype=dtype, device=device)
+        matrix = matrix.tril() + matrix.tril(-1).mT
+        if n > 1:
+            matrix[..., 1, 0] = matrix[..., 0, 1] = -0.0
+            matrix[..., -1, -1] = float("inf")
+        packed = torch.full((packed_numel(matrix.shape, True),), float("nan"), dtype=dtype, device=device)
+        pack(matrix, packed)
+        result = torch.full_like(matrix, float("nan"))
+        unpack(packed, result)
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[matrix.itemsize]
+        assert torch.equal(result.view(integers), matrix.contiguous().view(integers))
+
+
+def test_every_element_of_the_triangle_travels_once() -> None:
+    for n in range(1, 9):
+        numbers = torch.arange(n * n, dtype=torch.float32).view(n, n)
+        packed = torch.full((packed_numel((n, n), True),), -1.0)
+        pack(numbers, packed)
+        assert sorted(packed.tolist()) == sorted(numbers[i, j].item() for i in range(n) for j in range(i + 1))
+
+
+def test_lower_triangle_counts_and_dtypes_convert() -> None:
+    matrix = torch.tensor([[1.0, 9.0, 9.0], [2.0, 3.0, 9.0], [4.0, 5.0, 6.0]])
+    packed = torch.empty(6, dtype=torch.bfloat16)
+    pack(matrix, packed)
+    result = torch.empty(3, 3, dtype=torch.float64).t()
+    unpack(packed, result)
+    assert result.tolist() == [[1.0, 2.0, 4.0], [2.0, 3.0, 5.0], [4.0, 5.0, 6.0]]
+
+
+def test_lists_come_back() -> None:
+    tensors = [torch.randn(3, 4), torch.eye(5), torch.randn(()), torch.empty(0), torch.randn(4, 2).t()]
+    flags = [False, True, False, False, False]
+    buffer = torch.full((60,), 7.0)
+    fill(buffer, [Item(t, flag) for t, flag in zip(tensors, flags, strict=True)])
+    assert buffer[12 + 15 + 1 + 8 :].tolist() == [7.0] * (60 - 36)
+    copies = [torch.zeros_like(t) for t in tensors]
+    drain(buffer, [Item(t, flag) for t, flag in zip(copies, flags, strict=True)])
+    assert all(torch.equal(copy, t) for copy, t in zip(copies, tensors, strict=True))
+    fill(buffer, [])
+    drain(buffer, [])
+
+
+def test_dtypes_apart_in_the_order_in_which_they_come() -> None:
+    items = [Item(torch.empty(1, dtype=dtype)) for dtype in (torch.float64, torch.float32, torch.float64)]
+    assert [[item.tensor.dtype for item in part] for part in by_dtype(items)] == [
+        [torch.float64, torch.float64],
+        [torch.float32],
+    ]
+
+
+# ---------------------------------------------------------------------- messages
+def test_lists_are_cut_at_the_capacity() -> None:
+    assert buckets([5, 3, 20, 4, 0, 2, 9, 1], 10) == [[0, 1], [2], [3, 5], [6, 7]]
+    assert buckets([], 10) == []
+    assert buckets([0, 0], 10) == []
+    assert buckets([10, 10], 10) == [[0], [1]]
+
+
+@given(st.lists(st.integers(0, 30)), st.integers(1, 20))
+def test_every_tensor_is_in_one_message(sizes: list[int], capacity: int) -> None:
+    messages = buckets(sizes, capacity)
+    assert sorted(i for message in messages for i in message) == [i for i, size in enumerate(sizes) if size]
+    assert all(sum(sizes[i] for i in message) <= capacity or len(message) == 1 for message in messages)
+
+
+@given(st.lists(st.lists(st.integers(0, 30)), min_size=1, max_size=4), st.integers(1, 50))
+def test_every_tensor_of_every_root_is_in_one_message(sizes: list[list[int]], capacity: int) -> None:
+    messages = shared_buckets(sizes, capacity)
+    for rank, of in enumerate(sizes):
+        assert sorted(i for message in messages for i in message[rank]) == [i for i, size in enumerate(of) if size]
+    small = sum(size for of in sizes for size in of if size <= capacity)
+    large = sum(size > capacity for of in sizes for size in of)
+    assert len(messages) <= large + -(-small // capacity)
+
+
+def test_messages_with_many_roots_stay_balanced() -> None:
+    messages = shared_buckets([[10] * 12] * 4, 120)
+    assert [[len(positions) for positions in message] for message in messages] == [[3] * 4] * 4
+
+
+@pytest.mark.parametrize(
+    ("shares", "kind", "rounded"),
+    [
+        ([10, 10], "reduce_scatter", "all_to_all"),
+        ([100, 82], "reduce_scatter", "all_to_all"),  # padded to 200: 9.9 % more than 182
+        ([100, 81], "all_to_all", "all_to_all"),  # 10.5 %
+        ([100, 100, 0, 0], "all_to_all", "all_to_all"),
+        ([100, 99, 0, 0], "reduce", "twice"),
+        ([100, 0], "reduce", "all_to_all"),
+        ([0, 0, 100], "reduce", "twice"),
+    ],
+)
+def test_form_of_a_reduction(shares: list[int], kind: str, rounded: str) -> None:
+    assert (reduce_kind(shares), reduce_kind(shares, rounded=True)) == (kind, rounded)
+
+
+# ---------------------------------------------------------------------- buffers
+def test_buffer_in_use_is_not_lent_again() -> None:
+    buffers, cpu = Buffers(), torch.device("cpu")
+    group, other = object(), object()  # of one size, for all that is known of them
+    first = buffers.take(group, 10, torch.float32, cpu)
+    second = buffers.take(group, 10, torch.float32, cpu)
+    assert first.whole is not second.whole
+    buffers.give(first)
+    assert buffers.take(other, 10, torch.float32, cpu).whole is not first.whole
+    assert buffers.take(group, 10, torch.float64, cpu).view.dtype == torch.float64
+    again = buffers.take(group, 8, torch.float32, cpu)
+    assert again.whole is first.whole
+    assert again.view.shape == (8,)
+    assert buffers.nbytes == 3 * 40 + 80
+
+
+def test_larger_buffer_replaces_a_free_one() -> None:
+    buffers, cpu = Buffers(), torch.device("cpu")
+    for numel in (10, 30, 20):
+        buffers.give(buffers.take(None, numel, torch.float32, cpu))
+    assert buffers.nbytes == 120
+    small, large = (buffers.take(None, numel, torch.float32, cpu) for numel in (5, 30))
+    buffers.give(small)
+    buffers.give(large)
+    assert buffers.take(None, 20, torch.float32, cpu).whole.numel() == 30
+    buffers.clear()
+    assert buffers.nbytes == 120  # what is lent stays

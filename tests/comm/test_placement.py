@@ -1,0 +1,190 @@
+"""Grids, roles and owners: literal tables, bounds against the optimum, and balance of memory at real shapes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from secondorder.comm.placement import Grid, Load, assign, default_roles, divisors, refresh_flops, workers_of
+
+
+# ---------------------------------------------------------------------- grid
+def test_grid_of_eight_ranks() -> None:
+    grid = Grid(8, 2)
+    assert grid.rows == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert grid.columns == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert (grid.width, grid.row_of(5), grid.column_of(5)) == (4, (4, 5, 6, 7), (1, 5))
+
+
+@pytest.mark.parametrize(
+    ("workers", "rows", "columns"), [(1, [tuple(range(8))], 8), (4, [(0, 1), (2, 3), (4, 5), (6, 7)], 2)]
+)
+def test_rows_are_runs_of_ranks(workers: int, rows: list[tuple[int, ...]], columns: int) -> None:
+    grid = Grid(8, workers)
+    assert grid.rows == rows
+    assert len(grid.columns) == columns
+    for rank in range(8):
+        assert set(grid.row_of(rank)) & set(grid.column_of(rank)) == {rank}
+
+
+@pytest.mark.parametrize(("world", "workers"), [(8, 3), (8, 0), (8, 16), (3, 2), (1, 2)])
+def test_workers_must_divide(world: int, workers: int) -> None:
+    with pytest.raises(ValueError, match=f"{workers} gradient workers do not divide {world} ranks"):
+        Grid(world, workers)
+
+
+@pytest.mark.parametrize(
+    ("world", "fraction", "workers"),
+    [(1, 1, 1), (4, 1, 4), (4, 1.0, 4), (4, 0.5, 2), (4, 0.25, 1), (3, 1 / 3, 1), (3, 0.333333, 1), (49, 1 / 49, 1)],
+)
+def test_workers_of_a_fraction(world: int, fraction: float, workers: int) -> None:
+    assert workers_of(world, fraction) == workers
+
+
+@pytest.mark.parametrize("world", [1, 2, 6, 48, 1024, 4096])
+def test_fractions_named_in_the_error_work(world: int) -> None:
+    with pytest.raises(ValueError, match="fractions that work") as error:
+        workers_of(world, 0.29)
+    named = str(error.value).rsplit(": ", 1)[1].split(", ")
+    assert [workers_of(world, float(word)) for word in named] == divisors(world)
+
+
+@pytest.mark.parametrize("fraction", [0, 0.1, -0.5, 2, 0.75, 0.26])
+def test_impossible_fractions(fraction: float) -> None:
+    with pytest.raises(ValueError, match=r"divides 4; fractions that work: 0.25, 0.5, 1$"):
+        workers_of(4, fraction)
+
+
+# ---------------------------------------------------------------------- roles
+ROLES = {
+    3: ([0], [1], [2]),
+    4: ([0, 1], [2], [3]),
+    5: ([0, 1, 2], [3], [4]),
+    6: ([0, 1, 2, 3], [4], [5]),
+    7: ([0, 1, 2, 3, 4], [5], [6]),
+    8: ([0, 1, 2, 3], [4, 5], [6, 7]),
+    9: ([0, 1, 2, 3, 4], [5, 6], [7, 8]),
+    10: ([0, 1, 2, 3, 4, 5], [6, 7], [8, 9]),
+}
+
+
+@pytest.mark.parametrize("n", range(1, 11))
+def test_default_roles(n: int) -> None:
+    if n < 3:
+        with pytest.raises(ValueError, match="at least 3 ranks"):
+            default_roles(n)
+    else:
+        assert default_roles(n) == ROLES[n]
+
+
+# ---------------------------------------------------------------------- owners
+def loads(*costs: float) -> list[Load]:
+    return [Load(float(cost), int(cost)) for cost in costs]
+
+
+@pytest.mark.parametrize(
+    ("workers", "owners"),
+    [
+        (1, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
+        (2, [0, 1, 2, 3, 7, 6, 5, 4, 4, 5]),
+        (4, [0, 1, 3, 2, 4, 5, 7, 6, 6, 7]),
+        (8, [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]),
+    ],
+)
+def test_owners_on_eight_ranks(workers: int, owners: list[int]) -> None:
+    assert assign(loads(10, 9, 8, 7, 6, 5, 4, 3, 2, 1), Grid(8, workers)) == owners
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    assert assign(loads(5, 5, 5, 5, 5), Grid(4, 1)) == [0, 1, 2, 3, 0]
+    assert assign(loads(5, 5, 5, 5, 5), Grid(4, 2)) == [0, 1, 2, 3, 0]
+    assert assign(loads(0, 0, 0), Grid(2, 1)) == [0, 1, 0]  # of which nothing is known
+
+
+def test_order_of_units_does_not_matter_to_the_loads() -> None:
+    assert assign(loads(1, 8, 3), Grid(2, 1)) == [1, 0, 1]
+
+
+def test_kept_owners_stay() -> None:
+    assert assign(loads(4, 4, 4), Grid(2, 1), kept=[1]) == [1, 0, 0]
+    assert assign(loads(9, 4, 4, 4), Grid(2, 1), kept=[None, 0, 0, None]) == [1, 0, 0, 0]
+    assert assign(loads(1, 2), Grid(2, 1), kept=[1, 1, 0]) == [1, 1]
+    with pytest.raises(ValueError, match="among 2 ranks"):
+        assign(loads(1), Grid(2, 1), kept=[2])
+
+
+def test_only_some_ranks() -> None:
+    assert assign(loads(3, 2, 1), Grid(4, 1), only=[3, 1]) == [1, 3, 3]
+    assert assign(loads(3, 2, 1), Grid(4, 2), only=[1, 2]) == [2, 1, 1]
+    assert assign(loads(3, 2, 1), Grid(4, 1), kept=[0], only=[1]) == [0, 1, 1]
+    for only in ([], [4]):
+        with pytest.raises(ValueError, match="among 4 ranks"):
+            assign(loads(1), Grid(4, 1), only=only)
+
+
+def test_neither_time_nor_memory_is_balanced_at_the_expense_of_the_other() -> None:
+    """Two units that take time, two that take memory: each rank gets one of either."""
+    units = [Load(10, 0), Load(0, 10), Load(10, 0), Load(0, 10)]
+    owners = assign(units, Grid(2, 1))
+    for rank in range(2):
+        assert sum((unit for unit, owner in zip(units, owners, strict=True) if owner == rank), ()).count(10) == 2
+
+
+def most(costs: list[int], owners: list[int], world: int) -> int:
+    return max(sum(c for c, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(world))
+
+
+@given(costs=st.lists(st.integers(1, 30), min_size=1, max_size=7), world=st.integers(1, 3), one_column=st.booleans())
+def test_largest_load_against_the_optimum(costs: list[int], world: int, one_column: bool) -> None:
+    owners = assign(loads(*costs), Grid(world, world if one_column else 1))
+    optimum = min(most(costs, list(other), world) for other in product(range(world), repeat=len(costs)))
+    assert most(costs, owners, world) <= (4 / 3 - 1 / (3 * world)) * optimum + 1e-9
+
+
+@given(costs=st.lists(st.integers(1, 30), min_size=1, max_size=6))
+def test_largest_load_on_a_grid(costs: list[int]) -> None:
+    """Of two columns of two ranks, no load exceeds the mean by more than the largest unit in either choice."""
+    owners = assign(loads(*costs), Grid(4, 2))
+    assert most(costs, owners, 4) <= sum(costs) / 4 + 1.5 * max(costs)
+
+
+# ---------------------------------------------------------------------- real shapes
+def unit(a: int, g: int, diagonal: bool = False) -> tuple[Load, int]:
+    """A layer with factors ``[a, a]`` and ``[g, g]`` in float32 and bases of their sizes, and what it stores."""
+    numel = 2 * g**2 + (a if diagonal else 2 * a**2)
+    return Load(refresh_flops([g] if diagonal else [a, g]), 4 * numel), 4 * numel
+
+
+def norm(channels: int) -> tuple[Load, int]:
+    """A normalisation layer: a block of two by two for every channel, and its inverse."""
+    return Load(8.0 * channels, 32 * channels), 32 * channels
+
+
+RESNET20 = [
+    unit(27, 16), norm(16),
+    *[unit(144, 16), norm(16)] * 6,
+    unit(144, 32), norm(32), *[unit(288, 32), norm(32)] * 5,
+    unit(288, 64), norm(64), *[unit(576, 64), norm(64)] * 5,
+    unit(65, 10),
+]  # fmt: skip
+BERT = [
+    unit(30522, 768, diagonal=True), unit(512, 768, diagonal=True), unit(2, 768, diagonal=True), norm(768),
+    *[*[unit(769, 768)] * 4, norm(768), unit(769, 3072), unit(3073, 768), norm(768)] * 12,
+    unit(769, 768),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "world"), [(RESNET20, 2), (RESNET20, 4), (BERT, 2), (BERT, 4), (BERT, 8)])
+def test_memory_is_divided(model: list[tuple[Load, int]], world: int) -> None:
+    owners = assign([load for load, _ in model], Grid(world, 1))
+    nbytes = [stored for _, stored in model]
+    assert most(nbytes, owners, world) <= 1.15 / world * sum(nbytes)
+
+
+def test_time_is_divided() -> None:
+    owners = assign([load for load, _ in BERT], Grid(8, 1))
+    flops = [int(load.flops) for load, _ in BERT]
+    assert most(flops, owners, 8) <= 1.05 / 8 * sum(flops)

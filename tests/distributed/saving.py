@@ -1,0 +1,54 @@
+"""Training that is broken off, saved, loaded in another world or under another strategy, and gone on with."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.oracle import STRATEGIES, TASKS, Run, build, descend, flat, shard
+from tests.distributed.pool import device_of
+
+Saved = dict[str, Any]
+
+
+def started(rank: int, strategy: str, run: Run, **keywords: Any) -> tuple[nn.Module, Any]:
+    """A model, and its optimizer under a strategy that averages gradients itself."""
+    model = TASKS[run.task].model(device_of(rank))
+    return model, build(run.method, model, STRATEGIES[strategy](average_gradients=True, **keywords), **run.keywords)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, world: int, run: Run, first: int, last: int) -> list[Tensor]:
+    """Parameters after each of the steps, flat."""
+    path = []
+    for step in range(first, last):
+        descend(model, optimizer, shard(run.batch(step), rank, world), run)
+        path.append(flat(model))
+    return path
+
+
+def through_a_file(saved: Any) -> Any:
+    """What `torch.load` makes of it, in its safe mode."""
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def shifted(model: nn.Module) -> nn.Module:
+    """A model far from where the checkpoint was made, so that what is not loaded shows."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    return model
+
+
+def raised(call: Any, *args: Any) -> tuple[str, str]:
+    """Type and text of what a call raises."""
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""

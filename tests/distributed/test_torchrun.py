@@ -1,0 +1,188 @@
+"""Programs under ``torchrun``: the templates of the documentation on two agents, and the benchmarks."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.cli import main as benchmarks
+from benchmarks.ranks import Ranks
+from tests.distributed.launching import ROOT, free_port, launch, torchrun
+
+TEMPLATES = ROOT / "docs" / "templates"
+SECONDS = 150  # for a program that takes ten, on a machine that is busy
+AGENTS, RANKS_PER_AGENT = 2, 2
+
+# What Slurm does for a job of two nodes, on one.
+SCONTROL = "#!/bin/bash\nfor _ in 0 1; do echo localhost; done\n"
+SRUN = """#!/bin/bash
+shift  # --kill-on-bad-exit
+SLURM_NODEID=0 "$@" & first=$!
+SLURM_NODEID=1 "$@" & second=$!
+status=0
+wait -n || { status=$?; kill $first $second 2>/dev/null; }
+wait -n || { status=$?; kill $first $second 2>/dev/null; }
+exit $status
+"""
+TORCHRUN = '#!/bin/bash\nexec "$PYTHON" -m torch.distributed.run "$@"\n'
+
+# Stands where the template's train.py would, runs it, and writes what this rank saw.
+PROBE = """
+import importlib.util, json, os, pathlib, sys
+import torch, torch.distributed as dist
+
+spec = importlib.util.spec_from_file_location("template", os.environ["TEMPLATE"])
+template = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(template)
+dist.init_process_group("gloo")
+first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if first_attempt and dist.get_rank() == int(os.environ.get("KILLED_RANK", -1)):
+    saved = template.save
+    def save_and_die(*args):
+        saved(*args)
+        if args[2] == 20:
+            template.secondorder.SecondOrderOptimizer.step = lambda self, closure=None: os._exit(9)
+    template.save = save_and_die
+opt = template.train(template.arguments(), torch.device("cpu"))
+comm, rank = opt.comm, dist.get_rank()
+found = {
+    "rank": rank,
+    "agent": int(os.environ["GROUP_RANK"]),
+    "attempt": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+    "row": dist.get_process_group_ranks(comm._row),
+    "column": dist.get_process_group_ranks(comm._column),
+    "sizes": sorted({(r.stage, r.size) for r in comm.collectives.counter.records}),
+    "factors": opt.memory_usage()["factors"],
+    "parameters": torch.cat([p.detach().flatten() for p in opt.param_groups[0]["params"]]).tolist(),
+}
+pathlib.Path(os.environ["FOUND"], f"rank{rank}.json").write_text(json.dumps(found))
+opt.close()
+dist.destroy_process_group()
+"""
+
+
+def _script(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+
+
+def _run_job(folder: Path, *words: str, **env: str) -> list[dict]:
+    """Submit the template of a job, with a probe in place of its script; what each rank found."""
+    commands, templates = folder / "bin", folder / "templates"
+    for made in (commands, templates):
+        made.mkdir(parents=True)
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("torchrun", TORCHRUN)):
+        _script(commands / name, text)
+    shutil.copy(TEMPLATES / "node.sh", templates)
+    (templates / "train.py").write_text(PROBE, encoding="utf-8")
+    job = {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "SLURM_NNODES": str(AGENTS),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_SUBMIT_DIR": str(templates),
+        "RANKS_PER_NODE": str(RANKS_PER_AGENT),
+        "PORT": str(free_port()),
+        "TEMPLATE": str(TEMPLATES / "train.py"),
+        "FOUND": str(folder),
+        **env,
+    }
+    done = launch(["bash", str(TEMPLATES / "job.sbatch"), *words], folder, SECONDS, job)
+    assert done.returncode == 0, done.stdout
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(AGENTS * RANKS_PER_AGENT)]
+
+
+def test_two_agents_keep_directions_inside_an_agent(tmp_path):
+    found = _run_job(tmp_path, "--epochs", "1", "--batch-size", "128")
+    agents = {agent: [f["rank"] for f in found if f["agent"] == agent] for agent in range(AGENTS)}
+    assert sorted(agents.values()) == [[0, 1], [2, 3]]
+    for mine in found:
+        assert mine["row"] == agents[mine["agent"]]
+        assert [rank in agents[mine["agent"]] for rank in mine["column"]].count(True) == 1
+        sizes = dict(mine["sizes"])
+        assert (sizes["directions"], sizes["curvature"], sizes["statistics"]) == (2, 2, 4)
+        assert mine["parameters"] == found[0]["parameters"]
+    assert len({mine["factors"] for mine in found}) > 1  # owner-only
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert saved["epoch"] == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_changes_nothing(tmp_path):
+    """Both agents start their ranks again, which go on from the checkpoint of step 20."""
+    words = ("--epochs", "1", "--batch-size", "32", "--save-every", "20")
+    whole = _run_job(tmp_path / "whole", *words)
+    again = _run_job(tmp_path / "again", *words, KILLED_RANK="3", MAX_RESTARTS="1")
+    assert [mine["attempt"] for mine in whole] == [0] * 4
+    assert [mine["attempt"] for mine in again] == [1] * 4
+    assert [mine["parameters"] for mine in again] == [mine["parameters"] for mine in whole]
+
+
+# ---------------------------------------------------------------------- benchmarks
+def _train(folder: Path, ranks: int, *words: str) -> dict:
+    """Run ``train`` of the benchmarks on a number of ranks; what it wrote."""
+    command = ["train", "--workload", "digits", "--size", "smoke", *words, "--threads", "1", "--out-dir", str(folder)]
+    if ranks == 1:
+        assert benchmarks(command) == 0
+    else:
+        launcher = torchrun("--standalone", "--nproc-per-node", str(ranks), "-m", "benchmarks")
+        folder.mkdir(exist_ok=True)
+        done = launch([*launcher, *command], folder, SECONDS)
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.count("loss at step") == 1  # rank 0 alone prints
+        assert "sent per step, " in done.stdout
+        assert f"rank {ranks - 1}" in done.stdout
+    (written,) = folder.glob("train-*.json")
+    return json.loads(written.read_text())
+
+
+def test_benchmarks_train_on_two_ranks_as_on_one(tmp_path):
+    words = ("--optimizer", "kfac", "--comm", "mem_opt", "--steps", "12")
+    one, two = _train(tmp_path / "one", 1, *words), _train(tmp_path / "two", 2, *words)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-3)
+    assert [rank["role"] for rank in two["ranks"]] == ["gradient"] * 2
+    factors = [rank["memory"]["factors"] for rank in two["ranks"]]
+    assert sum(factors) == one["memory"]["factors"] > max(factors)
+    for rank in two["ranks"]:
+        assert rank["sent"]["statistics"] > 0
+        assert rank["sent"]["directions"] > 0
+        assert "curvature" not in rank["sent"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "method", "comm"),
+    [
+        (2, "ekfac", "comm_opt"),
+        (2, "hylo", "mem_opt"),
+        (2, "sparse_mfac", "mem_opt"),
+        (2, "inverse_dp", "local_factors"),
+        (2, "kfac", "chief_only:deliver=inverses"),
+        (2, "kfac", "hybrid_opt:0.5"),
+        (4, "ggt", "hybrid_opt:0.5"),
+    ],
+)
+def test_benchmarks_train_with_any_strategy(tmp_path, ranks, method, comm):
+    found = _train(tmp_path, ranks, "--optim", method, "--comm", comm, "--steps", "12")
+    assert found["losses"][-1] < found["losses"][0]
+    assert len(found["ranks"]) == ranks
+
+
+def test_every_rank_trains_on_a_part_of_the_batch():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole = (torch.arange(12.0).view(6, 2), torch.arange(6))
+    parts = [Ranks(rank, 3).share(whole, optimizer) for rank in range(3)]
+    assert torch.equal(torch.cat([inputs for inputs, _ in parts]), whole[0])
+    assert [len(targets) for _, targets in parts] == [2, 2, 2]
+    assert Ranks().share(whole, optimizer)[0] is not None
+    assert Ranks().wrap(model, optimizer) is model
+    for size, mend in ((4, 4), (5, 5), (7, 7)):
+        with pytest.raises(ValueError, match=f"a batch of 6 cannot .* {size} ranks: take --batch-size {mend}"):
+            Ranks(0, size).share(whole, optimizer)

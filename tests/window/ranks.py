@@ -1,0 +1,137 @@
+"""Ranks as threads of one process, on a grid of m rows: what window methods say to each other, without a network."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secondorder.comm import CommStrategy, Parcel, Shard, Unit
+
+
+class Meeting:
+    """Where all ranks leave a value and take those of all."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._barrier = threading.Barrier(world, timeout=60)
+        self._values: list[Any] = [None] * world
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+
+class ThreadRank(CommStrategy):
+    """One rank of ``world`` on a grid of ``workers`` rows; unit i belongs to rank i modulo the world.
+
+    Attributes:
+        sent: Verb and bytes of every message, in order.
+    """
+
+    combines = True  # type: ignore[assignment]
+
+    def __init__(self, meeting: Meeting, rank: int, workers: int = 1) -> None:
+        self.meeting, self.here, self.width = meeting, rank, meeting.world // workers
+        self.sent: list[tuple[str, int]] = []
+        self.facts: list[Mapping[str, Sequence[str]]] = []
+        self.units: list[Unit] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ThreadRank":
+        return self
+
+    # ------------------------------------------------------------------ who
+    @property
+    def rank(self) -> int:
+        return self.here
+
+    @property
+    def world(self) -> int:
+        return self.meeting.world
+
+    def place(self, units: Sequence[Unit]) -> None:
+        self.units = list(units)
+
+    def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
+        mine = {**facts, "units": [f"{unit.name} {unit.signature}" for unit in self.units]}
+        assert all(theirs == mine for theirs in self.meeting.exchange(self.here, mine))
+
+    def owner(self, index: int) -> int:
+        return index % self.world
+
+    def preconditions(self, index: int) -> bool:
+        return self.owner(index) % self.width == self.here % self.width
+
+    def shard(self, index: int) -> Shard:
+        return Shard(self.here % self.width, self.width)
+
+    def meet(self, what: str) -> None:
+        assert set(self.meeting.exchange(self.here, what)) == {what}
+
+    # ------------------------------------------------------------------ verbs
+    def _row(self, found: list[Any]) -> list[Any]:
+        first = self.here // self.width * self.width
+        return found[first : first + self.width]
+
+    def _say(self, verb: str, tensors: Sequence[Tensor]) -> list[Any]:
+        self.sent.append((verb, sum(t.nbytes for t in tensors)))
+        found = self.meeting.exchange(self.here, (verb, [t.clone() for t in tensors]))
+        assert {theirs[0] for theirs in found} == {verb}
+        return [theirs[1] for theirs in found]
+
+    def agree(self, words: Tensor) -> Tensor:
+        return torch.stack([theirs[0] for theirs in self._say("agree", [words])]).sum(0)
+
+    def sum_shards(self, values: Tensor) -> Tensor:
+        return torch.stack([theirs[0] for theirs in self._row(self._say("sum", [values]))]).sum(0)
+
+    def gather_shards(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        assert [len(shard) for shard in shards] == [own[self.here % self.width] for own in sizes]
+        rows = self._row(self._say("gather", shards))
+        return [torch.cat([row[i] for row in rows]) for i in range(len(shards))]
+
+    def share_directions(self, parcels: Sequence[Parcel]) -> None:
+        self._copy("directions", parcels, lambda i: self.here // self.width * self.width + self.owner(i) % self.width)
+
+    def spread(self, parcels: Sequence[Parcel]) -> None:
+        self._copy("spread", parcels, self.owner)
+
+    def _copy(self, verb: str, parcels: Sequence[Parcel], root: Callable[[int], int]) -> None:
+        found = self._say(verb, [t for parcel in parcels for t in parcel.tensors])
+        i = 0
+        for parcel in parcels:
+            for tensor in parcel.tensors:
+                source = found[root(parcel.index)][i]
+                assert (source.shape, source.dtype) == (tensor.shape, tensor.dtype)
+                tensor.copy_(source)
+                i += 1
+
+
+def run(world: int, function: Callable[[ThreadRank], Any], workers: int = 1) -> list[Any]:
+    """Results of ``function(comm)`` by rank, all at the same time; what a rank raises is raised here."""
+    meeting = Meeting(world)
+    results: list[Any] = [None] * world
+    failures: list[BaseException] = []
+
+    def rank(r: int) -> None:
+        try:
+            results[r] = function(ThreadRank(meeting, r, workers))
+        except BaseException as error:  # noqa: BLE001 - told to whoever runs the ranks
+            failures.append(error)
+            meeting.leave()
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise next((f for f in failures if not isinstance(f, threading.BrokenBarrierError)), failures[0])
+    return results
