@@ -86,6 +86,8 @@ class Planning(Lifecycle):
 
 def _rehearse(actor: Understudy, rehearsal: Rehearsal) -> tuple[list[Traffic], float]:
     """Traffic of all kinds of steps of one interval, and the padding of statistics as a part of what is wanted."""
+    if not rehearsal.combines:
+        return [], 0.0
     alike: dict[Hashable, list[int]] = {}
     period = min(math.lcm(*(actor.intervals() or [1])), _LONGEST)
     for t in range(period, 2 * period):  # warming up is over

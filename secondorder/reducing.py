@@ -275,7 +275,7 @@ class Reducing(Capturing):
     def state_dict(self) -> dict[str, Any]:
         """See the base class."""
         self._settle()
-        return super().state_dict()  # type: ignore[no-any-return,safe-super]
+        return super().state_dict()
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies keep."""

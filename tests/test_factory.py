@@ -13,6 +13,7 @@ from secondorder import (
     KFAC,
     MFAC,
     CommOpt,
+    DedicatedWorkers,
     HybridOpt,
     HyLo,
     LocalFactors,
@@ -175,6 +176,8 @@ def test_a_factory_of_a_trainer(model):
         ("hybrid_opt:0.5", HybridOpt),
         ("local_factors", LocalFactors),
         ("chief_only", ChiefOnly),
+        ("dedicated_workers", DedicatedWorkers),
+        ("dedicated_workers:gradient=[0, 1], factor=[2], inverse=[3], mode=opportunistic", DedicatedWorkers),
         ("local", Local),
     ],
 )

@@ -21,6 +21,12 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def fingerprint(tensor: Tensor) -> str:
+    """The bits of a tensor in few letters."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
+
+
 def require_equal(collectives: Collectives, facts: Mapping[str, Sequence[str]], group: Any) -> None:
     """Compare facts over the ranks of a group; collective.
 

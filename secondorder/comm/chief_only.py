@@ -24,6 +24,8 @@ class ChiefOnly(RankGrid):
         average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
         wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded; sums stay in float32.
         timeout: Seconds after which a missing rank is an error; None: as the default process group.
+        verify_every: For debugging: every so many steps, compare parameters and messages over the ranks, and raise
+            ``RuntimeError`` with the first that differs.
 
     Raises:
         TypeError: For a value of a wrong kind.
@@ -39,6 +41,7 @@ class ChiefOnly(RankGrid):
         average_gradients: bool = False,
         wire_dtype: torch.dtype | None = None,
         timeout: float | None = None,
+        verify_every: int | None = None,
     ) -> None:
         if isinstance(root, bool) or not isinstance(root, int):
             raise TypeError(f"root must be a rank, got {root!r}")
@@ -49,7 +52,12 @@ class ChiefOnly(RankGrid):
         if statistics not in _STATISTICS:
             raise ValueError(f"statistics must be one of {_STATISTICS}, got {statistics!r}")
         self._root, self._deliver, self._statistics = root, deliver, statistics
-        super().__init__(average_gradients=average_gradients, wire_dtype=wire_dtype, timeout=timeout)
+        super().__init__(
+            average_gradients=average_gradients,
+            wire_dtype=wire_dtype,
+            timeout=timeout,
+            verify_every=verify_every,
+        )
 
     def workers(self, world: int) -> int:
         """The chief, or everyone."""

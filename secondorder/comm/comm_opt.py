@@ -16,6 +16,8 @@ class CommOpt(RankGrid):
         average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
         wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded; sums stay in float32.
         timeout: Seconds after which a missing rank is an error; None: as the default process group.
+        verify_every: For debugging: every so many steps, compare parameters and messages over the ranks, and raise
+            ``RuntimeError`` with the first that differs.
 
     Raises:
         TypeError: For a value of a wrong kind.

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+import datetime
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from secondorder.comm.placement import workers_of
 from secondorder.comm.rank_grid import RankGrid
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def _fraction_of(mesh: DeviceMesh, given: float | None) -> float:
+    """Gradient workers divided by ranks, of a mesh."""
+    ranks = getattr(mesh, "mesh", None)
+    if not isinstance(ranks, torch.Tensor):
+        raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {mesh!r}")
+    if ranks.dim() != 2 or ranks.flatten().tolist() != list(range(dist.get_world_size())):
+        raise ValueError(f"mesh must be two-dimensional over all ranks in their order, got {ranks.tolist()}")
+    fraction = ranks.shape[0] / ranks.numel()
+    if given is not None and given != fraction:
+        raise ValueError(f"mesh has grad_worker_fraction={fraction}, got {given}: drop one of them")
+    return fraction
 
 
 class HybridOpt(RankGrid):
@@ -18,10 +36,15 @@ class HybridOpt(RankGrid):
 
     Args:
         grad_worker_fraction: Gradient workers of a unit divided by the number of ranks; their number must divide it.
+            None: as ``mesh`` says, else a half.
+        mesh: The grid as a two-dimensional ``DeviceMesh`` ``[m, W / m]`` over the ranks in their order, its second axis
+            inside a node: its groups are used then, and no others made for rows and columns.
         replicate_factors: Keep the running factors of all units on every rank (None: False).
         average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
         wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded; sums stay in float32.
         timeout: Seconds after which a missing rank is an error; None: as the default process group.
+        verify_every: For debugging: every so many steps, compare parameters and messages over the ranks, and raise
+            ``RuntimeError`` with the first that differs.
 
     Raises:
         TypeError: For a value of a wrong kind.
@@ -31,28 +54,45 @@ class HybridOpt(RankGrid):
 
     def __init__(
         self,
-        grad_worker_fraction: float = 0.5,
+        grad_worker_fraction: float | None = None,
         *,
+        mesh: DeviceMesh | None = None,
         replicate_factors: bool | None = None,
         average_gradients: bool = False,
         wire_dtype: torch.dtype | None = None,
         timeout: float | None = None,
+        verify_every: int | None = None,
     ) -> None:
+        if mesh is not None:
+            grad_worker_fraction = _fraction_of(mesh, grad_worker_fraction)
+        elif grad_worker_fraction is None:
+            grad_worker_fraction = 0.5
         if isinstance(grad_worker_fraction, bool) or not isinstance(grad_worker_fraction, (int, float)):
             raise TypeError(f"grad_worker_fraction must be a number, got {grad_worker_fraction!r}")
         if not 0 < grad_worker_fraction <= 1:
             raise ValueError(f"grad_worker_fraction must be in (0, 1], got {grad_worker_fraction}")
-        self._fraction = float(grad_worker_fraction)
+        self._fraction, self._mesh = float(grad_worker_fraction), mesh
         super().__init__(
             replicate_factors=replicate_factors,
             average_gradients=average_gradients,
             wire_dtype=wire_dtype,
             timeout=timeout,
+            verify_every=verify_every,
         )
 
     def workers(self, world: int) -> int:
         """``W · fraction``; in a world of one process, that one."""
         return 1 if world == 1 else workers_of(world, self._fraction)
+
+    def _axes(self, wait: datetime.timedelta | None) -> tuple[Any, Any]:
+        return super()._axes(wait) if self._mesh is None else (self._mesh.get_group(1), self._mesh.get_group(0))
+
+    def _own_groups(self) -> list[Any]:
+        return super()._own_groups() if self._mesh is None else [self._world]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies keep: no group, so no mesh of groups."""
+        return {**super().__getstate__(), "_mesh": None}
 
     def _told(self) -> dict[str, Any]:
         return {"grad_worker_fraction": self._fraction, **super()._told()}

@@ -22,6 +22,8 @@ class LocalFactors(MemOpt):
         average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
         wire_dtype: ``torch.bfloat16`` sends directions rounded.
         timeout: Seconds after which a missing rank is an error; None: as the default process group.
+        verify_every: For debugging: every so many steps, compare parameters and messages over the ranks, and raise
+            ``RuntimeError`` with the first that differs.
 
     Raises:
         TypeError: For a value of a wrong kind.
@@ -34,8 +36,14 @@ class LocalFactors(MemOpt):
         average_gradients: bool = False,
         wire_dtype: torch.dtype | None = None,
         timeout: float | None = None,
+        verify_every: int | None = None,
     ) -> None:
-        super().__init__(average_gradients=average_gradients, wire_dtype=wire_dtype, timeout=timeout)
+        super().__init__(
+            average_gradients=average_gradients,
+            wire_dtype=wire_dtype,
+            timeout=timeout,
+            verify_every=verify_every,
+        )
 
     def captures(self, index: int) -> bool:
         """The owner's examples alone; of units that every rank estimates, everyone's."""

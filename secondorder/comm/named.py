@@ -10,17 +10,11 @@ import torch
 
 from secondorder.comm.chief_only import ChiefOnly
 from secondorder.comm.comm_opt import CommOpt
+from secondorder.comm.dedicated import DedicatedWorkers
 from secondorder.comm.hybrid_opt import HybridOpt
 from secondorder.comm.local_factors import LocalFactors
 from secondorder.comm.mem_opt import MemOpt
 from secondorder.comm.strategy import CommStrategy, Local
-
-
-def _dedicated_workers(*arguments: Any, **keywords: Any) -> CommStrategy:
-    from secondorder.comm.dedicated import DedicatedWorkers
-
-    return DedicatedWorkers(*arguments, **keywords)
-
 
 #: What each name builds.
 STRATEGIES: Mapping[str, Callable[..., CommStrategy]] = {
@@ -30,7 +24,7 @@ STRATEGIES: Mapping[str, Callable[..., CommStrategy]] = {
     "hybrid_opt": HybridOpt,
     "local_factors": LocalFactors,
     "chief_only": ChiefOnly,
-    "dedicated_workers": _dedicated_workers,
+    "dedicated_workers": DedicatedWorkers,
 }
 
 _WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None}

@@ -10,24 +10,30 @@ Pauloski et al., KAISA, SC21 (arXiv 2107.01739), section 3; there every rank kee
 from __future__ import annotations
 
 import datetime
+import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from secondorder.comm.agreement import require_equal
-from secondorder.comm.collectives import Collectives, Work
+from secondorder.comm.agreement import fingerprint, require_equal
+from secondorder.comm.collectives import Collectives
 from secondorder.comm.meeting import meet
+from secondorder.comm.messages import Work
 from secondorder.comm.placement import Grid, Load, assign
-from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Shard, Unit, world_size
+from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Shard, Unit, default_timeout, world_size
 
 #: Longest message of an error that is told to the other ranks, in bytes.
 _MESSAGE = 2048
 #: Arguments that have nothing to do with which rank holds what.
-_DOES_NOT_PLACE = ("average_gradients", "wire_dtype", "timeout")
+_DOES_NOT_PLACE = ("average_gradients", "wire_dtype", "timeout", "verify_every")
+
+
+def _nobody() -> None:
+    """A reference to no optimizer."""
 
 
 class _All(Pending):
@@ -50,6 +56,8 @@ class RankGrid(CommStrategy):
         average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
         wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded, half the bytes; sums stay in float32.
         timeout: Seconds after which a missing rank is an error; None: as the default process group.
+        verify_every: For debugging: every so many steps, compare parameters and messages so far over the ranks, and
+            raise ``RuntimeError`` with the first that differs.
 
     Raises:
         TypeError: For a value of a wrong kind.
@@ -63,6 +71,7 @@ class RankGrid(CommStrategy):
         average_gradients: bool = False,
         wire_dtype: torch.dtype | None = None,
         timeout: float | None = None,
+        verify_every: int | None = None,
     ) -> None:
         if replicate_factors not in (None, True, False):
             raise TypeError(f"replicate_factors must be True, False or None, got {replicate_factors!r}")
@@ -73,7 +82,13 @@ class RankGrid(CommStrategy):
         if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
             raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
         self._replicate, self._average = replicate_factors, average_gradients
-        self._wire_dtype, self._timeout = wire_dtype, timeout
+        if isinstance(verify_every, bool) or not (verify_every is None or isinstance(verify_every, int)):
+            raise TypeError(f"verify_every must be a number of steps or None, got {verify_every!r}")
+        if verify_every is not None and verify_every < 1:
+            raise ValueError(f"verify_every must be >= 1, got {verify_every}")
+        self._wire_dtype, self._timeout, self._verify_every = wire_dtype, timeout, verify_every
+        self._steps = 0
+        self._optimizer: Callable[[], Any] = _nobody
         self._units: list[Unit] = []
         self._owners: list[int] = []
         #: Owners by name: units that come again stay where their state is.
@@ -130,40 +145,87 @@ class RankGrid(CommStrategy):
                 f"rank {self._rank} could not meet all {self._grid.world} ranks ({error}). Every rank of the process "
                 "group must construct the optimizer, at the same place of the program."
             ) from error
-        mine = {"strategy": [repr(self)], **facts, "blocks": [f"{u.name}: {u.signature}" for u in self._units]}
+        blocks = [f"{u.name}: {u.signature}" for u in self._units]
+        placement = [f"{u.name} on rank {owner}" for u, owner in zip(self._units, self._owners, strict=True)]
+        mine = {"strategy": [repr(self)], **facts, "blocks": blocks, "placement": placement}
         require_equal(self.collectives, mine, self._world)
 
     def _make_groups(self, device: torch.device) -> None:
         """Own groups, in one order on all ranks: the world, then rows, then columns, as far as they are neither."""
-        wait = None if self._timeout is None else datetime.timedelta(seconds=self._timeout)
-        grid, world = self._grid, self._grid.world
+        wait = default_timeout(device) if self._timeout is None else datetime.timedelta(seconds=self._timeout)
         self.collectives = Collectives(wire_dtype=self._wire_dtype, device=device)
-        self._world = dist.new_group(list(range(world)), timeout=wait)
+        self._world = dist.new_group(list(range(self._grid.world)), timeout=wait)
+
+        self._row, self._column = self._axes(wait)
+        self._connected = True
+
+    def _axes(self, wait: datetime.timedelta | None) -> tuple[Any, Any]:
+        """Groups of this rank's row and column; None for a row or column of one rank."""
 
         def group_of(sets: Iterable[Sequence[int]]) -> Any:
             own = None
             for ranks in sets:
-                if len(ranks) == world:
+                if len(ranks) == self._grid.world:
                     return self._world
                 if len(ranks) > 1:
                     made = dist.new_group(list(ranks), timeout=wait)
                     own = made if self._rank in ranks else own
             return own
 
-        self._row, self._column = group_of(grid.rows), group_of(grid.columns)
-        self._connected = True
+        return group_of(self._grid.rows), group_of(self._grid.columns)
+
+    def admit(self, optimizer: Any) -> None:
+        """Serve one optimizer.
+
+        Raises:
+            ValueError: If the strategy serves another one already.
+        """
+        other = self._optimizer()
+        if other is not None and other is not optimizer:
+            raise ValueError(f"{self!r} serves another optimizer already: give each a strategy object of its own")
+        self._optimizer = weakref.ref(optimizer)
+
+    def end_step(self) -> None:
+        """Compare the ranks, where that was asked for.
+
+        Raises:
+            RuntimeError: On every rank, if they differ.
+        """
+        self._steps += 1
+        if self._verify_every is None or not self.combines or self._steps % self._verify_every:
+            return
+        sent = [record for record in self.collectives.counter.records if record.size == self._grid.world]
+        groups = self._optimizer().param_groups
+        params = [p for group in groups for p in group["params"]]
+        facts = {
+            "messages sent": [str(record) for record in sent],
+            "parameters": [f"number {i}: {fingerprint(p)}" for i, p in enumerate(params)],
+        }
+        try:
+            require_equal(self.collectives, facts, self._world)
+        except ValueError as error:
+            raise RuntimeError(f"step {self._steps}: {error}") from None
 
     def close(self) -> None:
         """Leave the groups. Idempotent."""
         if self._connected and dist.is_initialized():
-            for group in {id(g): g for g in (self._row, self._column, self._world) if g is not None}.values():
+            for group in {id(g): g for g in self._own_groups() if g is not None}.values():
                 dist.destroy_process_group(group)
         self._connected = False
+
+    def _own_groups(self) -> list[Any]:
+        """Groups that this strategy has made."""
+        return [self._row, self._column, self._world]
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep: no group."""
         kept = {k: v for k, v in self.__dict__.items() if k not in ("_world", "_row", "_column")}
-        return {**kept, "_connected": False, "collectives": Collectives(wire_dtype=self._wire_dtype)}
+        return {
+            **kept,
+            "_optimizer": _nobody,
+            "_connected": False,
+            "collectives": Collectives(wire_dtype=self._wire_dtype),
+        }
 
     def __repr__(self) -> str:
         """As it would be constructed."""
@@ -176,6 +238,7 @@ class RankGrid(CommStrategy):
             "average_gradients": self._average or None,
             "wire_dtype": self._wire_dtype,
             "timeout": self._timeout,
+            "verify_every": self._verify_every,
         }
         return {k: v for k, v in told.items() if v is not None}
 

@@ -241,6 +241,10 @@ class Rehearsal(CommStrategy):
         """Rank that refreshes a unit."""
         return self.owners[index]
 
+    def refreshes(self, index: int) -> bool:
+        """Nothing is computed."""
+        return False
+
     def shard(self, index: int) -> Shard:
         """Part of the first rank."""
         return self._first.shard(index)
@@ -256,8 +260,8 @@ class Rehearsal(CommStrategy):
             own.collectives.average(grads, group=own._world, stage="gradients", count=1).wait()
 
     def agree(self, words: Tensor) -> Tensor:
-        """Count words."""
-        return self._first.agree(words)
+        """Count words; nobody has anything to say."""
+        return self._first.agree(torch.zeros(words.shape, dtype=torch.float64))
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Count sums."""

@@ -17,6 +17,7 @@ that is what keeps ranks from waiting for each other for ever.
 
 from __future__ import annotations
 
+import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,15 @@ from torch import Tensor, nn
 def world_size() -> int:
     """Ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def default_timeout(device: torch.device) -> datetime.timedelta | None:
+    """Time after which the default process group gives a missing rank up; None where it does not tell."""
+    try:
+        found = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, datetime.timedelta) else None
 
 
 class Unit(NamedTuple):

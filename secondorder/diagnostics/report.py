@@ -38,6 +38,8 @@ class Reporting(Lifecycle):
         rows = [self._row(p) for p in self._group]
         usage = {k: v for k, v in self.memory_usage().items() if v}
         footer = ["state: " + ", ".join(f"{k} {human_bytes(v)}" for k, v in usage.items())]
+        if self.comm.combines:
+            footer.append(f"ranks: this is {self.comm.rank} of {self.comm.world}, comm={self.comm!r}")
         return render(f"{type(self).__name__} · {self._summary()}", self._sizes_are, rows, footer)
 
     def _row(self, p: nn.Parameter) -> Row:
@@ -60,6 +62,7 @@ class Reporting(Lifecycle):
                     usage[self._kind(p, key)] += value.nbytes
         usage["pending"] = self._pending_bytes()
         usage["workspace"] = self._workspace.nbytes
+        usage["buffers"] += self.comm.nbytes
         usage["total"] = sum(usage.values())
         return usage
 

@@ -241,6 +241,9 @@ def _told(failure: Failure) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+_known_modules = 0
+
+
 def _serve(pipe: Connection) -> None:
     """Answer calls until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the parent's to deal with
@@ -285,14 +288,13 @@ def _answer_of(call: _Call) -> tuple[bytes, bool]:
     return answer, clean
 
 
-def _imported(name: str) -> Any:
-    """A module, whose objects the garbage collector needs not look at again after every call."""
-    known = len(sys.modules)
-    module = importlib.import_module(name)
-    if len(sys.modules) > known:
+def _freeze_modules() -> None:
+    """Spare the garbage collector what imports have made, since the last call too: it would look at it after each."""
+    global _known_modules
+    if len(sys.modules) != _known_modules:
+        _known_modules = len(sys.modules)
         gc.collect()
         gc.freeze()
-    return module
 
 
 def _joined(call: _Call) -> Any:
@@ -304,7 +306,8 @@ def _joined(call: _Call) -> Any:
     device = torch.device("cuda", call.rank) if call.backend == "nccl" else None
     if device is not None:
         torch.cuda.set_device(device)
-    function = reduce(getattr, call.function.split("."), _imported(call.module))
+    function = reduce(getattr, call.function.split("."), importlib.import_module(call.module))
+    _freeze_modules()
     dist.init_process_group(
         call.backend,
         init_method=f"file://{call.rendezvous}",

@@ -1,0 +1,654 @@
+"""Windows in parts: where tensors are cut, and W ranks (threads) that do together what one process does."""
+
+import copy
+import io
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK, windowing
+from secondorder.curvature.shards import Cutting, join, plain
+from tests.window.driver import assert_near, flat, give, noise, parameters, put
+from tests.window.ranks import ThreadRank, run
+from tests.window.storages import METHODS, STORAGES, averaging
+
+SHAPES, D, M = [(4, 5), (3,), (3, 7), (), (2, 30)], 105, 4
+#: Rank and number of rows of the grid of each world.
+WORLDS = [(2, 1), (3, 1), (4, 1), (4, 2)]
+#: ResNet-20 on CIFAR-10.
+RESNET = [
+    (16, 3, 3, 3), *[(16, 16, 3, 3)] * 6, (32, 16, 3, 3), *[(32, 32, 3, 3)] * 5, (64, 32, 3, 3), *[(64, 64, 3, 3)] * 5,
+    *[(16,)] * 14, *[(32,)] * 12, *[(64,)] * 12, (10, 64), (10,),
+]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- where to cut
+SIZES = st.lists(st.integers(0, 300), max_size=8)
+
+
+@given(sizes=SIZES, grain=st.integers(1, 40), parts=st.integers(1, 6))
+def test_parts_are_even_and_cut_between_grains(sizes: list[int], grain: int, parts: int) -> None:
+    bounds = Cutting(grain).bounds(sizes, sizes, parts)
+    for size, own in zip(sizes, bounds, strict=True):
+        assert (own[0], own[-1], len(own)) == (0, size, parts + 1)
+        assert all(a <= b for a, b in pairwise(own))
+        assert all(cut % grain == 0 or cut == size for cut in own)
+    loads = [sum(own[k + 1] - own[k] for own in bounds) for k in range(parts)]
+    assert all(abs(load - sum(sizes) / parts) <= grain for load in loads)
+
+
+@given(sizes=SIZES, parts=st.integers(1, 6))
+def test_a_part_is_one_range_of_all_entries(sizes: list[int], parts: int) -> None:
+    bounds = Cutting(4).bounds(sizes, sizes, parts)
+    owners = [k for own in bounds for k in range(parts) for _ in range(own[k + 1] - own[k])]
+    assert owners == sorted(owners)
+
+
+@given(old=SIZES, new=SIZES, parts=st.integers(2, 4))
+def test_what_was_cut_stays_and_the_rest_makes_parts_even(old: list[int], new: list[int], parts: int) -> None:
+    before = tuple((0, *[size] * parts) for size in old)  # all in the first part
+    bounds = Cutting(1).bounds(old + new, old + new, parts, [*before, *[None] * len(new)])
+    assert bounds[: len(old)] == before
+    loads = [sum(own[k + 1] - own[k] for own in bounds) for k in range(parts)]
+    even = max(sum(old), -(-(sum(old) + sum(new)) // parts) + 1)
+    assert max(loads) <= even
+
+
+@given(costs=st.lists(st.integers(1, 99), min_size=1, max_size=9), parts=st.integers(1, 4))
+def test_whole_tensors_go_to_the_least_loaded_part(costs: list[int], parts: int) -> None:
+    bounds = Cutting(0).bounds([7] * len(costs), costs, parts)
+    loads = [sum(c for c, own in zip(costs, bounds, strict=True) if own[k + 1] > own[k]) for k in range(parts)]
+    assert all(set(own) <= {0, 7} for own in bounds)
+    assert sum(loads) == sum(costs)
+    assert max(loads) - min(loads) <= max(costs)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("compression", [None, TopK()], ids=["dense", "topk"])
+def test_a_resnet_is_cut_into_even_parts(compression: TopK | None, world: int) -> None:
+    sizes = [prod(shape) for shape in RESNET]
+    grain = compression.block_size if compression else 16
+    bounds = Cutting(grain, compression is not None).bounds(sizes, sizes, world)
+    loads = [sum(own[k + 1] - own[k] for own in bounds) for k in range(world)]
+    assert max(loads) <= 1.15 * sum(sizes) / world
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_state_of_whole_tensors_is_cut_and_joined(storage: str, parts: int) -> None:
+    params = parameters(SHAPES, torch.float32)
+    opt: Any = MFAC(params, lr=1.0, window_size=M, momentum=0.9, momentum_mode="pre", **STORAGES[storage].keywords)
+    for step in range(3):
+        give(params, noise(D, seed=step))
+        opt.step()
+    (unit,) = opt._units
+    cutting, sizes = unit.window.form.cutting, [p.numel() for p in params]
+    bounds = cutting.bounds(sizes, [unit.window.form.cost(p.shape) for p in params], parts)
+    for i, own in enumerate(bounds):
+        state = unit.window.state(i)
+        cuts = [cutting.cut_state(state, sizes[i], span) for span in pairwise(own)]
+        for key, value in state.items():
+            pieces = [cut[key].reshape(-1) for cut in cuts if key in cut]
+            assert torch.equal(join(key, pieces, value.shape), value), key
+
+
+# ------------------------------------------------------------------------------------------------------------ the steps
+def train(opt: Any, params: list[nn.Parameter], steps: range) -> Tensor:
+    """Gradients that depend on the parameters, so that no error heals; ``[steps, d]``."""
+    path = []
+    for step in steps:
+        give(params, noise(D, seed=step) + 0.1 * flat(params))
+        opt.step()
+        path.append(flat(params))
+    return torch.stack(path)
+
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{f"mfac {name}": (MFAC, kind.keywords) for name, kind in STORAGES.items()},
+    "ggt": (GGT, {}),
+    "ggt betas": (GGT, {"betas": (0.9, 0.8), "bias_correction": True, "nesterov": True, "momentum": 0.5}),
+    "ggt topk": (GGT, {"betas": (0.9, 1.0), **STORAGES["topk"].keywords}),
+    "sparse, blocks of 4096": (SparseMFAC, {}),
+    "momentum": (MFAC, {"momentum": 0.9, "weight_decay": 0.1}),
+    "pre": (MFAC, {"momentum": 0.9, "momentum_mode": "pre"}),
+    "pre rank": (MFAC, {"momentum": 0.9, "momentum_mode": "pre", "compression": LowRank(1)}),
+    "reg": (MFAC, {"weight_decay": 0.1, "weight_decay_mode": "reg"}),
+    "both, topk": (MFAC, {"weight_decay": 0.1, "weight_decay_mode": "both", **STORAGES["topk"].keywords}),
+    "reg pre": (MFAC, {"momentum": 0.9, "momentum_mode": "pre", "weight_decay": 0.1, "weight_decay_mode": "reg"}),
+    "legacy": (MFAC, {"weight_decay": 0.1, "weight_decay_mode": "legacy"}),
+    "decoupled": (MFAC, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "graft sgd": (MFAC, {"graft": "sgd"}),
+    "graft adam": (MFAC, {"graft": "adam", **STORAGES["topk"].keywords}),
+    "adamw inside": (MFAC, {"inner": "adamw"}),
+    "clipped": (MFAC, {"clip_norm": 0.1, "clip_value": 0.05}),
+    "eigh, relative": (MFAC, {"solver": "eigh", "damping": 1e-3, "damping_mode": "relative"}),
+}
+
+
+def made(kind: str, comm: ThreadRank | None = None, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+    cls, keywords = KINDS[kind]
+    params = parameters(SHAPES, dtype)
+    return cls(params, lr=1e-2, window_size=M, comm=comm, **{**keywords, **more}), params
+
+
+@cache
+def alone(kind: str, partition: str = "global", steps: int = 3 * M) -> tuple[Tensor, Any, list[nn.Parameter]]:
+    opt, params = made(kind, partition=partition)
+    return train(opt, params, range(steps)), opt, params
+
+
+@pytest.mark.parametrize("partition", ["global", "layer"])
+@pytest.mark.parametrize(("world", "workers"), WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_do_what_one_process_does(kind: str, world: int, workers: int, partition: str) -> None:
+    def rank(comm: ThreadRank) -> tuple[Tensor, list[float]]:
+        opt, params = made(kind, comm, partition=partition)
+        path = train(opt, params, range(3 * M))
+        return path, [unit.window.noise for unit in opt._units]
+
+    expected, single, _ = alone(kind, partition)
+    found = run(world, rank, workers)
+    for path, noises in found:
+        assert torch.equal(path, found[0][0])
+        assert_near(path, expected, 1e-11)
+        assert noises == [unit.window.noise for unit in single._units]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("world", "workers"), WORLDS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_is_stored_does_not_depend_on_the_world(
+    storage: str, world: int, workers: int, dtype: torch.dtype
+) -> None:
+    """Rows, residuals and the momentum's rest bit for bit, for the same gradients."""
+
+    def push(opt: Any, params: list[nn.Parameter]) -> None:
+        for step in range(M + 3):
+            give(params, noise(D, seed=step))
+            opt.step()
+
+    settings = {"momentum": 0.9, "momentum_mode": "pre", "partition": "group"}
+
+    def rank(comm: ThreadRank) -> list[dict[str, Tensor]]:
+        opt, params = made(f"mfac {storage}", comm, dtype, **settings)
+        push(opt, params)
+        found = opt._collect(0)
+        return [found.get(p, {}) for p in params]
+
+    single, params = made(f"mfac {storage}", None, dtype, **settings)
+    push(single, params)
+    for p, state in zip(params, run(world, rank, workers)[0], strict=True):
+        assert state.keys() == set(single.state[p]) & set(single.kinds) - _shared(single)
+        for key, value in state.items():
+            assert value.dtype == single.state[p][key].dtype
+            assert torch.equal(value, single.state[p][key]), key
+
+
+def _shared(opt: Any) -> set[str]:
+    return {*opt._units[0].window.shared_state(), "amplification"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("mfac dense", M), ("mfac topk", M), ("pre", M + 1), ("reg", 2 * M), ("reg pre", 2 * M + 1), ("momentum", M)],
+)
+@pytest.mark.parametrize(("world", "workers"), [(3, 1), (4, 2)])
+def test_one_sum_and_one_gather_per_step(kind: str, words: int, world: int, workers: int) -> None:
+    """8 bytes per row of the window and d entries, in the first step as in a later one."""
+
+    def rank(comm: ThreadRank) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        opt, params = made(kind, comm)
+        del comm.sent[:]
+        train(opt, params, range(1))
+        first, count = list(comm.sent), len(comm.sent)
+        train(opt, params, range(1, M + 3))
+        return first, comm.sent[-count:]
+
+    found = run(world, rank, workers)
+    for first, later in found:
+        assert first == later
+        assert [verb for verb, _ in first] == ["sum", "gather"]
+        assert first[0][1] == 8 * words
+    assert sum(first[1][1] for first, _ in found) == 8 * D * workers
+
+
+def test_units_share_their_messages_and_whole_ones_need_no_sum() -> None:
+    def rank(comm: ThreadRank, partition: str) -> list[tuple[str, int]]:
+        params = parameters(SHAPES)
+        opt = MFAC([{"params": params[:2]}, {"params": params[2:]}], window_size=M, comm=comm, partition=partition)
+        train(opt, params, range(1))
+        return comm.sent
+
+    for first, second in run(2, lambda comm: rank(comm, "group")):
+        assert first == ("sum", 2 * 8 * M)
+        assert second[0] == "gather"
+    assert run(2, lambda comm: rank(comm, "layer")) == [[("directions", 8 * D)]] * 2
+    assert run(2, lambda comm: rank(comm, "global"), workers=2)[0][0][0] != "sum"
+
+
+def test_float32_ranks_stay_equal_and_near() -> None:
+    def rank(comm: ThreadRank) -> Tensor:
+        return train(*made("pre", comm, torch.float32), range(9))
+
+    expected = train(*made("pre", None, torch.float32), range(9))
+    found = run(4, rank)
+    assert all(torch.equal(path, found[0]) for path in found)
+    assert_near(found[0], expected, 1e-5)
+
+
+def test_repeated_gradients_change_the_solver_on_all_ranks() -> None:
+    def steps(opt: Any, params: list[nn.Parameter]) -> Tensor:
+        path = []
+        for step in range(30):
+            put(params, torch.zeros(D))
+            give(params, noise(D, seed=0 if 2 <= step < 16 else step))
+            opt.step()
+            path.append(flat(params))
+        return torch.stack(path)
+
+    keywords = {"damping": 1e-8}
+    expected = steps(*made("mfac dense", None, torch.float32, **keywords))
+    found = run(3, lambda comm: steps(*made("mfac dense", comm, torch.float32, **keywords)))
+    assert all(torch.equal(path, found[0]) for path in found)
+    assert_near(found[0], expected, 1e-5)
+
+
+# -------------------------------------------------------------------------------------------------------------- corners
+@pytest.mark.parametrize("partition", ["global", "layer"])
+@pytest.mark.parametrize("storage", ["dense", "topk", "rank-1"])
+def test_more_ranks_than_there_is_to_hold(storage: str, partition: str) -> None:
+    def train_three(opt: Any, params: list[nn.Parameter]) -> Tensor:
+        for step in range(3):
+            give(params, noise(5, seed=step))
+            opt.step()
+        return flat(params)
+
+    def made_of_three(comm: ThreadRank | None) -> tuple[Any, list[nn.Parameter]]:
+        params = parameters([(3,), (1, 2)])
+        return MFAC(params, lr=0.1, window_size=M, comm=comm, partition=partition, **STORAGES[storage].keywords), params
+
+    expected = train_three(*made_of_three(None))
+    for found in run(5, lambda comm: train_three(*made_of_three(comm))):
+        assert_near(found, expected, 1e-12)
+
+
+def sparse_run(opt: Any, params: list[nn.Parameter]) -> Tensor:
+    """Parameters without gradients, a parameter that is frozen for a while, and gradients that are not finite."""
+    path = []
+    for step in range(10):
+        params[2].requires_grad_(not 4 <= step < 7)
+        give(params, noise(D, seed=step) + 0.1 * flat(params))
+        absent = [[1], [0, 1, 2, 3, 4], [0, 4], [2]][step % 4]
+        for i in absent if step < 8 else []:
+            params[i].grad = None
+        if step == 5:
+            params[3].grad.fill_(torch.nan)  # type: ignore[union-attr]
+        opt.step()
+        path.append(flat(params))
+    return torch.stack(path)
+
+
+@pytest.mark.parametrize("partition", ["global", "layer"])
+@pytest.mark.parametrize("kind", ["mfac dense", "mfac topk", "mfac rank-1", "reg pre", "ggt betas"])
+def test_gradients_that_are_missing_or_not_finite(kind: str, partition: str) -> None:
+    def rank(comm: ThreadRank) -> tuple[Tensor, int]:
+        opt, params = made(kind, comm, partition=partition)
+        return sparse_run(opt, params), opt.diagnostics()["skipped_steps"]
+
+    opt, params = made(kind, partition=partition)
+    expected = sparse_run(opt, params)
+    for path, skipped in run(3, rank):
+        assert_near(path, expected, 1e-11)
+        assert skipped == opt.diagnostics()["skipped_steps"] == 1
+
+
+def eventful(opt: Any, params: list[nn.Parameter], storage: str) -> Tensor:
+    """Groups and parameters that come and go, casts and another window size: nothing of it may move a row."""
+    every, path = list(params), []
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last):
+            d = sum(p.numel() for p in every)
+            give(every, noise(d, seed=step) + 0.1 * flat(every))
+            opt.step()
+            path.append(flat(every)[:50])
+
+    steps(0, 3)
+    late = parameters([(9, 4), (7,)])
+    opt.add_param_group({"params": late})
+    every += late
+    steps(3, 6)
+    gone = opt.param_groups[0]["params"].pop(2)
+    every = [p for p in every if p is not gone]
+    gone.grad = None
+    steps(6, 8)
+    for group in opt.param_groups:
+        group["window_size"] = 3
+    steps(8, 10)
+    for p in every:
+        p.data = p.data.float()
+    opt.zero_grad()
+    steps(10, 12)
+    for p in every:
+        p.data = p.data.double()
+    opt.zero_grad()
+    steps(12, 14)
+    return torch.stack(path)
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize("partition", ["global", "group", "layer"])
+@pytest.mark.parametrize("storage", ["dense", "topk", "topk-4-bit", "rank-1", "bfloat16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_life_with_changes(method: str, storage: str, partition: str, averaged: bool) -> None:
+    keywords = {"partition": partition, **STORAGES[storage].keywords}
+    keywords |= averaging(method, 0.9, 0.8) if averaged else {}
+
+    def live(comm: ThreadRank | None = None) -> Tensor:
+        params = parameters(SHAPES)
+        return eventful(METHODS[method](params, lr=1e-2, window_size=M, comm=comm, **keywords), params, storage)
+
+    expected = live()
+    found = run(3, live)
+    assert all(torch.equal(path, found[0]) for path in found)
+    assert_near(found[0][:10], expected[:10], 1e-10)
+    assert_near(found[0], expected, 1e-4)  # sums in float32 since then
+
+
+def test_a_copy_goes_on_like_the_original() -> None:
+    def rank(comm: ThreadRank) -> None:
+        opt, params = made("pre", comm)
+        train(opt, params, range(M + 2))
+        opt.add_param_group({"params": parameters([(9, 4)])})  # cut otherwise than all at once would be
+        twin = copy.deepcopy(opt)
+        others = [p for group in twin.param_groups for p in group["params"]]
+        assert set(opt.state[params[0]]) == set(twin.state[others[0]])
+        assert torch.equal(train(opt, params, range(4)), train(twin, others[: len(params)], range(4)))
+
+    run(3, rank)
+
+
+def test_a_refused_group_leaves_the_ranks_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(*made("mfac dense"), range(6))
+
+    def rank(comm: ThreadRank) -> Tensor:
+        opt, params = made("mfac dense", comm)
+        train(opt, params, range(3))
+        comm.meet("before")
+        if comm.rank == 0:
+            monkeypatch.setattr(windowing, "free_bytes", lambda device: 2000)
+        comm.meet("now")
+        with pytest.raises(RuntimeError, match="window"):
+            opt.add_param_group({"params": parameters([(300, 7)])})
+        comm.meet("after")
+        if comm.rank == 0:
+            monkeypatch.undo()
+        comm.meet("on")
+        return train(opt, params, range(3, 6))
+
+    for found in run(2, rank):
+        assert_near(found, expected[3:], 1e-11)
+
+
+# ---------------------------------------------------------------------------------------------------------- what is told
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("compression", [None, TopK(0.05, 256), LowRank(2)], ids=["dense", "topk", "rank"])
+def test_bytes_fall_with_the_number_of_parts(compression: Any, world: int) -> None:
+    shapes = [(40, 30), (70,), (50, 16), (64,), (30, 40), (6,), (12, 12, 3)]
+    d, block = sum(prod(shape) for shape in shapes), 256 if isinstance(compression, TopK) else 16
+
+    def rank(comm: ThreadRank) -> dict[str, int]:
+        params = parameters(shapes, torch.float32)
+        opt = MFAC(params, window_size=M, comm=comm, compression=compression)
+        give(params, noise(d))
+        opt.step()
+        usage = opt.memory_usage()
+        assert usage["total"] == sum(value for key, value in usage.items() if key != "total")
+        assert usage["gram"] == 8 * M * (M + 1) // 2
+        return usage
+
+    whole = MFAC(parameters(shapes, torch.float32), window_size=M, compression=compression).memory_usage()
+    found = run(world, rank)
+    for kind in ("window", "error"):
+        assert sum(usage[kind] for usage in found) == whole[kind]
+    if compression is None:
+        assert all(usage["window"] <= 4 * M * (d / world + block) for usage in found)
+    elif isinstance(compression, TopK):
+        kept = compression.kept(block)
+        assert all(usage["window"] <= M * 6 * (kept * (d / world / block + 1) + len(shapes)) for usage in found)
+        assert all(usage["error"] <= 4 * (d / world + block) for usage in found)
+    else:
+        assert max(usage["window"] for usage in found) <= 1.34 * whole["window"] / world + 4 * M * 2 * 90
+
+
+def test_what_a_rank_tells_needs_no_other() -> None:
+    def rank(comm: ThreadRank) -> None:
+        opt, params = made("mfac topk", comm)
+        layers, others = made("mfac topk", comm, partition="layer")
+        train(opt, params, range(2))
+        train(layers, others, range(2))
+        del comm.sent[:]
+        units = opt.diagnostics()["units"]
+        assert units["all"]["rows"] == 2
+        assert 0 < units["all"]["cos"] <= 1
+        assert "residual_norm" not in units["all"]
+        held = [i for i in range(len(SHAPES)) if i % comm.world == comm.rank]
+        assert list(layers.diagnostics()["units"]) == [f"group 0 parameter {i}" for i in held]
+        assert "in 3 parts" in opt.describe()
+        assert "rank 2" in layers.describe()
+        with pytest.raises(RuntimeError, match=r"rows .*CommOpt"):
+            opt.dense_curvature("group 0 parameter 0")
+        if comm.rank != 0:
+            with pytest.raises(RuntimeError, match="CommOpt"):
+                layers.dense_curvature("group 0 parameter 0")
+        assert not comm.sent
+
+    run(3, rank)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+def through_a_file(saved: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def consolidated(comm: ThreadRank, opt: Any) -> dict[str, Any]:
+    """The whole state on every rank."""
+    for to in range(comm.world):
+        opt.consolidate_state_dict(to)
+        if to == comm.rank:
+            saved = through_a_file(opt.state_dict())
+    assert "partial" not in saved
+    return saved
+
+
+def halves(kind: str, comm: ThreadRank | None, saved: dict[str, Any], start: Tensor, **more: Any) -> Tensor:
+    """The second half of a run, from a checkpoint."""
+    opt, params = made(kind, comm, **more)
+    put(params, start)
+    opt.load_state_dict(saved)
+    return train(opt, params, range(M + 2, 3 * M))
+
+
+RESUMED = ["mfac dense", "mfac bfloat16", "mfac topk", "mfac topk-8-bit", "mfac rank-1", "reg pre", "ggt betas"]
+
+
+@pytest.mark.parametrize("partition", ["global", "group", "layer"])
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_whole_checkpoint_loads_in_every_world(kind: str, partition: str) -> None:
+    """From one process to ranks, from ranks to one process and to other ranks."""
+    opt, params = made(kind, partition=partition)
+    train(opt, params, range(M + 2))
+    saved, start = through_a_file(opt.state_dict()), flat(params)
+    expected = train(opt, params, range(M + 2, 3 * M))
+
+    def again(comm: ThreadRank) -> tuple[dict[str, Any], Tensor]:
+        twin, others = made(kind, comm, partition=partition)
+        put(others, start)
+        twin.load_state_dict(saved)
+        assert not [verb for verb, _ in comm.sent]
+        whole = consolidated(comm, twin)
+        return whole, train(twin, others, range(M + 2, 3 * M))
+
+    for world, workers in WORLDS:
+        for whole, path in run(world, again, workers):
+            assert_near(path, expected, 1e-11)
+            for i, state in saved["state"].items():
+                assert whole["state"][i].keys() == state.keys()
+                for key, value in state.items():
+                    assert torch.equal(torch.as_tensor(whole["state"][i][key]), torch.as_tensor(value)), key
+    assert_near(halves(kind, None, whole, start, partition=partition), expected, 1e-11)
+
+
+@pytest.mark.parametrize("partition", ["global", "layer"])
+@pytest.mark.parametrize("kind", RESUMED)
+def test_every_rank_resumes_from_its_own_part_bit_for_bit(kind: str, partition: str) -> None:
+    def rank(comm: ThreadRank) -> None:
+        opt, params = made(kind, comm, partition=partition)
+        train(opt, params, range(M + 2))
+        del comm.sent[:]
+        saved, start = through_a_file(_quiet(opt)), flat(params)
+        assert not comm.sent
+        names = [key for state in saved["state"].values() for key in state]
+        assert all(key.endswith(f"@{comm.rank}of3") for key in names if "@" in key)
+        assert any("@" in key for key in names) == (partition == "global")
+        expected = train(opt, params, range(M + 2, 3 * M))
+        assert torch.equal(halves(kind, comm, saved, start, partition=partition), expected)
+
+    run(3, rank)
+
+
+def _quiet(opt: Any) -> dict[str, Any]:
+    """The part of this rank; that it warns of that is not the matter here."""
+    opt._warned_of_partial = True
+    return opt.state_dict()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("kind", ["mfac dense", "mfac topk"])
+def test_the_part_of_another_rank_is_refused_with_the_mend(kind: str, marked: bool) -> None:
+    """Also where a checkpoint library has dropped the mark."""
+
+    def part(comm: ThreadRank) -> dict[str, Any]:
+        opt, params = made(kind, comm)
+        train(opt, params, range(3))
+        saved = through_a_file(_quiet(opt))
+        return saved if marked else {k: v for k, v in saved.items() if k != "partial"}
+
+    parts = run(3, part)
+
+    def other(comm: ThreadRank | None, saved: dict[str, Any]) -> None:
+        opt, params = made(kind, comm)
+        train(opt, params, range(1))
+        before = copy.deepcopy(_quiet(opt))
+        with pytest.raises(RuntimeError, match=r"part.*consolidate_state_dict\(\)"):
+            opt.load_state_dict(saved)
+        after = _quiet(opt)
+        assert all(
+            torch.equal(torch.as_tensor(value), torch.as_tensor(after["state"][i][key]))
+            for i, state in before["state"].items()
+            for key, value in state.items()
+        )
+
+    other(None, parts[0])
+    run(3, lambda comm: other(comm, parts[(comm.rank + 1) % 3]))
+    run(2, lambda comm: other(comm, parts[comm.rank]))
+
+
+@pytest.mark.parametrize("storage", ["dense", "topk", "topk-8-bit", "rank-1"])
+@pytest.mark.parametrize("wanted", [2, 7])
+def test_another_window_size_in_another_world(wanted: int, storage: str) -> None:
+    kind = f"mfac {storage}"
+    settings = {"momentum": 0.9, "momentum_mode": "pre"}
+    opt, params = made(kind, **settings)
+    train(opt, params, range(M + 2))
+    saved, start = through_a_file(opt.state_dict()), flat(params)
+
+    def resized(comm: ThreadRank | None) -> Tensor:
+        others = parameters(SHAPES)
+        twin = MFAC(others, lr=1e-2, window_size=wanted, comm=comm, **{**KINDS[kind][1], **settings})
+        put(others, start)
+        twin.load_state_dict(saved)
+        return train(twin, others, range(8))
+
+    expected = resized(None)
+    for found in run(3, resized):
+        assert_near(found, expected, 1e-11)
+
+
+@pytest.mark.parametrize("saved_again", [False, True])
+def test_rows_that_are_rounded_at_loading_get_their_products_at_the_next_step(saved_again: bool) -> None:
+    """The sum over the parts takes a message, and loading sends none: what is saved in between knows of that."""
+    opt, params = made("pre", dtype=torch.float32)
+    train(opt, params, range(M + 2))
+    saved, start = through_a_file(opt.state_dict()), flat(params)
+
+    def rounded(comm: ThreadRank | None) -> Tensor:
+        twin, others = made("pre", comm, torch.float32, window_dtype=torch.bfloat16)
+        put(others, start)
+        twin.load_state_dict(saved)
+        if saved_again and comm is not None:
+            own = through_a_file(_quiet(twin))
+            assert own["state"][0]["gram"].isnan().all()
+            twin, others = made("pre", comm, torch.float32, window_dtype=torch.bfloat16)
+            put(others, start)
+            twin.load_state_dict(own)
+        if comm is not None:
+            assert not comm.sent
+        return train(twin, others, range(M + 2, 2 * M))
+
+    expected = rounded(None)
+    for found in run(3, rounded):
+        assert_near(found, expected, 1e-5)
+
+
+def test_parts_of_another_precision_are_not_converted() -> None:
+    def rank(comm: ThreadRank) -> None:
+        opt, params = made("mfac dense", comm, torch.float32)
+        train(opt, params, range(3))
+        twin, _ = made("mfac dense", comm, torch.float32, window_dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=r"bfloat16.*consolidate_state_dict\(\)"):
+            twin.load_state_dict(_quiet(opt))
+
+    run(2, rank)
+
+
+def test_without_curvature_nothing_is_partial() -> None:
+    def rank(comm: ThreadRank) -> None:
+        opt, params = made("mfac topk", comm, checkpoint_curvature="none")
+        train(opt, params, range(3))
+        saved = through_a_file(opt.state_dict())
+        assert "partial" not in saved
+        assert all(plain(key) not in opt.kinds for state in saved["state"].values() for key in state)
+        opt.load_state_dict(saved)
+        assert opt.diagnostics()["units"]["all"]["rows"] == 0
+        train(opt, params, range(2))
+
+    run(2, rank)
+
+
+def names(parts: Sequence[dict[str, Any]]) -> list[str]:
+    return [f"{i} {key}" for saved in parts for i, state in saved["state"].items() for key in state if "@" in key]
+
+
+def test_no_name_of_a_slice_is_on_two_ranks() -> None:
+    """Checkpoints that are written by all ranks keep one value of each name."""
+
+    def rank(comm: ThreadRank) -> dict[str, Any]:
+        opt, params = made("pre", comm)
+        train(opt, params, range(2))
+        return _quiet(opt)
+
+    found = names(run(4, rank))
+    assert found
+    assert len(found) == len(set(found))
