@@ -19,11 +19,12 @@ from secondorder.curvature.statistics import all_finite
 from secondorder.diagnostics.report import Reporting
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import all_true_on_cpu
+from secondorder.planner import Planning
 
 ReturnedT = TypeVar("ReturnedT")
 
 
-class SecondOrderOptimizer(Checkpointing, Reporting, JoiningOptimizer):
+class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer):
     """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
 
     Two families fill the stages in: ``LayerOptimizer`` with statistics captured per layer, ``WindowOptimizer`` with a

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Hashable, Iterator
 from itertools import chain
 
@@ -11,7 +10,8 @@ from secondorder.comm import CommOpt, CommStrategy, Local, RankGrid
 from secondorder.comm.planning import Plan, RankPlan, Traffic, Work, means, spread
 from secondorder.comm.rehearsal import Rehearsal
 from secondorder.lifecycle import Lifecycle
-from secondorder.rehearsing import Understudy
+from secondorder.rehearsing import RehearsedLayers, RehearsedWindows, Understudy
+from secondorder.windowing import Windowing
 
 #: Most steps that are looked at, where the intervals of groups have no small common multiple.
 _LONGEST = 10_000
@@ -20,15 +20,13 @@ _LONGEST = 10_000
 class Planning(Lifecycle):
     """A dry run of the steps of an optimizer."""
 
-    @abstractmethod
-    def _understudy(self) -> Understudy:
-        """Who plays the steps."""
-
-    def plan(self, world_size: int | None = None, comm: CommStrategy | None = None, batch_size: int | None = None) -> Plan:
+    def plan(
+        self, world_size: int | None = None, comm: CommStrategy | None = None, batch_size: int | None = None
+    ) -> Plan:
         """What every rank of a world will store, send and compute, from shapes alone: nothing runs, nothing is sent.
 
-        The world may be an imagined one, of thousands of ranks. Steps are those of a run that has long begun. Bytes sent
-        are as the counter of a run counts them: the payload of messages, padding included.
+        The world may be an imagined one, of thousands of ranks. Steps are those of a run that has long begun. Bytes
+        sent are as the counter of a run counts them: the payload of messages, padding included.
 
         Args:
             world_size: Number of ranks; unset: those of the process group.
@@ -45,7 +43,8 @@ class Planning(Lifecycle):
             NotImplementedError: For a strategy that is not on a grid of ranks.
         """
         world, strategy, told = self._imagined(world_size, comm)
-        actor = self._understudy()
+        family: type[Understudy] = RehearsedWindows if isinstance(self, Windowing) else RehearsedLayers
+        actor = family.of(self)
         actor.suppose(batch_size)
         homes = strategy._homes if strategy is self.comm and strategy.grid.world == world else None
         rehearsal = Rehearsal(strategy, actor.units(), world, homes)
@@ -131,5 +130,3 @@ def _notes(rehearsal: Rehearsal) -> Iterator[str]:
     if idle and rehearsal.owners:
         units, ranks = len(rehearsal.owners), rehearsal.grid.world
         yield f"{idle} of {ranks} ranks own nothing: {units} blocks or windows are fewer than ranks, or much unlike"
-
-

@@ -13,6 +13,7 @@ Which blocks are in a message follows from the step counter and from what was ag
 from __future__ import annotations
 
 import logging
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -99,13 +100,28 @@ class Reducing(Capturing):
         due = [self._blocks[i] for i in sorted(self._due)]
         if not due:
             return captured._replace(statistics={})
-        tail = [float(captured.total), float(captured.total > 0)]
+        word = self._options_word()
+        tail = [float(captured.total), float(captured.total > 0), 1.0, word, word * word]
         found, told = self._exchange(due, measured, self.measured_spec, tail)
         examples = {i: m.examples for i, m in found.items()}
-        total, ranks = told.tolist()
+        total, ranks, everyone, words, squares = told.tolist()
+        if everyone * squares != words * words:  # not one and the same word
+            self._refuse_options()
         # A rank that captures no layer has as many examples as the others.
         total = round(total * self.comm.data_world / ranks) if ranks else 0
         return captured._replace(statistics=found, examples=examples, total=total)  # type: ignore[arg-type]
+
+    def _options_word(self) -> float:
+        """A number of 20 bits for the options of the groups: its square and sums of them are exact."""
+        return float(zlib.crc32("\n".join(self._facts()["options of the groups"]).encode()) & 0xFFFFF)
+
+    def _refuse_options(self) -> None:
+        rates = [float(group["lr"]) for group in self.param_groups]
+        raise RuntimeError(
+            f"step {self._t}: the options of the parameter groups differ between ranks (lr here: {rates}), so their "
+            "parameters would drift apart. Schedules must see the same numbers on every rank: average a validation "
+            "loss over the ranks before it goes into one."
+        )
 
     def _exchange(
         self, blocks: Sequence[Block], measured: Mapping[int, Measured], spec: Spec, tail: Sequence[float]

@@ -1,8 +1,8 @@
 """Understudies: optimizers that play their own steps without data, to tell what ranks send, keep and compute.
 
-An understudy has the class of the optimizer, with a few verbs replaced, all its attributes, a state of ``meta`` tensors,
-and a strategy that counts messages instead of sending them. What a plan says of a step is what the code of the step
-does; only what needs data is left out.
+An understudy has the class of the optimizer, with a few verbs replaced, all its attributes, a state of ``meta``
+tensors, and a strategy that counts messages instead of sending them. What a plan says of a step is what the code of the
+step does; only what needs data is left out.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from secondorder.comm.rehearsal import Rehearsal
 from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Captured
 from secondorder.curvature.measured import Measured
+from secondorder.curvature.window import LAG, GradientWindow
 from secondorder.lifecycle import Directions, Lifecycle, State
-from secondorder.reducing import _WORDS, Reducing, Spec
+from secondorder.reducing import _WORDS, Spec
+from secondorder.refreshing import Refreshing
+from secondorder.sharding import ShardedWindows
+from secondorder.windowing import Unit as Window
+from secondorder.windowing import real
 
 #: FLOPs of factorising [n, n] over n³: an eigendecomposition, a Cholesky factorisation with the inverse.
 _EIGEN, _CHOLESKY = 9.0, 1.0
@@ -37,7 +42,7 @@ class Understudy(Lifecycle):
     def of(cls, optimizer: Lifecycle) -> Any:
         """The understudy of an optimizer; it has no strategy yet."""
         made = type(f"Rehearsed{type(optimizer).__name__}", (cls, type(optimizer)), {})
-        own = object.__new__(made)
+        own: Any = object.__new__(made)
         kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(optimizer).items()}
         own.__dict__.update(kept, state=defaultdict(dict))
         for p, state in optimizer.state.items():
@@ -92,7 +97,7 @@ class Understudy(Lifecycle):
         return str(cast(Any, self)._kind(p, key))
 
 
-class RehearsedLayers(Understudy, Reducing):
+class RehearsedLayers(Understudy, Refreshing):
     """A layer method."""
 
     def units(self) -> Sequence[Unit]:
@@ -206,3 +211,71 @@ def _flops_of_rows(g: Tensor, a: Any, n_a: int, n_g: int) -> tuple[float, float]
     return groups * kernel, groups * direction
 
 
+class RehearsedWindows(Understudy, ShardedWindows):
+    """A window method."""
+
+    def units(self) -> Sequence[Unit]:
+        """Windows."""
+        return self._portions or []
+
+    def begin(self, comm: Rehearsal) -> None:
+        """Windows as the first rank has them."""
+        super().begin(comm)
+        if not comm.is_real:
+            self._bounds = {}
+        named = self._partitioned()
+        self._wholes = [self._whole_window(params) for params in named.values()]
+        self._units = [
+            self._new_unit(i, name, params, self._wholes[i]) for i, (name, params) in enumerate(named.items())
+        ]
+
+    def intervals(self) -> list[int]:
+        """Every step does the same."""
+        return [1]
+
+    def key(self, t: int) -> Hashable:
+        """Every step does the same."""
+        return None
+
+    def rehearse(self, t: int) -> None:
+        """Dots and directions of a step."""
+        self.comm.average_gradients(list(self._group))
+        self._sum_dots({})
+        self._exchange([None] * len(self._units))
+
+    def _room(self, unit: Window) -> list[Tensor]:
+        return [torch.empty(real(p).shape, dtype=self._working(p), device="meta") for p in unit.params]
+
+    # ------------------------------------------------------------------ what ranks keep and compute
+    def holdings(self) -> Iterator[Holding]:
+        """Windows, or their parts."""
+        for index, (unit, whole) in enumerate(zip(self._units, self._wholes, strict=True)):
+            whose = None if unit.part is not None else self.comm.holders(index, "curvature")
+            yield Holding(whose, "buffers", LAG * torch.float64.itemsize)
+            for key, value in whole.shared_state().items():
+                yield Holding(whose, self.kinds[key], value.nbytes)
+            if unit.part is not None:
+                yield from self._parts_of(unit, whole)
+            else:
+                for i in range(len(unit.params)):
+                    for key, value in whole.state(i).items():
+                        yield Holding(whose, self.kinds[key], value.nbytes)
+
+    def _parts_of(self, unit: Window, whole: GradientWindow) -> Iterator[Holding]:
+        """Slices, by the column that has them."""
+        part = unit.part
+        assert part is not None
+        for i, bounds in enumerate(part.bounds):
+            state = whole.state(i)
+            for rank, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+                if start < stop:
+                    found = part.cutting.cut_state(state, bounds[-1], (start, stop))
+                    for key, value in found.items():
+                        yield Holding(self.comm.grid.columns[rank], self.kinds[key], value.nbytes)
+
+    def work(self) -> Iterator[Work]:
+        """Of the solve, which all parts repeat, and of the passes over the rows."""
+        for index, (unit, portion) in enumerate(zip(self._units, self.units(), strict=True)):
+            whose = None if unit.part is not None else self.comm.holders(index, "curvature")
+            yield Work(whose, "refresh", portion.refresh_flops)
+            yield Work(whose, "precondition", portion.step_flops / (1 if unit.part is None else unit.part.size))

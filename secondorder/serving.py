@@ -13,13 +13,13 @@ from secondorder.comm import Parcel
 from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Captured
 from secondorder.linalg import full_precision
-from secondorder.reducing import Reducing
+from secondorder.refreshing import Refreshing
 
 #: Options that a refresh reads, and that a schedule may change where a training loop runs.
 _SPOKEN = ("damping", "weight_decay")
 
 
-class Serving(Reducing):
+class Serving(Refreshing):
     """The verbs that a strategy calls where gradients, estimates and inverses are found by different ranks."""
 
     def reason_against_roles(self) -> str | None:

@@ -95,7 +95,8 @@ class ShardedWindows(Windowing):
         if self.comm.combines:
             whole = [i for i, unit in enumerate(self._units) if unit.part is None]
             parcels = [Parcel(i, found[i] or self._room(self._units[i])) for i in whole]
-            self.comm.share_directions(parcels)
+            if parcels:
+                self.comm.share_directions(parcels)
             for parcel in parcels:
                 found[parcel.index] = parcel.tensors
         return found
@@ -104,9 +105,10 @@ class ShardedWindows(Windowing):
         shards, sizes = [], []
         for i, part in parts:
             own = found[i]
-            for j, place in enumerate(self._units[i].window.places):
-                empty = torch.zeros(place.shape, dtype=place.working, device=place.device)
-                shards.append((empty if own is None else own[j]).reshape(-1))
+            window = self._units[i].window
+            for j, place in enumerate(window.places):
+                piece = torch.zeros(place.shape, device=place.device) if own is None else own[j]
+                shards.append(piece.reshape(-1).to(window.dtype_of(j)))
                 sizes.append(part.sizes(j))
         wholes = iter(self.comm.gather_shards(shards, sizes))
         gathered = list(found)
@@ -115,7 +117,8 @@ class ShardedWindows(Windowing):
         return gathered
 
     def _room(self, unit: Unit) -> list[Tensor]:
-        return [torch.zeros(real(p).shape, dtype=self._working(p), device=p.device) for p in unit.params]
+        dtypes = [unit.window.dtype_of(i) for i in range(len(unit.params))]
+        return [torch.zeros(real(p).shape, dtype=t, device=p.device) for p, t in zip(unit.params, dtypes, strict=True)]
 
     # ------------------------------------------------------------------ what a checkpoint holds
     def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
@@ -145,7 +148,7 @@ class ShardedWindows(Windowing):
         rest: State = {k: v for k, v in spec.items() if k not in self.kinds}
         if unit.part is None:
             return spec if unit.held or any(k in self.kinds for k in theirs) else rest
-        i = unit.params.index(p)
+        i = unit.place_of(p)
         start, stop = unit.part.span(i)
         if start < stop and not any("@" in k for k in theirs):
             return spec
@@ -200,7 +203,7 @@ class ShardedWindows(Windowing):
         unit = self._unit_of.get(p)
         if unit is None or unit.part is None:
             return []
-        expected = unit.dtypes[unit.params.index(p)]
+        expected = unit.dtypes[unit.place_of(p)]
         return [
             f"parameter '{self._names[p]}': {key} is {value.dtype}, expected {expected[plain(key)]}: slices are not "
             "converted, save with consolidate_state_dict()"

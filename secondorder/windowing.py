@@ -89,6 +89,10 @@ class Unit:
         places = [(id(p), tuple(p.shape), p.dtype, p.device) for p in self.params]
         self.signature = self.name, tuple(places), self.window.form, self.held, self.part
 
+    def place_of(self, p: nn.Parameter) -> int:
+        """Position of a parameter in the unit."""
+        return next(i for i, own in enumerate(self.params) if own is p)
+
     def own(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """This rank's part of one tensor per parameter."""
         if self.part is None:

@@ -176,14 +176,19 @@ def test_a_factory_of_a_trainer(model):
         ("hybrid_opt:0.5", HybridOpt),
         ("local_factors", LocalFactors),
         ("chief_only", ChiefOnly),
-        ("dedicated_workers", DedicatedWorkers),
-        ("dedicated_workers:gradient=[0, 1], factor=[2], inverse=[3], mode=opportunistic", DedicatedWorkers),
         ("local", Local),
     ],
 )
 def test_a_strategy_by_name(text, kind, model):
     assert type(from_name(text)) is kind
     assert type(secondorder.create("kfac", model, comm=text).comm) is kind
+
+
+@pytest.mark.parametrize(
+    "text", ["dedicated_workers", "dedicated_workers:gradient=[0, 1], factor=[2], inverse=[3], mode=opportunistic"]
+)
+def test_roles_by_name(text):
+    assert type(from_name(text)) is DedicatedWorkers
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,20 @@ MAY_IMPORT = {
     "trial": {"curvature", "options"},
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
     "layerwise": {"optimizer", "serving", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
-    "serving": {"reducing", "comm", "curvature", "linalg"},
+    "serving": {"refreshing", "comm", "curvature", "linalg"},
+    "refreshing": {"reducing", "curvature", "linalg"},
     "reducing": {"capturing", "lifecycle", "comm", "curvature", "linalg"},
     "capturing": {"lifecycle", "comm", "curvature", "options"},
     "windowed": {"optimizer", "sharding", "windowing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
     "sharding": {"windowing", "lifecycle", "comm", "curvature"},
     "windowing": {"checkpoint", "comm", "diagnostics", "lifecycle", "curvature"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
-    "optimizer": {"checkpoint", "comm", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options"},
+    "optimizer": {
+        "checkpoint", "planner", "comm", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options",
+    },
+    # a dry run plays the steps of both families
+    "planner": {"rehearsing", "windowing", "comm", "lifecycle"},
+    "rehearsing": {"refreshing", "reducing", "sharding", "windowing", "comm", "lifecycle", "curvature"},
     "diagnostics": {"lifecycle", "curvature", "options"},
     "checkpoint": {"lifecycle", "options"},
     "schedule": {"lifecycle", "options"},

@@ -98,7 +98,7 @@ class Links:
         self._make("factors", roles.factor)
         self._make("parameters", (roles.chief, *roles.factor))
         for j in () if roles.colocated else roles.inverse:
-            self._make(f"estimate {j}", (roles.server, j), self.patience)
+            self._make(f"estimate {j}", (roles.server, j))
         for j in roles.inverse:
             self._make(f"curvature {j}", (j, *roles.gradient), self.patience)
 

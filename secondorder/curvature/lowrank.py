@@ -125,6 +125,9 @@ class LowRankRows(Rows):
                 return {"window_p": f.p, "window_q": f.q, "q_prev": f.warm, "error": error}
         return self.dense.state(self._whole.index(i))
 
+    def dtype_of(self, i: int) -> torch.dtype:
+        return self.working if i in self._starts else self.dense.working
+
     @property
     def flops(self) -> float:
         inner = sum(

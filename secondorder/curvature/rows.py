@@ -58,6 +58,10 @@ class Rows(ABC):
     def state(self, i: int) -> dict[str, Tensor]:
         """Views of what is stored for tensor i, by state key."""
 
+    def dtype_of(self, i: int) -> torch.dtype:
+        """Precision of what :meth:`combine` gives of the whole tensor i, whatever part of it is here."""
+        return self.working
+
     @property
     @abstractmethod
     def flops(self) -> float:

@@ -375,6 +375,10 @@ class GradientWindow:
             found.update(zip(part.members, part.rows.combine(a.to(part.rows.device)), strict=True))
         return [found[i] for i in range(len(self.places))]
 
+    def dtype_of(self, i: int) -> torch.dtype:
+        """Precision of a combination of the rows of the whole tensor i."""
+        return next(part.rows.dtype_of(part.members.index(i)) for part in self._parts if i in part.members)
+
     def add_row(self, out: Sequence[Tensor], slot: Tensor, scale: Tensor) -> None:
         """Add ``scale`` times the row at a slot ``[1]`` to tensors, in place."""
         for part in self._parts:

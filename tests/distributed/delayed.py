@@ -4,8 +4,8 @@ Two networks and three optimizers without a process group stand for the three ro
 
 * gradients: ``learner`` takes every step; it never estimates anything but, if asked to, at its first step;
 * factors: ``estimator`` has the parameters that the learner had at the start of the epoch, and never moves;
-* inverses: what the estimator knew at the end of epoch k is factorised with the damping of the start of epoch k + 1,
-  when it was sent, and preconditions the learner from step (k + 2) T on.
+* inverses: what the estimator knew at the end of epoch k is factorised with the damping of the learner's last
+  step in that epoch, when it was sent, and preconditions the learner from step (k + 2) T on.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Delayed:
 
     # ------------------------------------------------------------------ inverses
     def _inverted(self, t: int) -> list[dict[str, Tensor]]:
-        self._set_damping(self.inverting, t)
+        self._set_damping(self.inverting, t - 1)
         self.estimating.state_dict()  # what its last step measured is folded in by now
         pairs = list(zip(self._states(self.estimating), self._states(self.inverting), strict=True))
         for source, target in pairs:

@@ -263,6 +263,17 @@ def test_batch_with_a_nan_on_one_rank_is_dropped_by_all(pool: Pool, method: str,
     assert [skipped for _, skipped in results] == [1, 1]
 
 
+def poisoned_backward(model: nn.Module, optimizer: Any, inputs: Tensor, targets: Tensor, poison: bool) -> None:
+    """A backward pass from which statistics with a NaN are captured, if so wanted, and then sound gradients."""
+    optimizer.zero_grad()
+    mean_loss(model(inputs * (torch.nan if poison else 1.0)), targets).backward()
+    parameters = list(model.parameters())
+    with optimizer.pause_capture():
+        gradients = torch.autograd.grad(mean_loss(model(inputs), targets), parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad.copy_(gradient)
+
+
 def poisoned_statistics(
     rank: int, world: int, strategy: str, run: Run, poisoned: list[tuple[int, ...]]
 ) -> tuple[Tensor, list[dict[str, Tensor]], int]:
@@ -272,11 +283,7 @@ def poisoned_statistics(
     with optimizer_on(model, strategy, run, average_gradients=True) as optimizer:
         for step, ranks in enumerate(poisoned):
             inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(step), rank, world))
-            optimizer.zero_grad()
-            mean_loss(model(inputs * (torch.nan if rank in ranks else 1.0)), targets).backward()
-            model.zero_grad()  # what was captured stays
-            with optimizer.pause_capture():
-                mean_loss(model(inputs), targets).backward()
+            poisoned_backward(model, optimizer, inputs, targets, rank in ranks)
             optimizer.step()
             path.append(flat(model))
             held.append(curvatures(optimizer))
@@ -320,11 +327,7 @@ def after_poison(rank: int, world: int, strategy: str, run: Run) -> tuple[Tensor
     with optimizer_on(model, strategy, run, average_gradients=True) as optimizer:
         for step in range(6):
             inputs, targets = (t.to(device_of(rank)) for t in shard(run.batch(step), rank, world))
-            optimizer.zero_grad()
-            mean_loss(model(inputs * (torch.nan if (rank, step) == (0, 0) else 1.0)), targets).backward()
-            model.zero_grad()
-            with optimizer.pause_capture():
-                mean_loss(model(inputs), targets).backward()
+            poisoned_backward(model, optimizer, inputs, targets, (rank, step) == (0, 0))
             optimizer.step()
             path.append(flat(model))
         return torch.stack(path), optimizer.diagnostics()["skipped_statistics"]

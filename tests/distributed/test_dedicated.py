@@ -138,8 +138,6 @@ def train_on_a_schedule(rank: int, world: int, steps: int) -> Any:
             optimizer.zero_grad()
             loss_of(model, comm, step).backward()
             optimizer.step()
-            if comm.role == "gradient":
-                optimizer.param_groups[0]["damping"] = falling(step + 1)
             found.append(flat(model))
     optimizer.close()
     return found if comm.role == "gradient" else comm.role
@@ -224,7 +222,11 @@ def train_with_a_death(rank: int, world: int, dies: str, at: int, steps: int, co
         if dies == "inverse" and last:
             count = iter(range(at))
             refresh = optimizer.refresh
-            optimizer.refresh = lambda *a: refresh(*a) if next(count, None) is not None else os._exit(3)  # type: ignore
+
+            def last_refresh(*given: Any) -> Tensor:
+                return refresh(*given) if next(count, None) is not None else os._exit(3)
+
+            optimizer.refresh = last_refresh  # type: ignore[method-assign]
         strategy.serve(optimizer)
         optimizer.close()
         return "inverse"

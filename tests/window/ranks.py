@@ -30,7 +30,7 @@ class Meeting:
 
 
 class ThreadRank(CommStrategy):
-    """One rank of ``world`` on a grid of ``workers`` rows; unit i belongs to rank i modulo the world.
+    """One rank of ``world`` on a grid of ``workers`` rows; units go to the ranks in turn.
 
     Attributes:
         sent: Verb and bytes of every message, in order.
@@ -41,8 +41,8 @@ class ThreadRank(CommStrategy):
     def __init__(self, meeting: Meeting, rank: int, workers: int = 1) -> None:
         self.meeting, self.here, self.width = meeting, rank, meeting.world // workers
         self.sent: list[tuple[str, int]] = []
-        self.facts: list[Mapping[str, Sequence[str]]] = []
         self.units: list[Unit] = []
+        self.homes: dict[str, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ThreadRank":
         return self
@@ -58,13 +58,15 @@ class ThreadRank(CommStrategy):
 
     def place(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
+        for i, unit in enumerate(units):
+            self.homes.setdefault(unit.name, i % self.world)  # what was placed before stays
 
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
         mine = {**facts, "units": [f"{unit.name} {unit.signature}" for unit in self.units]}
         assert all(theirs == mine for theirs in self.meeting.exchange(self.here, mine))
 
     def owner(self, index: int) -> int:
-        return index % self.world
+        return self.homes[self.units[index].name]
 
     def preconditions(self, index: int) -> bool:
         return self.owner(index) % self.width == self.here % self.width

@@ -158,7 +158,7 @@ def test_ranks_do_what_one_process_does(kind: str, world: int, workers: int, par
     found = run(world, rank, workers)
     for path, noises in found:
         assert torch.equal(path, found[0][0])
-        assert_near(path, expected, 1e-11)
+        assert_near(path, expected, 1e-9)
         assert noises == [unit.window.noise for unit in single._units]
 
 
@@ -289,7 +289,7 @@ def sparse_run(opt: Any, params: list[nn.Parameter]) -> Tensor:
         absent = [[1], [0, 1, 2, 3, 4], [0, 4], [2]][step % 4]
         for i in absent if step < 8 else []:
             params[i].grad = None
-        if step == 5:
+        if step == 4:
             params[3].grad.fill_(torch.nan)  # type: ignore[union-attr]
         opt.step()
         path.append(flat(params))
