@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ModelName = Literal["resnet32", "resnet50", "bert-base", "bert-large", "decoder-7b"]
+ModelName = Literal["resnet20", "resnet32", "resnet50", "bert-base", "bert-large", "decoder-7b"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def architecture(name: ModelName) -> Architecture:
     """Build a model on the ``meta`` device.
 
     Args:
-        name: ``resnet32`` is the one for CIFAR-10, ``resnet50`` that for ImageNet (He et al., 2016), ``bert-base`` and
+        name: ``resnet20`` and ``resnet32`` are those for CIFAR-10, ``resnet50`` for ImageNet (He et al., 2016), ``bert-base`` and
             ``bert-large`` are encoders of 512 positions with their masked-word head (Devlin et al., 2019), and
             ``decoder-7b`` has the shapes of LLaMA (Touvron et al., 2023) with 2,048 positions.
 
@@ -99,8 +99,8 @@ def _resnet50() -> Architecture:
     return Architecture(model, _images(224), 32)
 
 
-def _resnet32() -> Architecture:
-    blocks, width = _stages(16, (5, 5, 5), (16, 32, 64), 1)
+def _resnet_cifar(depth: int) -> Architecture:
+    blocks, width = _stages(16, (depth,) * 3, (16, 32, 64), 1)
     return Architecture(_classifier(_conv(3, 16, 3), blocks, width, 10), _images(32), 128)
 
 
@@ -124,7 +124,8 @@ class _Bert(nn.Module):
         places = torch.arange(x.shape[1], device=x.device).expand_as(x)
         found = self.norm(self.words(x) + self.positions(places) + self.segments(torch.zeros_like(x)))
         found = self.head_norm(F.gelu(self.transform(self.encoder(found))))
-        return found @ self.words.weight.mT
+        logits: Tensor = found @ self.words.weight.mT
+        return logits
 
 
 class _DecoderLayer(nn.Module):
@@ -140,8 +141,9 @@ class _DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm1(x)
-        split = (m(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in (self.query, self.key, self.value))
-        found = F.scaled_dot_product_attention(*split, is_causal=True)
+        maps = (self.query, self.key, self.value)
+        query, key, value = (m(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for m in maps)
+        found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(found.transpose(1, 2).flatten(-2))
         normed = self.norm2(x)
         added: Tensor = self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -164,7 +166,8 @@ def _decoder() -> Architecture:
 
 
 _MODELS: dict[ModelName, Callable[[], Architecture]] = {
-    "resnet32": _resnet32,
+    "resnet20": lambda: _resnet_cifar(3),
+    "resnet32": lambda: _resnet_cifar(5),
     "resnet50": _resnet50,
     "bert-base": lambda: _bert(768, 12),
     "bert-large": lambda: _bert(1024, 24),

@@ -207,7 +207,7 @@ class Checkpointing(Lifecycle):
                 state_dict = replaced
         groups = [{**self._group_defaults(live), **given} for live, given in self._paired(state_dict)]
         self._require_own(state_dict.get("partial"))
-        loaded = self._checked_state(state_dict["state"], groups)
+        loaded = self._checked_state(_by_number(state_dict["state"]), groups)
         self._gathered.clear()
         for live, given in zip(self.param_groups, groups, strict=True):
             kept = {"params": live["params"], **{key: live[key] for key in self._structural}}
@@ -370,6 +370,12 @@ def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
         like = live if isinstance(live, Tensor) else parameter
         return value.detach().to(device=parameter.device, dtype=like.dtype, copy=True)
     return value
+
+
+def _by_number(found: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """State by parameter; torch's distributed checkpoints load plain numbers to its number in words instead."""
+    texts = {k for k in found if isinstance(k, str) and k.isdecimal() and int(k) in found}
+    return {k: {**v, **found.get(str(k), {})} for k, v in found.items() if k not in texts} if texts else found
 
 
 def _copied(value: Any) -> Any:

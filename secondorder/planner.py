@@ -6,8 +6,9 @@ import math
 from collections.abc import Hashable, Iterator
 from itertools import chain
 
+from secondorder import options
 from secondorder.comm import CommOpt, CommStrategy, Local, RankGrid
-from secondorder.comm.planning import Plan, RankPlan, Traffic, Work, means, spread
+from secondorder.comm.planning import Plan, RankPlan, Sum, Traffic, Work, means, spread
 from secondorder.comm.rehearsal import Rehearsal
 from secondorder.lifecycle import Lifecycle
 from secondorder.rehearsing import RehearsedLayers, RehearsedWindows, Understudy
@@ -42,6 +43,7 @@ class Planning(Lifecycle):
             ValueError: For a value out of range.
             NotImplementedError: For a strategy that is not on a grid of ranks.
         """
+        options.optional_whole(1)("batch_size", batch_size)
         world, strategy, told = self._imagined(world_size, comm)
         family: type[Understudy] = RehearsedWindows if isinstance(self, Windowing) else RehearsedLayers
         actor = family.of(self)
@@ -64,10 +66,7 @@ class Planning(Lifecycle):
         """World, strategy and its name."""
         if world_size is None:
             world_size = max(1, self.comm.data_world)
-        if isinstance(world_size, bool) or not isinstance(world_size, int):
-            raise TypeError(f"world_size must be a whole number, got {world_size!r}")
-        if world_size < 1:
-            raise ValueError(f"world_size must be at least 1, got {world_size}")
+        options.whole(1)("world_size", world_size)
         if comm is not None and not isinstance(comm, CommStrategy):
             raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
         chosen = self.comm if comm is None else comm
@@ -97,7 +96,7 @@ def _rehearse(actor: Understudy, rehearsal: Rehearsal) -> tuple[list[Traffic], f
         traffic, padding = rehearsal.traffic(len(steps))
         found.append(traffic)
         padded += padding * len(steps)
-        wanted += (traffic.common.get("statistics", 0) - padding) * len(steps)
+        wanted += (traffic.common.get("statistics", Sum()).nbytes - padding) * len(steps)
     return found, padded / wanted if wanted else 0.0
 
 
@@ -112,12 +111,13 @@ def _by_rank(actor: Understudy, rehearsal: Rehearsal, traffic: list[Traffic]) ->
     return [
         RankPlan(
             stored[rank],
-            dict(sent[rank % width].sent),
-            dict(sent[rank % width].worst),
+            dict(found.sent),
+            dict(found.worst_sent),
             flops[rank],
-            dict(sent[rank % width].messages),
+            dict(found.wire),
+            dict(found.messages),
         )
-        for rank in range(world)
+        for rank, found in ((rank, sent[rank % width]) for rank in range(world))
     ]
 
 
@@ -126,7 +126,7 @@ def _stages(work: list[Work]) -> Iterator[str]:
 
 
 def _notes(rehearsal: Rehearsal) -> Iterator[str]:
-    idle = rehearsal.grid.world - len(set(rehearsal.owners))
-    if idle and rehearsal.owners:
-        units, ranks = len(rehearsal.owners), rehearsal.grid.world
-        yield f"{idle} of {ranks} ranks own nothing: {units} blocks or windows are fewer than ranks, or much unlike"
+    world, owned = rehearsal.grid.world, rehearsal.owned
+    idle = world - len(set(owned))
+    if idle and owned:
+        yield f"{idle} of {world} ranks own none of the {len(owned)} blocks and refresh nothing"

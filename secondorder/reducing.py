@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -149,8 +149,10 @@ class Reducing(Capturing):
                 self._skipped_statistics[block.name] = before + dropped
             if n := int(total[0]):
                 mine, parts = measured.get(block.index), dict[str, Part]()
-                found[block.index] = Measured(parts, n, None if mine is None else mine.rest)
-                means = partial(self._means, block, parcel, total[_WORDS:], spec(block))
+                counts = self._count_size(block) * len(parcel.tensors)
+                _, number, more = total.split([_WORDS, counts, len(total) - _WORDS - counts])
+                found[block.index] = Measured(parts, n, None if mine is None else mine.rest, more)
+                means = partial(self._means, block, parcel, number, spec(block))
                 on_the_way.append(lambda parts=parts, means=means: parts.update(means()))  # type: ignore[misc]
         self._arrivals = work, on_the_way
         return found, told
@@ -191,10 +193,18 @@ class Reducing(Capturing):
         """Numbers in the count of a part: one, or one for each of the blocks of a layer."""
         return 1 if block.adapter.is_exact else block.adapter.groups
 
+    def _sends_more(self, block: Block) -> bool:
+        """Whether more than sums travels of a block in this step."""
+        return False
+
+    def _more_words(self, block: Block, measured: Measured | None) -> Tensor:
+        """Words of a method's own about a block, float64; as many on every rank, without data too."""
+        return torch.zeros(0, dtype=torch.float64)
+
     def _contribution(
         self, block: Block, measured: Measured | None, spec: Mapping[str, Tensor]
     ) -> tuple[Tensor, Parcel]:
-        """Words ``[examples, contributed, dropped, counts of each part …]`` and sums of this rank, perhaps zeros."""
+        """Words ``[examples, contributed, dropped, counts of each part …, more …]`` and sums of this rank or zeros."""
         size, device = self._count_size(block), block.owner.device
         finite = None if measured is None else self._is_finite(measured).to(device)
         counts, tensors = [], []
@@ -207,7 +217,8 @@ class Reducing(Capturing):
                 counts.append(counts_of(part, size).to(device))
                 tensors.append(weighted(part, counts[-1], finite).to(like.dtype))
         head = [0.0, 0.0, 0.0] if measured is None else [float(measured.examples), 1.0, 0.0]
-        words = torch.cat([torch.tensor(head, dtype=torch.float64, device=device), *counts])
+        more = self._more_words(block, measured).to(device)
+        words = torch.cat([torch.tensor(head, dtype=torch.float64, device=device), *counts, more])
         if finite is not None:
             lost = torch.zeros_like(words)
             lost[2] = 1.0
@@ -240,7 +251,9 @@ class Reducing(Capturing):
                 with full_precision(todo[0].owner.device):
                     failed = dict(zip(todo, (~self.refresh(todo, True)).cpu().tolist(), strict=True))
         except Exception as found:  # the others wait for this rank: they must hear of it
-            error = f"rank {self.comm.rank}: the refresh of its layers failed: {type(found).__name__}: {found}"
+            names = ", ".join(repr(b.name) for b in mine[:8]) + (", …" if len(mine) > 8 else "")
+            what = f"the refresh of layer{'s' if len(mine) > 1 else ''} {names} failed"
+            error = f"rank {self.comm.rank}: {what}: {type(found).__name__}: {found}"
             log.exception("refresh failed")
         flags = [*(failed.get(b, False) for b in due), *(b in empty for b in due), error is not None]
         words = torch.tensor(flags, dtype=torch.float64, device=due[0].owner.device)
@@ -302,6 +315,19 @@ class Reducing(Capturing):
         """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
         self._settle()
         super().detach()
+
+    # ------------------------------------------------------------------ what a plan supposes
+    def imagine(self, batch_size: int | None, is_real: bool) -> None:
+        """Decide what the first batch will decide, supposing so many examples per rank.
+
+        Args:
+            batch_size: How many, None for as many as in the last step.
+            is_real: Whether this optimizer runs in the world that is planned: then what was decided stands.
+        """
+
+    def remarks(self) -> Iterator[str]:
+        """What a user should know of the steps that were planned."""
+        yield from ()
 
     # ------------------------------------------------------------------ what this rank holds
     def place_of(self, block: Block, key: str) -> str:

@@ -100,6 +100,16 @@ class Understudy(Lifecycle):
 class RehearsedLayers(Understudy, Refreshing):
     """A layer method."""
 
+    _batch_size_supposed: int | None = None
+
+    def suppose(self, batch_size: int | None) -> None:
+        """Suppose that steps have so many examples per rank."""
+        self._batch_size_supposed = batch_size
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know."""
+        yield from self.remarks()
+
     def units(self) -> Sequence[Unit]:
         """Blocks."""
         return [self._unit(block) for block in self._blocks]
@@ -113,6 +123,7 @@ class RehearsedLayers(Understudy, Refreshing):
             state = self.state[block.owner]
             found = {**{k: v for k, v in state.items() if k in self.kinds}, **self.curvature_spec(block, block.group)}
             state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
+        self.imagine(self._batch_size_supposed, comm.is_real)
 
     def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
         """As it is; asked for often, so it is kept."""
@@ -131,7 +142,7 @@ class RehearsedLayers(Understudy, Refreshing):
     def key(self, t: int) -> Hashable:
         """What is due."""
         self._t = t
-        due = [(b.index, *self.measured_spec(b)) for b in self._blocks if self._capture_is_due(b)]
+        due = [(b.index, self._sends_more(b), *self.measured_spec(b)) for b in self._blocks if self._capture_is_due(b)]
         return tuple(due), tuple(b.index for b in self._blocks if self._refresh_is_due(b))
 
     def rehearse(self, t: int) -> None:
@@ -148,7 +159,9 @@ class RehearsedLayers(Understudy, Refreshing):
     ) -> tuple[dict[int, Measured], Tensor]:
         """Shapes alone are exchanged."""
         specs = {b: spec(b) for b in blocks}
-        words = sum(_WORDS + self._count_size(b) * len(found) for b, found in specs.items())
+        words = sum(
+            _WORDS + self._count_size(b) * len(found) + len(self._more_words(b, None)) for b, found in specs.items()
+        )
         flags = {b: tuple(self.is_symmetric(b, key) for key in found) for b, found in specs.items()}
         self.comm.reduce_statistics([Parcel(b.index, list(s.values()), flags[b]) for b, s in specs.items()])
         self.comm.agree(torch.zeros(words + len(tail), dtype=torch.float64))
@@ -244,7 +257,8 @@ class RehearsedWindows(Understudy, ShardedWindows):
         self._exchange([None] * len(self._units))
 
     def _room(self, unit: Window) -> list[Tensor]:
-        return [torch.empty(real(p).shape, dtype=self._working(p), device="meta") for p in unit.params]
+        dtypes = [unit.window.dtype_of(i) for i in range(len(unit.params))]
+        return [torch.empty(real(p).shape, dtype=t, device="meta") for p, t in zip(unit.params, dtypes, strict=True)]
 
     # ------------------------------------------------------------------ what ranks keep and compute
     def holdings(self) -> Iterator[Holding]:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from secondorder.curvature import statistics
+from secondorder.comm import Unit
+from secondorder.curvature import kernel, statistics, woodbury
 from secondorder.curvature.adapters.embedding import EmbeddingAdapter
 from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Captured, Statistic
@@ -27,22 +28,57 @@ from secondorder.linalg import all_true_on_cpu
 
 #: Kernels of more rows are kept in the precision of the rows: in float64 they would outgrow everything else.
 DOUBLE_ROWS = 4096
+#: Examples that costs of layers are compared for, where nobody said how many there are.
+_EXAMPLES = 32
+
+
+class Raw(NamedTuple):
+    """Rows of a block as captured on this rank.
+
+    Attributes:
+        rows: Neither scaled nor divided by anything.
+        real: Rows that are not padding.
+        finite: Whether all numbers are, a 0-dim bool tensor; None where it was not asked.
+    """
+
+    rows: Rows
+    real: float | Tensor
+    finite: Tensor | None = None
 
 
 class Fresh(NamedTuple):
     """What a step captured for a block.
 
     Attributes:
-        rows: Rows of all its examples, scaled per datum: the Fisher's block is ``Σ_n u_n u_nᵀ``.
-        examples: n.
+        rows: Rows of all examples of this rank, scaled per datum: the Fisher's block is ``Σ_n u_n u_nᵀ`` over those of
+            all ranks.
+        examples: n, of this rank.
         real: Rows that are not padding.
         ok: Whether they may be used, a 0-dim bool tensor.
+        share: n as a part of the examples of all ranks.
+        damping: λ ``[(Γ)]``, where it follows from the examples of several ranks.
     """
 
     rows: Rows
     examples: int
     real: float | Tensor
     ok: Tensor
+    share: float = 1.0
+    damping: Tensor | None = None
+
+
+class Kept(NamedTuple):
+    """Rows that a refresh keeps of a block, and what makes their M.
+
+    Attributes:
+        rows: Rows ``[(Γ,) R, S, …]``.
+        damping: λ ``[(Γ)]``.
+        core: S of the interpolation ``[(Γ,) R, R]``, or None.
+    """
+
+    rows: Rows
+    damping: Tensor
+    core: Tensor | None = None
 
 
 class Sizes(NamedTuple):
@@ -87,8 +123,8 @@ class RowOptimizer(LayerOptimizer):
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
-    def rank_of(self, group: Mapping[str, Any], examples: int) -> int:
-        """R, the rows to keep of so many examples."""
+    def rank_of(self, group: Mapping[str, Any], examples: int, ranks: int = 1) -> int:
+        """r, the rows to keep of so many examples on each of some ranks."""
 
     # ------------------------------------------------------------------ state
     def row_spec(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> State:
@@ -102,9 +138,15 @@ class RowOptimizer(LayerOptimizer):
         Returns:
             The state.
         """
-        sizes = self._sizes(block, group, held)
-        lead = () if block.adapter.is_exact or block.adapter.groups == 1 else (block.adapter.groups,)
-        r, single = sizes.rows, self._precision(block.owner)
+        return self.sized_spec(block, self._sizes(block, group, held))
+
+    def lead_of(self, block: Block) -> tuple[int, ...]:
+        """Leading shape of the tensors of a block: Γ where it has groups."""
+        return () if block.adapter.is_exact or block.adapter.groups == 1 else (block.adapter.groups,)
+
+    def sized_spec(self, block: Block, sizes: Sizes) -> State:
+        """The same for rows of given sizes."""
+        lead, r, single = self.lead_of(block), sizes.rows, self._precision(block.owner)
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty((*lead, *shape), dtype=dtype, device="meta")
@@ -128,7 +170,7 @@ class RowOptimizer(LayerOptimizer):
         d_a = 0 if adapter.constant_input else adapter.n_a
         d_g = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
         if not (isinstance(a, Tensor) and isinstance(g, Tensor) and g.dim() >= 3):
-            rows = self.rank_of(group, self._batch_size) if self._batch_size else 0
+            rows = self.planned_rows(block, group, self._batch_size) if self._batch_size else 0
             return Sizes(rows, 1, d_a, d_g, keeps_indices(adapter, group["approx"]))
         # As held, if that is something this block can have: a checkpoint may be of another model.
         by_index = isinstance(adapter, EmbeddingAdapter) and not a.is_floating_point()
@@ -136,9 +178,38 @@ class RowOptimizer(LayerOptimizer):
         d_g = adapter.n_g * adapter.n_a if whole and not adapter.is_exact else d_g
         return Sizes(g.shape[-3], g.shape[-2], 0 if whole else d_a, d_g, by_index)
 
+    def planned_rows(self, block: Block, group: Mapping[str, Any], examples: int) -> int:
+        """R, the rows of a block if every rank has so many examples."""
+        ranks = self.comm.sources(block.index)
+        return ranks * self.rank_of(group, examples, ranks)
+
     def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
         """State of a block, of the sizes that it has."""
         return self.row_spec(block, group, self.state[block.owner])
+
+    def place_of(self, block: Block, key: str) -> str:
+        """Who holds a tensor of the state of a block: what tells of the rows is where they are."""
+        return "curvature" if key == "interpolated" else super().place_of(block, key)
+
+    def is_symmetric(self, block: Block, key: str) -> bool:
+        """Whether a tensor of the state is a symmetric matrix."""
+        return key == "kernel"
+
+    def _unit(self, block: Block) -> Unit:
+        """What a strategy needs to know of a block; the sizes of rows, which change, are not compared."""
+        adapter, group = block.adapter, block.group
+        blocks, wide = (1, adapter.groups * adapter.n_g) if adapter.is_exact else (adapter.groups, adapter.n_g)
+        r, batch = self.rank_of(group, self._batch_size or _EXAMPLES), self._batch_size or "of any size"
+        return (
+            super()
+            ._unit(block)
+            ._replace(
+                signature=f"{blocks}×{wide}×{adapter.n_a} {block.kind} {self._precision(block.owner)}, batch {batch}",
+                refresh_flops=float(blocks * (r**3 + r * r * (adapter.n_a + wide))),
+                step_flops=4.0 * blocks * r * adapter.n_a * wide,
+                nbytes=blocks * r * (self._precision(block.owner).itemsize * (adapter.n_a + wide) + 8 * r),
+            )
+        )
 
     def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> State:
         expected = super()._expected_state(p, group, theirs)
@@ -166,13 +237,9 @@ class RowOptimizer(LayerOptimizer):
         self, block: Block, rows: Rows, inverse: Tensor, damping: Tensor, interpolated: bool, good: Tensor
     ) -> None:
         """Take rows and their kernel over, all together, if they are good."""
-        state, a = self.state[block.owner], rows.a
-        if a is None:
-            a = rows.g.new_zeros(*rows.g.shape[:-1], 0)
-        elif rows.homogeneous:  # the 1 is kept, so that a bias that is frozen or trained later shows in the shape
-            a = F.pad(a, (0, 1), value=1.0)
+        state = self.state[block.owner]
         found = {
-            "rows_a": a,
+            "rows_a": inputs_of(rows),
             "rows_g": rows.g,
             "kernel": inverse.to(torch.float64 if rows.n <= DOUBLE_ROWS else rows.g.dtype),
             "kernel_damping": damping,
@@ -196,8 +263,12 @@ class RowOptimizer(LayerOptimizer):
 
     # ------------------------------------------------------------------ stages 1 to 3: rows
     def _take(self) -> Captured:
-        self._fresh.clear()
+        self._forget_step()
         return super()._take()
+
+    def _forget_step(self) -> None:
+        """Drop what was captured for a step."""
+        self._fresh.clear()
 
     def new_statistic(self, block: Block, group: Group) -> Statistic:
         """Nothing but what the backward pass will bring."""
@@ -209,21 +280,31 @@ class RowOptimizer(LayerOptimizer):
 
     def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
         """Rows are not summed: they stay what they are."""
-        return Measured({}, examples, statistic)
+        pending = cast(ExampleRows, statistic)
+        if not pending.nbytes:
+            return Measured({}, examples)
+        rows = pending.finish()
+        return Measured({}, examples, Raw(rows, pending.real, all_finite(rows) if self.comm.combines else None))
+
+    def _is_finite(self, measured: Measured) -> Tensor:
+        return torch.tensor(True) if measured.rest is None else cast(Raw, measured.rest).finite  # type: ignore[return-value]
 
     def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
         """Scale rows per datum, and hold them for the refresh of this step."""
-        pending, group, examples = cast(ExampleRows, measured.rest), block.group, measured.examples
-        if not pending.nbytes:
+        if measured.rest is None:
             return torch.ones((), dtype=torch.bool, device=block.owner.device)
-        scale = statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
-        rows = scaled(pending.finish(), scale**0.5)
-        floating = [t for t in (rows.a, rows.g) if t is not None and t.is_floating_point()]
-        finite = statistics.all_finite(floating)
+        raw, examples = cast(Raw, measured.rest), measured.examples
+        rows = scaled(raw.rows, self.gradient_scale(block, examples) ** 0.5)
+        finite = all_finite(rows)
         if finite.device.type != "cpu" or finite.numpy():
             ok = finite if gate is None else finite & gate
-            self._fresh[block] = Fresh(rows, examples, pending.real, ok)
+            self._fresh[block] = Fresh(rows, examples, raw.real, ok)
         return finite
+
+    def gradient_scale(self, block: Block, examples: int) -> float:
+        """Factor of ``‖u‖²`` from captured rows of so many examples to rows scaled per datum."""
+        group = block.group
+        return statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
 
     def _has_estimate(self, block: Block) -> bool:
         return bool(self.state[block.owner]["refreshes"] > 0)
@@ -248,13 +329,13 @@ class RowOptimizer(LayerOptimizer):
         return statistics.effective_damping(block.group["damping"], block.group["damping_mode"], mean)
 
     def _advance(self) -> None:
-        self._fresh.clear()
+        self._forget_step()
         self._gradients_now = {}
         super()._advance()
 
     # ------------------------------------------------------------------ checkpoints and copies
     def _finish_load(self) -> None:
-        self._fresh.clear()
+        self._forget_step()
         super()._finish_load()
 
     def _kept_by_copies(self) -> dict[str, Any]:
@@ -267,6 +348,31 @@ class RowOptimizer(LayerOptimizer):
     # ------------------------------------------------------------------ what it tells
     def _pending_bytes(self) -> int:
         return super()._pending_bytes() + sum(fresh.rows.nbytes for fresh in self._fresh.values())
+
+
+def all_finite(rows: Rows) -> Tensor:
+    """Whether all numbers of some rows are finite, a 0-dim bool tensor."""
+    return statistics.all_finite([t for t in (rows.a, rows.g) if t is not None and t.is_floating_point()])
+
+
+def inputs_of(rows: Rows) -> Tensor:
+    """Inputs as state keeps them: with their 1, so that a bias that is frozen or trained later shows in the shape."""
+    if rows.a is None:
+        return rows.g.new_zeros(*rows.g.shape[:-1], 0)
+    return F.pad(rows.a, (0, 1), value=1.0) if rows.homogeneous else rows.a
+
+
+def filled(kept: Kept, rows: int) -> Kept:
+    """Zero rows up to a fixed number of them, which change nothing."""
+    missing = rows - kept.rows.g.shape[-3]
+    if missing <= 0:
+        return kept
+    core = kept.core
+    if core is not None:
+        core = woodbury.block_diagonal(
+            [core, torch.eye(missing, dtype=core.dtype, device=core.device).expand(*core.shape[:-2], -1, -1)]
+        )
+    return Kept(kernel.padded(kept.rows, rows), kept.damping, core)
 
 
 def _owned(x: Tensor) -> Tensor:

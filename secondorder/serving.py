@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -120,10 +119,6 @@ class Serving(Refreshing):
 
     def _can_refresh(self, block: Block) -> bool:
         return self.updates_of(block.index) > 0 and not self._is_empty(block)
-
-    @abstractmethod
-    def _judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
-        """Count refreshes that failed in a row."""
 
     @torch.no_grad()
     def idle(self) -> None:

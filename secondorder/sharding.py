@@ -17,17 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.comm import Parcel
+from secondorder.curvature.form import Form
 from secondorder.curvature.shards import Part, join, plain
 from secondorder.curvature.topk import TopK
-from secondorder.curvature.window import LAG, SHARED, SLOT_DIM, Form, Push, padded
+from secondorder.curvature.window import LAG, SHARED, SLOT_DIM, Push, padded
 from secondorder.lifecycle import Group, State
-from secondorder.windowing import MOMENTUM_KEYS, Unit, Windowing, real
+from secondorder.units import Unit, real
+from secondorder.windowing import MOMENTUM_KEYS, Windowing
+
+_MEND = "Call optimizer.consolidate_state_dict() on all ranks before saving: what is saved then loads anywhere."
 
 Found = list[list[Tensor] | None]
 
 
 class ShardedWindows(Windowing):
     """Exchanges what ranks hold of windows with those that hold the rest."""
+
+    def _facts(self) -> dict[str, list[str]]:
+        """Windows whose sums are due too: they are a message."""
+        return {**super()._facts(), "windows to sum anew": [unit.name for unit in self._units if unit.window.stale]}
 
     # ------------------------------------------------------------------ stage 3: dots
     def _refresh_stale(self) -> None:
@@ -160,9 +168,12 @@ class ShardedWindows(Windowing):
 
     # ------------------------------------------------------------------ load
     def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
+        states: dict[nn.Parameter, Mapping[str, Any]] = {}
         for live, given in zip(self.param_groups, groups, strict=True):
             for p, i in zip(live["params"], given["params"], strict=True):
                 self._require_own_part(p, found.get(i, {}))
+                states[p] = found.get(i, {})
+        self._require_all_windows(states, groups)
         return super()._checked_state(found, groups)
 
     def _require_own_part(self, p: nn.Parameter, theirs: Iterable[str]) -> None:
@@ -174,9 +185,18 @@ class ShardedWindows(Windowing):
                 own = "all of it" if part is None else f"part {part.rank} of {part.size}"
                 raise RuntimeError(
                     f"this state_dict holds part {saved.replace('of', ' of ')} of the window ('{name}' of parameter "
-                    f"'{self._names[p]}'), and rank {self.comm.rank} under {self.comm!r} holds {own}. Call "
-                    "optimizer.consolidate_state_dict() on all ranks before saving: that dict loads anywhere."
+                    f"'{self._names[p]}'), and rank {self.comm.rank} under {self.comm!r} holds {own}. {_MEND}"
                 )
+
+    def _require_all_windows(self, states: Mapping[nn.Parameter, Mapping[str, Any]], groups: Sequence[Group]) -> None:
+        """Refuse a state that has some windows and lacks others which this rank holds."""
+        there = {p for p, state in states.items() if any(plain(k) in self.kinds for k in state)}
+        lacking = [unit.name for unit in self._units if unit.held and there.isdisjoint(unit.params)]
+        if self._partition == "layer" and there and lacking and groups[0]["checkpoint_curvature"] == "all":
+            raise RuntimeError(
+                f"this state_dict has some windows only, and rank {self.comm.rank} under {self.comm!r} needs others "
+                f"(that of '{lacking[0]}'): it was saved on one rank of several. {_MEND}"
+            )
 
     def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], spec: State) -> dict[str, Any]:
         self._refuse(self._bad_offsets(p, theirs) + self._bad_slices(p, theirs))
@@ -241,6 +261,8 @@ class ShardedWindows(Windowing):
 
     def _collect(self, to: int) -> dict[nn.Parameter, dict[str, Tensor]]:
         """Whole tensors of what a rank holds in part or not at all, on that rank; all ranks call it."""
+        if all(group["checkpoint_curvature"] == "none" for group in self.param_groups):
+            return {}
         for unit in self._units:
             self._momentum_if_wanted(unit)
         self._refresh_stale()

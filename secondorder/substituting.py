@@ -19,7 +19,7 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.examples import ExampleRows, second_moments
 from secondorder.factored import batched, pack
-from secondorder.lifecycle import Group, State
+from secondorder.lifecycle import Group, State, shape_of
 from secondorder.rowwise import Fresh, RowOptimizer
 
 
@@ -42,7 +42,7 @@ class SubstitutingOptimizer(RowOptimizer):
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
     def refresh_rows(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
-        """Select rows of this step and invert their kernel; returns by block whether that went well."""
+        """Choose rows of this step and invert their kernel; returns by block whether that went well."""
 
     @abstractmethod
     def precondition_rows(self, block: Block, gradient: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class SubstitutingOptimizer(RowOptimizer):
     # ------------------------------------------------------------------ the choice
     def is_factored(self, block: Block) -> bool:
         """Whether a block has factors instead of rows."""
-        return "factor_a" in self.state[block.owner]
+        return "rows_instead" in self.state[block.owner]
 
     def _prefers_factors(self, block: Block, group: Mapping[str, Any], rows: int, positions: int) -> bool:
         """Whether factors would take less memory or time than so many rows of so many positions."""
@@ -65,36 +65,46 @@ class SubstitutingOptimizer(RowOptimizer):
         memory, time = _costs(block, rows, positions)
         return memory[0] >= memory[1] or time[0] >= time[1]
 
-    def _choose(self, block: Block) -> None:
-        """Give a block factors instead of rows, at its first refresh, if they are cheaper."""
-        state, fresh = self.state[block.owner], self._fresh[block]
+    def choose_form(self, block: Block, rows: int, positions: int, are_pairs: bool) -> bool:
+        """Give a block factors instead of rows, at its first refresh, if they are cheaper.
+
+        Args:
+            block: The block.
+            rows: R.
+            positions: S.
+            are_pairs: Whether rows of inputs and of gradients were captured, and not their products.
+
+        Returns:
+            Whether such pairs are to be multiplied out.
+        """
+        adapter, state = block.adapter, self.state[block.owner]
         if not block.group["kfac_when_cheaper"] or state["refreshes"] > 0 or self.is_factored(block):
-            return
-        adapter, positions = block.adapter, fresh.rows.g.shape[-2]
-        rows = self.rank_of(block.group, self._batch_size or fresh.examples)
+            return False
         if self._prefers_factors(block, block.group, rows, positions):
-            for key in [k for k in state if k in RowOptimizer.kinds and k not in ("factor_updates", "refreshes")]:
-                del state[key]
-            for key, value in self._factor_spec(block).items():
-                on_device = torch.zeros_like(value, device=block.owner.device) if isinstance(value, Tensor) else value
-                state.setdefault(key, on_device)
-            state["rows_instead"], state["positions_instead"] = rows, positions
-        elif (
-            fresh.rows.a is not None
-            and not adapter.one_hot
-            and kernel.prefers_whole(positions, adapter.n_a, adapter.n_g)
-        ):
-            self._fresh[block] = fresh._replace(rows=kernel.whole(fresh.rows))
+            self._take_factors(block, rows, positions)
+            return False
+        return are_pairs and not adapter.one_hot and kernel.prefers_whole(positions, adapter.n_a, adapter.n_g)
+
+    def _take_factors(self, block: Block, rows: int, positions: int) -> None:
+        """Replace the rows of a block by factors, on every rank by what it holds of them."""
+        p, spec = block.owner, self._factor_spec(block)
+        state = self.state[p]
+        for key in [k for k in state if k in RowOptimizer.kinds and k not in ("factor_updates", "refreshes")]:
+            del state[key]
+        for key, value in self._held(p, spec).items():
+            state.setdefault(key, torch.zeros_like(value, device=p.device) if isinstance(value, Tensor) else value)
+        state["rows_instead"], state["positions_instead"] = rows, positions
+        self._specs[p] = {key: shape_of(value) for key, value in spec.items()}
 
     # ------------------------------------------------------------------ state
     def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
         """Rows and their kernel, or factors."""
         state = self.state[block.owner]
-        if "factor_a" in state:
+        if "rows_instead" in state:
             told = {key: state[key] for key in ("rows_instead", "positions_instead") if key in state}
             return self._factor_spec(block) | told
         if self._batch_size is not None and group["approx"] == "reduce" and "rows_g" not in state:
-            rows = self.rank_of(group, self._batch_size)
+            rows = self.planned_rows(block, group, self._batch_size)
             if self._prefers_factors(block, group, rows, 1):
                 return self._factor_spec(block) | {"rows_instead": rows, "positions_instead": 1}
         return super().curvature_spec(block, group)
@@ -122,6 +132,20 @@ class SubstitutingOptimizer(RowOptimizer):
             spec[f"eigenvalues_{name}"] = empty(*side.lead, side.n)
         return spec | {"factor_updates": 0, "refreshes": 0}
 
+    def is_symmetric(self, block: Block, key: str) -> bool:
+        """Whether a tensor of the state is a symmetric matrix."""
+        return key in ("factor_a", "factor_g") or super().is_symmetric(block, key)
+
+    def _is_empty(self, block: Block) -> bool:
+        """Factors of a block are made in the refresh itself."""
+        return False
+
+    def _finish_load(self) -> None:
+        """Whether a block has rows or factors is told by what was loaded, not by what was there before."""
+        for block in self._blocks:
+            self._specs.pop(block.owner, None)
+        super()._finish_load()
+
     # ------------------------------------------------------------------ statistics and refresh
     def new_statistic(self, block: Block, group: Group) -> Statistic:
         """Nothing but what the backward pass will bring; pairs of rows where factors may be made of them."""
@@ -136,32 +160,44 @@ class SubstitutingOptimizer(RowOptimizer):
     def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Renew rows and factors; a block that fails keeps its last good ones."""
         for block in blocks:
-            self._choose(block)
+            found = self._fresh[block]
+            rows = self.rank_of(block.group, self._batch_size or found.examples)
+            if self.choose_form(block, rows, found.rows.g.shape[-2], found.rows.a is not None):
+                self._fresh[block] = found._replace(rows=kernel.whole(found.rows))
         fresh = {block: self._fresh[block] for block in blocks}
         factored = [b for b in blocks if self.is_factored(b)]
-        ok = self._refresh_factors(factored, fresh, host_checks)
+        for block in factored:
+            found = fresh[block]
+            damping = self.damping_of(block, kernel.norms(found.rows).sum(-1), found.examples)
+            self.fold_moments(block, list(second_moments(found.rows, found.real)), found.examples, found.ok)
+            self.keep_damping(block, damping, found.ok)
+        ok = self.factorise(factored, {b: fresh[b].ok for b in factored}, host_checks)
         ok |= self.refresh_rows([b for b in blocks if b not in ok], fresh)
         return torch.stack([ok[b] for b in blocks])
 
-    def _refresh_factors(
-        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], host_checks: bool
+    def fold_moments(self, block: Block, moments: list[Tensor], examples: int, good: Tensor) -> None:
+        """Fold second moments of the rows of a step into the factors of a block."""
+        state, decay = self.state[block.owner], block.group["factor_decay"]
+        running = [state["factor_a"], state["factor_g"]]
+        statistics.ratio_ema_(running, state["factor_weight"], moments, [1.0, 1.0], float(examples), decay, good)
+
+    def keep_damping(self, block: Block, damping: Tensor, good: Tensor) -> None:
+        """Take λ over that the factors are damped by."""
+        kept: Tensor = self.state[block.owner]["kernel_damping"]
+        kept.copy_(torch.where(good, damping, kept))
+
+    def factorise(
+        self, blocks: Sequence[Block], good: Mapping[Block, Tensor], host_checks: bool
     ) -> dict[Block, Tensor]:
-        for block in blocks:
-            state, found = self.state[block.owner], fresh[block]
-            running = [state["factor_a"], state["factor_g"]]
-            moments = list(second_moments(found.rows, found.real))
-            decay, weight = block.group["factor_decay"], float(found.examples)
-            statistics.ratio_ema_(running, state["factor_weight"], moments, [1.0, 1.0], weight, decay, found.ok)
-            damping = self.damping_of(block, kernel.norms(found.rows).sum(-1), found.examples)
-            state["kernel_damping"].copy_(torch.where(found.ok, damping, state["kernel_damping"]))
+        """Bring factors into their eigenbases; one that fails, or is not to be used, keeps the last ones."""
         wanted = [(b, side) for b in blocks for side in "ag"]
         stacks = batched(
             [self.state[b.owner][f"factor_{side}"] for b, side in wanted],
             lambda stack: pack(linalg.eigh_psd(stack, host_checks)),
         )
-        ok = {b: fresh[b].ok for b in blocks}
-        for (block, _), (_, good) in zip(wanted, stacks, strict=True):
-            ok[block] = ok[block] & good
+        ok = dict(good)
+        for (block, _), (_, fine) in zip(wanted, stacks, strict=True):
+            ok[block] = ok[block] & fine
         for (block, side), ((values, basis), _) in zip(wanted, stacks, strict=True):
             for key, tensor in ((f"eigenvalues_{side}", values), (f"basis_{side}", basis)):
                 current: Tensor = self.state[block.owner][key]
@@ -197,6 +233,8 @@ class SubstitutingOptimizer(RowOptimizer):
             (numbers, squares), (cubes, both) = _costs(block, state["rows_instead"], state["positions_instead"])
             why = f"K-FAC, cheaper than rows: numbers {numbers:,} against {squares:,}, R³ = {cubes:,} against {both:,}"
             return f"{treatment}, {why}", f"{block.adapter.n_a}² + {block.adapter.n_g}²", owner
+        if "rows_g" not in state:
+            return treatment, "elsewhere", owner
         rows = self.kept_rows(block)
         positions = f"×{rows.g.shape[-2]}" if rows.g.shape[-2] > 1 else ""
         wide = f"{rows.g.shape[-1]}" if rows.a is None else f"({block.adapter.n_a} + {block.adapter.n_g})"

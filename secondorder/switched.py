@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from secondorder import options
+from secondorder.curvature.block import Block
+from secondorder.gathering import GatheringOptimizer
 from secondorder.lifecycle import Directions, Group, State
-from secondorder.substituting import SubstitutingOptimizer
 from secondorder.switching import MODES, Always, SwitchPolicy
 
 log = logging.getLogger("secondorder")
@@ -21,10 +22,10 @@ log = logging.getLogger("secondorder")
 _ANSWERS = ("auto", *MODES)
 
 
-class SwitchedOptimizer(SubstitutingOptimizer):
+class SwitchedOptimizer(GatheringOptimizer):
     """Base of the methods with a mode per group, ``"auto"`` being what :attr:`switch` says."""
 
-    kinds: ClassVar[dict[str, str]] = {**SubstitutingOptimizer.kinds, "switch_state": "buffers"}
+    kinds: ClassVar[dict[str, str]] = {**GatheringOptimizer.kinds, "switch_state": "buffers"}
     allocating = ("mode",)
 
     def _begin_switch(self, policy: SwitchPolicy) -> None:
@@ -56,7 +57,20 @@ class SwitchedOptimizer(SubstitutingOptimizer):
             )
             self._auto_mode = found
 
+    def begin_rows(self, blocks: Sequence[Block]) -> None:
+        """Ask the policy, if a block does what it says."""
+        if any(block.group["mode"] == "auto" for block in blocks):
+            self._decide()
+
+    def interpolates(self, block: Block) -> bool:
+        """Whether the mode of a block is KID."""
+        return self._mode_in(block.group) == "kid"
+
     # ------------------------------------------------------------------ what the policy hears
+    def hear_probe(self, error: Tensor) -> None:
+        """Tell the policy how far KIS is from the exact direction."""
+        self.switch.probe(error)
+
     def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
         ok, gate = super()._inspect(gradients)
         if self._is_auto():

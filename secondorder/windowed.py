@@ -13,16 +13,17 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options, update
 from secondorder.comm import CommStrategy
 from secondorder.curvature import gram
+from secondorder.curvature.form import Compression
 from secondorder.curvature.lowrank import LowRank
 from secondorder.curvature.rows import gated
 from secondorder.curvature.shards import plain
 from secondorder.curvature.topk import TopK
-from secondorder.curvature.window import Compression, Push
+from secondorder.curvature.window import Push
 from secondorder.lifecycle import Directions, Group, module_of
 from secondorder.linalg import full_precision
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.sharding import ShardedWindows
-from secondorder.windowing import Source, Unit, real
+from secondorder.units import Source, Unit, real
 
 #: Norm of a gradient above which its products overflow, by working precision.
 _LARGEST_NORM = {torch.float32: 1e15, torch.float64: 1e150}
@@ -57,7 +58,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         params: What ``torch.optim`` takes, or a module.
         defaults: Group options.
         module: The module, for names, layers and types of layers; not needed.
-        comm: Communication strategy; None means one process.
+        comm: Communication strategy; None: every rank has every window whole.
         compression: Of the rows.
         window_dtype: Of dense rows.
         partition: Which parameters share a window.
@@ -70,7 +71,6 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         ValueError: For a bad option.
         TypeError: For one of a wrong kind.
         RuntimeError: If the window does not fit into free memory.
-        NotImplementedError: In a process group of more than one rank.
     """
 
     def __init__(

@@ -3,104 +3,32 @@
 from __future__ import annotations
 
 import math
-import re
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.checkpoint import Checkpointing
 from secondorder.comm import Unit as Portion
 from secondorder.curvature.block import unwrap
+from secondorder.curvature.form import Form, Place
 from secondorder.curvature.gram import packed_size
 from secondorder.curvature.memory import free_bytes
 from secondorder.curvature.shards import Bounds, Part, plain
 from secondorder.curvature.topk import TopK
-from secondorder.curvature.window import LAG, SHARED, SLOT_DIM, Form, GradientWindow, Place
+from secondorder.curvature.window import LAG, SHARED, SLOT_DIM, GradientWindow
 from secondorder.diagnostics.describe import human_bytes
 from secondorder.lifecycle import Group
+from secondorder.partitioning import Partitioning
+from secondorder.units import Unit, real, stored_otherwise
 
-_NORM_LAYER = re.compile(r"Norm(\d?d)?$")
-_MADE_UP_NAME = re.compile(r"group ?\d+(\.| parameter )\d+$")
+__all__ = ["MOMENTUM_KEYS", "Unit", "Windowing", "real"]
+
 MOMENTUM_KEYS = ("gradient_momentum", "momentum_coefficients", "dots_momentum", "momentum_weight")
 
 
-class Source(NamedTuple):
-    """What a unit preconditions, ``x = Gᵀ b + r``.
-
-    Attributes:
-        b: Coefficients on the rows ``[t]``.
-        q: Dots of the rows with r ``[t]``, None without r.
-        r: The rest, one tensor or None per parameter; None if there is none.
-    """
-
-    b: Tensor
-    q: Tensor | None
-    r: list[Tensor | None] | None
-
-
-@dataclass(eq=False)
-class Unit:
-    """Parameters that share a window.
-
-    Attributes:
-        name: Of the unit.
-        params: Its parameters.
-        window: Their gradients.
-        group: Options that the unit follows: those of its first parameter.
-        inputs: The gradients of the coming step, None if the unit has none.
-        source: What is preconditioned.
-        a: Coefficients of the last direction.
-        outside: Factor of ``source.r``, 0-dim or a number.
-        norm: Length of the last gradient, 0-dim.
-        lagged: Amplification of the last solves, on the host.
-        arrivals: When each of them arrives there.
-        decayed: Weight decay that is preconditioned but kept out of the window.
-        decay_dots: Dots of the rows with it ``[t]``.
-        held: Whether this rank has the window, or a part of it; else it is laid out only, on ``meta``.
-        part: Which part; None for all of it. ``window``, ``source`` and ``decayed`` are of the part alone.
-        dtypes: In which the rows of each parameter are stored, by state key.
-        signature: What the window was made for: it does not change with its parameters.
-    """
-
-    name: str
-    params: list[nn.Parameter]
-    window: GradientWindow
-    group: Group
-    inputs: list[Tensor | None] | None = None
-    source: Source | None = None
-    a: Tensor | None = None
-    outside: Tensor | float = 0.0
-    norm: Tensor | float = 0.0
-    lagged: Tensor = field(default_factory=lambda: torch.zeros(0))
-    arrivals: dict[int, torch.Event] = field(default_factory=dict)
-    decayed: list[Tensor | None] | None = None
-    decay_dots: Tensor | None = None
-    held: bool = True
-    part: Part | None = None
-    dtypes: list[dict[str, torch.dtype]] = field(default_factory=list)
-    signature: tuple[object, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Note what the window is made for."""
-        places = [(id(p), tuple(p.shape), p.dtype, p.device) for p in self.params]
-        self.signature = self.name, tuple(places), self.window.form, self.held, self.part
-
-    def place_of(self, p: nn.Parameter) -> int:
-        """Position of a parameter in the unit."""
-        return next(i for i, own in enumerate(self.params) if own is p)
-
-    def own(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """This rank's part of one tensor per parameter."""
-        if self.part is None:
-            return list(tensors)
-        return [None if x is None else self.part.slice(i, x) for i, x in enumerate(tensors)]
-
-
-class Windowing(Checkpointing):
+class Windowing(Partitioning):
     """Plans the units of a partition, allocates their windows and lets the state of each parameter show its part."""
 
     kinds: ClassVar[dict[str, str]] = {
@@ -124,10 +52,7 @@ class Windowing(Checkpointing):
         bounds: dict[nn.Parameter, Bounds] | None = None,
         covered: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._structure = structure
-        self._compression, self._window_dtype, self._partition, *flags, self._seed = structure
-        self._skip_norm_layers, self._skip_biases = flags
-        self._excluded = excluded
+        self._begin_partition(structure, excluded, covered)
         self._units: list[Unit] = []
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._gradient_norms: dict[nn.Parameter, Tensor] = {}
@@ -135,8 +60,6 @@ class Windowing(Checkpointing):
         self._portions: list[Portion] | None = None
         #: How parameters were cut: it stays as long as they are covered, so that no row ever travels.
         self._bounds = bounds or {}
-        #: What was covered before this was copied: its rows may be on other ranks.
-        self._copied = set(covered)
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
@@ -263,7 +186,7 @@ class Windowing(Checkpointing):
         """Allocate the window of a new unit and take over what its parameters had in those of before."""
         states: list[dict[str, Tensor]] = [self._own_state(unit, i, self.state[p]) for i, p in enumerate(unit.params)]
         old = list(dict.fromkeys(sources[p] for p in unit.params if p in sources))
-        rounded = _rounded(unit, old)
+        rounded = stored_otherwise(unit, old)
         if any(not u.held for u in old):  # rows of another rank
             states, shared, old = [{} for _ in states], {}, []
         elif old:
@@ -335,46 +258,6 @@ class Windowing(Checkpointing):
             if unit.held:
                 self._expose(unit)
         return beta
-
-    def _partitioned(self) -> dict[str, list[nn.Parameter]]:
-        """Covered parameters by the unit they belong to."""
-        found: dict[str, list[nn.Parameter]] = {}
-        for i, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                # One that was frozen later stays, with zeros; one that was frozen from the start costs nothing.
-                if p not in self._excluded and (p.requires_grad or self._has_rows(p)):
-                    found.setdefault(self._unit_name(p, i), []).append(p)
-        return found
-
-    def _unit_name(self, p: nn.Parameter, group_index: int) -> str:
-        if self._partition == "global":
-            return "all"
-        if self._partition == "group":
-            return f"group {group_index}"
-        name = self._names[p]
-        return name if _MADE_UP_NAME.match(name) else name.rpartition(".")[0] or "(root)"
-
-    def _exclude(self) -> None:
-        """Parameters that the user leaves to the fallback; decided once for each."""
-        owners = () if self._root is None else self._root.modules()
-        layers = {p: m for m in owners for p in m.parameters(recurse=False)}
-        for p in self._group:
-            if "pos" in self.state[p] or self._has_rows(p):
-                continue
-            if self._skip_norm_layers and _is_norm(p, layers.get(p)):
-                self._excluded[p] = "left out by skip_norm_layers"
-            elif self._skip_biases and self._is_bias(p, layers.get(p)):
-                self._excluded[p] = "left out by skip_biases"
-        self._reasons = {p: "frozen" for p in self._group if not p.requires_grad} | self._excluded
-        self._skipped_by_user = set(self._excluded)
-
-    def _has_rows(self, p: nn.Parameter) -> bool:
-        """Whether a parameter is in a window, or was before this was copied."""
-        return p in self._unit_of or p in self._copied or any(plain(key) in SLOT_DIM for key in self.state[p])
-
-    def _is_bias(self, p: nn.Parameter, layer: nn.Module | None) -> bool:
-        named = layer is not None or not _MADE_UP_NAME.match(self._names[p])
-        return self._names[p].rpartition(".")[2].endswith("bias") if named else p.dim() <= 1
 
     def _require_memory(self, units: Sequence[Unit]) -> None:
         """Refuse windows that cannot fit, before anything is allocated."""
@@ -465,7 +348,7 @@ class Windowing(Checkpointing):
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
-        self._begin_windows(kept["structure"], kept["excluded"], kept["bounds"], kept["covered"])
+        self._begin_windows(kept["structure"], kept["excluded"], kept.get("bounds"), kept.get("covered", ()))
         self._rebuild()
 
     def _repoint(self, theirs: dict[str, nn.Parameter]) -> None:
@@ -478,22 +361,3 @@ class Windowing(Checkpointing):
     def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
         keys = super()._rule_keys(p, group)
         return () if keys == ("momentum_buffer",) and self._covers(p) and not self.momentum_after(group)[0] else keys
-
-
-def real(x: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers."""
-    return torch.view_as_real(x) if x.is_complex() else x
-
-
-def _rounded(unit: Unit, old: Sequence[Unit]) -> bool:
-    """Whether rows of some units are stored in another dtype in a new one."""
-    before = {p: dtypes for u in old for p, dtypes in zip(u.params, u.dtypes, strict=True)}
-    now = zip(unit.params, unit.dtypes, strict=True)
-    return any(before.get(p, own).get(key, dtype) != dtype for p, own in now for key, dtype in own.items())
-
-
-def _is_norm(p: nn.Parameter, layer: nn.Module | None) -> bool:
-    if layer is None:
-        return p.dim() <= 1
-    # By name, so that those of other libraries count too (LlamaRMSNorm), with what is derived from them.
-    return any(_NORM_LAYER.search(kind.__name__) for kind in type(layer).__mro__)

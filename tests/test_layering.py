@@ -24,18 +24,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
-        "rebasing", "factored", "switched", "rowwise", "switching", "trial", "layerwise", "capturing", "windowed",
-        "windowing", "optimizer", "lifecycle",
+        "routing", "rebasing", "factored", "switched", "rowwise", "switching", "trial", "layerwise", "capturing",
+        "windowed", "units", "optimizer", "lifecycle",
         "curvature", "linalg", "options", "comm",
     },
     "factory": {"methods", "optimizer", "comm", "curvature"},
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
     "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
     # layer methods with rows of examples
-    "switched": {"substituting", "switching", "lifecycle", "options"},
+    "switched": {"gathering", "switching", "lifecycle", "curvature", "options"},
+    "gathering": {"substituting", "rowwise", "comm", "curvature", "linalg"},
     "substituting": {"rowwise", "factored", "lifecycle", "curvature", "linalg"},
-    "rowwise": {"layerwise", "lifecycle", "curvature", "linalg"},
+    "rowwise": {"layerwise", "lifecycle", "comm", "curvature", "linalg"},
     "observing": {"adaptive", "lifecycle", "curvature", "options"},
+    "routing": {"rebasing", "comm", "lifecycle", "curvature", "linalg"},
     "rebasing": {"factored", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
     "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update", "options"},
@@ -46,15 +48,17 @@ MAY_IMPORT = {
     "refreshing": {"reducing", "curvature", "linalg"},
     "reducing": {"capturing", "lifecycle", "comm", "curvature", "linalg"},
     "capturing": {"lifecycle", "comm", "curvature", "options"},
-    "windowed": {"optimizer", "sharding", "windowing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
-    "sharding": {"windowing", "lifecycle", "comm", "curvature"},
-    "windowing": {"checkpoint", "comm", "diagnostics", "lifecycle", "curvature"},
+    "windowed": {"optimizer", "sharding", "units", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
+    "sharding": {"windowing", "units", "lifecycle", "comm", "curvature"},
+    "windowing": {"partitioning", "units", "comm", "diagnostics", "lifecycle", "curvature"},
+    "partitioning": {"checkpoint", "curvature"},
+    "units": {"lifecycle", "curvature"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
     "optimizer": {
         "checkpoint", "planner", "comm", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options",
     },
     # a dry run plays the steps of both families
-    "planner": {"rehearsing", "windowing", "comm", "lifecycle"},
+    "planner": {"rehearsing", "windowing", "comm", "lifecycle", "options"},
     "rehearsing": {"refreshing", "reducing", "sharding", "windowing", "comm", "lifecycle", "curvature"},
     "diagnostics": {"lifecycle", "curvature", "options"},
     "checkpoint": {"lifecycle", "options"},

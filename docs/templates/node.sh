@@ -7,6 +7,9 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# A new store for the ranks at each restart: in the one that agents share by default (torch 2.13), ranks that start again
+# may find the addresses of those that died.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec torchrun \
     --nnodes "${NODES:?number of nodes}" \
     --nproc-per-node "${RANKS_PER_NODE:?ranks on each node, one per GPU}" \

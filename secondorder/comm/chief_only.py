@@ -73,6 +73,10 @@ class ChiefOnly(RankGrid):
         """Everyone's examples, or the chief's alone."""
         return self._statistics == "all" or self._owners[index] == self._rank or self._units[index].everywhere
 
+    def sources(self, index: int) -> int:
+        """All ranks, or the chief."""
+        return super().sources(index) if self._statistics == "all" else 1
+
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Sum on the chief; the chief's own need no message."""
         mine = self._statistics == "chief"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -15,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from secondorder.comm import roles as roles_
 from secondorder.comm.agreement import require_equal
 from secondorder.comm.collectives import Collectives
-from secondorder.comm.dedicated_links import Links, Worker, finish
-from secondorder.comm.dedicated_ranks import Agenda, Entry, FactorRank, GradientRank, InverseRank, Rank
-from secondorder.comm.lockstep import DELAY
+from secondorder.comm.dedicated_arguments import Arguments, Entry
+from secondorder.comm.dedicated_links import Links, Worker, finish, new_group
+from secondorder.comm.dedicated_ranks import Agenda, GradientRank, Rank
+from secondorder.comm.dedicated_service import FactorRank, InverseRank
 from secondorder.comm.placement import Grid, Load, assign
-from secondorder.comm.roles import Roles
+from secondorder.comm.roles import Roles, resolve
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Unit, world_size
-from secondorder.comm.words import Words
+from secondorder.comm.words import ABORTED, Words
 
 #: How long the first gradient rank waits for an inverse rank, as a part of the timeout: the others wait for it.
 _PATIENCE = {"abort": 0.8, "degrade": 0.3}
@@ -94,20 +93,14 @@ class DedicatedWorkers(CommStrategy):
         timeout: float | None = None,
         replay: Sequence[Sequence[Any]] | None = None,
     ) -> None:
-        given = {"gradient": gradient, "factor": factor, "inverse": inverse}
-        self._allow_colocated = _flag("allow_colocated", allow_colocated)
-        self._given = roles_.check(given, self._allow_colocated)
-        self._mode = _choice("mode", mode, ("lockstep", "opportunistic"))
-        self._period = _whole("period", period, 1)
-        self._seed = cast(int, _whole("seed", seed, 0, optional=False))
-        self._warmup = _choice("warmup", warmup, ("sync", "identity"))
-        self._max_staleness = _whole("max_staleness", max_staleness, 1)
-        self._on_loss = _choice("on_loss", on_loss, ("abort", "degrade"))
-        self._timeout = _seconds(timeout)
-        self._replay = _entries(replay)
-        if self._replay is not None and mode != "opportunistic":
-            raise ValueError(f"replay repeats a run in opportunistic mode, and mode is {mode!r}")
+        self._arguments = Arguments(
+            gradient, factor, inverse, mode, period, seed, allow_colocated, warmup, max_staleness, on_loss, timeout,
+            replay,
+        )  # fmt: skip
         self._begin()
+
+    #: Ranks of other roles take no part in ``Join``.
+    takes_joiners = False
 
     def _begin(self) -> None:
         self._roles: Roles | None = None
@@ -128,7 +121,7 @@ class DedicatedWorkers(CommStrategy):
                 "cast), and ranks of other roles cannot see that. Make a new optimizer on all ranks."
             )
         world = world_size()
-        self._roles = roles_.resolve(world, self._given, self._allow_colocated)
+        self._roles = resolve(world, self._arguments.roles, self._arguments.allow_colocated)
         self._rank = dist.get_rank() if world > 1 else 0
         if any(unit.divisible for unit in units):
             raise NotImplementedError(
@@ -143,10 +136,10 @@ class DedicatedWorkers(CommStrategy):
 
         Raises:
             NotImplementedError: If its curvature cannot be found by ranks of other roles.
-            RuntimeError: If this strategy already has another optimizer.
+            ValueError: If this strategy serves another optimizer.
         """
-        if self._worker() not in (None, optimizer):
-            raise RuntimeError("this DedicatedWorkers() belongs to another optimizer: make one for each")
+        if self._worker() is not None and self._worker() is not optimizer:
+            raise ValueError(f"{self!r} serves another optimizer already: give each a strategy object of its own")
         ask = getattr(optimizer, "reason_against_roles", lambda: "it has no factors of layers. Use comm=MemOpt()")
         if reason := ask():
             raise NotImplementedError(f"{type(optimizer).__name__} under DedicatedWorkers: {reason}")
@@ -156,11 +149,12 @@ class DedicatedWorkers(CommStrategy):
         """Make the groups, compare the ranks' plans, and start from the parameters of the first gradient rank."""
         if self._links is not None:
             return
-        roles, period = self._known_roles, self._find_period()
+        given, roles = self._arguments, self._known_roles
+        period = given.period_of([unit.interval for unit in self._units])
         default: Any = distributed_c10d._get_default_store()
-        timeout = self._timeout or default.timeout.total_seconds()
+        timeout = given.timeout or default.timeout.total_seconds()
         try:
-            control = dist.new_group(list(range(world_size())), timeout=timedelta(seconds=timeout), backend="gloo")
+            control = new_group(range(world_size()), timeout, backend="gloo")
             self.collectives, small = Collectives(device=device), Collectives()
             mine = {"strategy": [repr(self)], **facts, "blocks": [f"{u.name}: {u.signature}" for u in self._units]}
             require_equal(small, mine, control)
@@ -173,33 +167,22 @@ class DedicatedWorkers(CommStrategy):
                 "must construct the optimizer, at the same place of the program."
             ) from error
         words = Words(f"dedicated/{int(mark)}", timeout)
-        patience = _PATIENCE[self._on_loss] * timeout
+        patience = _PATIENCE[given.on_loss] * timeout
         self._links = Links(roles, self._rank, self.collectives, words, timeout, patience, device, control)
         agenda = Agenda(
-            period, self._mode == "lockstep", self._seed, self._max_staleness, self._on_loss == "degrade", self._replay,
+            period,
             tuple(self._owners),
-        )  # fmt: skip
+            lockstep=given.mode == "lockstep",
+            seed=given.seed,
+            max_staleness=given.max_staleness,
+            degrade=given.on_loss == "degrade",
+            replay=None if given.replay is None else tuple(map(list, given.replay)),
+        )
         kinds = {"gradient": GradientRank, "factor": FactorRank, "inverse": InverseRank}
         self._part = kinds[self.role](agenda, self._links, self._optimizer)
         start = self._optimizer().parameters_now()
         finish(self._links.copy("gradients", roles.chief, start, stage="parameters"))
         finish(self._links.copy("parameters", roles.chief, start))
-
-    def _find_period(self) -> int:
-        """T, as given or as all layers refresh."""
-        intervals = {unit.interval for unit in self._units}
-        period = self._period
-        if period is None and len(intervals) > 1:
-            raise ValueError(f"DedicatedWorkers: layers refresh every {sorted(intervals)} steps: give one period=")
-        if period is None:
-            period = intervals.pop() if intervals else 1
-        least = (DELAY + 1) * period - 1
-        if self._max_staleness is not None and self._max_staleness < least:
-            raise ValueError(
-                f"max_staleness={self._max_staleness} is less than the age that versions reach with period={period} "
-                f"({least}): they would be given up as soon as they come"
-            )
-        return period
 
     def _optimizer(self) -> Worker:
         found = self._worker()
@@ -232,12 +215,10 @@ class DedicatedWorkers(CommStrategy):
         links, part = self._links, self._part
         if links is None or part is None:
             return
-        self._links = None
         together = False
         try:
             if not part.failed:
                 with torch.no_grad():
-                    self._links = links  # messages are sent until all have stopped
                     part.close()
                 together = not part.failed and self._part_company(links)
         finally:
@@ -272,13 +253,7 @@ class DedicatedWorkers(CommStrategy):
 
     def __repr__(self) -> str:
         """As it would be constructed."""
-        default = {
-            "mode": "lockstep", "period": None, "seed": 0, "allow_colocated": False, "warmup": "sync",
-            "max_staleness": None, "on_loss": "abort", "timeout": None, "replay": None,
-        }  # fmt: skip
-        roles = {name: list(ranks) for name, ranks in self._given.items() if ranks is not None}
-        told = {k: getattr(self, f"_{k}") for k, v in default.items() if getattr(self, f"_{k}") != v}
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in (roles | told).items())})"
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._arguments.told.items())})"
 
     # ------------------------------------------------------------------ who
     @property
@@ -368,7 +343,7 @@ class DedicatedWorkers(CommStrategy):
 
     def _warms_up(self, index: int) -> bool:
         """Whether the gradient ranks find the curvature of a unit themselves, having none."""
-        if self.role != "gradient" or self._warmup != "sync":
+        if self.role != "gradient" or self._arguments.warmup != "sync":
             return False
         optimizer = self._worker()
         return optimizer is None or not optimizer.has_curvature(index)
@@ -388,7 +363,7 @@ class DedicatedWorkers(CommStrategy):
     def estimates(self, index: int) -> bool:
         """Whether this rank holds the running estimate of a unit."""
         if self.role == "gradient":
-            return self._warmup == "sync" or self._units[index].everywhere
+            return self._arguments.warmup == "sync" or self._units[index].everywhere
         return self.role == "factor" or self._owners[index] == self._rank
 
     def preconditions(self, index: int) -> bool:
@@ -450,7 +425,7 @@ class DedicatedWorkers(CommStrategy):
             self._part.give_up(error)
             raise RuntimeError(error)
         self._part.failed = True
-        raise RuntimeError(self._links.words.wait("aborted")["message"])
+        raise RuntimeError(self._links.words.wait(ABORTED)["message"])
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Sum parcels over the ranks of this role, on each of them."""
@@ -502,43 +477,3 @@ def _mark(rank: int) -> float:
     """A number that no other strategy of this process group has, from its first rank; 0 on the others."""
     store = distributed_c10d._get_default_store()
     return float(store.add("secondorder/dedicated", 1)) if rank == 0 else 0.0
-
-
-def _choice(name: str, value: Any, among: Sequence[str]) -> str:
-    if value not in among:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, among))}, got {value!r}")
-    return str(value)
-
-
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
-def _whole(name: str, value: Any, least: int, optional: bool = True) -> int | None:
-    if value is None and optional:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
-
-
-def _seconds(value: Any) -> float | None:
-    if value is not None and not (isinstance(value, (int, float)) and value > 0):
-        raise ValueError(f"timeout must be a positive number of seconds or None, got {value!r}")
-    return None if value is None else float(value)
-
-
-def _entries(log: Any) -> tuple[Entry, ...] | None:
-    """The log of a run as lists."""
-    if log is None:
-        return None
-    sizes = {"turn": 3, "take": 4}
-    entries = tuple(list(entry) for entry in log)
-    for entry in entries:
-        if not entry or sizes.get(entry[0]) != len(entry):
-            raise ValueError(f"replay must be the log of an opportunistic run, got the entry {entry!r}")
-    return entries

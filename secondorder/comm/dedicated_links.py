@@ -27,6 +27,8 @@ from secondorder.comm.roles import Roles
 from secondorder.comm.strategy import Parcel
 from secondorder.comm.words import Words
 
+#: Seconds that ranks have at least to find each other: short timeouts are meant for those that train.
+_MEETING = 30.0
 GO, STOP, LOST = "go", "stop", "lost"
 
 
@@ -104,9 +106,10 @@ class Links:
 
     def _make(self, name: str, ranks: Sequence[int], timeout: float | None = None) -> None:
         if len(ranks) > 1:
-            made = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout or self.timeout))
+            made = new_group(ranks, timeout or self.timeout)
             if self.rank in ranks:
                 self.groups[name] = made
+                set_timeout(made, timeout or self.timeout)
 
     def copy(
         self, name: str, source: int, tensors: Sequence[Tensor], symmetric: Sequence[bool] = (), stage: str = ""
@@ -147,6 +150,16 @@ class Links:
         if together:
             dist.monitored_barrier(self.control, timedelta(seconds=self.timeout))
         dist.destroy_process_group(self.control)
+
+
+def new_group(ranks: Sequence[int], timeout: float, **options: Any) -> Any:
+    """A group of these ranks, which may take a while to find each other even if messages may not."""
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=max(timeout, _MEETING)), **options)
+
+
+def set_timeout(group: Any, seconds: float) -> None:
+    """Bound the messages of a group from now on."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def finish(work: Work | None) -> None:

@@ -1,4 +1,4 @@
-"""What gradient, factor and inverse ranks do at the end of their steps: who writes which word, and who waits for it.
+"""What gradient ranks do at the end of their steps, and the words that all roles write for each other.
 
 ::
 
@@ -23,16 +23,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from secondorder.comm.dedicated_arguments import Entry
 from secondorder.comm.dedicated_links import GO, LOST, STOP, Links, Worker, finish
-from secondorder.comm.lockstep import DELAY, ends_epoch, shuffled
+from secondorder.comm.lockstep import DELAY, ends_epoch
 from secondorder.comm.words import SilenceError
 
 log = logging.getLogger("secondorder")
-
-#: An entry of a log: ``["turn", step, k]`` or ``["take", step, inverse rank, version]``.
-Entry = list[Any]
 
 
 @dataclass(frozen=True)
@@ -41,25 +38,33 @@ class Agenda:
 
     Attributes:
         period: T, steps of an epoch.
+        owners: Inverse rank of each unit.
         lockstep: Whether versions are taken at fixed steps.
         seed: Of the order in which units are inverted.
         max_staleness: Bound on the age of a version in steps.
         degrade: Whether training goes on without an inverse rank that was lost.
         replay: Log of the run that is repeated.
-        owners: Inverse rank of each unit.
     """
 
     period: int
-    lockstep: bool
-    seed: int
-    max_staleness: int | None
-    degrade: bool
-    replay: tuple[Entry, ...] | None
     owners: tuple[int, ...]
+    lockstep: bool = True
+    seed: int = 0
+    max_staleness: int | None = None
+    degrade: bool = False
+    replay: tuple[Entry, ...] | None = None
 
     def units_of(self, rank: int) -> list[int]:
         """Units of an inverse rank."""
         return [index for index, owner in enumerate(self.owners) if owner == rank]
+
+    def repeats(self, *entry: Any) -> bool:
+        """Whether the log of the run that is repeated has an entry; None stands for anything."""
+        assert self.replay is not None
+        return any(
+            len(e) == len(entry) and all(a is None or a == b for a, b in zip(entry, e, strict=True))
+            for e in self.replay
+        )
 
 
 @dataclass
@@ -97,21 +102,24 @@ class Rank:
         try:
             yield
         except Exception as error:
-            self.give_up(f"rank {self.links.rank}, {self.links.roles.of(self.links.rank)} worker, {doing}: {error}")
+            message = f"rank {self.links.rank}, {self.links.roles.of(self.links.rank)} worker, {doing}: {error}"
+            first = self.give_up(message)
+            if first != message:  # a message was lost because another rank had failed before
+                raise RuntimeError(first) from error
             raise
 
-    def give_up(self, message: str) -> None:
-        """Have the other ranks raise as well."""
+    def give_up(self, message: str) -> str:
+        """Have the other ranks raise as well.
+
+        Returns:
+            What the first rank that gave up has said.
+        """
         self.failed = True
         try:
-            self.links.words.abort(message)
+            return self.links.words.abort(message)
         except RuntimeError:
             log.warning("the store of the process group is gone; other ranks wait until their timeout")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Gradient ranks
-# ---------------------------------------------------------------------------------------------------------------------
+            return message
 
 
 @dataclass
@@ -193,7 +201,7 @@ class GradientRank(Rank):
         if self.plan.lockstep:
             return True
         if self.plan.replay is not None:
-            return ["turn", self.steps, self._turn + 1] in self.plan.replay
+            return self.plan.repeats("turn", self.steps, self._turn + 1)
         want = f"want/{self._turn + 1}"
         return self._is_there(want, "the factor ranks")
 
@@ -232,7 +240,7 @@ class GradientRank(Rank):
             words.wait(done, self.links.patience)
             return True
         if self.plan.replay is not None:
-            if not any(e[:3] == ["take", self.steps, j] for e in self.plan.replay):
+            if not self.plan.repeats("take", self.steps, j, None):
                 return False
             words.wait(done, self.links.patience)
             return True
@@ -283,12 +291,16 @@ class GradientRank(Rank):
         self.since.update(dict.fromkeys(indices, self.steps))
 
     def _expire(self) -> None:
+        """Give curvature up that is too old for the coming step; what a checkpoint brought is new when it is seen."""
         if self.plan.max_staleness is None:
             return
-        for index in list(self.since):
-            if self.steps - self.since[index] > self.plan.max_staleness:
+        worker = self.worker()
+        for index in range(len(self.plan.owners)):
+            if not worker.has_curvature(index):
+                self.since.pop(index, None)
+            elif self.steps - self.since.setdefault(index, self.steps) > self.plan.max_staleness:
                 del self.since[index]
-                self.worker().forget_curvature(index)
+                worker.forget_curvature(index)
 
     # ------------------------------------------------------------------ the end
     def close(self) -> None:
@@ -305,212 +317,3 @@ class GradientRank(Rank):
                 words.write(f"take/{j}/{self.taken[j]}", code=STOP)
             words.write("end", lost=sorted(self.lost))
             finish(self._publication)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Inverse ranks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Inverter:
-    """Inverts versions of the units of one rank, and hands them to the gradient ranks.
-
-    Attributes:
-        rank: The base.
-        number: Versions that were inverted.
-        waiting: What was inverted and not taken yet.
-    """
-
-    rank: Rank
-    number: int = 0
-    waiting: list[Tensor] | None = None
-
-    def invert(self, version: int, step: int) -> None:
-        """Refresh all units of this rank from their estimates as they are."""
-        plan, links, worker = self.rank.plan, self.rank.links, self.rank.worker()
-        units = plan.units_of(links.rank)
-        order = shuffled(units, plan.seed, version)
-        fine = dict(zip(order, worker.invert(order), strict=True))
-        head = [float(version), float(step), *(float(fine[index]) for index in units)]
-        header = torch.tensor(head, dtype=torch.float64, device=links.device)
-        self.waiting = [header, *(t for index in units for t in worker.live_parcel(index, "curvature").tensors)]
-        links.words.write(f"done/{links.rank}/{self.number}", version=version)
-
-    @property
-    def key(self) -> str:
-        """Word that says whether the version is taken."""
-        return f"take/{self.rank.links.rank}/{self.number}"
-
-    def hand_over(self) -> bool:
-        """Wait until the version is wanted, and send it; returns False at the stop."""
-        links = self.rank.links
-        word = links.words.wait(self.key)
-        if word["code"] == LOST:
-            log.warning("rank %d took too long to invert: training goes on without it", links.rank)
-            self.rank.failed = True
-        if word["code"] != GO:
-            return False
-        finish(links.copy(f"curvature {links.rank}", links.rank, self.waiting or []))
-        self.number, self.waiting = self.number + 1, None
-        return True
-
-
-@dataclass
-class InverseRank(Rank):
-    """Inverts what it is sent until it is told to stop."""
-
-    def serve(self) -> None:
-        """Receive estimates, refresh, hand over; returns at the stop."""
-        inverter = Inverter(self)
-        while not self.stopped:
-            with self.watched(f"with its version {inverter.number}"):
-                self.stopped = not self._one(inverter)
-
-    def _one(self, inverter: Inverter) -> bool:
-        links, worker = self.links, self.worker()
-        word = links.words.wait(f"send/{links.rank}/{inverter.number}")
-        if word["code"] == STOP:
-            return False
-        worker.heed_options(word["options"])
-        units = self.plan.units_of(links.rank)
-        updates = torch.zeros(len(units), dtype=torch.float64, device=links.device)
-        tensors, flags = _estimates(worker, units)
-        finish(links.copy(f"estimate {links.rank}", links.roles.server, [updates, *tensors], [False, *flags]))
-        for index, number in zip(units, updates.tolist(), strict=True):
-            worker.heed_estimate(index, int(number))
-        inverter.invert(word["version"], word["step"])
-        return inverter.hand_over()
-
-    def close(self) -> None:
-        """Serve, if nobody did."""
-        if not self.stopped and not self.failed:
-            self.serve()
-
-
-def _estimates(worker: Worker, units: Sequence[int]) -> tuple[list[Tensor], list[bool]]:
-    parcels = [worker.live_parcel(index, "estimate") for index in units]
-    return [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Factor ranks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FactorRank(Rank):
-    """Estimates from the parameters of the last turn; the first of them sends the estimates to the inverse ranks.
-
-    Attributes:
-        sent: Estimates sent, by inverse rank.
-        inverter: Of a rank that inverts as well.
-    """
-
-    sent: dict[int, int] = field(default_factory=dict)
-    inverter: Inverter | None = None
-    _works: dict[int, Any] = field(default_factory=dict)
-    _since: int = 0
-
-    def __post_init__(self) -> None:
-        """Nothing was sent yet."""
-        self.sent = dict.fromkeys(self.links.roles.inverse, 0)
-        if self.links.roles.colocated:
-            self.inverter = Inverter(self)
-
-    @property
-    def is_server(self) -> bool:
-        """Whether this rank talks for the others."""
-        return self.links.rank == self.links.roles.server
-
-    def end_step(self) -> None:
-        """At the end of an epoch, pass the estimates on and take new parameters."""
-        self.steps += 1
-        with self.watched(f"after step {self.steps}"):
-            if not self.plan.lockstep:
-                self._deliver()
-            if ends_epoch(self.steps, self.plan.period):
-                self._end_epoch(self.steps // self.plan.period)
-
-    def _end_epoch(self, turn: int) -> None:
-        version, words = turn - 1, self.links.words
-        if self.is_server and not self.plan.lockstep:
-            words.write(f"want/{turn}")
-        word = words.wait(f"turn/{turn}", meanwhile=None if self.plan.lockstep else self._deliver)
-        if word["code"] == STOP:
-            self._stop()
-            return
-        if self.plan.lockstep and self.inverter is not None and self.inverter.waiting is not None:
-            self.inverter.hand_over()
-        if self.is_server and self.inverter is None:
-            self._send_all(version, word)
-        finish(self.links.copy("parameters", self.links.roles.chief, self.worker().parameters_now()))
-        if self.inverter is not None and self._inverts(version):
-            self.worker().heed_options(word["options"])
-            self.inverter.invert(version, self._since)
-        self._since = word["step"]
-
-    # ------------------------------------------------------------------ to inverse ranks
-    def _send_all(self, version: int, word: dict[str, Any]) -> None:
-        for j in self.links.roles.inverse:
-            if j in word["lost"]:
-                self._works.pop(j, None)  # never to be waited for
-            elif self._is_free(j, version):
-                self._send(j, version, word["options"])
-
-    def _is_free(self, j: int, version: int) -> bool:
-        """Whether this version goes to an inverse rank: always in lockstep, else if it has done the one before."""
-        if self.plan.lockstep:
-            return True
-        if self.plan.replay is not None:
-            if not any(e[0] == "take" and e[2:] == [j, version] for e in self.plan.replay):
-                return False
-            if self.sent[j]:
-                self.links.words.wait(f"done/{j}/{self.sent[j] - 1}")
-            return True
-        return not self.sent[j] or self.links.words.look(f"done/{j}/{self.sent[j] - 1}") is not None
-
-    def _send(self, j: int, version: int, options: dict[str, Any]) -> None:
-        units, worker = self.plan.units_of(j), self.worker()
-        counts = [float(worker.updates_of(index)) for index in units]
-        updates = torch.tensor(counts, dtype=torch.float64, device=self.links.device)
-        tensors, flags = _estimates(worker, units)
-        try:
-            finish(self._works.pop(j, None))
-            key = f"send/{j}/{self.sent[j]}"
-            self.links.words.write(key, code=GO, version=version, step=self._since, options=options)
-            copies = [updates, *(t.clone() for t in tensors)]
-            self._works[j] = self.links.copy(f"estimate {j}", self.links.rank, copies, [False, *flags])
-        except RuntimeError as error:
-            if not self.plan.degrade:
-                raise RuntimeError(f"inverse rank {j} is lost: {error}") from error
-            log.warning("inverse rank %d does not take its estimate: %s", j, error)
-        self.sent[j] += 1
-
-    # ------------------------------------------------------------------ a rank that inverts as well
-    def _inverts(self, version: int) -> bool:
-        """Whether this version is inverted here: unless the one before was not taken yet."""
-        assert self.inverter is not None
-        if self.plan.replay is None:
-            return self.inverter.waiting is None
-        return any(e[0] == "take" and e[2:] == [self.links.rank, version] for e in self.plan.replay)
-
-    def _deliver(self) -> None:
-        """Hand a version over if the gradient ranks wait for it."""
-        inverter = self.inverter
-        if inverter is not None and inverter.waiting is not None:
-            word = self.links.words.look(inverter.key)
-            if word is not None and word["code"] == GO:
-                inverter.hand_over()
-
-    # ------------------------------------------------------------------ the end
-    def _stop(self) -> None:
-        self.stopped = True
-        if self.is_server and self.inverter is None:
-            for j in self.links.roles.inverse:
-                self.links.words.write(f"send/{j}/{self.sent[j]}", code=STOP)
-
-    def close(self) -> None:
-        """Take steps without data until the gradient ranks stop."""
-        while not self.stopped and not self.failed:
-            self.worker().idle()

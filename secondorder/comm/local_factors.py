@@ -49,6 +49,10 @@ class LocalFactors(MemOpt):
         """The owner's examples alone; of units that every rank estimates, everyone's."""
         return self._owners[index] == self._rank or self._units[index].everywhere
 
+    def sources(self, index: int) -> int:
+        """The owner."""
+        return 1
+
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Only units that every rank needs at every step are summed."""
         return super().reduce_statistics([p for p in parcels if self._units[p.index].everywhere])

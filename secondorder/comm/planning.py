@@ -24,6 +24,7 @@ class RankPlan:
         sent: Bytes handed to collectives per step, by stage: the mean over one refresh interval.
         worst_sent: Bytes of the heaviest step, by stage.
         flops: FLOPs per step, by stage: the mean over one refresh interval.
+        wire: Bytes that leave a rank per step, by stage, where every message takes the least that is possible.
         messages: Messages per step, by stage: the mean over one refresh interval.
     """
 
@@ -31,6 +32,7 @@ class RankPlan:
     sent: dict[str, float]
     worst_sent: dict[str, int]
     flops: dict[str, float]
+    wire: dict[str, float] = field(default_factory=dict)
     messages: dict[str, float] = field(default_factory=dict)
 
 
@@ -127,22 +129,39 @@ class Work(NamedTuple):
     flops: float
 
 
+class Sum(NamedTuple):
+    """Of some messages.
+
+    Attributes:
+        nbytes: Payload.
+        wire: Bytes that leave a rank at least.
+        messages: Their number.
+    """
+
+    nbytes: int = 0
+    wire: float = 0.0
+    messages: int = 0
+
+    def plus(self, other: Sum) -> Sum:
+        """Of both."""
+        return Sum(self.nbytes + other.nbytes, self.wire + other.wire, self.messages + other.messages)
+
+
+Stages = Mapping[str, Sum]
+
+
 class Traffic(NamedTuple):
-    """What every rank sends in some steps that are alike.
+    """What ranks send in some steps that are alike.
 
     Attributes:
         steps: How many they are.
-        common: Bytes of one step by stage, on every rank.
-        messages: Number of messages of one step by stage, on every rank.
-        by_column: Bytes beside that, by column and stage.
-        messages_by_column: Number beside that.
+        common: Of one step by stage, on every rank.
+        by_column: Beside that, by column and stage.
     """
 
     steps: int
-    common: Mapping[str, int]
-    messages: Mapping[str, int]
-    by_column: Mapping[int, Mapping[str, int]]
-    messages_by_column: Mapping[int, Mapping[str, int]]
+    common: Stages
+    by_column: Mapping[int, Stages]
 
 
 def spread(
@@ -171,16 +190,11 @@ def spread(
 
 
 class Means(NamedTuple):
-    """What the ranks of a column send.
-
-    Attributes:
-        sent: Bytes per step by stage.
-        worst: Bytes of the heaviest step by stage.
-        messages: Messages per step by stage.
-    """
+    """What the ranks of a column send, by stage, as in :class:`RankPlan`."""
 
     sent: dict[str, float]
-    worst: dict[str, int]
+    worst_sent: dict[str, int]
+    wire: dict[str, float]
     messages: dict[str, float]
 
 
@@ -195,26 +209,25 @@ def means(traffic: Sequence[Traffic], columns: int) -> list[Means]:
         By column.
     """
     stages = list(dict.fromkeys(s for t in traffic for found in (t.common, *t.by_column.values()) for s in found))
-    alike = _of_column(traffic, stages, -1)  # a column that sends nothing of its own
     special = {column for t in traffic for column in t.by_column}
+    alike = _of_column(traffic, stages, -1)  # columns that send nothing of their own
     return [_of_column(traffic, stages, c) if c in special else alike for c in range(columns)]
 
 
 def _of_column(traffic: Sequence[Traffic], stages: Sequence[str], column: int) -> Means:
-    count = max(1, sum(t.steps for t in traffic))
-    none: dict[str, int] = {}
+    none, nothing = Sum(), dict[str, Sum]()
+    steps: list[tuple[int, dict[str, Sum]]] = []
+    for t in traffic:
+        own = t.by_column.get(column, nothing)
+        steps.append((t.steps, {s: t.common.get(s, none).plus(own.get(s, none)) for s in stages}))
+    count = max(1, sum(number for number, _ in steps))
 
-    def added(common: Mapping[str, int], own: Mapping[str, int]) -> dict[str, int]:
-        return {stage: common.get(stage, 0) + own.get(stage, 0) for stage in stages}
+    def mean(field: str) -> dict[str, float]:
+        return {s: sum(number * getattr(step[s], field) for number, step in steps) / count for s in stages}
 
-    sent = [(t.steps, added(t.common, t.by_column.get(column, none))) for t in traffic]
-    messages = [(t.steps, added(t.messages, t.messages_by_column.get(column, none))) for t in traffic]
-    worst = max((found for _, found in sent), key=lambda found: sum(found.values()), default=dict.fromkeys(stages, 0))
-    return Means(
-        {stage: sum(steps * found[stage] for steps, found in sent) / count for stage in stages},
-        worst,
-        {stage: sum(steps * found[stage] for steps, found in messages) / count for stage in stages},
-    )
+    heaviest = max((step for _, step in steps), key=lambda step: sum(x.nbytes for x in step.values()), default=nothing)
+    worst = {stage: heaviest[stage].nbytes for stage in stages}
+    return Means(mean("nbytes"), worst, mean("wire"), mean("messages"))
 
 
 # ---------------------------------------------------------------------- words

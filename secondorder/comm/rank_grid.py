@@ -139,7 +139,10 @@ class RankGrid(CommStrategy):
             return
         try:
             if not self._connected:
+                self.meet("the constructor of the optimizer")
                 self._make_groups(device)
+        except ValueError:  # told on every rank
+            raise
         except Exception as error:
             raise RuntimeError(
                 f"rank {self._rank} could not meet all {self._grid.world} ranks ({error}). Every rank of the process "
@@ -155,7 +158,8 @@ class RankGrid(CommStrategy):
         wait = default_timeout(device) if self._timeout is None else datetime.timedelta(seconds=self._timeout)
         self.collectives = Collectives(wire_dtype=self._wire_dtype, device=device)
         self._world = dist.new_group(list(range(self._grid.world)), timeout=wait)
-
+        # Which groups come next depends on the strategy: ranks that disagree would wait for each other.
+        require_equal(self.collectives, {"strategy": [repr(self)]}, self._world)
         self._row, self._column = self._axes(wait)
         self._connected = True
 
@@ -291,6 +295,10 @@ class RankGrid(CommStrategy):
     def preconditions(self, index: int) -> bool:
         """Whether this rank is in the column of the owner."""
         return self._owners[index] % self._grid.width == self._rank % self._grid.width
+
+    def captures_elsewhere(self, index: int) -> bool:
+        """Whether any rank captures statistics of a unit without preconditioning it."""
+        return self._grid.width > 1 and (self._units[index].everywhere or self.sources(index) > 1)
 
     def shard(self, index: int) -> Shard:
         """Part of a divisible unit: as the row is cut."""

@@ -19,7 +19,7 @@ from secondorder.comm.counter import Counter, Record
 from secondorder.comm.messages import Call, Work
 from secondorder.comm.packing import Buffers, Item, real, reduce_kind, total
 from secondorder.comm.placement import Grid
-from secondorder.comm.planning import Traffic
+from secondorder.comm.planning import Sum, Traffic
 from secondorder.comm.rank_grid import RankGrid
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Shard, Unit
 
@@ -51,6 +51,10 @@ class DryCounter(Counter):
     def __init__(self) -> None:
         super().__init__()
         self.padding = 0
+
+    def add(self, stage: str, kind: str, size: int, numel: int, dtype: torch.dtype) -> None:
+        """Record a message; all of one step are kept, however many ranks have one each."""
+        self.records.append(Record(stage, kind, size, numel, dtype, numel * dtype.itemsize))
 
     def clear(self) -> None:
         """Forget everything."""
@@ -195,14 +199,7 @@ class Rehearsal(CommStrategy):
         common = [r for r in counters[0].records if r.stage != _OF_COLUMN]
         for counter in counters.values():
             counter.clear()
-        by_column = {rank: _summed(records) for rank, records in own.items() if records}
-        found = Traffic(
-            steps,
-            *_summed(common),
-            {column: nbytes for column, (nbytes, _) in by_column.items()},
-            {column: messages for column, (_, messages) in by_column.items()},
-        )
-        return found, padding
+        return Traffic(steps, _summed(common), {rank: _summed(found) for rank, found in own.items() if found}), padding
 
     def holders(self, index: int, place: str) -> Sequence[int] | None:
         """Ranks that have the ``"estimate"`` or the ``"curvature"`` of a unit, or are its ``"owner"``; None for all."""
@@ -210,6 +207,11 @@ class Rehearsal(CommStrategy):
         if place == "curvature":
             return None if self.grid.workers == self.grid.world else self.grid.column_of(owner)
         return None if place == "estimate" and self._first._is_everywhere(index) else (owner,)
+
+    @property
+    def owned(self) -> list[int]:
+        """Owners of units that are not cut into shards."""
+        return [owner for owner, unit in zip(self.owners, self._units, strict=True) if not unit.divisible]
 
     @property
     def groups(self) -> int:
@@ -246,6 +248,10 @@ class Rehearsal(CommStrategy):
     def refreshes(self, index: int) -> bool:
         """Nothing is computed."""
         return False
+
+    def captures_elsewhere(self, index: int) -> bool:
+        """Whether any rank captures statistics of a unit without preconditioning it."""
+        return self._first.captures_elsewhere(index)
 
     def shard(self, index: int) -> Shard:
         """Part of the first rank."""
@@ -312,11 +318,9 @@ class Rehearsal(CommStrategy):
         return self._first.gather_shards(shards, sizes)
 
 
-def _summed(records: Sequence[Record]) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes and number of messages by stage."""
-    nbytes: dict[str, int] = {}
-    messages: dict[str, int] = {}
+def _summed(records: Sequence[Record]) -> dict[str, Sum]:
+    """By stage."""
+    found: dict[str, Sum] = {}
     for record in records:
-        nbytes[record.stage] = nbytes.get(record.stage, 0) + record.nbytes
-        messages[record.stage] = messages.get(record.stage, 0) + 1
-    return nbytes, messages
+        found[record.stage] = found.get(record.stage, Sum()).plus(Sum(record.nbytes, record.wire_bytes, 1))
+    return found

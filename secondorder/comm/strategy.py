@@ -104,6 +104,8 @@ class CommStrategy(ABC):
 
     #: What this process does: ``"gradient"``, ``"factor"`` or ``"inverse"``.
     role: str = "gradient"
+    #: Whether ranks may run out of data one after another, inside of torch's ``Join``.
+    takes_joiners: bool = True
 
     @property
     def combines(self) -> bool:
@@ -194,6 +196,14 @@ class CommStrategy(ABC):
     def captures(self, index: int) -> bool:
         """Whether this rank captures statistics of a unit."""
         return True
+
+    def sources(self, index: int) -> int:
+        """Number of ranks that capture statistics of a unit which not every rank estimates."""
+        return self.data_world
+
+    def captures_elsewhere(self, index: int) -> bool:
+        """Whether any rank captures statistics of a unit without preconditioning it; the same answer on all ranks."""
+        return False
 
     def estimates(self, index: int) -> bool:
         """Whether this rank holds the running estimate (factors) of a unit."""

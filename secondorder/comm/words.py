@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d
 
 #: Seconds between two looks at the store: the first, and the longest.
 _FIRST, _LONGEST = 2e-4, 5e-3
-_ABORTED = "aborted"
+#: Where the first rank that gives up says so.
+ABORTED = "aborted"
 
 
 class SilenceError(RuntimeError):
@@ -76,10 +77,16 @@ class Words:
             pause = min(2 * pause, _LONGEST)
         return word
 
-    def abort(self, message: str) -> None:
-        """Have all other ranks raise; the first message stays."""
-        if self.look(_ABORTED) is None:
-            self.write(_ABORTED, message=message)
+    def abort(self, message: str) -> str:
+        """Have all other ranks raise.
+
+        Returns:
+            The first message that was given here, which stays.
+        """
+        word = self.look(ABORTED)
+        if word is None:
+            self.write(ABORTED, message=message)
+        return message if word is None else str(word["message"])
 
     def raise_aborted(self) -> None:
         """Raise if a rank has given up.
@@ -87,6 +94,6 @@ class Words:
         Raises:
             RuntimeError: With what that rank said.
         """
-        word = self.look(_ABORTED)
+        word = self.look(ABORTED)
         if word is not None:
             raise RuntimeError(word["message"])

@@ -76,7 +76,7 @@ class ExampleRows:
         """The rows of all examples, ``[(Γ,) n, S, …]``."""
         parts = self._parts
         if len({part.a is None for part in parts}) > 1:  # sequences of very different lengths
-            parts = [part if part.a is None else _table(part) if part.columns else kernel.whole(part) for part in parts]
+            parts = [multiplied_out(part) for part in parts]
         return parts[0] if len(parts) == 1 else kernel.concatenate(parts)
 
     # ------------------------------------------------------------------ rows of one pass
@@ -207,6 +207,13 @@ def _table(rows: Rows) -> Rows:
     n, d_o = rows.n, rows.g.shape[-1]
     table = rows.g.new_zeros(n, rows.columns, d_o).scatter_add_(1, rows.a[..., None].expand_as(rows.g), rows.g)
     return Rows(None, table.mT.reshape(n, 1, -1))
+
+
+def multiplied_out(rows: Rows) -> Rows:
+    """Rows that hold per-example gradients, of indices too."""
+    if rows.a is None:
+        return rows
+    return _table(rows) if rows.columns else kernel.whole(rows)
 
 
 def keeps_indices(adapter: Adapter, approx: str) -> bool:

@@ -30,11 +30,13 @@ class Measured(NamedTuple):
         parts: By state key of the running estimate.
         examples: N, of all ranks once they are combined.
         rest: The statistic itself, with what is not combined by summing; None where only other ranks saw the layer.
+        told: Sums over the ranks of words of the method's own.
     """
 
     parts: Mapping[str, Part]
     examples: int
     rest: Any = None
+    told: Tensor | None = None
 
 
 def counts_of(part: Part, size: int) -> Tensor:

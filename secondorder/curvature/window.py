@@ -11,7 +11,6 @@ live on the device of the first parameter and never make the host wait.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,12 +18,8 @@ import torch
 from torch import Tensor
 
 from secondorder.curvature import gram
-from secondorder.curvature.lowrank import LowRank, LowRankRows
-from secondorder.curvature.rows import DenseRows, Parts, Rows, gated, row_dots
-from secondorder.curvature.shards import Cutting
-from secondorder.curvature.topk import TopK, TopKRows
-
-Compression = TopK | LowRank | None
+from secondorder.curvature.form import Form, Place
+from secondorder.curvature.rows import Parts, Rows, gated, row_dots
 
 #: Entry of state, by key, along which slots lie.
 SLOT_DIM = {
@@ -37,63 +32,6 @@ SHARED = (
 )  # fmt: skip
 #: Steps between the measurement of the amplification and its use: by then a device has long delivered it.
 LAG = 10
-
-
-@dataclass(frozen=True)
-class Form:
-    """How rows are stored.
-
-    Attributes:
-        m: Number of slots.
-        compression: Of the rows.
-        dtype: Of dense rows and factors; None: the working precision.
-        seed: Of the first warm starts of low-rank rows.
-    """
-
-    m: int
-    compression: Compression = None
-    dtype: torch.dtype | None = None
-    seed: int = 0
-
-    def rows(self, places: Sequence[Place]) -> Rows:
-        """Empty rows over places of one device and precision."""
-        working, device, shapes = places[0].working, places[0].device, [place.shape for place in places]
-        wholes = [place.shape if place.whole is None else place.whole for place in places]
-        columns = sum(math.prod(whole) for whole in wholes)
-        kind, dtype = self.compression, self.dtype or working
-        if isinstance(kind, TopK) and kind.density < 1:
-            return TopKRows(shapes, self.m, working, device, kind)
-        if isinstance(kind, TopK):
-            value = working if kind.value_dtype == torch.float32 else kind.value_dtype
-            return DenseRows(shapes, self.m, working, device, value, kind.error_feedback, columns)
-        if isinstance(kind, LowRank):
-            return LowRankRows(shapes, self.m, working, device, kind, dtype, self.seed, wholes)
-        return DenseRows(shapes, self.m, working, device, dtype, columns=columns)
-
-    @property
-    def cutting(self) -> Cutting:
-        """Where tensors may be cut so that what is stored stays the same."""
-        kind = self.compression
-        if isinstance(kind, TopK) and kind.density < 1:
-            return Cutting(kind.block_size, blocked=True)
-        return Cutting(0) if isinstance(kind, LowRank) else Cutting()
-
-    def cost(self, shape: torch.Size) -> int:
-        """What a tensor counts when a window is cut into even parts."""
-        kind = self.compression
-        return kind.kept(shape) if isinstance(kind, LowRank) else math.prod(shape)
-
-    def describe(self, working: torch.dtype) -> str:
-        """In words."""
-        kind = self.compression
-        if isinstance(kind, TopK) and kind.density == 1:
-            value = working if kind.value_dtype == torch.float32 else kind.value_dtype
-            return f"dense {str(value).removeprefix('torch.')}"
-        if isinstance(kind, TopK):
-            return f"top {kind.density:.3g} of {kind.block_size}"
-        if isinstance(kind, LowRank):
-            return f"rank {kind.rank}"
-        return f"dense {str(self.dtype or working).removeprefix('torch.')}"
 
 
 @dataclass
@@ -111,19 +49,6 @@ class Outside:
     q: Tensor
     weight: Tensor
     r: list[Tensor]
-
-
-@dataclass
-class Place:
-    """Where a tensor of the window lives: its shape as real numbers, working precision and device.
-
-    ``whole`` is the shape of the tensor of which this is a slice.
-    """
-
-    shape: torch.Size
-    working: torch.dtype
-    device: torch.device
-    whole: torch.Size | None = None
 
 
 @dataclass
@@ -167,6 +92,7 @@ class GradientWindow:
         for i, place in enumerate(places):
             kinds.setdefault((place.device, place.working), []).append(i)
         self._parts = [_Part(form.rows([places[i] for i in members]), members) for members in kinds.values()]
+        self._home = {i: (part.rows, k) for part in self._parts for k, i in enumerate(part.members)}
         self.gram = torch.zeros(gram.packed_size(self.m), dtype=torch.float64, device=self.device)
         self.counters = {
             key: torch.zeros((), dtype=torch.int64, device=self.device)
@@ -194,9 +120,8 @@ class GradientWindow:
 
     def state(self, i: int) -> dict[str, Tensor]:
         """Views of what is stored for tensor i, by state key."""
-        for part in self._parts:
-            if i in part.members:
-                found = part.rows.state(part.members.index(i))
+        rows, k = self._home[i]
+        found = rows.state(k)
         if self.outside is not None:
             found["gradient_momentum"] = self.outside.r[i]
         return found
@@ -269,7 +194,7 @@ class GradientWindow:
             else:
                 value.zero_()
         self.recount()
-        if rounded or bool(self.gram.isnan().any()):
+        if rounded or (self._has_numbers and bool(self.gram.isnan().any())):
             self.recompute_gram()
 
     def adopt_resized(self, old: GradientWindow) -> None:
@@ -305,9 +230,13 @@ class GradientWindow:
         mine.q[:kept] = (theirs.q + full @ lost)[order]
         mine.weight.copy_(theirs.weight)
 
+    @property
+    def _has_numbers(self) -> bool:
+        return self.device.type != "meta"
+
     def recount(self) -> None:
         """Let the host know how many rows are filled; waits for the device."""
-        self.filled = min(int(self.counters["count"]), self.m)
+        self.filled = min(int(self.counters["count"]), self.m) if self._has_numbers else 0
 
     @property
     def nbytes(self) -> int:
@@ -377,7 +306,8 @@ class GradientWindow:
 
     def dtype_of(self, i: int) -> torch.dtype:
         """Precision of a combination of the rows of the whole tensor i."""
-        return next(part.rows.dtype_of(part.members.index(i)) for part in self._parts if i in part.members)
+        rows, k = self._home[i]
+        return rows.dtype_of(k)
 
     def add_row(self, out: Sequence[Tensor], slot: Tensor, scale: Tensor) -> None:
         """Add ``scale`` times the row at a slot ``[1]`` to tensors, in place."""

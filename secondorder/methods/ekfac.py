@@ -42,12 +42,13 @@ from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured, Part
+from secondorder.curvature.shipping import BASES, ROWS
 from secondorder.factored import Found, joint_ok
 from secondorder.lifecycle import Directions, Group, State
-from secondorder.rebasing import RebasingOptimizer
+from secondorder.routing import RoutingOptimizer
 
 
-class EKFAC(RebasingOptimizer):
+class EKFAC(RoutingOptimizer):
     """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
@@ -155,7 +156,7 @@ class EKFAC(RebasingOptimizer):
     """
 
     checks: ClassVar[dict[str, options.Check]] = {
-        **RebasingOptimizer.checks,
+        **RoutingOptimizer.checks,
         "estimator": options.choice("intra", "running"),
         "scale_decay": options.number(0.0, 1.0, optional=True),
         "scale_update_steps": options.whole(1),
@@ -165,7 +166,7 @@ class EKFAC(RebasingOptimizer):
         "momentum_mode": options.choice("post", "pre"),
     }
     kinds: ClassVar[dict[str, str]] = {
-        **RebasingOptimizer.kinds,
+        **RoutingOptimizer.kinds,
         "scale": "scale",
         "scale_weight": "buffers",
         "scale_updates": "buffers",
@@ -175,7 +176,7 @@ class EKFAC(RebasingOptimizer):
         "scale_step": "buffers",
         "scale_unit": "buffers",
     }
-    allocating: ClassVar[tuple[str, ...]] = (*RebasingOptimizer.allocating, "momentum_mode", "transport")
+    allocating: ClassVar[tuple[str, ...]] = (*RoutingOptimizer.allocating, "momentum_mode", "transport")
 
     def __init__(
         self,
@@ -252,6 +253,7 @@ class EKFAC(RebasingOptimizer):
 
     def _begin_eigen(self) -> None:
         self._begin_bases()
+        self._begin_routes()
         #: Examples of this step.
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
@@ -354,9 +356,12 @@ class EKFAC(RebasingOptimizer):
 
     def new_statistic(self, block: Block, group: Group) -> EigenSums:
         """Empty sums of what is due."""
-        factors = self.new_sums(block, group) if self._factors_are_due(block) else None
-        scales = self._new_scales(block) if self._measures_scale(block) else None
-        return EigenSums(block.adapter, factors, scales, group["estimator"] == "intra", self._measures_late(block))
+        factors, keep_calls = None, self._keeps_calls(block)
+        if self._factors_are_due(block):
+            factors = self.new_sums(block, group)
+        scales = self._new_scales(block) if self._measures_scale(block) and not keep_calls else None
+        by_example = group["estimator"] == "intra"
+        return EigenSums(block.adapter, factors, scales, by_example, keep_calls, group["scale_batch_size"])
 
     def _measures_scale(self, block: Block) -> bool:
         """Whether this step measures the scale of a block example by example, in the basis of now."""
@@ -372,14 +377,6 @@ class EKFAC(RebasingOptimizer):
         """Whether this step will refresh the basis of a block, its factors being captured."""
         return self.state[block.owner]["refreshes"] == 0 or self._refresh_is_due(block)
 
-    def _new_scales(self, block: Block) -> ScaleSums:
-        group, generator = block.group, None
-        if group["scale_batch_size"] is not None:
-            generator = torch.Generator().manual_seed(self.seed(len(self._blocks) + block.index))
-        bases = self.basis(block, "a"), self.basis(block, "g")
-        like = torch.empty_like(cast(Tensor, self.curvature_spec(block, group)["scale"]), device=block.owner.device)
-        return ScaleSums(block.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
-
     def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
         self._step_examples = statistics.total or max(statistics.examples.values(), default=0)
         measured = [self._blocks[i] for i in sorted(self._due) if self._measures_scale(self._blocks[i])]
@@ -392,7 +389,7 @@ class EKFAC(RebasingOptimizer):
         spec, keys = self.curvature_spec(block, block.group), []
         if self._factors_are_due(block):
             keys += ["factor_a", "factor_g"]
-        if self._measures_scale(block):
+        if self._measures_scale(block) and self.route_of(block) == BASES:
             keys.append("scale")
         return {key: cast(Tensor, spec[key]) for key in keys}
 
@@ -410,7 +407,7 @@ class EKFAC(RebasingOptimizer):
         finite = torch.ones((), dtype=torch.bool, device=block.owner.device)
         if "factor_a" in measured.parts:
             finite = self.fold_factors(block, measured, gate)
-        if measured.rest is not None and measured.rest.calls:
+        if measured.rest is not None and measured.rest.calls and not self.comm.combines:
             self._late[block] = measured.rest, measured.examples
         if "scale" in measured.parts and "scale" in self.state[block.owner]:
             part = measured.parts["scale"]
@@ -520,9 +517,7 @@ class EKFAC(RebasingOptimizer):
 
     # ------------------------------------------------------------------ with other ranks
     def place_of(self, block: Block, key: str) -> str:
-        """Who holds a tensor of the state of a block; per-example gradients are rotated where they are captured."""
-        if key.startswith("basis_") and block.group["estimator"] == "intra":
-            return "everywhere"
+        """Who holds a tensor of the state of a block; what belongs to the scale is where the scale is."""
         return "curvature" if key in ("scale_weight", "scale_unit", "off_diagonal") else super().place_of(block, key)
 
     def _reduce(self, statistics: Captured) -> Captured:
@@ -538,8 +533,10 @@ class EKFAC(RebasingOptimizer):
         late = [self._blocks[i] for i in refreshed if i in self._late_due]
         if not self.comm.combines or not late:
             return
-        mine = {b.index: self._in_new_basis(b, self._late[b][0]) for b in late if b in self._late}
-        found, _ = self._exchange(late, mine, self._scale_spec, [])
+        self._shipping = {b.index for b in late if self.route_of(b) == ROWS}
+        mine = {b.index: m for b in late if b in self._late and (m := self._late_part(b, self._late[b][0])) is not None}
+        found, _ = self._exchange(late, mine, self._late_spec, [])
+        self._gather_rows(mine, found)
         self._arrive()
         for block in late:
             measured = found.get(block.index)
@@ -552,7 +549,21 @@ class EKFAC(RebasingOptimizer):
             self._count_scale(block)
         self._share_scales(late)
 
-    def _scale_spec(self, block: Block) -> dict[str, Tensor]:
+    def _late_part(self, block: Block, sums: EigenSums) -> Measured | None:
+        """What this rank says of the scale in the basis just found; None if it cannot tell its examples apart."""
+        try:
+            if block.index not in self._shipping:
+                return self._in_new_basis(block, sums)
+            examples = sum(count for _, count in sums.calls)
+            sums.shipment = self._shipment(block, sums, examples)
+            return Measured({}, examples, sums)
+        except ValueError as error:
+            self._refuse_calls(block, error)
+            return None
+
+    def _late_spec(self, block: Block) -> dict[str, Tensor]:
+        if block.index in self._shipping:
+            return {}
         return {"scale": cast(Tensor, self.curvature_spec(block, block.group)["scale"])}
 
     def _share_scales(self, blocks: Sequence[Block]) -> None:

@@ -27,9 +27,9 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.comm import CommStrategy
 from secondorder.curvature import gram
-from secondorder.curvature.window import Compression
+from secondorder.curvature.form import Compression
+from secondorder.units import Unit
 from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer, window_betas
-from secondorder.windowing import Unit
 
 
 class GGT(WindowOptimizer):
@@ -41,7 +41,8 @@ class GGT(WindowOptimizer):
         momentum: Heavy-ball momentum on the direction.
         module: The module, if ``params`` is not one: gives names, layers for ``partition="layer"`` and types of layers
             for ``skip_norm_layers``. Not needed.
-        comm: Communication strategy; None means one process.
+        comm: Communication strategy; None: every rank has the whole window. ``MemOpt()`` and ``HybridOpt(f)`` cut it
+            over the ranks of a row, with ``partition="layer"`` they give each window to some ranks.
         window_size: m, gradients in the window; an eigendecomposition ``[m, m]`` per step makes 256 a sensible limit.
         betas: β₁ in [0, 1) of the momentum on gradients, β₂ in (0, 1] of the decay of older rows.
         eps: ε, above 0.
@@ -75,10 +76,9 @@ class GGT(WindowOptimizer):
         checkpoint_curvature: What ``state_dict`` holds: ``"all"``, or ``"none"`` (the window fills anew).
 
     Raises:
-        ValueError: For a value out of range, or for groups of one window that do not agree.
+        ValueError: For a value out of range, for groups of one window that do not agree, or for ranks that differ.
         TypeError: For a value of a wrong kind.
         RuntimeError: If the window does not fit into free memory.
-        NotImplementedError: In a process group of more than one rank.
 
     Example:
         >>> import torch, secondorder

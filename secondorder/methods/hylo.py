@@ -30,7 +30,8 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.examples import as_rows_matrix
 from secondorder.curvature.kernel import Rows
 from secondorder.lifecycle import Directions, Group
-from secondorder.rowwise import DOUBLE_ROWS, Fresh
+from secondorder.rowwise import DOUBLE_ROWS, Fresh, Kept, filled
 from secondorder.switched import SwitchedOptimizer
 from secondorder.switching import GradNormChange, SwitchPolicy
 
@@ -56,20 +57,6 @@ _RANK_STEP = 8
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-class Kept(NamedTuple):
-    """Rows that a refresh keeps of a block, and what makes their M.
-
-    Attributes:
-        rows: Rows ``[(Γ,) R, S, …]``.
-        damping: λ ``[(Γ)]``.
-        core: S of the interpolation ``[(Γ,) R, R]``, or None.
-    """
-
-    rows: Rows
-    damping: Tensor
-    core: Tensor | None = None
-
-
 class HyLo(SwitchedOptimizer):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
@@ -78,7 +65,7 @@ class HyLo(SwitchedOptimizer):
         lr: Learning rate η, a number or a tensor of one element.
         momentum: Heavy-ball momentum on the preconditioned gradient.
         module: Module to hook when ``params`` is not one.
-        comm: Communication strategy; None means one process.
+        comm: Communication strategy; unset: ``CommOpt()`` in a process group of more than one rank.
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). It acts
             from the next refresh on. Where no row says anything, the step is the gradient's, times η / λ.
         damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of the kernel of each block, which falls
@@ -90,7 +77,8 @@ class HyLo(SwitchedOptimizer):
         switch: The policy of ``"auto"``, see :mod:`secondorder.switching`; unset: ``GradNormChange()``.
         update_steps: Steps between refreshes; 0 turns preconditioning off.
         rank_fraction: ρ, share of the examples of a step that is kept.
-        max_rank: Largest number of rows that is kept; does not bound ``"sngd"``.
+        max_rank: Largest number of rows that is kept, of all ranks together, each of which keeps one at least; does
+            not bound ``"sngd"``.
         rank_energy: Keep as many rows per layer as hold this share of the trace of its kernel, instead of
             ``rank_fraction``.
         kis_sampling: ``"systematic"`` (no row twice, unbiased), ``"replacement"`` (unbiased), ``"unweighted"`` (the
@@ -109,8 +97,9 @@ class HyLo(SwitchedOptimizer):
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
         loss_terms: Scalar loss terms per example that a mean runs over (tokens).
         batch_dim: Dimension of the model's first input that counts examples.
-        batch_size: Examples of a step. Given, the rows of ``approx="reduce"`` are allocated at construction, which
-            loading a distributed checkpoint before the first step needs; otherwise the first refresh does it.
+        batch_size: Examples of a step, of one rank. Given, the rows of ``approx="reduce"`` are allocated at
+            construction, which loading a distributed checkpoint before the first step needs; otherwise the first
+            refresh does it.
         skip_layers: Names, patterns, types or modules to leave out, with all below them.
         tied: Which use of a weight tied between an embedding and a head has the block, ``"embedding"`` or ``"head"``;
             unset: neither, it follows the fallback.
@@ -139,7 +128,6 @@ class HyLo(SwitchedOptimizer):
     Raises:
         ValueError: For a value out of range, a pattern that matches nothing, or without a module.
         TypeError: For a value of a wrong kind.
-        NotImplementedError: In a process group of more than one rank.
 
     Example:
         >>> import torch, secondorder
@@ -260,42 +248,46 @@ class HyLo(SwitchedOptimizer):
                 raise ValueError(f"weight_decay_mode='reg' makes decay part of the gradient: drop {found}")
 
     # ------------------------------------------------------------------ state
-    def rank_of(self, group: Mapping[str, Any], examples: int) -> int:
-        """R, the rows to keep of so many examples (at most, where an energy decides)."""
+    def rank_of(self, group: Mapping[str, Any], examples: int, ranks: int = 1) -> int:
+        """r, the rows to keep of so many examples on each of some ranks (at most, where an energy decides)."""
         if self._mode_in(group) == "sngd":
             return examples
         fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
-        return selection.planned_rank(examples, fraction, group["max_rank"])
+        return selection.planned_rank(examples, fraction, max(1, group["max_rank"] // ranks))
 
     # ------------------------------------------------------------------ which mode
-    def _probe(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]) -> None:
-        """Tell the policy how far KIS is from the exact direction, on a few layers."""
-        usable = [b for b in blocks if all(p in self._gradients_now for p in b.params)]
+    def probe_errors(
+        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
+    ) -> list[Tensor]:
+        """How far KIS is from the exact direction, on a few layers; both from this rank's examples alone."""
+        asking = [b for b in blocks if b.group["mode"] == "auto"]
+        usable = [b for b in asking if all(p in self._gradients_now for p in b.params)]
         count = min(self.switch.probes, len(usable))
         chosen = [usable[round(i * (len(usable) - 1) / max(count - 1, 1))] for i in range(count)]
         errors = []
         for block in chosen:
-            rows, gradient = fresh[block].rows, self._gradient_of(block)
+            rows, share, gradient = fresh[block].rows, fresh[block].share, self._gradient_of(block)
+            rows = rows if share == 1 else kernel.scaled(rows, share**-0.5)
             matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
             damping = self.damping_of(block, norms.sum(-1), fresh[block].examples)
             group, n = block.group, fresh[block].examples
             rank = ranks[block]
             if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
-                rank = min(selection.planned_rank(n, group["rank_fraction"], group["max_rank"]), rows.n)
+                most = max(1, group["max_rank"] // self.comm.sources(block.index))
+                rank = min(selection.planned_rank(n, group["rank_fraction"], most), rows.n)
             kept = self._sampled(block, rows, norms, rank, "probe of ")
             inverse, _ = woodbury.damped_inverse(_widened(kernel.gram(kept)), damping)
             exact = woodbury.exact_update(rows, damping, matrix)
             off = woodbury.apply(kept, inverse, damping, matrix) - exact
             errors.append(torch.linalg.vector_norm(off) / torch.linalg.vector_norm(exact).clamp(min=1e-30))
-        if errors:
-            self.switch.probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
+        return errors
 
     def _gradient_of(self, block: Block) -> Tensor:
         return block.matrix([self._gradients_now[p].to(self._precision(p)) for p in block.params])
 
     # ------------------------------------------------------------------ stage 4: refresh
     def refresh_rows(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
-        """Select rows of this step and invert their kernel.
+        """Choose rows of this step and invert their kernel.
 
         Args:
             blocks: The blocks.
@@ -304,25 +296,40 @@ class HyLo(SwitchedOptimizer):
         Returns:
             Whether that went well, by block.
         """
-        asking = [b for b in blocks if b.group["mode"] == "auto"]
-        if asking:
-            self._decide()
+        self.begin_rows(blocks)
         with self._stage("select"):
-            ranks = self._ranks(blocks, fresh)
-            kept = self._select(blocks, fresh, ranks)
+            limits = {b: self.rank_of(b.group, self._batch_size or fresh[b].examples) for b in blocks}
+            # Not every example need pass a layer.
+            ranks = self._by_energy(fresh, {b: min(r, fresh[b].rows.n) for b, r in limits.items()})
+            kept = self.choose_rows(blocks, fresh, ranks)
             if self._batch_size is not None:
-                kept = {b: _filled(k, self.rank_of(b.group, self._batch_size)) for b, k in kept.items()}
+                kept = {b: filled(k, self.rank_of(b.group, self._batch_size)) for b, k in kept.items()}
+        ok = self.invert_rows(kept, {b: fresh[b].ok for b in kept})
+        errors = self.probe_errors(blocks, fresh, ranks)
+        if errors:
+            self.hear_probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
+        return ok
+
+    def invert_rows(self, kept: Mapping[Block, Kept], good: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+        """Invert the kernels of rows, and take over those that may be used.
+
+        Args:
+            kept: The rows.
+            good: Whether they may be used.
+
+        Returns:
+            Whether that went well, by block.
+        """
         ok: dict[Block, Tensor] = {}
         kinds: dict[tuple[Any, ...], list[Block]] = {}
         for block, k in kept.items():
             kinds.setdefault((k.rows.n, k.rows.g.dtype, k.rows.g.device, k.core is None), []).append(block)
         for members in kinds.values():
             for some in stacks.bounded(members, lambda b: _batch(kept[b].rows) * kept[b].rows.n ** 2):
-                ok |= self._invert({b: kept[b] for b in some}, fresh)
-        self._probe(asking, fresh, ranks)
+                ok |= self._invert({b: kept[b] for b in some}, good)
         return ok
 
-    def _invert(self, kept: Mapping[Block, Kept], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
+    def _invert(self, kept: Mapping[Block, Kept], usable: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
         """Invert the kernels of rows of one number, together, and take them over."""
         with self._stage("kernel"):
             kernels = [_widened(kernel.gram(k.rows)) for k in kept.values()]
@@ -336,11 +343,11 @@ class HyLo(SwitchedOptimizer):
                 found = woodbury.damped_inverse(stack, stacks.joined([k.damping for k in kept.values()], 0))
             ok = {}
             for (block, k), inverse, good in zip(kept.items(), *(stacks.parted(t, leads) for t in found), strict=True):
-                ok[block] = good.all() & fresh[block].ok
+                ok[block] = good.all() & usable[block]
                 self.keep_rows(block, k.rows, inverse, k.damping, bool(cores), ok[block])
         return ok
 
-    def _select(
+    def choose_rows(
         self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
     ) -> dict[Block, Kept]:
         """The rows to keep, as the mode of each block says."""
@@ -350,20 +357,44 @@ class HyLo(SwitchedOptimizer):
             if mode == "kid":
                 continue
             norms = kernel.norms(rows)
-            damping = self.damping_of(block, norms.sum(-1), fresh[block].examples)
+            damping = self._damping_of(block, norms.sum(-1), fresh[block])
             kept[block] = Kept(rows if mode == "sngd" else self._sampled(block, rows, norms, ranks[block]), damping)
         kept.update(self._interpolated([b for b in blocks if b not in kept], fresh, ranks))
         return kept
 
-    def _ranks(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, int]:
-        """R of each block: from the number of examples, or from the energy of its kernel."""
-        limits = {b: self.rank_of(b.group, self._batch_size or fresh[b].examples) for b in blocks}
-        limits = {b: min(r, fresh[b].rows.n) for b, r in limits.items()}  # not every example need pass a layer
+    def _damping_of(self, block: Block, trace: Tensor, fresh: Fresh) -> Tensor:
+        """λ of a block from the trace of the kernel of its rows, unless other ranks have rows too."""
+        return self.damping_of(block, trace, fresh.examples) if fresh.damping is None else fresh.damping
+
+    def most_rows(self, blocks: Sequence[Block]) -> dict[Block, int]:
+        """r, the rows that every rank sends of each block: where an energy decides, as many as the neediest needs."""
+        limits = super().most_rows(blocks)
+        asked = [b for b in blocks if self._asks_energy(b)]
+        if asked:
+            needed = self._try_together("measuring its kernels", [len(asked), self.comm.world], partial(
+                self._needed, {b: limits[b] for b in asked}
+            ))  # fmt: skip
+            limits |= {b: min(int(by_rank.max()), limits[b]) for b, by_rank in zip(asked, needed, strict=True)}
+        return limits
+
+    def _needed(self, limits: Mapping[Block, int]) -> Tensor:
+        """Rows that the energies of this rank's kernels ask for, in its place ``[blocks, W]``."""
+        found = self._by_energy(
+            self._fresh, {b: min(r, self._fresh[b].rows.n) for b, r in limits.items() if b in self._fresh}
+        )
+        words = torch.zeros(len(limits), self.comm.world, dtype=torch.float64)
+        words[:, self.comm.rank] = torch.tensor([float(found.get(b, 0)) for b in limits])
+        return words
+
+    def _asks_energy(self, block: Block) -> bool:
+        return block.group["rank_energy"] is not None and self._mode_in(block.group) != "sngd"
+
+    def _by_energy(self, fresh: Mapping[Block, Fresh], limits: dict[Block, int]) -> dict[Block, int]:
+        """R of each block: the limit, or what the energy of its kernel asks for."""
         kinds: dict[tuple[Any, ...], list[Block]] = {}
-        for block in blocks:
-            share = block.group["rank_energy"]
-            if share is not None and self._mode_in(block.group) != "sngd":
-                rows = fresh[block].rows
+        for block in limits:
+            if self._asks_energy(block):
+                share, rows = block.group["rank_energy"], fresh[block].rows
                 kinds.setdefault((rows.n, limits[block], share, rows.g.dtype, rows.g.device), []).append(block)
         needed: dict[Block, Tensor] = {}
         for (n, limit, share, *_), members in kinds.items():
@@ -386,8 +417,9 @@ class HyLo(SwitchedOptimizer):
         return stacks.joined(grams, 2), [x.shape[:-2] for x in grams]
 
     def _sampled(self, block: Block, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
-        """Rows drawn by their scores ``[(Γ,) n]``, weighted; a draw depends on layer and refresh alone."""
-        stream = zlib.crc32(f"{purpose}{block.name}".encode())
+        """Rows drawn by their scores ``[(Γ,) n]``, weighted; a draw depends on layer, refresh and rank alone."""
+        place = f" on rank {self.comm.rank}" if self.comm.combines else ""
+        stream = zlib.crc32(f"{purpose}{block.name}{place}".encode())
         refresh: int = self.state[block.owner]["refreshes"]
         generator = torch.Generator().manual_seed(self.seed(stream, refresh))
         drawn = selection.draw(scores, rank, block.group["kis_sampling"], generator)
@@ -407,7 +439,7 @@ class HyLo(SwitchedOptimizer):
             for some in stacks.bounded(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
                 local, leads = self._local_kernels(some, fresh)
                 traces = stacks.parted(local.diagonal(dim1=-2, dim2=-1).sum(-1), leads)
-                dampings = [self.damping_of(b, t, fresh[b].examples) for b, t in zip(some, traces, strict=True)]
+                dampings = [self._damping_of(b, t, fresh[b]) for b, t in zip(some, traces, strict=True)]
                 found = selection.interpolate(local, rank, order=selection.pivots(local, rank, pivoting))
                 core = selection.core(_widened(local), found, stacks.joined(dampings, 0), residual)
                 parts = [stacks.parted(t, leads) for t in (found.index, found.valid, core)]
@@ -461,7 +493,7 @@ class HyLo(SwitchedOptimizer):
         factored = bool(self._blocks) and all(self.is_factored(b) for b in self._blocks)
         modes = ["kfac" if factored else self._auto_mode] * len(self.param_groups)
         modes = [g["mode"] if g["mode"] != "auto" else mode for g, mode in zip(self.param_groups, modes, strict=True)]
-        ranks = {b.name: self.kept_rows(b).g.shape[-3] for b in self._blocks if not self.is_factored(b)}
+        ranks = {b.name: self.kept_rows(b).n for b in self._blocks if "rows_g" in self.state[b.owner]}
         return super().diagnostics() | {
             "damping": [group["damping"] for group in self.param_groups],
             "mode": modes[0],
@@ -486,16 +518,3 @@ def _batch(rows: Rows) -> int:
 def _widened(x: Tensor) -> Tensor:
     """A kernel in the precision that it is factorised in."""
     return x.double() if x.shape[-1] <= DOUBLE_ROWS else x
-
-
-def _filled(kept: Kept, rows: int) -> Kept:
-    """Zero rows up to a fixed number of them."""
-    missing = rows - kept.rows.g.shape[-3]
-    if missing <= 0:
-        return kept
-    core = kept.core
-    if core is not None:
-        core = woodbury.block_diagonal(
-            [core, torch.eye(missing, dtype=core.dtype, device=core.device).expand(*core.shape[:-2], -1, -1)]
-        )
-    return Kept(kernel.padded(kept.rows, rows), kept.damping, core)

@@ -30,12 +30,13 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.comm import CommStrategy
 from secondorder.curvature import gram
+from secondorder.curvature.form import Compression
 from secondorder.curvature.topk import TopK
-from secondorder.curvature.window import LAG, Compression
+from secondorder.curvature.window import LAG
 from secondorder.lifecycle import Group
 from secondorder.linalg import all_true_on_cpu
+from secondorder.units import Unit
 from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer
-from secondorder.windowing import Unit
 
 #: Error of the direction above which ``solver="auto"`` filters the spectrum: the error of a dot times the amplification
 #: squared, since the dots are wrong too.
@@ -51,7 +52,8 @@ class MFAC(WindowOptimizer):
         momentum: μ, see ``momentum_mode``.
         module: The module, if ``params`` is not one: gives names, layers for ``partition="layer"`` and types of layers
             for ``skip_norm_layers``. Not needed.
-        comm: Communication strategy; None means one process.
+        comm: Communication strategy; None: every rank has the whole window. ``MemOpt()`` and ``HybridOpt(f)`` cut it
+            over the ranks of a row, with ``partition="layer"`` they give each window to some ranks.
         window_size: m, gradients in the window.
         damping: λ, in the unit of the squared gradient norm (or a multiple, see ``damping_mode``).
         damping_mode: ``"absolute"``, or ``"relative"`` to tr(S)/n, the mean squared norm of the rows.
@@ -88,10 +90,9 @@ class MFAC(WindowOptimizer):
         checkpoint_curvature: What ``state_dict`` holds: ``"all"``, or ``"none"`` (the window fills anew).
 
     Raises:
-        ValueError: For a value out of range, or for groups of one window that do not agree.
+        ValueError: For a value out of range, for groups of one window that do not agree, or for ranks that differ.
         TypeError: For a value of a wrong kind.
         RuntimeError: If the window does not fit into free memory.
-        NotImplementedError: In a process group of more than one rank.
 
     Example:
         >>> import torch, secondorder

@@ -1,7 +1,7 @@
 """Worker processes that run one function as the ranks of a process group, call after call.
 
-Starting a process and importing torch takes seconds, a fresh process group milliseconds. So processes are started
-once, when the first test asks for them, and live as long as pytest does; every call makes its own default group and
+Importing torch takes seconds, a fresh process group milliseconds. So processes are forked from one that has imported
+it, the first time that a test asks for them, and live as long as pytest does; every call makes its own default group and
 leaves it. Under xdist each of its workers has a pool of its own, which grows to the largest world that was asked for:
 nothing has to be grouped on one of them.
 
@@ -44,6 +44,8 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
+# What every rank needs, imported once by the process that ranks are forked from. DDP needs the last one.
+PRELOADED = ["torch", "torch.distributed", "torch.nn.parallel", "secondorder", "torch._dynamo"]
 START_SECONDS = 180  # to import torch, on a machine that is busy
 GRACE_SECONDS = 15  # for the other ranks, once one has failed
 
@@ -65,8 +67,7 @@ class _Call(NamedTuple):
 
     module: str
     function: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    arguments: bytes  # pickled apart: what cannot be imported is then a failure like any other
     rank: int
     world: int
     backend: str
@@ -80,8 +81,10 @@ class _Call(NamedTuple):
 
 
 class _Worker:
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, backend: str) -> None:
+        # a process that was forked from one that has looked for a GPU cannot use it
+        context = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
@@ -153,7 +156,7 @@ class Pool:
             pytest.skip(f"nccl needs a device per rank: {world} ranks, {torch.cuda.device_count()} devices")
         self._calls += 1
         call = _Call(
-            *_import_path(function), args, kwargs, 0, world, backend,
+            *_import_path(function), pickle.dumps((args, kwargs)), 0, world, backend,
             str(Path(self._directory, str(self._calls))), timeout / 2 if group_timeout is None else group_timeout,
         )  # fmt: skip
         workers = self._hired(world)
@@ -181,7 +184,7 @@ class Pool:
         for worker in [w for w in self._workers if not w.process.is_alive()]:
             self._dismiss(worker)
         while len(self._workers) < world:
-            self._workers.append(_Worker())
+            self._workers.append(_Worker(self.backend))
         workers = self._workers[:world]
         for worker in workers:
             worker.wait_ready()
@@ -211,12 +214,15 @@ class Pool:
 
     def _answer(self, worker: _Worker) -> Any:
         try:
-            return pickle.loads(worker.pipe.recv_bytes())
+            answer = worker.pipe.recv_bytes()
         except (EOFError, OSError):  # the process has ended, and its end of the pipe with it
             worker.process.join()
             code = worker.process.exitcode
             self._dismiss(worker)
             return Failure("Died", f"exit code {code}")
+        if not answer[0]:
+            self._dismiss(worker)
+        return pickle.loads(answer[1:])
 
 
 def _import_path(function: Callable[..., Any]) -> tuple[str, str]:
@@ -256,10 +262,7 @@ def _serve(pipe: Connection) -> None:
             call: _Call = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        answer, clean = _answer_of(call)
-        pipe.send_bytes(answer)
-        if not clean:
-            os._exit(1)
+        pipe.send_bytes(_answer_of(call))
 
 
 def _leave_with_parent() -> None:
@@ -269,9 +272,8 @@ def _leave_with_parent() -> None:
     os._exit(1)  # whatever the main thread does: it may be waiting for a peer for ever
 
 
-def _answer_of(call: _Call) -> tuple[bytes, bool]:
-    """The pickled result or failure of a call, and whether this process can take another one."""
-    clean = True
+def _answer_of(call: _Call) -> bytes:
+    """The pickled result or failure of a call, after a byte that tells whether this process can take another one."""
     try:
         answer = pickle.dumps(_joined(call))
     except BaseException as error:
@@ -279,13 +281,15 @@ def _answer_of(call: _Call) -> tuple[bytes, bool]:
         # frames of the traceback hold models and groups: peers learn that this rank is gone when its sockets close
         traceback.clear_frames(error.__traceback__)
     gc.collect()
+    clean = (
+        dist.is_initialized()
+    )  # else torch has counted a group, and would name the next one otherwise than the peers
     try:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     except Exception:
         clean = False
     gc.collect()
-    return answer, clean
+    return bytes([clean]) + answer
 
 
 def _freeze_modules() -> None:
@@ -307,6 +311,7 @@ def _joined(call: _Call) -> Any:
     if device is not None:
         torch.cuda.set_device(device)
     function = reduce(getattr, call.function.split("."), importlib.import_module(call.module))
+    args, kwargs = pickle.loads(call.arguments)
     _freeze_modules()
     dist.init_process_group(
         call.backend,
@@ -320,7 +325,7 @@ def _joined(call: _Call) -> Any:
         warnings.filterwarnings(
             "ignore", message=".* get no curvature and follow the fallback rule", category=UserWarning
         )
-        return function(call.rank, call.world, *call.args, **call.kwargs)
+        return function(call.rank, call.world, *args, **kwargs)
 
 
 def device_of(rank: int) -> torch.device:

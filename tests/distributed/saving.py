@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,10 +46,10 @@ def shifted(model: nn.Module) -> nn.Module:
     return model
 
 
-def raised(call: Any, *args: Any) -> tuple[str, str]:
+def raised(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[str, str]:
     """Type and text of what a call raises."""
     try:
-        call(*args)
+        call(*args, **kwargs)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""

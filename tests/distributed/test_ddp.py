@@ -181,8 +181,8 @@ def branching(
             mean_loss(model(inputs, rank == user), targets).backward()
             optimizer.step()
             path.append(flat(model))
-        names = [name for name in optimizer.blocks if name != "never"]
-        held = {n: optimizer.dense_curvature(n) for n in names if optimizer.comm.estimates(optimizer.blocks[n].index)}
+        indices = {name: block.index for name, block in optimizer.blocks.items() if name != "never"}
+        held = {n: optimizer.dense_curvature(n).cpu() for n, i in indices.items() if optimizer.comm.estimates(i)}
     return torch.stack(path), {name: p.detach().cpu() for name, p in bare.named_parameters()}, held
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import random
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch import Tensor, nn
 import secondorder
 from secondorder.comm.dedicated import DedicatedWorkers
 from tests.distributed.delayed import Batch, Delayed
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Failure, Pool
 
 T = 2
 OPTIONS = {"lr": 0.1, "damping": 0.05, "factor_update_steps": 1, "inv_update_steps": T, "kl_clip": 0.01}
@@ -213,7 +216,7 @@ def test_a_factor_rank_can_see_that_training_has_ended(pool: Pool) -> None:
 
 
 def train_with_a_death(rank: int, world: int, dies: str, at: int, steps: int, comm: dict[str, Any]) -> Any:
-    """One rank dies: an inverse rank in its refresh, the others in a step."""
+    """One rank dies: an inverse rank in its refresh, the others in a step. In opportunistic mode that is waited for."""
     model = build()
     strategy = DedicatedWorkers(**comm)
     optimizer = secondorder.KFAC(model, comm=strategy, **OPTIONS)
@@ -231,7 +234,11 @@ def train_with_a_death(rank: int, world: int, dies: str, at: int, steps: int, co
         optimizer.close()
         return "inverse"
     ages = []
-    for step in range(steps):
+    waits = comm.get("mode") == "opportunistic" and strategy.role == "gradient"
+    for step in range(10**6):
+        if step >= steps and (strategy.lost or not waits):
+            break
+        time.sleep(0.002 if waits else 0)
         if dies == strategy.role and last and step == at:
             os._exit(3)
         optimizer.zero_grad()
@@ -242,18 +249,45 @@ def train_with_a_death(rank: int, world: int, dies: str, at: int, steps: int, co
     return flat(model), ages, strategy.lost
 
 
-@pytest.mark.parametrize(("dies", "at"), [("inverse", 0), ("inverse", 1), ("factor", 3), ("gradient", 5)])
+@pytest.mark.parametrize(("dies", "at"), [
+    ("inverse", 1),
+    pytest.param("inverse", 0, marks=pytest.mark.slow),
+    pytest.param("factor", 3, marks=pytest.mark.slow),
+    pytest.param("gradient", 5, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_loss_of_a_rank_ends_all_ranks(pool: Pool, dies: str, at: int) -> None:
     found = pool.run(
-        train_with_a_death, dies, at, 20, {"timeout": 3.0}, world=4, timeout=40, group_timeout=20, expect_failure=True
+        train_with_a_death, dies, at, 20, {"timeout": 5.0}, world=4, timeout=40, group_timeout=20, expect_failure=True
     )
     assert [f.type for f in found].count("Died") == 1
     assert [f.type for f in found].count("RuntimeError") == 3, found
 
 
-@pytest.mark.parametrize("warmup", ["sync", "identity"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("dies", "at"), [("inverse", 1), ("factor", 3), ("gradient", 5)])
+def test_the_loss_of_a_rank_ends_an_opportunistic_run(pool: Pool, dies: str, at: int) -> None:
+    comm = {"timeout": 5.0, "mode": "opportunistic"}
+    found = pool.run(train_with_a_death, dies, at, 20, comm, world=4, timeout=40, group_timeout=20, expect_failure=True)
+    assert [f.type for f in found].count("Died") == 1
+    assert [f.type for f in found].count("RuntimeError") == 3, found
+
+
+@pytest.mark.slow
+def test_an_opportunistic_run_goes_on_without_an_inverse_rank(pool: Pool) -> None:
+    comm = {"timeout": 8.0, "on_loss": "degrade", "mode": "opportunistic", "max_staleness": 40}
+    found = pool.run(
+        train_with_a_death, "inverse", 2, 200, comm, world=4, timeout=60, group_timeout=30, expect_failure=True
+    )
+    (first, ages, lost), (second, *_) = found[:2]
+    assert torch.equal(first, second)
+    assert lost == [3]
+    assert max(age for at_step in ages for age in at_step if age is not None) <= 40
+    assert all(age is not None for age in ages[-1])
+
+
+@pytest.mark.parametrize("warmup", ["sync", pytest.param("identity", marks=pytest.mark.slow)])
 def test_training_goes_on_without_an_inverse_rank_if_asked_to(pool: Pool, warmup: str) -> None:
-    comm = {"timeout": 3.0, "on_loss": "degrade", "max_staleness": 8, "warmup": warmup, "gradient": [0, 1]}
+    comm = {"timeout": 8.0, "on_loss": "degrade", "max_staleness": 8, "warmup": warmup, "gradient": [0, 1]}
     comm |= {"factor": [2], "inverse": [3]}
     found = pool.run(
         train_with_a_death, "inverse", 1, 20, comm, world=4, timeout=60, group_timeout=30, expect_failure=True
@@ -271,8 +305,9 @@ def test_training_goes_on_without_an_inverse_rank_if_asked_to(pool: Pool, warmup
         assert 8 in after
 
 
+@pytest.mark.slow
 def test_layers_of_the_other_inverse_ranks_are_not_touched_by_a_loss(pool: Pool) -> None:
-    comm = {"timeout": 3.0, "on_loss": "degrade", "gradient": [0], "factor": [1], "inverse": [2, 3]}
+    comm = {"timeout": 8.0, "on_loss": "degrade", "gradient": [0], "factor": [1], "inverse": [2, 3]}
     found = pool.run(
         train_with_a_death, "inverse", 1, 20, comm, world=4, timeout=60, group_timeout=30, expect_failure=True
     )
@@ -281,3 +316,278 @@ def test_layers_of_the_other_inverse_ranks_are_not_touched_by_a_loss(pool: Pool)
     fresh = [index for index, age in enumerate(ages[-1]) if age < 3 * T]
     assert 0 < len(fresh) < 3
     assert all(ages[-1][index] > 3 * T for index in range(3) if index not in fresh)
+
+
+# ----------------------------------------------------------------------------------------------------- opportunistic
+
+
+def train_until(rank: int, world: int, takes: int, steps: int, comm: dict[str, Any]) -> Any:
+    """Train for some steps and until so many versions were taken, or exactly so many steps in a repetition."""
+    model = build()
+    strategy = DedicatedWorkers(mode="opportunistic", **comm)
+    with secondorder.KFAC(model, comm=strategy, **OPTIONS) as optimizer:
+        if strategy.role == "inverse":
+            strategy.serve(optimizer)
+            return None
+        found, ages, step = [], [], 0
+        while not strategy.stopped:
+            if strategy.role == "gradient" and step >= steps:
+                taken = sum(entry[0] == "take" for entry in strategy.log)
+                if taken >= takes or step >= 5000:
+                    break
+            optimizer.zero_grad()
+            loss_of(model, strategy, step).backward()
+            ages.append([strategy.age(index) for index in range(3)])
+            time.sleep(0.002 if strategy.role == "gradient" else 0)  # so that versions come before they are too old
+            optimizer.step()
+            found.append(flat(model))
+            step += 1
+        return (torch.stack(found), ages, strategy.log) if strategy.role == "gradient" else None
+
+
+OPPORTUNISTIC: dict[str, tuple[dict[str, Any], int]] = {
+    "one of each": ({}, 3),
+    "two gradient ranks": ({"max_staleness": 30}, 4),
+    "two inverse ranks": ({"gradient": [0], "factor": [1], "max_staleness": 20, "warmup": "identity"}, 4),
+    "together": ({"allow_colocated": True}, 2),
+}
+
+
+@pytest.mark.parametrize("name", OPPORTUNISTIC)
+def test_opportunistic_runs_keep_replicas_equal_bound_the_age_and_can_be_repeated(pool: Pool, name: str) -> None:
+    comm, world = OPPORTUNISTIC[name]
+    found = [f for f in pool.run(train_until, 5, 20, comm, world=world) if f is not None]
+    trajectory, ages, log = found[0]
+    assert sum(entry[0] == "take" for entry in log) >= 5
+    for other, *_ in found[1:]:
+        assert torch.equal(other, trajectory)
+    oldest = max((age for at_step in ages for age in at_step if age is not None), default=0)
+    assert oldest <= comm.get("max_staleness", 10**9)
+
+    again = [
+        f for f in pool.run(train_until, 0, len(trajectory), {**comm, "replay": log}, world=world) if f is not None
+    ]
+    repeated, repeated_ages, repeated_log = again[0]
+    assert repeated_log == log
+    assert repeated_ages == ages
+    assert torch.equal(repeated, trajectory)
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def refused(rank: int, world: int, kind: str) -> Any:
+    """What building an optimizer says."""
+    model = build()
+    strategy = DedicatedWorkers(max_staleness=4 if kind == "staleness" else None)
+    builders = {
+        "EKFAC": lambda: secondorder.EKFAC(model, comm=strategy),
+        "HyLo": lambda: secondorder.HyLo(model, comm=strategy),
+        "MFAC": lambda: secondorder.MFAC(model, comm=strategy),
+        "adaptive": lambda: secondorder.KFAC(model, comm=strategy, adaptive_damping=True),
+        "lean": lambda: secondorder.KFAC(model, comm=strategy, checkpoint_curvature="factors"),
+        "staleness": lambda: secondorder.KFAC(model, comm=strategy, **OPTIONS),
+        "different": lambda: secondorder.KFAC(model, comm=strategy, **{**OPTIONS, "damping": 0.1 * (rank + 1)}),
+        "world": lambda: secondorder.KFAC(model, comm=DedicatedWorkers([0], [1], [3]), **OPTIONS),
+    }
+    try:
+        builders[kind]()
+    except (ValueError, NotImplementedError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(("kind", "error", "words"), [
+    ("EKFAC", "NotImplementedError", "Use KFAC"),
+    ("HyLo", "NotImplementedError", "Use KFAC"),
+    ("MFAC", "NotImplementedError", "MemOpt"),
+    ("adaptive", "NotImplementedError", "adaptive_damping"),
+    ("lean", "NotImplementedError", "checkpoint_curvature"),
+    ("staleness", "ValueError", "max_staleness=4"),
+    ("different", "ValueError", "damping"),
+    ("world", "ValueError", "beyond the world of 3"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_on_all_ranks(pool: Pool, kind: str, error: str, words: str) -> None:
+    for told in pool.run(refused, kind, world=3, timeout=20):
+        assert told is not None
+        assert told[0] == error
+        assert words in told[1]
+
+
+def fail_in(rank: int, world: int, where: str) -> None:
+    model = build()
+    comm = DedicatedWorkers(timeout=20.0)
+    with secondorder.KFAC(model, comm=comm, max_failures=1, **OPTIONS) as optimizer:
+        if where == "refresh" and comm.role == "inverse":
+            optimizer.refresh = lambda blocks, host: torch.zeros(len(blocks), dtype=torch.bool)  # type: ignore[method-assign]
+        if comm.role == "inverse":
+            comm.serve(optimizer)
+            return
+        for step in range(12):
+            if where == comm.role and step == 3:
+                raise ValueError("the loader is empty")
+            optimizer.zero_grad()
+            loss_of(model, comm, step).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("where", "words"), [
+    ("refresh", "could not be factorised"),
+    ("factor", "the loader is empty"),
+    ("gradient", "the loader is empty"),
+])  # fmt: skip
+def test_an_error_on_one_rank_is_heard_on_all(pool: Pool, where: str, words: str) -> None:
+    found = pool.run(fail_in, where, world=3, timeout=50, expect_failure=True)
+    assert all(isinstance(f, Failure) and words in f.message for f in found), found
+
+
+def misuse(rank: int, world: int) -> str:
+    model = build()
+    comm = DedicatedWorkers()
+    with secondorder.KFAC(model, comm=comm, **OPTIONS) as optimizer:
+        said = []
+        for wrong in (lambda: comm.serve(optimizer), optimizer.step, optimizer.consolidate_state_dict):
+            if (comm.role == "inverse") == (wrong == optimizer.step) or wrong == optimizer.consolidate_state_dict:
+                try:
+                    wrong()
+                except RuntimeError as error:
+                    said.append(str(error))
+        return " / ".join(said)
+
+
+def test_each_role_refuses_the_work_of_another(pool: Pool) -> None:
+    gradient, factor, inverse = pool.run(misuse, world=3)
+    assert "this is a gradient rank" in gradient
+    assert "this is a factor rank" in factor
+    assert "calls comm.serve(optimizer)" in inverse
+    assert all("state_dict() of every rank" in said for said in (gradient, factor, inverse))
+
+
+# ------------------------------------------------------------------------------------------------- what ranks hold
+
+
+def held(rank: int, world: int, comm: dict[str, Any]) -> Any:
+    model = build()
+    strategy = DedicatedWorkers(**comm)
+    with secondorder.KFAC(model, comm=strategy, **OPTIONS) as optimizer:
+        memory = optimizer.memory_usage()
+        kept = [sorted(k for k in ("factor_a", "basis_a") if k in optimizer.state[p]) for p in model.parameters()]
+        return strategy.role, memory["factors"], memory["second_order"], kept[::2]
+
+
+def test_ranks_keep_what_their_role_needs(pool: Pool) -> None:
+    comm = {"gradient": [0], "factor": [1], "warmup": "identity"}
+    gradient, factor, *inverse = pool.run(held, comm, world=4)
+    assert gradient[0] == "gradient"
+    assert gradient[1] == 0
+    assert gradient[2] > 0
+    assert factor[0] == "factor"
+    assert factor[1] > 0
+    assert factor[2] == 0
+    assert [a[1] + b[1] for a, b in [inverse]] == [factor[1]]
+    assert sum(r[2] for r in inverse) == gradient[2]
+    assert all(sorted([*a, *b]) == ["basis_a", "factor_a"] for a, b in zip(*(r[3] for r in inverse), strict=True))
+
+
+def resume(rank: int, world: int, steps: int) -> Any:
+    """Train, save, and train on from what was saved; returns the losses before and after."""
+    found, saved = [], None
+    for _ in range(2):
+        model = build()
+        comm = DedicatedWorkers()
+        with secondorder.KFAC(model, comm=comm, **OPTIONS) as optimizer:
+            if saved is not None:
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                active = [comm.role != "gradient" or optimizer.has_curvature(i) for i in range(3)]
+            if comm.role == "inverse":
+                comm.serve(optimizer)
+            else:
+                for _ in range(steps):
+                    optimizer.zero_grad()
+                    value = loss_of(model, comm, 0)
+                    value.backward()
+                    optimizer.step()
+                    found.append(float(value.detach()))
+            saved = model.state_dict(), optimizer.state_dict()
+    return comm.role, found, active
+
+
+@pytest.mark.filterwarnings("ignore:.*is partial:UserWarning")
+def test_every_rank_goes_on_from_what_it_saved(pool: Pool) -> None:
+    (role, losses, active), *_ = pool.run(resume, 7, world=3)
+    assert role == "gradient"
+    assert all(active)  # with the curvature that was in use, without a warm-up
+    assert losses[7] < losses[6]
+
+
+class Halves(nn.Module):
+    """Two layers, of which a forward uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(5, 3)]).double()
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self.layers[which](x)  # type: ignore[no-any-return]
+
+
+def train_apart(rank: int, world: int) -> Any:
+    """Each gradient rank uses another layer, and nobody the third."""
+    model = Halves()
+    comm = DedicatedWorkers(warmup="identity")
+    options = {**OPTIONS, "lr": 1.0, "momentum": 0.0, "kl_clip": None}
+    before = flat(model)
+    gradients = []
+    with secondorder.KFAC(model, comm=comm, **options) as optimizer:
+        if comm.role != "inverse":
+            x, y = batch(0, comm.data_rank, 0)
+            loss(model(x, comm.data_rank), y).backward()
+            gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+        else:
+            comm.serve(optimizer)
+    return comm.role, flat(model) - before, gradients
+
+
+def test_a_parameter_that_some_gradient_ranks_use_moves_on_all_of_them(pool: Pool) -> None:
+    (_, first, own), (_, second, other), *_ = pool.run(train_apart, world=4)
+    assert torch.equal(first, second)
+    expected = [g for g in (*own[:2], *other[2:4]) if g is not None]
+    assert own[4] is None
+    torch.testing.assert_close(first[:36], -torch.cat([g.flatten() for g in expected]) / 2)
+    assert not first[36:].any()
+
+
+# ----------------------------------------------------------------------------------------------------- one process
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), [
+    ({"mode": "later"}, ValueError, "'later'"),
+    ({"warmup": 1}, ValueError, "warmup"),
+    ({"on_loss": "ignore"}, ValueError, "on_loss"),
+    ({"period": 0}, ValueError, "period must be at least 1"),
+    ({"period": 1.5}, TypeError, "whole number"),
+    ({"timeout": -1}, ValueError, "timeout"),
+    ({"allow_colocated": 1}, TypeError, "allow_colocated"),
+    ({"replay": []}, ValueError, "opportunistic"),
+    ({"replay": [["turn", 1]], "mode": "opportunistic"}, ValueError, "entry"),
+    ({"gradient": []}, ValueError, "at least one rank"),
+])  # fmt: skip
+def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        DedicatedWorkers(**arguments)
+
+
+def test_one_process_is_too_few() -> None:
+    with pytest.raises(ValueError, match="at least 3 ranks"):
+        secondorder.KFAC(build(), comm=DedicatedWorkers())
+
+
+def test_how_it_prints_and_copies() -> None:
+    strategy = DedicatedWorkers([0], [1], [2], period=4, warmup="identity")
+    told = "DedicatedWorkers(gradient=[0], factor=[1], inverse=[2], period=4, warmup='identity')"
+    assert repr(strategy) == told
+    assert repr(copy.deepcopy(strategy)) == told
+    assert repr(pickle.loads(pickle.dumps(strategy))) == told

@@ -64,6 +64,19 @@ def test_a_hung_rank_is_killed_and_replaced(pool: Pool) -> None:
     assert len(pool.run(sum_of_ranks, 1.0)) == 2
 
 
+def without_group(rank: int, world: int) -> None:
+    if rank == 1:
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_left_its_group_is_replaced(pool: Pool) -> None:
+    before = [worker.process.pid for worker in pool._hired(2)]
+    pool.run(without_group)
+    assert len(pool.run(sum_of_ranks, 1.0)) == 2
+    after = [worker.process.pid for worker in pool._hired(2)]
+    assert set(before) & set(after) == {before[0]}
+
+
 def test_function_must_be_of_the_top_level(pool: Pool) -> None:
     with pytest.raises(ValueError, match="top level"):
         pool.run(lambda rank, world: rank)

@@ -19,7 +19,7 @@ SECONDS = 150  # for a program that takes ten, on a machine that is busy
 AGENTS, RANKS_PER_AGENT = 2, 2
 
 # What Slurm does for a job of two nodes, on one.
-SCONTROL = "#!/bin/bash\nfor _ in 0 1; do echo localhost; done\n"
+SCONTROL = "#!/bin/bash\nfor _ in $(seq 2); do echo localhost; done\n"
 SRUN = """#!/bin/bash
 shift  # --kill-on-bad-exit
 SLURM_NODEID=0 "$@" & first=$!
@@ -46,7 +46,7 @@ if first_attempt and dist.get_rank() == int(os.environ.get("KILLED_RANK", -1)):
     def save_and_die(*args):
         saved(*args)
         if args[2] == 20:
-            template.secondorder.SecondOrderOptimizer.step = lambda self, closure=None: os._exit(9)
+            template.cross_entropy = lambda *args: os._exit(9)
     template.save = save_and_die
 opt = template.train(template.arguments(), torch.device("cpu"))
 comm, rank = opt.comm, dist.get_rank()
@@ -118,7 +118,7 @@ def test_a_rank_that_dies_changes_nothing(tmp_path):
     """Both agents start their ranks again, which go on from the checkpoint of step 20."""
     words = ("--epochs", "1", "--batch-size", "32", "--save-every", "20")
     whole = _run_job(tmp_path / "whole", *words)
-    again = _run_job(tmp_path / "again", *words, KILLED_RANK="3", MAX_RESTARTS="1")
+    again = _run_job(tmp_path / "again", *words, KILLED_RANK="3", MAX_RESTARTS="3")
     assert [mine["attempt"] for mine in whole] == [0] * 4
     assert [mine["attempt"] for mine in again] == [1] * 4
     assert [mine["parameters"] for mine in again] == [mine["parameters"] for mine in whole]
@@ -169,9 +169,13 @@ def test_benchmarks_train_on_two_ranks_as_on_one(tmp_path):
     ],
 )
 def test_benchmarks_train_with_any_strategy(tmp_path, ranks, method, comm):
-    found = _train(tmp_path, ranks, "--optim", method, "--comm", comm, "--steps", "12")
-    assert found["losses"][-1] < found["losses"][0]
+    words = ("--optim", method, "--comm", comm, "--steps", "12")
+    found = _train(tmp_path / "all", ranks, *words)
     assert len(found["ranks"]) == ranks
+    if method in {"hylo", "inverse_dp"}:  # which rows, and whose factors, depends on the ranks
+        assert all(loss is not None and loss < 3 for loss in found["losses"])
+    else:
+        assert found["losses"] == pytest.approx(_train(tmp_path / "one", 1, *words)["losses"], rel=1e-2)
 
 
 def test_every_rank_trains_on_a_part_of_the_batch():

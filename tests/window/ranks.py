@@ -125,7 +125,7 @@ def run(world: int, function: Callable[[ThreadRank], Any], workers: int = 1) -> 
     def rank(r: int) -> None:
         try:
             results[r] = function(ThreadRank(meeting, r, workers))
-        except BaseException as error:  # noqa: BLE001 - told to whoever runs the ranks
+        except BaseException as error:
             failures.append(error)
             meeting.leave()
 

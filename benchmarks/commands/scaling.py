@@ -1,0 +1,325 @@
+"""``scaling``: what every rank stores and sends, and how long a step may take, in worlds of up to thousands of ranks.
+
+Bytes are those of ``optimizer.plan()``: arithmetic on shapes that the tests hold equal, to the byte, to the counters of
+runs of 2, 3 and 4 processes. Seconds are a model, not a measurement. For the rank that has most to do, it adds up
+
+===============  =======================================================================================
+training         FLOPs of forward and backward pass, counted by torch on shapes, over the rate
+gradients        ``2 (W − 1) / W`` times their bytes over the link
+statistics       FLOPs of the products behind the factors over the rate, every so many steps
+refresh          FLOPs of factorisations over a rate of their own, which is far below that of products
+preconditioning  FLOPs over the rate
+messages         bytes that leave a rank over the link, that of a node where all ranks of a message are in one,
+                 and the latency times ``log2`` of the ranks for each message
+===============  =======================================================================================
+
+and nothing overlaps.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.architectures import Architecture, ModelName, architecture
+from benchmarks.flops import LayerShape, counted_flops, factor_flops, layer_shapes
+from benchmarks.plot import COLOURS, STYLES, styled
+from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, HyLo, MemOpt
+from secondorder.comm import CommStrategy, RankGrid
+from secondorder.comm.planning import Plan, RankPlan
+
+MethodName = Literal["kfac", "kfac-cholesky", "ekfac", "ekfac-running", "hylo", "mfac"]
+
+GIB = 2**30
+NODE = 8
+"""Ranks that a row of the grid of ``hybrid`` has."""
+
+_BUILD: dict[MethodName, Callable[..., Any]] = {
+    "kfac": lambda model, n: KFAC(model),
+    "kfac-cholesky": lambda model, n: KFAC(model, inverse_method="cholesky", damping_split="pi"),
+    "ekfac": lambda model, n: EKFAC(model),
+    "ekfac-running": lambda model, n: EKFAC(model, estimator="running"),
+    "hylo": lambda model, n: HyLo(model, batch_size=n),
+    "mfac": lambda model, n: MFAC(model, window_size=64),
+}
+"""Optimizers with their defaults, but for the length of a window."""
+
+STRATEGIES: dict[str, Callable[[int], CommStrategy]] = {
+    "CommOpt": lambda world: CommOpt(),
+    f"HybridOpt, rows of {NODE}": lambda world: HybridOpt(1 / min(world, NODE)),
+    "MemOpt": lambda world: MemOpt(),
+    "MemOpt, factors on all ranks": lambda world: MemOpt(replicate_factors=True),
+}
+"""By their name in the picture. The last one stores what implementations that replicate factors do."""
+
+COLUMNS = ("strategy", "ranks", "curvature, mean", "most", "sent / step", "in the worst", "step, model", "of it SGD")
+FIRST_ORDER = ("momentum", "fallback", "buffers")
+"""Kinds of state that first-order methods have, too."""
+
+
+@dataclass
+class Scaling:
+    """Plan memory, bytes and time of a step against the number of ranks, from the shapes of a model alone."""
+
+    model: ModelName = "resnet50"
+    """Whose shapes."""
+    method: MethodName = "kfac"
+    """Which optimizer, with its default options."""
+    worlds: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+    """Numbers of ranks."""
+    batch_size: int | None = None
+    """Examples per rank; unset: a usual number for the model."""
+    link_gbps: float = 100.0
+    """Rate of the network, in gigabits per second and rank."""
+    node_gbps: float = 2400.0
+    """Rate inside a node of 8 ranks."""
+    latency_us: float = 10.0
+    """Of one message between two ranks, in microseconds."""
+    gpu_tflops: float = 60.0
+    """Rate at which a rank does matrix products."""
+    refresh_tflops: float = 1.0
+    """Rate at which a rank factorises matrices."""
+    out_dir: Path = Path("bench-output")
+    """Folder for the table, the results and the picture."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0.
+
+        Raises:
+            ValueError: For a number of ranks or a rate that is not positive.
+        """
+        self._check()
+        found = architecture(self.model)
+        examples = self.batch_size or found.batch_size
+        base = _base(found, examples)
+        optimizer = _BUILD[self.method](found.model, examples)
+        rows = []
+        with report.progress_bar() as progress:
+            task = progress.add_task("plans", total=len(STRATEGIES) * len(self.worlds))
+            for name, strategy in self._strategies().items():
+                for world in self.worlds:
+                    comm = strategy(world)
+                    plan = optimizer.plan(world, comm, batch_size=examples)
+                    rows.append(self._row(name, comm, plan, base, optimizer))
+                    progress.advance(task)
+        title = f"{type(optimizer).__name__} on {self.model}, {examples} examples per rank"
+        path = self.out_dir / f"scaling-{self.model}-{self.method}.svg"
+        report.save(self.out_dir, path.stem, [_table(title, rows)], {"settings": self._settings(), "results": rows})
+        plot_scaling(rows, title, self._assumptions(), path)
+        report.print_path("picture", path)
+        return 0
+
+    def _check(self) -> None:
+        if min(self.worlds, default=0) < 1:
+            raise ValueError(f"worlds must be numbers of ranks, got {self.worlds}")
+        for name in ("link_gbps", "node_gbps", "gpu_tflops", "refresh_tflops"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+
+    def _strategies(self) -> dict[str, Callable[[int], CommStrategy]]:
+        has_factors = self.method != "mfac" and self.method != "hylo"
+        return {name: made for name, made in STRATEGIES.items() if has_factors or "factors" not in name}
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+
+    def _assumptions(self) -> str:
+        return (
+            f"a model, not a measurement: {self.gpu_tflops:g} TFLOP/s ({self.refresh_tflops:g} in factorisations), "
+            f"{self.link_gbps:g} Gbit/s between nodes and {self.node_gbps:g} inside, {self.latency_us:g} µs, no overlap"
+        )
+
+    def _row(self, name: str, comm: CommStrategy, plan: Plan, base: "Base", optimizer: Any) -> dict[str, Any]:
+        """What one plan comes to.
+
+        Args:
+            name: Of the strategy.
+            comm: The strategy.
+            plan: Its plan.
+            base: What a step costs without any curvature.
+            optimizer: Whose plan it is.
+
+        Returns:
+            Figures by name.
+        """
+        curvature = [sum(n for kind, n in rank.stored.items() if kind not in FIRST_ORDER) for rank in plan.ranks]
+        sent = [sum(rank.sent.values()) for rank in plan.ranks]
+        seconds = self._seconds(comm, plan, base, optimizer)
+        return {
+            "strategy": name,
+            "world": plan.world_size,
+            "curvature_mean": sum(curvature) / len(curvature),
+            "curvature_most": max(curvature),
+            "state_most": max(sum(rank.stored.values()) for rank in plan.ranks),
+            "sent": max(sent),
+            "worst_sent": max(sum(rank.worst_sent.values()) for rank in plan.ranks),
+            "seconds": seconds,
+            "sgd_seconds": seconds["training"] + seconds["gradients"],
+            "step_seconds": sum(seconds.values()),
+            "padding": plan.padding,
+        }
+
+    def _seconds(self, comm: CommStrategy, plan: Plan, base: "Base", optimizer: Any) -> dict[str, float]:
+        """Seconds of a step of the busiest rank, by what they are spent on."""
+        world, rate = plan.world_size, 1e12 * self.gpu_tflops
+        interval = optimizer.param_groups[0].get("factor_update_steps")
+        return {
+            "training": base.training / rate,
+            "gradients": 2 * (world - 1) / world * base.gradient_bytes / self._link(world),
+            "statistics": base.statistics / interval / rate if interval else 0.0,
+            "refresh": max(rank.flops.get("refresh", 0.0) for rank in plan.ranks) / (1e12 * self.refresh_tflops),
+            "precondition": max(rank.flops.get("precondition", 0.0) for rank in plan.ranks) / rate,
+            "messages": max(self._messages(comm, rank, world) for rank in _unlike(plan)),
+        }
+
+    def _messages(self, comm: CommStrategy, rank: RankPlan, world: int) -> float:
+        assert isinstance(comm, RankGrid)
+        width = world // comm.workers(world)
+        sizes = {"directions": width, "dots": width, "curvature": comm.workers(world)}
+        latency = 1e-6 * self.latency_us
+        total = 0.0
+        for stage, wire in rank.wire.items():
+            size = sizes.get(stage, world)
+            # Rows are runs of neighbours; other groups leave the node as soon as the world does.
+            inside = size <= NODE if stage in {"directions", "dots"} else world <= NODE
+            total += wire / self._rate(inside) + rank.messages[stage] * latency * max(1, (size - 1).bit_length())
+        return total
+
+    def _link(self, ranks: int) -> float:
+        return self._rate(ranks <= NODE)
+
+    def _rate(self, inside: bool) -> float:
+        """Bytes per second."""
+        return 1e9 / 8 * (self.node_gbps if inside else self.link_gbps)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a step costs whatever the strategy."""
+
+    training: int
+    """FLOPs of forward and backward pass."""
+    gradient_bytes: int
+    """Bytes of all gradients."""
+    statistics: int
+    """FLOPs of the products behind the factors of one batch."""
+
+
+def _base(found: Architecture, examples: int) -> Base:
+    """Count FLOPs on shapes.
+
+    Args:
+        found: The model.
+        examples: Examples per rank.
+
+    Returns:
+        The counts.
+    """
+    one = found.inputs(1)
+    shapes: Sequence[LayerShape] = layer_shapes(found.model, lambda: found.model(one))
+    training = counted_flops(lambda: found.model(one).sum().backward())
+    nbytes = sum(p.numel() * p.element_size() for p in found.model.parameters())
+    for p in found.model.parameters():
+        p.grad = None
+    return Base(examples * training, nbytes, examples * factor_flops(shapes))
+
+
+def _unlike(plan: Plan) -> list[RankPlan]:
+    """Ranks that send different things: of thousands, few."""
+    found = {tuple(rank.wire.items()): rank for rank in plan.ranks}
+    return list(found.values())
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    cells = [
+        (
+            row["strategy"],
+            f"{row['world']:,}",
+            _gib(row["curvature_mean"]),
+            _gib(row["curvature_most"]),
+            _gib(row["sent"]),
+            _gib(row["worst_sent"]),
+            f"{1e3 * row['step_seconds']:,.1f} ms",
+            f"{row['sgd_seconds'] / row['step_seconds']:.0%}",
+        )
+        for row in rows
+    ]
+    caption = (
+        "Bytes are exact: the tests hold them equal to the counters of runs of 2 to 4 processes. Times are a model: "
+        "nothing was measured, and nothing overlaps in it."
+    )
+    return report.make_table(title, COLUMNS, cells, caption)
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.3g} GiB"
+
+
+# ---------------------------------------------------------------------- the picture
+def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, path: Path) -> None:
+    """Draw memory, bytes and modelled time of a step against the number of ranks.
+
+    Args:
+        rows: Figures of all strategies and worlds.
+        title: Above the panels.
+        assumptions: Below them.
+        path: Image file to write; its suffix decides the format.
+    """
+    names = list(dict.fromkeys(row["strategy"] for row in rows))
+    with styled():
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        memory, sent, time = figure.subplots(1, 3)
+        for index, name in enumerate(names):
+            own = [row for row in rows if row["strategy"] == name]
+            style = {"color": COLOURS[index], "linestyle": STYLES[index % len(STYLES)], "linewidth": 1.8}
+            worlds = [row["world"] for row in own]
+            memory.plot(worlds, [row["curvature_most"] / GIB for row in own], label=name, **style)
+            memory.plot(
+                worlds, [row["curvature_mean"] / GIB for row in own], **style | {"linewidth": 0.8, "alpha": 0.7}
+            )
+            several = [row for row in own if row["world"] > 1]
+            sent.plot([row["world"] for row in several], [row["sent"] / GIB for row in several], **style)
+            time.plot(worlds, [1e3 * row["step_seconds"] for row in own], **style)
+        first = [row for row in rows if row["strategy"] == names[0]]
+        sgd = [1e3 * row["sgd_seconds"] for row in first]
+        time.plot([row["world"] for row in first], sgd, color="0.6", linewidth=1.2, label="SGD")
+        for axes, label in (
+            (memory, "curvature on the fullest rank, GiB (thin: mean)"),
+            (sent, "sent per rank and step, GiB"),
+            (time, "step of the busiest rank, ms (model)"),
+        ):
+            _dress(axes, label, sorted({row["world"] for row in rows}))
+        memory.set_yscale("log")
+        memory.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        memory.yaxis.set_minor_locator(NullLocator())
+        memory.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        sent.set_ylim(bottom=0)
+        time.set_ylim(bottom=0)
+        handles = [line for axes in (memory, time) for line in axes.get_lines() if not line.get_label().startswith("_")]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        figure.supxlabel(assumptions, fontsize=8, color="0.4")
+        # The same bytes for the same figures, so that a picture under version control changes only when they do.
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _dress(axes: Axes, label: str, worlds: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_title(label, loc="left", fontsize=10)
+    axes.set_xlabel("ranks")
+    axes.xaxis.set_major_locator(FixedLocator(list(worlds[:: max(1, len(worlds) // 6)])))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda world, _: f"{world:,.0f}"))
+    axes.grid(axis="y", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)

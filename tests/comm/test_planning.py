@@ -1,0 +1,299 @@
+"""What a plan says, against formulas written down by hand, and against the promises made of it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import secondorder
+from benchmarks.architectures import architecture
+from secondorder import EKFAC, KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
+from secondorder.comm import Local
+from secondorder.comm.planning import Plan, RankPlan, Sum, Traffic, means, spread
+
+MIB = 2**20
+FACTOR_STEPS, REFRESH_STEPS = 10, 100
+LAYERS = [(20, 30), (30, 10), (10, 40), (40, 10)]
+SIDES = [(d_in + 1, d_out) for d_in, d_out in LAYERS]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(*layer) for layer in LAYERS))
+
+
+def triangle(n: int) -> int:
+    return n * (n + 1) // 2
+
+
+def total(n: int, world: int) -> list[int]:
+    return [n] * world
+
+
+def each(plan: Plan, part: str, name: str) -> list[Any]:
+    return [getattr(rank, part).get(name, 0) for rank in plan.ranks]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Formulas
+# ---------------------------------------------------------------------------------------------------------------------
+
+STATISTICS = 4 * sum(triangle(a) + triangle(g) for a, g in SIDES)
+BASES = 4 * sum(a * a + g * g + a + g for a, g in SIDES)
+INVERSES = STATISTICS
+DIRECTIONS = 4 * sum(a * g for a, g in SIDES)
+FACTORS = 4 * sum(a * a + g * g for a, g in SIDES)
+
+
+@pytest.mark.parametrize(("method", "curvature"), [("eigen", BASES), ("cholesky", INVERSES)])
+def test_comm_opt(method: str, curvature: int) -> None:
+    split = {"damping_split": "pi"} if method == "cholesky" else {}
+    plan = KFAC(network(), inverse_method=method, **split).plan(4, CommOpt())
+    assert each(plan, "sent", "statistics") == [STATISTICS / FACTOR_STEPS] * 4
+    assert each(plan, "sent", "curvature") == [curvature / REFRESH_STEPS] * 4
+    assert each(plan, "sent", "directions") == [0] * 4
+    assert each(plan, "worst_sent", "curvature") == [curvature] * 4
+    assert each(plan, "worst_sent", "statistics") == [STATISTICS] * 4
+    assert each(plan, "stored", "factors") == [FACTORS] * 4
+    assert each(plan, "stored", "second_order") == [BASES if method == "eigen" else FACTORS] * 4
+    assert plan.groups == 1
+    assert plan.padding == 0
+
+
+def test_mem_opt_shares_everything_out() -> None:
+    plan = KFAC(network()).plan(4, MemOpt())
+    assert each(plan, "sent", "curvature") == [0] * 4
+    assert each(plan, "sent", "directions") == [DIRECTIONS] * 4
+    assert each(plan, "sent", "statistics") == [STATISTICS / FACTOR_STEPS * (1 + plan.padding)] * 4
+    assert 0 <= plan.padding <= 0.1
+    assert sum(each(plan, "stored", "factors")) == FACTORS
+    assert sum(each(plan, "stored", "second_order")) == BASES
+    assert sum(each(plan, "flops", "refresh")) == sum(9 * (a**3 + g**3) for a, g in SIDES) / REFRESH_STEPS
+    assert sum(each(plan, "flops", "precondition")) == sum(4 * (a * a * g + a * g * g) for a, g in SIDES)
+
+
+def test_hybrid_opt_is_between() -> None:
+    """Two rows of two: every column has a half of the layers, held by both of its ranks."""
+    plan = KFAC(network()).plan(4, HybridOpt(0.5))
+    assert each(plan, "sent", "directions") == [DIRECTIONS] * 4
+    columns = each(plan, "stored", "second_order")
+    assert columns[0] == columns[2]
+    assert columns[1] == columns[3]
+    assert columns[0] + columns[1] == BASES
+    assert [REFRESH_STEPS * n for n in each(plan, "sent", "curvature")] == pytest.approx(columns)
+    assert sum(each(plan, "stored", "factors")) == FACTORS
+    assert plan.groups == 3  # all, a row, a column
+
+
+def test_strategies_of_one_rank_each() -> None:
+    local = KFAC(network()).plan(4, LocalFactors())
+    assert each(local, "sent", "statistics") == [0] * 4
+    assert each(local, "sent", "directions") == [DIRECTIONS] * 4
+    chief = KFAC(network()).plan(4, ChiefOnly(root=2))
+    assert each(chief, "stored", "factors") == [0, 0, FACTORS, 0]
+    assert each(chief, "sent", "statistics") == [STATISTICS / FACTOR_STEPS] * 4
+    inverses = KFAC(network()).plan(4, ChiefOnly(deliver="inverses", statistics="chief"))
+    assert each(inverses, "sent", "statistics") == [0] * 4
+    assert each(inverses, "sent", "curvature") == [BASES / REFRESH_STEPS] * 4
+
+
+def test_half_the_bytes_with_a_narrow_wire() -> None:
+    plain = KFAC(network()).plan(2, CommOpt())
+    narrow = KFAC(network()).plan(2, CommOpt(wire_dtype=torch.bfloat16))
+    # The sums go to equal parts and come back: twice the elements, of half the size.
+    assert each(narrow, "sent", "statistics") == pytest.approx(each(plain, "sent", "statistics"), rel=1e-3)
+    assert each(narrow, "wire", "statistics") == pytest.approx(
+        [n / 2 for n in each(plain, "wire", "statistics")], rel=1e-3
+    )
+    directions = KFAC(network()).plan(2, MemOpt(wire_dtype=torch.bfloat16))
+    assert each(directions, "sent", "directions") == [DIRECTIONS / 2] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_a_window_is_cut_evenly(world: int) -> None:
+    """`W` parts of a window of 8 rows: dots of 8 numbers, and the direction gathered; in float64, as it is small."""
+    model = network()
+    d = sum(p.numel() for p in model.parameters())
+    plan = MFAC(model, window_size=8).plan(world, MemOpt())
+    window = each(plan, "stored", "window")
+    assert sum(window) == 8 * 4 * d
+    assert max(window) - min(window) <= 2 * 8 * 4 * 16  # cut at multiples of 16 entries
+    assert each(plan, "sent", "dots") == [8 * 8 if world > 1 else 0] * world
+    assert max(each(plan, "sent", "directions")) == (8 * world * (max(window) // 32) if world > 1 else 0)
+    assert each(MFAC(model, window_size=8).plan(world, CommOpt()), "stored", "window") == [8 * 4 * d] * world
+
+
+def test_gradients_that_the_optimizer_averages() -> None:
+    nbytes = 4 * sum(p.numel() for p in network().parameters())
+    plan = KFAC(network()).plan(4, CommOpt(average_gradients=True))
+    assert each(plan, "sent", "gradients") == [nbytes] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.*is not a multiple of factor_update_steps")
+def test_intervals_that_do_not_divide_each_other() -> None:
+    plan = KFAC(network(), factor_update_steps=3, inv_update_steps=7).plan(2, CommOpt())
+    assert each(plan, "sent", "statistics") == pytest.approx([STATISTICS / 3] * 2)
+    assert each(plan, "sent", "curvature") == pytest.approx([BASES / 7] * 2)
+
+
+def test_staggered_refreshes_flatten_the_worst_step() -> None:
+    at_once, staggered = (KFAC(network(), stagger=stagger).plan(2, CommOpt()) for stagger in (False, True))
+    assert each(staggered, "sent", "curvature") == pytest.approx(each(at_once, "sent", "curvature"))
+    assert max(each(staggered, "worst_sent", "curvature")) < BASES / 2
+
+
+def test_preconditioning_that_is_off() -> None:
+    plan = KFAC(network(), inv_update_steps=0).plan(4, CommOpt())
+    assert each(plan, "sent", "statistics") == each(plan, "sent", "curvature") == [0] * 4
+    assert each(plan, "flops", "refresh") == [0] * 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Known models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "mebibytes"), [("resnet50", 587), ("resnet32", 15.7)])
+def test_factors_of_known_models(model: str, mebibytes: float) -> None:
+    """Of convolutions and the linear layer, as published; ours of the norms are 2 × 2 per unit."""
+    optimizer = KFAC(architecture(model).model, skip_layers=nn.BatchNorm2d)
+    stored = each(optimizer.plan(64, CommOpt()), "stored", "factors")
+    assert stored == [pytest.approx(mebibytes * MIB, rel=3e-3)] * 64
+
+
+def curvature(plan: Plan) -> list[int]:
+    rest = ("momentum", "fallback", "buffers")
+    return [sum(n for kind, n in rank.stored.items() if kind not in rest) for rank in plan.ranks]
+
+
+@pytest.mark.parametrize(("model", "worlds"), [("resnet20", [4]), ("bert-base", [4, 8])])
+@pytest.mark.parametrize("method", [KFAC, EKFAC])
+def test_mem_opt_divides_curvature_by_the_ranks(model: str, worlds: list[int], method: Any) -> None:
+    optimizer = method(architecture(model).model)
+    (alone,) = curvature(optimizer.plan(1))
+    for world in worlds:
+        plan = optimizer.plan(world, MemOpt(), batch_size=4)
+        assert max(curvature(plan)) <= 1.15 / world * alone
+
+
+def test_thousands_of_ranks() -> None:
+    plan = KFAC(architecture("bert-large").model).plan(4096, HybridOpt(1 / 8))
+    assert len(plan.ranks) == plan.world_size == 4096
+    assert len(str(plan).splitlines()) < 30
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The call
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_it_leaves_everything_as_it_is() -> None:
+    model = network()
+    optimizer = EKFAC(model, factor_update_steps=1, inv_update_steps=2)
+    for _ in range(3):
+        model(torch.randn(8, 20)).square().mean().backward()
+        optimizer.step()
+    before, random = copy.deepcopy(optimizer.state_dict()), torch.random.get_rng_state()
+    comm = HybridOpt(0.5)
+    attributes = dict(vars(comm))
+    for other in (None, comm, MemOpt()):
+        optimizer.plan(4, other, batch_size=8)
+    assert dict(vars(comm)) == attributes
+    assert torch.equal(torch.random.get_rng_state(), random)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, state in before["state"].items():
+        for key, value in state.items():
+            same = torch.equal(value, after["state"][index][key]) if isinstance(value, torch.Tensor) else None
+            assert same or value == after["state"][index][key], key
+
+
+def test_the_world_and_the_strategy_are_the_optimizers_own_unless_given() -> None:
+    optimizer = KFAC(network())
+    assert optimizer.plan().world_size == 1
+    assert optimizer.plan().strategy == "Local()"
+    assert optimizer.plan(4).strategy == "CommOpt()"  # what comm=None stands for in a world of four
+    assert KFAC(network(), comm=MemOpt()).plan(4).strategy == "MemOpt()"
+    assert optimizer.plan(1, comm=Local()).ranks[0].sent == {}
+
+
+def test_one_rank_stores_what_it_says_it_does() -> None:
+    for optimizer in (KFAC(network(), fallback="adamw"), EKFAC(network()), MFAC(network(), window_size=4)):
+        usage = optimizer.memory_usage()
+        (rank,) = optimizer.plan().ranks
+        assert rank.stored == {kind: usage[kind] for kind in rank.stored}
+        assert sum(rank.stored.values()) == usage["total"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"world_size": 0}, ValueError, "world_size must be >= 1, got 0"),
+        ({"world_size": 2.0}, TypeError, "world_size must be an integer, got 2.0"),
+        ({"world_size": True}, TypeError, "world_size must be an integer, got True"),
+        ({"comm": "mem_opt"}, TypeError, "comm must be a CommStrategy, got 'mem_opt'"),
+        ({"comm": MemOpt}, TypeError, "comm must be a CommStrategy"),
+        ({"world_size": 4, "comm": Local()}, ValueError, r"comm=Local\(\) is for one process, not 4"),
+        ({"world_size": 4, "comm": HybridOpt(1 / 3)}, ValueError, "fractions that work: 0.25, 0.5, 1"),
+        ({"world_size": 4, "comm": ChiefOnly(root=4)}, ValueError, "root=4, but there are 4 ranks"),
+        ({"batch_size": 0}, ValueError, "batch_size must be >= 1, got 0"),
+        ({"batch_size": 1.5}, TypeError, "batch_size must be an integer, got 1.5"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        KFAC(network()).plan(**arguments)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The result
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_fields_come_in_the_promised_order() -> None:
+    assert list(RankPlan.__dataclass_fields__)[:4] == ["stored", "sent", "worst_sent", "flops"]
+    assert next(iter(Plan.__dataclass_fields__)) == "ranks"
+
+
+@pytest.mark.parametrize("world", [1, 3, 64])
+def test_as_json(world: int) -> None:
+    plan = KFAC(network()).plan(world, MemOpt())
+    found = json.loads(json.dumps(plan.to_dict()))
+    assert len(found["ranks"]) == found["world_size"] == world
+    assert found["ranks"][0]["stored"] == plan.ranks[0].stored
+
+
+def test_a_column_for_each_of_few_ranks() -> None:
+    lines = str(KFAC(network()).plan(2, MemOpt())).splitlines()
+    assert lines[0] == "KFAC · MemOpt() · 2 ranks · 1 group per rank"
+    assert lines[1].split() == ["rank", "0", "rank", "1"]
+    assert any(line.startswith("stored") and "factors" in line for line in lines)
+    assert any(line.startswith("sent per step") and "statistics" in line for line in lines)
+
+
+def test_extremes_of_many_ranks_and_who_is_idle() -> None:
+    text = str(KFAC(network()).plan(64, MemOpt()))
+    assert text.splitlines()[1].split() == ["min", "mean", "max", "heaviest"]
+    assert "rank " in text
+    assert text.splitlines()[-1] == "note: 60 of 64 ranks own none of the 4 blocks and refresh nothing"
+
+
+def test_spread_adds_up_by_rank() -> None:
+    pieces = [(None, "a", 1), ((1, 2), "a", 10), ((2,), "b", 5), ((2,), "b", 2)]
+    assert spread(pieces, ["a", "b"], 4) == [{"a": 1, "b": 0}, {"a": 11, "b": 0}, {"a": 11, "b": 7}, {"a": 1, "b": 0}]
+
+
+def test_means_of_steps() -> None:
+    plain = Traffic(3, {"x": Sum(8, 4.0, 2)}, {})
+    refresh = Traffic(1, {"x": Sum(8, 4.0, 2)}, {1: {"y": Sum(100, 50.0, 1)}})
+    first, second = means([plain, refresh], 2)
+    assert first.sent == {"x": 8.0, "y": 0.0}
+    assert first.worst_sent == {"x": 8, "y": 0}
+    assert second.sent == {"x": 8.0, "y": 25.0}
+    assert second.worst_sent == {"x": 8, "y": 100}
+    assert second.wire == {"x": 4.0, "y": 12.5}
+    assert second.messages == {"x": 2.0, "y": 0.25}

@@ -1,0 +1,207 @@
+"""Runs of HyLo whose ranks have batches of any size, and the same in one process."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from secondorder import HyLo
+from secondorder.curvature import selection
+from tests.distributed.oracle import CLASSES, STRATEGIES, TASKS, TOKENS, WIDTH, flat, mean_loss, shard
+from tests.distributed.pool import device_of
+
+STEPS = 10
+SETTINGS = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "update_steps": 3}
+
+
+@dataclass
+class Case:
+    """A trajectory on several ranks, or in one process.
+
+    Args:
+        task: Name of the task, or of a module of this file that takes a batch and where it is.
+        keywords: Of HyLo, beside :data:`SETTINGS`.
+        sizes: Of the shards; equal ones by default.
+        steps: Number of steps.
+    """
+
+    task: str = "mlp"
+    keywords: Mapping[str, Any] = field(default_factory=lambda: {"mode": "sngd"})
+    sizes: tuple[int, ...] | None = None
+    steps: int = STEPS
+
+    def model(self) -> nn.Module:
+        if self.task not in MODULES:
+            return TASKS[self.task].model()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return MODULES[self.task]().double()
+
+    def build(self, model: nn.Module, comm: Any = None) -> HyLo:
+        return HyLo(model, comm=comm, **{**SETTINGS, **self.keywords})
+
+    def shards(self, step: int, world: int) -> list[tuple[Tensor, Tensor]]:
+        inputs = {"branches": "mlp", "lengths": "words"}.get(self.task, self.task)
+        return [shard(TASKS[inputs].batch(step), rank, world, self.sizes) for rank in range(world)]
+
+    def backward(self, model: nn.Module, batch: tuple[Tensor, Tensor], rank: int, weight: float = 1.0) -> None:
+        """Of the mean loss of a shard, times its weight."""
+        inputs, targets = batch
+        if not len(inputs):
+            return
+        if self.task == "lengths":  # every rank has sentences of a length of its own
+            inputs = inputs[:, : rank + 1].repeat(1, 3) if rank else inputs[:, :1]
+            targets = targets[:, :1].expand(inputs.shape)
+        outputs = model(inputs, rank == 0) if self.task == "branches" else model(inputs)
+        (weight * mean_loss(outputs, targets)).backward()
+
+
+class Branches(nn.Module):
+    """A layer that the passes of rank 0 alone go through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(5, 4)
+        self.sometimes = nn.Linear(4, 4)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, inputs: Tensor, branch: bool) -> Tensor:
+        hidden = torch.tanh(self.trunk(inputs))
+        return self.head(hidden + torch.tanh(self.sometimes(hidden)) if branch else hidden)
+
+
+class Lengths(nn.Sequential):
+    """Sentences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+
+MODULES = {"branches": Branches, "lengths": Lengths}
+
+
+def on_ranks(rank: int, world: int, case: Case, strategies: Sequence[str]) -> list[Tensor]:
+    """Trajectories ``[steps, P]`` under some strategies; gradients are averaged by the number of examples."""
+    paths = []
+    for strategy in strategies:
+        model = case.model().to(device_of(rank))
+        with case.build(model, STRATEGIES[strategy]()) as optimizer:
+            paths.append(
+                torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(case.steps)])
+            )
+    return paths
+
+
+def own_step(model: nn.Module, optimizer: HyLo, case: Case, step: int, rank: int, world: int) -> Tensor:
+    optimizer.zero_grad()
+    shards = case.shards(step, world)
+    inputs, targets = (t.to(device_of(rank)) for t in shards[rank])
+    case.backward(model, (inputs, targets), rank)
+    share = len(inputs) / sum(len(x) for x, _ in shards)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad * share
+        dist.all_reduce(p.grad)
+    optimizer.step()
+    return flat(model)
+
+
+def in_one_process(case: Case, world: int) -> Tensor:
+    """The trajectory of one process that has every shard, a pass for each."""
+    model = case.model()
+    optimizer = case.build(model)
+    path = []
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        shards = case.shards(step, world)
+        for rank, batch in enumerate(shards):
+            case.backward(model, batch, rank, len(batch[0]) / sum(len(x) for x, _ in shards))
+        optimizer.step()
+        path.append(flat(model))
+    return torch.stack(path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows that every rank chooses, and dense matrices of all of them
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def chosen_path(case: Case, world: int) -> Tensor:
+    """The trajectory of KIS or KID on a stack of Linear layers, from one process that plays all ranks."""
+    model, settings = case.model(), {**SETTINGS, **case.keywords}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    descent = torch.optim.SGD(model.parameters(), lr=settings["lr"], momentum=settings["momentum"])
+    kept: dict[str, tuple[Tensor, Tensor, float]] = {}
+    path = []
+    for step in range(case.steps):
+        shards = case.shards(step, world)
+        total = sum(len(inputs) for inputs, _ in shards)
+        gradients = {name: torch.zeros(1) for name in layers}
+        of_ranks = [rows_of(model, layers, *batch) for batch in shards]
+        for name in layers:
+            rows = [found[name] / total**0.5 for found in of_ranks]
+            gradients[name] = sum(found[name].sum(0) for found in of_ranks) / total
+            if step % settings["update_steps"] == 0:
+                kept[name] = choose(rows, name, step // settings["update_steps"], settings)
+        for name, layer in layers.items():
+            u, m, damping = kept[name]
+            direction = (gradients[name] - u.T @ (m @ (u @ gradients[name]))) / damping
+            matrix = direction.view(layer.out_features, layer.in_features + 1)
+            layer.weight.grad, layer.bias.grad = matrix[:, :-1].clone(), matrix[:, -1].clone()
+        descent.step()
+        path.append(flat(model))
+    return torch.stack(path)
+
+
+def rows_of(model: nn.Module, layers: Mapping[str, nn.Linear], inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Gradients of every example ``[n, d_o (d_i + 1)]`` by layer, each from a backward pass of its own."""
+    found: dict[str, list[Tensor]] = {name: [] for name in layers}
+    for x, y in zip(inputs, targets, strict=True):
+        model.zero_grad()
+        mean_loss(model(x[None]), y[None]).backward()
+        for name, layer in layers.items():
+            found[name].append(torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1).flatten())
+    return {name: torch.stack(rows) for name, rows in found.items()}
+
+
+def choose(rows: list[Tensor], name: str, refresh: int, settings: Mapping[str, Any]) -> tuple[Tensor, Tensor, float]:
+    """Kept rows of all ranks, M, and λ, of rows that were divided by √N."""
+    trace, total = sum(float(u.square().sum()) for u in rows), sum(len(u) for u in rows)
+    damping = settings["damping"]
+    if settings.get("damping_mode") == "relative":
+        damping *= trace / total
+    most = max(math.ceil(settings["rank_fraction"] * len(u)) for u in rows)
+    most = min(most, max(1, settings.get("max_rank", 1024) // len(rows)))
+    chosen, cores = [], []
+    for rank, u in enumerate(rows):
+        r = min(most, len(u))
+        if settings["mode"] == "kis":
+            generator = torch.Generator().manual_seed(seed_of(refresh, f"{name} on rank {rank}"))
+            sampling = settings.get("kis_sampling", "systematic")
+            drawn = selection.draw(u.square().sum(1), r, sampling, generator)
+            chosen.append(u[drawn.index] * drawn.weight[:, None])
+            cores.append(torch.eye(r) / damping)
+            continue
+        kernel = u @ u.T
+        pivots = selection.interpolate(kernel, r).index
+        p = torch.linalg.solve(kernel[pivots][:, pivots], kernel[pivots])
+        rest = (kernel - p.T @ kernel[pivots]).diagonal().clamp(min=0)
+        chosen.append(u[pivots])
+        cores.append(p @ torch.diag(1 / (damping + rest)) @ p.T)
+    together = torch.cat(chosen)
+    inverse = torch.linalg.inv(torch.linalg.inv(torch.block_diag(*cores).double()) + together @ together.T)
+    return together, inverse, damping
+
+
+def seed_of(refresh: int, stream: str) -> int:
+    """Seed of a draw: of a rank's rows of a layer at a refresh."""
+    mixed = 0
+    for part in (refresh, zlib.crc32(stream.encode())):
+        mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)
+    return mixed

@@ -1,0 +1,285 @@
+"""Windows of gradients cut over the ranks of a row, or owned one by one: paths, messages, bytes and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from secondorder import GGT, MFAC, HybridOpt, LowRank, MemOpt, SparseMFAC, TopK
+from tests.distributed.oracle import STRATEGIES, TASKS, Run, assert_replicas, descend, distance, flat, shard
+from tests.distributed.pool import Pool, device_of
+from tests.distributed.saving import Saved, raised, through_a_file
+
+M, STEPS, BREAK = 4, 9, 6
+_TOPK = TopK(density=0.3, block_size=8)
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dense": (MFAC, {"momentum": 0.9}),
+    "sparse": (SparseMFAC, {"compression": TopK(density=0.3, block_size=8, value_dtype=torch.bfloat16, error_bits=8)}),
+    "low rank": (MFAC, {"compression": LowRank(1), "momentum": 0.9, "momentum_mode": "pre"}),
+    "decay": (MFAC, {"weight_decay": 0.1, "weight_decay_mode": "both", "momentum": 0.9, "momentum_mode": "pre"}),
+    "graft": (MFAC, {"graft": "adam", "compression": _TOPK, "clip_norm": 1.0}),
+    "ggt": (GGT, {"betas": (0.9, 0.9), "bias_correction": True, "weight_decay": 0.1}),
+}
+CASES = [
+    *[(kind, "global") for kind in KINDS if kind != "graft"],
+    ("sparse", "group"), ("graft", "group"), ("low rank", "layer"), ("decay", "layer"), ("graft", "layer"),
+]  # fmt: skip
+#: Strategy, ranks, and ranks of a row.
+GRID = [
+    ("mem", 2, 2), ("mem", 3, 3), ("hybrid_half", 4, 2), ("comm", 2, 1),
+    pytest.param("mem", 4, 4, marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+def optimizer_of(model: nn.Module, kind: str, partition: str, comm: Any = None, **more: Any) -> Any:
+    cls, keywords = KINDS[kind]
+    regular = {"eps": 0.1} if cls is GGT else {"damping": 0.1}
+    settings = {"lr": 0.05, "window_size": M, "partition": partition, **regular, **keywords, **more}
+    named = list(model.named_parameters())
+    half = len(named) // 2
+    return cls([{"params": named[:half]}, {"params": named[half:]}], module=model, comm=comm, **settings)
+
+
+def train(model: nn.Module, optimizer: Any, first: int, last: int, rank: int = 0, world: int = 1) -> Tensor:
+    """Parameters after each of the steps ``[steps, P]``."""
+    path = []
+    for step in range(first, last):
+        descend(model, optimizer, shard(TASKS["cnn"].batch(step), rank, world), Run())
+        path.append(flat(model))
+    return torch.stack(path)
+
+
+@cache
+def alone(kind: str, partition: str) -> tuple[Tensor, Saved]:
+    """Path of one process, and what it saved on the way."""
+    model = TASKS["cnn"].model()
+    optimizer = optimizer_of(model, kind, partition)
+    path = train(model, optimizer, 0, BREAK)
+    saved = through_a_file(optimizer.state_dict())
+    return torch.cat([path, train(model, optimizer, BREAK, STEPS)]), saved
+
+
+def snapshot(optimizer: Any) -> Saved:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*partial")
+        return copy.deepcopy(optimizer.state_dict())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Paths and messages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def started(rank: int, strategy: str, kind: str, partition: str) -> tuple[nn.Module, Any]:
+    model = TASKS["cnn"].model(device_of(rank))
+    return model, optimizer_of(model, kind, partition, STRATEGIES[strategy](average_gradients=True))
+
+
+def paths(rank: int, world: int, strategy: str) -> dict[tuple[str, str], tuple[Tensor, list[Any], list[list[int]]]]:
+    """Of every case: the path, the messages of the last step, and the entries of every window in each part."""
+    found = {}
+    for case in CASES:
+        model, optimizer = started(rank, strategy, *case)
+        path = train(model, optimizer, 0, STEPS - 1, rank, world)
+        counter = optimizer.comm.collectives.counter
+        counter.clear()
+        path = torch.cat([path, train(model, optimizer, STEPS - 1, STEPS, rank, world)])
+        sent = [record for record in counter.records if record.stage not in ("gradients", "words")]
+        parts = [_sizes(unit) for unit in optimizer._units if unit.part is not None]
+        found[case] = path, sent, parts
+        optimizer.close()
+    return found
+
+
+def _sizes(unit: Any) -> list[int]:
+    return [sum(column) for column in zip(*(unit.part.sizes(i) for i in range(len(unit.params))), strict=True)]
+
+
+@pytest.mark.parametrize(("strategy", "world", "width"), GRID)
+def test_ranks_do_what_one_process_does(pool: Pool, strategy: str, world: int, width: int) -> None:
+    """And send dots and directions for it, nothing else."""
+    found = pool.run(paths, strategy, world=world)
+    for case in CASES:
+        own = [of_rank[case][0] for of_rank in found]
+        assert_replicas(own)
+        assert distance(own[0], alone(*case)[0]) <= 1e-9, case
+        for of_rank in found:
+            _, sent, parts = of_rank[case]
+            assert_few_messages(case, width, sent, parts)
+
+
+def expected_words(kind: str, units: int) -> int:
+    """Dots of the new row; with the momentum's rest; of weight decay with the rows."""
+    extra = {"low rank": 1, "ggt": 1, "decay": 1 + M}
+    return units * (M + extra.get(kind, 0))
+
+
+def assert_few_messages(case: tuple[str, str], width: int, sent: list[Any], parts: list[list[int]]) -> None:
+    """8 bytes per row and window, and every entry of the directions once."""
+    d = sum(p.numel() for p in TASKS["cnn"].model().parameters())
+    kind, partition = case
+    if width == 1:
+        assert sent == []
+    elif partition == "layer":
+        assert {(record.stage, record.kind) for record in sent} == {("directions", "broadcast")}
+        assert sum(record.numel for record in sent) == d
+    else:
+        dots, directions = sent
+        words = expected_words(kind, {"global": 1, "group": 2}[partition])
+        assert dots == ("dots", "all_reduce", width, words, torch.float64, 8 * words)
+        entries = width * max(map(sum, zip(*parts, strict=True)))  # padded to the largest part
+        assert directions == ("directions", "all_gather", width, entries, torch.float64, 8 * entries)
+        assert sum(map(sum, parts)) == d
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+# ---------------------------------------------------------------------------------------------------------------------
+
+#: A ResNet-20 of half the width.
+NARROW = [
+    (8, 3, 3, 3),
+    *[(8, 8, 3, 3)] * 6,
+    (16, 8, 3, 3),
+    *[(16, 16, 3, 3)] * 5,
+    (32, 16, 3, 3),
+    *[(32, 32, 3, 3)] * 5,
+]
+
+
+def bytes_held(rank: int, world: int, strategy: str, compression: Any) -> dict[str, int]:
+    comm = MemOpt() if strategy == "mem" else HybridOpt(0.5)
+    params = [nn.Parameter(torch.zeros(shape)) for shape in NARROW]
+    optimizer = MFAC(params, window_size=16, comm=comm, compression=compression)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer.memory_usage()
+
+
+@pytest.mark.parametrize(("strategy", "world", "width"), [("mem", 2, 2), ("mem", 4, 4), ("hybrid_half", 4, 2)])
+@pytest.mark.parametrize("block", [0, 512])
+def test_window_bytes_fall_with_the_width_of_a_row(
+    pool: Pool, block: int, strategy: str, world: int, width: int
+) -> None:
+    compression = TopK(density=0.0625, block_size=block) if block else None
+    d = sum(map(prod, NARROW))
+    whole = MFAC([nn.Parameter(torch.zeros(shape)) for shape in NARROW], window_size=16, compression=compression)
+    expected = whole.memory_usage()
+    held = pool.run(bytes_held, strategy, compression, world=world)
+    for kind in ("window", "error"):
+        assert sum(usage[kind] for usage in held) == expected[kind] * world // width
+        assert all(usage[kind] <= 1.15 / width * expected[kind] for usage in held)
+    if not block:
+        assert all(abs(usage["window"] - 16 * 4 * d / width) <= 16 * 4 * 16 for usage in held)
+    assert {usage["gram"] for usage in held} == {8 * 16 * 17 // 2}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+SAVED = [("sparse", "global"), ("sparse", "layer"), ("low rank", "global"), ("decay", "layer")]
+
+
+def broken_off(rank: int, world: int, strategy: str) -> dict[tuple[str, str], tuple[Saved, Saved | None]]:
+    """The part of every rank, and on the last one the whole; each with the model."""
+    found = {}
+    for case in SAVED:
+        model, optimizer = started(rank, strategy, *case)
+        train(model, optimizer, 0, BREAK, rank, world)
+        own = through_a_file(snapshot(optimizer))
+        optimizer.consolidate_state_dict(to=world - 1)
+        whole = through_a_file(snapshot(optimizer)) if rank == world - 1 else None
+        found[case] = own, whole
+        optimizer.close()
+    return found
+
+
+def gone_on(
+    rank: int, world: int, strategy: str, saved: dict[Any, Saved] | list[Any], models: dict[Any, Tensor]
+) -> dict[Any, Tensor]:
+    """The rest of the paths, from a whole checkpoint or from the parts of all ranks."""
+    own = saved if isinstance(saved, dict) else {case: found[0] for case, found in saved[rank].items()}
+    paths = {}
+    for case, state in own.items():
+        model, optimizer = started(rank, strategy, *case)
+        nn.utils.vector_to_parameters(models[case].to(device_of(rank)), model.parameters())
+        before = len(optimizer.comm.collectives.counter.records)
+        optimizer.load_state_dict(state)
+        assert len(optimizer.comm.collectives.counter.records) == before
+        paths[case] = train(model, optimizer, BREAK, STEPS, rank, world)
+        optimizer.close()
+    return paths
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("mem", 2), ("hybrid_half", 4)])
+def test_checkpoints_go_on_in_every_world(pool: Pool, strategy: str, world: int) -> None:
+    """The whole under other strategies and numbers of ranks, and in one process; the parts on the same ranks."""
+    found = pool.run(broken_off, strategy, world=world)
+    models = {case: alone(*case)[0][BREAK - 1] for case in SAVED}
+    whole = {case: both[1] for case, both in found[-1].items()}
+    for case, state in whole.items():
+        assert "partial" not in state
+        for i, reference in alone(*case)[1]["state"].items():
+            assert state["state"][i].keys() == reference.keys()
+            for key, value in reference.items():
+                if isinstance(value, Tensor):
+                    assert state["state"][i][key].dtype == value.dtype
+                    torch.testing.assert_close(state["state"][i][key], value, rtol=1e-8, atol=1e-10)
+    own = pool.run(gone_on, strategy, found, models, world=world)
+    for other, ranks in (("mem", 3), ("comm", 2)):
+        for paths_of_rank in pool.run(gone_on, other, whole, models, world=ranks):
+            for case, path in paths_of_rank.items():
+                assert distance(path, alone(*case)[0][BREAK:]) <= 1e-9, case
+    for paths_of_rank in own:
+        for case, path in paths_of_rank.items():
+            assert distance(path, alone(*case)[0][BREAK:]) <= 1e-9, case
+
+
+def refused(rank: int, world: int, saved: dict[Any, Saved]) -> list[tuple[str, str]]:
+    return [raised(started(rank, "mem", *case)[1].load_state_dict, state) for case, state in saved.items()]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_parts_of_others_are_refused(pool: Pool, marked: bool) -> None:
+    found = pool.run(broken_off, "mem", world=2)
+    first = {case: dict(both[0]) for case, both in found[0].items()}
+    for state in first.values():
+        assert state["partial"]
+        if not marked:
+            del state["partial"]
+    answers = [pool.run(refused, first, world=2)[1], pool.run(refused, first, world=1)[0]]
+    for answer in answers:
+        for kind, text in answer:
+            assert kind == "RuntimeError"
+            assert "consolidate_state_dict() on all ranks" in text
+
+
+def through_dcp(rank: int, world: int, folder: str, partition: str) -> tuple[Tensor, Tensor]:
+    """All ranks write into one checkpoint, and every rank finds its own part in it again."""
+    model, optimizer = started(rank, "mem", "sparse", partition)
+    train(model, optimizer, 0, BREAK, rank, world)
+    dcp.save({"state": snapshot(optimizer)["state"]}, checkpoint_id=folder)
+    twin_model, twin = started(rank, "mem", "sparse", partition)
+    train(twin_model, twin, 0, 1, rank, world)
+    nn.utils.vector_to_parameters(flat(model).to(device_of(rank)), twin_model.parameters())
+    again = snapshot(twin)
+    dcp.load({"state": again["state"]}, checkpoint_id=folder)
+    twin.load_state_dict(again)
+    return train(model, optimizer, BREAK, STEPS, rank, world), train(twin_model, twin, BREAK, STEPS, rank, world)
+
+
+@pytest.mark.parametrize("partition", ["global", "layer"])
+def test_a_checkpoint_of_all_ranks_keeps_every_part(pool: Pool, partition: str, tmp_path: Path) -> None:
+    for expected, path in pool.run(through_dcp, str(tmp_path), partition, world=2):
+        assert torch.equal(path, expected)
