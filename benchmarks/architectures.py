@@ -30,9 +30,9 @@ def architecture(name: ModelName) -> Architecture:
     """Build a model on the ``meta`` device.
 
     Args:
-        name: ``resnet20`` and ``resnet32`` are those for CIFAR-10, ``resnet50`` for ImageNet (He et al., 2016), ``bert-base`` and
-            ``bert-large`` are encoders of 512 positions with their masked-word head (Devlin et al., 2019), and
-            ``decoder-7b`` has the shapes of LLaMA (Touvron et al., 2023) with 2,048 positions.
+        name: ``resnet20`` and ``resnet32`` are those for CIFAR-10, ``resnet50`` is that for ImageNet (He et al., 2016),
+            ``bert-base`` and ``bert-large`` are encoders of 512 positions with their masked-word head (Devlin et al.,
+            2019), and ``decoder-7b`` has the shapes of LLaMA (Touvron et al., 2023) with 2,048 positions.
 
     Returns:
         The model and its inputs.
@@ -53,6 +53,17 @@ class _Residual(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
+class _Subsample(nn.Module):
+    """A shortcut without parameters: every other pixel, and channels of zeros."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.channels))
+
+
 def _conv(d_in: int, d_out: int, side: int, stride: int = 1, relu: bool = True) -> list[nn.Module]:
     layers = [nn.Conv2d(d_in, d_out, side, stride, side // 2, bias=False), nn.BatchNorm2d(d_out)]
     return [*layers, nn.ReLU()] if relu else layers
@@ -65,7 +76,7 @@ def _stages(d_in: int, depths: Sequence[int], widths: Sequence[int], expansion: 
         d_in: Channels that enter.
         depths: Blocks of each stage.
         widths: Channels inside the blocks of each stage.
-        expansion: 1 for blocks of two 3x3 convolutions, 4 for bottlenecks.
+        expansion: 1 for blocks of two 3x3 convolutions, with shortcuts that have no parameters; 4 for bottlenecks.
 
     Returns:
         The blocks, and the channels.
@@ -78,8 +89,10 @@ def _stages(d_in: int, depths: Sequence[int], widths: Sequence[int], expansion: 
                 body = [*_conv(d_in, width, 3, stride), *_conv(width, d_out, 3, relu=False)]
             else:
                 body = [*_conv(d_in, width, 1), *_conv(width, width, 3, stride), *_conv(width, d_out, 1, relu=False)]
-            projects = d_in != d_out or stride > 1
-            shortcut = nn.Sequential(*_conv(d_in, d_out, 1, stride, relu=False)) if projects else nn.Identity()
+            shortcut: nn.Module = nn.Identity()
+            if d_in != d_out:
+                projection = _conv(d_in, d_out, 1, stride, relu=False)
+                shortcut = _Subsample(d_out - d_in) if expansion == 1 else nn.Sequential(*projection)
             blocks.append(_Residual(nn.Sequential(*body), shortcut))
             d_in = d_out
     return blocks, d_in

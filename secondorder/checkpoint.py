@@ -128,13 +128,14 @@ class Checkpointing(Lifecycle):
             stacklevel=depth_of_caller(),
         )
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather the curvature of all ranks on one, whose ``state_dict()`` is complete until the next step.
 
         To be called on all ranks. The copies are kept on the CPU, and only on the rank that asked for them.
 
         Args:
-            to: The rank.
+            to: The rank; None for all of them. Checkpoints that all ranks write and read together need that for windows
+                in parts, if they are to be read in another world: there before the state dict to read into is made too.
 
         Raises:
             ValueError: If there is no such rank.
@@ -142,8 +143,8 @@ class Checkpointing(Lifecycle):
         """
         self._require_loadable()
         world = self.comm.world
-        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < world:
-            raise ValueError(f"to must be a rank below {world}, got {to!r}")
+        if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < world):
+            raise ValueError(f"to must be a rank below {world}, or None for all, got {to!r}")
         if not self.comm.combines:
             return
         self.comm.meet("consolidate_state_dict()")
@@ -151,39 +152,40 @@ class Checkpointing(Lifecycle):
         with torch.no_grad():
             self._gathered, self._gathered_at = self._collect(to), self._t
 
-    def _collect(self, to: int) -> Tensors:
+    def _asks(self, to: int | None) -> bool:
+        """Whether this rank is one of those on which state is gathered."""
+        return to is None or to == self.comm.rank
+
+    def _collect(self, to: int | None) -> Tensors:
         """What a rank lacks, on that rank; all ranks call it."""
         placed, found = self._placed(), Tensors()
         keys = sorted(key for key, kind in self.kinds.items() if kind != "momentum")
         agreed = self.comm.agree(self._headers(placed, keys, to)).reshape(len(placed), len(keys), 3 + _MOST_DIMS)
         for (index, p), headers in zip(placed, agreed.long().tolist(), strict=True):
             owner = self.comm.owner(index)
-            for key, (is_there, code, dims, *shape) in zip(keys, headers, strict=True):
-                if is_there != 1:
+            for key, (needed, code, dims, *shape) in zip(keys, headers, strict=True):
+                if not (needed and code):
                     continue
                 if owner == self.comm.rank:
                     tensor = self.state[p][key]
                     assert isinstance(tensor, Tensor)
                 else:
-                    tensor = torch.empty(shape[:dims], dtype=_DTYPES[code], device=p.device)
+                    tensor = torch.empty(shape[:dims], dtype=_DTYPES[code - 1], device=p.device)
                 self.comm.copy_from(owner, [tensor])
-                if to == self.comm.rank:
+                if self._asks(to) and key not in self.state[p]:
                     found.setdefault(p, {})[key] = tensor.cpu()
         return found
 
-    def _headers(self, placed: Sequence[tuple[int, nn.Parameter]], keys: Sequence[str], to: int) -> Tensor:
-        """``[units, keys, …]``: dtype and shape of what owners have and the rank ``to`` lacks; to be summed."""
+    def _headers(self, placed: Sequence[tuple[int, nn.Parameter]], keys: Sequence[str], to: int | None) -> Tensor:
+        """``[units, keys, …]``: how many ranks need it, and its dtype and shape where it is; to be summed."""
         words = torch.zeros(len(placed), len(keys), 3 + _MOST_DIMS, dtype=torch.float64)
         for row, (index, p) in zip(words, placed, strict=True):
             for word, key in zip(row, keys, strict=True):
                 tensor = self.state[p].get(key)
-                if not isinstance(tensor, Tensor):
-                    continue
-                if self.comm.owner(index) == self.comm.rank:
+                word[0] = float(tensor is None and self._asks(to))
+                if isinstance(tensor, Tensor) and self.comm.owner(index) == self.comm.rank:
                     dims = [*tensor.shape, *[0] * (_MOST_DIMS - tensor.dim())]
-                    word += torch.tensor([1, _DTYPES.index(tensor.dtype), tensor.dim(), *dims], dtype=torch.float64)
-                if to == self.comm.rank:
-                    word[0] -= 1  # it has that itself
+                    word[1:] = torch.tensor([_DTYPES.index(tensor.dtype) + 1, tensor.dim(), *dims], dtype=torch.float64)
         return words.flatten()
 
     # ------------------------------------------------------------------ load

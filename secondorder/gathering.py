@@ -33,7 +33,7 @@ from secondorder.curvature.capture import Captured
 from secondorder.curvature.examples import keeps_indices, multiplied_out, second_moments
 from secondorder.curvature.kernel import Rows, scaled
 from secondorder.linalg import full_precision
-from secondorder.rowwise import Fresh, Kept, Raw, Sizes, filled, inputs_of
+from secondorder.rowwise import Batch, Fresh, Kept, Raw, Sizes, filled, inputs_of
 from secondorder.substituting import SubstitutingOptimizer
 
 log = logging.getLogger("secondorder")
@@ -111,6 +111,10 @@ class GatheringOptimizer(SubstitutingOptimizer):
     def hear_probe(self, error: Tensor) -> None:
         """Hear the mean of these errors over all ranks."""
 
+    def device_of(self, block: Block) -> torch.device:
+        """Where the rows of a block are."""
+        return block.owner.device
+
     def most_rows(self, blocks: Sequence[Block]) -> dict[Block, int]:
         """r, the rows that every rank sends of each block; a rank that has fewer fills them up."""
         return {block: self._most_rows(block) for block in blocks}
@@ -164,7 +168,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
 
     def _good(self, block: Block) -> Tensor:
         """Whether this step may be used."""
-        return torch.ones((), dtype=torch.bool, device=block.owner.device) if self._gate is None else self._gate
+        return torch.ones((), dtype=torch.bool, device=self.device_of(block)) if self._gate is None else self._gate
 
     def _try_together(self, what: str, shape: Sequence[int], attempt: Callable[[], Tensor]) -> Tensor:
         """Work on every rank that ends in words, which are added up.
@@ -198,7 +202,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
         agreed = self._try_together("looking at its rows", [sum(sizes)], lambda: self._own_words(blocks))
         found = {}
         for block, words in zip(blocks, agreed.split(sizes), strict=True):
-            lead, world = self.lead_of(block), self.comm.world
+            lead, world = self.lead_of(block), self.comm.data_world
             by_rank, tail = words.split([_BY_RANK * world, len(words) - _BY_RANK * world])
             examples, rows, positions = by_rank.view(_BY_RANK, world).long().tolist()
             whole, trace, real = tail.split([1, lead[0] if lead else 1, self._count_size(block)])
@@ -209,7 +213,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
 
     def _words_of(self, block: Block) -> int:
         lead = self.lead_of(block)
-        return _BY_RANK * self.comm.world + 1 + (lead[0] if lead else 1) + self._count_size(block)
+        return _BY_RANK * self.comm.data_world + 1 + (lead[0] if lead else 1) + self._count_size(block)
 
     def _own_words(self, blocks: Sequence[Block]) -> Tensor:
         """``[examples, rows, positions]`` in the places of this rank, whether rows are whole, trace, real rows."""
@@ -219,13 +223,13 @@ class GatheringOptimizer(SubstitutingOptimizer):
                 traces = kernel.norms(raw.rows).sum(-1).double().reshape(-1)
                 assert raw.finite is not None
                 looked_at[block] = torch.cat([raw.finite.to(traces).reshape(1), traces])
-        host = torch.cat([x.to(blocks[0].owner.device) for x in looked_at.values()]).cpu() if looked_at else None
+        host = torch.cat([x.to(self.device_of(blocks[0])) for x in looked_at.values()]).cpu() if looked_at else None
         if host is not None:  # one wait for the device
             found = dict(zip(looked_at, host.split([len(x) for x in looked_at.values()]), strict=True))
         return torch.cat([self._words(block, found.get(block)) for block in blocks])
 
     def _words(self, block: Block, looked_at: Tensor | None) -> Tensor:
-        raw, world = self._seen[block], self.comm.world
+        raw, world = self._seen[block], self.comm.data_world
         by_rank = torch.zeros(_BY_RANK, world, dtype=torch.float64)
         tail = torch.zeros(self._words_of(block) - by_rank.numel(), dtype=torch.float64)
         captured, total = self._own_examples
@@ -270,15 +274,20 @@ class GatheringOptimizer(SubstitutingOptimizer):
     def _damping(self, block: Block) -> Tensor:
         """λ, from the examples of all ranks."""
         census = self._census[block]
-        return self.damping_of(block, census.trace, census.total).to(block.owner.device)
+        return self.damping_of(block, census.trace, census.total).to(self.device_of(block))
 
-    def _take_own(self, block: Block) -> None:
-        """Settle the form of a block, and scale this rank's rows for the examples of all ranks."""
-        census, raw = self._census[block], self._seen[block]
+    def _settle_form(self, block: Block, census: Census) -> Census:
+        """Decide between rows and factors, and between pairs of rows and gradients."""
         rows = self.planned_rows(block, block.group, self._batch_size or max(census.examples))
         pairs = not census.whole and not block.adapter.constant_input
         if self.choose_form(block, rows, census.positions, pairs):
-            census = self._census[block] = census._replace(whole=True)
+            self._census[block] = census._replace(whole=True)
+        return self._census[block]
+
+    def _take_own(self, block: Block) -> None:
+        """Settle the form of a block, and scale this rank's rows for the examples of all ranks."""
+        census, raw = self._settle_form(block, self._census[block]), self._seen[block]
+        self._last_batch[block.name] = Batch(max(census.examples), max(census.rows), census.positions, census.whole)
         if raw is None:
             return
         n = census.examples[self.comm.rank]
@@ -293,7 +302,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
         fresh, spec = self._fresh.get(block), self.curvature_spec(block, block.group)
         if fresh is None:
             wanted = [spec[key] for key in ("factor_a", "factor_g")]
-            return [torch.zeros_like(like, device=block.owner.device) for like in wanted]  # type: ignore[arg-type]
+            return [torch.zeros_like(like, device=self.device_of(block)) for like in wanted]  # type: ignore[arg-type]
         a, g = second_moments(fresh.rows, fresh.real)
         part = torch.as_tensor(fresh.real, dtype=torch.float64).cpu() / self._census[block].real.clamp(min=1)
         return [a * part.to(a.device, a.dtype).reshape(*self.lead_of(block), 1, 1), g]
@@ -349,13 +358,13 @@ class GatheringOptimizer(SubstitutingOptimizer):
         parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
         tensors = []
         for key in ("rows_a", "rows_g"):
-            room = torch.zeros_like(spec[key], device=block.owner.device)  # type: ignore[arg-type]
+            room = torch.zeros_like(spec[key], device=self.device_of(block))  # type: ignore[arg-type]
             if key in parts:
                 room[tuple(slice(size) for size in parts[key].shape)] = parts[key]
             if room.numel():
                 tensors.append(room)
         if self.interpolates(block):
-            core = torch.eye(rank, dtype=torch.float64, device=block.owner.device).repeat(*self.lead_of(block), 1, 1)
+            core = torch.eye(rank, dtype=torch.float64, device=self.device_of(block)).repeat(*self.lead_of(block), 1, 1)
             if kept is not None and kept.core is not None:
                 r = kept.core.shape[-1]
                 core[..., :r, :] = 0
@@ -401,11 +410,11 @@ class GatheringOptimizer(SubstitutingOptimizer):
         known = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
         known |= {
             "kernel_damping": self._damping(block),
-            "interpolated": torch.full((), int(self.interpolates(block)), device=block.owner.device),
+            "interpolated": torch.full((), int(self.interpolates(block)), device=self.device_of(block)),
         }
         for key, like in spec.items():
             if isinstance(like, Tensor) and key not in known:
-                known[key] = torch.empty_like(like, device=block.owner.device)
+                known[key] = torch.empty_like(like, device=self.device_of(block))
         state.update(known)
 
     # ------------------------------------------------------------------ what it tells

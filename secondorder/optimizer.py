@@ -50,8 +50,12 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         super().__init__(params, defaults)
         self.grad_scaler = grad_scaler
         self._connect(module)
-        self.comm.admit(self)
-        self._join_ranks()
+        try:
+            self.comm.admit(self)
+            self._join_ranks()
+        except BaseException:
+            self.detach()  # a model keeps no hooks of an optimizer that was refused
+            raise
         self._warn_uncovered()
 
     # ------------------------------------------------------------------ the stages that a family supplies

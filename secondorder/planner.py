@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
+from typing import ClassVar
 
 from secondorder import options
-from secondorder.comm import CommOpt, CommStrategy, Local, RankGrid
+from secondorder.comm import CommOpt, CommStrategy, DedicatedWorkers, Local, RankGrid, Unit
 from secondorder.comm.planning import Plan, RankPlan, Sum, Traffic, Work, means, spread
 from secondorder.comm.rehearsal import Rehearsal
+from secondorder.comm.role_rehearsal import RoleRehearsal
 from secondorder.lifecycle import Lifecycle
 from secondorder.rehearsing import RehearsedLayers, RehearsedWindows, Understudy
 from secondorder.windowing import Windowing
@@ -20,6 +22,9 @@ _LONGEST = 10_000
 
 class Planning(Lifecycle):
     """A dry run of the steps of an optimizer."""
+
+    #: Who plays the steps, unless they are those of windows.
+    understudy: ClassVar[type[Understudy]] = RehearsedLayers  # type: ignore[type-abstract]
 
     def plan(
         self, world_size: int | None = None, comm: CommStrategy | None = None, batch_size: int | None = None
@@ -41,15 +46,15 @@ class Planning(Lifecycle):
         Raises:
             TypeError: For a value of a wrong kind.
             ValueError: For a value out of range.
-            NotImplementedError: For a strategy that is not on a grid of ranks.
+            NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
         """
         options.optional_whole(1)("batch_size", batch_size)
-        world, strategy, told = self._imagined(world_size, comm)
-        family: type[Understudy] = RehearsedWindows if isinstance(self, Windowing) else RehearsedLayers
+        world, strategy, told = self._supposed_world(world_size, comm)
+        family = RehearsedWindows if isinstance(self, Windowing) else self.understudy
         actor = family.of(self)
         actor.suppose(batch_size)
-        homes = strategy._homes if strategy is self.comm and strategy.grid.world == world else None
-        rehearsal = Rehearsal(strategy, actor.units(), world, homes)
+        is_real = world == self.comm.world and comm in (None, self.comm)
+        rehearsal = self._stage_for(strategy, actor.units(), world, is_real)
         actor.begin(rehearsal)
         traffic, padding = _rehearse(actor, rehearsal)
         return Plan(
@@ -62,10 +67,29 @@ class Planning(Lifecycle):
             [*_notes(rehearsal), *actor.notes()],
         )
 
-    def _imagined(self, world_size: int | None, comm: CommStrategy | None) -> tuple[int, RankGrid, str]:
+    def _stage_for(self, strategy: CommStrategy, units: Sequence[Unit], world: int, is_real: bool) -> Rehearsal:
+        """The strategy in an imagined world.
+
+        Returns:
+            What counts its messages.
+
+        Raises:
+            NotImplementedError: If it cannot be, or not for this optimizer.
+        """
+        if isinstance(strategy, DedicatedWorkers):
+            reason = getattr(self, "reason_against_roles", lambda: "it has no factors of layers. Use comm=MemOpt()")()
+            if reason:
+                raise NotImplementedError(f"{type(self).__name__} under DedicatedWorkers: {reason}")
+            return RoleRehearsal(strategy, units, world, is_real)
+        if not isinstance(strategy, RankGrid):
+            raise NotImplementedError(f"plan() knows nothing of {type(strategy).__name__}: pass another one as comm=")
+        homes = strategy._homes if is_real and strategy is self.comm else None
+        return Rehearsal(strategy, units, world, homes, is_real)
+
+    def _supposed_world(self, world_size: int | None, comm: CommStrategy | None) -> tuple[int, CommStrategy, str]:
         """World, strategy and its name."""
         if world_size is None:
-            world_size = max(1, self.comm.data_world)
+            world_size = self.comm.world
         options.whole(1)("world_size", world_size)
         if comm is not None and not isinstance(comm, CommStrategy):
             raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
@@ -75,10 +99,6 @@ class Planning(Lifecycle):
                 raise ValueError(f"comm=Local() is for one process, not {world_size}")
             chosen = CommOpt()  # what comm=None stands for where there are several
             return world_size, chosen, repr(chosen) if world_size > 1 else "Local()"
-        if not isinstance(chosen, RankGrid):
-            raise NotImplementedError(
-                f"plan() knows the strategies on a grid of ranks, and {type(chosen).__name__} is none: pass comm="
-            )
         return world_size, chosen, repr(chosen)
 
 
@@ -87,7 +107,7 @@ def _rehearse(actor: Understudy, rehearsal: Rehearsal) -> tuple[list[Traffic], f
     if not rehearsal.combines:
         return [], 0.0
     alike: dict[Hashable, list[int]] = {}
-    period = min(math.lcm(*(actor.intervals() or [1])), _LONGEST)
+    period = min(math.lcm(1, *actor.intervals(), *rehearsal.intervals()), _LONGEST)
     for t in range(period, 2 * period):  # warming up is over
         alike.setdefault(actor.key(t), []).append(t)
     found, padded, wanted = [], 0, 0

@@ -44,7 +44,7 @@ class Understudy(Lifecycle):
         made = type(f"Rehearsed{type(optimizer).__name__}", (cls, type(optimizer)), {})
         own: Any = object.__new__(made)
         kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(optimizer).items()}
-        own.__dict__.update(kept, state=defaultdict(dict))
+        own.__dict__.update(kept, state=defaultdict(dict), _clock=None)
         for p, state in optimizer.state.items():
             own.state[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
         return own
@@ -143,7 +143,7 @@ class RehearsedLayers(Understudy, Refreshing):
         """What is due."""
         self._t = t
         due = [(b.index, self._sends_more(b), *self.measured_spec(b)) for b in self._blocks if self._capture_is_due(b)]
-        return tuple(due), tuple(b.index for b in self._blocks if self._refresh_is_due(b))
+        return self.comm.key(t), tuple(due), tuple(b.index for b in self._blocks if self._refresh_is_due(b))
 
     def rehearse(self, t: int) -> None:
         """The stages of a step, of a batch of which nothing is known."""
@@ -153,6 +153,7 @@ class RehearsedLayers(Understudy, Refreshing):
         me._learn(self._reduce(Captured({}, {})), {}, None)
         self._share(me._refresh_due())
         me._precondition({}, None)
+        self.comm.after(self, t)
 
     def _exchange(
         self, blocks: Sequence[Block], measured: Mapping[int, Measured], spec: Spec, tail: Sequence[float]
@@ -194,7 +195,7 @@ class RehearsedLayers(Understudy, Refreshing):
             if interval:
                 refresh, direction = self._flops_of(block)
                 yield Work(self.comm.holders(block.index, "owner"), "refresh", refresh / interval)
-                yield Work(self.comm.holders(block.index, "curvature"), "precondition", direction)
+                yield Work(self.comm.holders(block.index, "directions"), "precondition", direction)
 
     def _flops_of(self, block: Block) -> tuple[float, float]:
         """FLOPs of a refresh and of a direction."""

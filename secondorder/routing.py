@@ -227,7 +227,7 @@ class RoutingOptimizer(RebasingOptimizer):
                 found.add(calls, count)
         part, rows = self._measured_scale(block, found, examples), found.finish()
         counts = counts_of(part, self._count_size(block))
-        weights = weighted(part, counts, torch.tensor(True)).sqrt()
+        weights = weighted(part, counts, torch.ones_like(part.total, dtype=torch.bool)).sqrt()
         rows = rows._replace(g=rows.g * weights[..., None])
         return Shipment(rows, counts, all_finite([x for x in tensors_of(rows) if x.is_floating_point()]))
 
@@ -314,12 +314,12 @@ class RoutingOptimizer(RebasingOptimizer):
         self._supposed = {}
         for block in self._blocks:
             seen, rows = self._seen_rows.get(block.name, (1, 1.0))
-            examples, positions = batch_size or seen, rows / seen
+            drawn = block.group["scale_batch_size"] or math.inf
+            examples, positions = min(batch_size or seen, drawn), rows / min(seen, drawn)
             if self.route_of(block) is None:
-                known = batch_size is not None or block.name in self._seen_rows
-                world = self.comm.data_world
+                known, world = batch_size is not None or block.name in self._seen_rows, self.comm.data_world
                 self._routes[block.name] = self.choose_route(block, examples, positions, world) if known else BASES
-            self._supposed[block.name] = self._room.get(block.name, (examples, math.ceil(positions)))
+            self._supposed[block.name] = self._room.get(block.name, (int(examples), math.ceil(positions)))
 
     def remarks(self) -> Iterator[str]:
         """What travels to measure scales, for those who read a plan."""

@@ -67,6 +67,22 @@ class Fresh(NamedTuple):
     damping: Tensor | None = None
 
 
+class Batch(NamedTuple):
+    """What a refresh has seen of a block, on the rank with the most of it.
+
+    Attributes:
+        examples: n.
+        rows: Rows: not every example need pass a layer.
+        positions: S.
+        whole: Whether they were per-example gradients where they may be pairs of rows.
+    """
+
+    examples: int
+    rows: int
+    positions: int
+    whole: bool
+
+
 class Kept(NamedTuple):
     """Rows that a refresh keeps of a block, and what makes their M.
 
@@ -120,6 +136,8 @@ class RowOptimizer(LayerOptimizer):
         self._batch_size = batch_size
         self._fresh: dict[Block, Fresh] = {}
         self._gradients_now: Directions = {}
+        #: What the last refresh has seen, by block: a plan supposes as much.
+        self._last_batch: dict[str, Batch] = {}
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod

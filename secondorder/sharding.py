@@ -259,7 +259,7 @@ class ShardedWindows(Windowing):
                     packed["state"][i] = {k: v for k, v in packed["state"][i].items() if "@" not in k}
         return packed
 
-    def _collect(self, to: int) -> dict[nn.Parameter, dict[str, Tensor]]:
+    def _collect(self, to: int | None) -> dict[nn.Parameter, dict[str, Tensor]]:
         """Whole tensors of what a rank holds in part or not at all, on that rank; all ranks call it."""
         if all(group["checkpoint_curvature"] == "none" for group in self.param_groups):
             return {}
@@ -276,16 +276,16 @@ class ShardedWindows(Windowing):
             else:
                 continue
             for p, state in zip(unit.params, states, strict=True):
-                if to == self.comm.rank:
+                if self._asks(to):
                     found[p] = {key: value.cpu() for key, value in state.items()}
         return found
 
-    def _agreed_units(self, to: int) -> tuple[list[bool], list[bool]]:
+    def _agreed_units(self, to: int | None) -> tuple[list[bool], list[bool]]:
         """Which windows a rank lacks, and which have momentum where they are."""
         count, mine = len(self._units), self.comm.rank
         words = torch.zeros(2, count, dtype=torch.float64)
         for i, unit in enumerate(self._units):
-            words[0, i] = to == mine and not unit.held
+            words[0, i] = self._asks(to) and not unit.held
             words[1, i] = self.comm.owner(i) == mine and unit.window.outside is not None
         lacks, has = self.comm.agree(words.flatten()).reshape(2, count).bool().tolist()
         return lacks, has

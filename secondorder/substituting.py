@@ -20,7 +20,7 @@ from secondorder.curvature.capture import Statistic
 from secondorder.curvature.examples import ExampleRows, second_moments
 from secondorder.factored import batched, pack
 from secondorder.lifecycle import Group, State, shape_of
-from secondorder.rowwise import Fresh, RowOptimizer
+from secondorder.rowwise import Batch, Fresh, RowOptimizer
 
 
 class SubstitutingOptimizer(RowOptimizer):
@@ -165,6 +165,9 @@ class SubstitutingOptimizer(RowOptimizer):
             if self.choose_form(block, rows, found.rows.g.shape[-2], found.rows.a is not None):
                 self._fresh[block] = found._replace(rows=kernel.whole(found.rows))
         fresh = {block: self._fresh[block] for block in blocks}
+        for block, found in fresh.items():
+            whole = found.rows.a is None and not block.adapter.constant_input
+            self._last_batch[block.name] = Batch(found.examples, found.rows.n, found.rows.g.shape[-2], whole)
         factored = [b for b in blocks if self.is_factored(b)]
         for block in factored:
             found = fresh[block]

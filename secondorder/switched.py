@@ -15,6 +15,7 @@ from secondorder import options
 from secondorder.curvature.block import Block
 from secondorder.gathering import GatheringOptimizer
 from secondorder.lifecycle import Directions, Group, State
+from secondorder.rehearsing_rows import RehearsedRows
 from secondorder.switching import MODES, Always, SwitchPolicy
 
 log = logging.getLogger("secondorder")
@@ -25,6 +26,7 @@ _ANSWERS = ("auto", *MODES)
 class SwitchedOptimizer(GatheringOptimizer):
     """Base of the methods with a mode per group, ``"auto"`` being what :attr:`switch` says."""
 
+    understudy = RehearsedRows
     kinds: ClassVar[dict[str, str]] = {**GatheringOptimizer.kinds, "switch_state": "buffers"}
     allocating = ("mode",)
 

@@ -154,7 +154,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             )
             if unit.held:
                 with full_precision(unit.window.device):
-                    pushes[unit] = unit.window.begin(unit.own(unit.inputs), gate, beta)
+                    pushes[unit] = unit.window.push(unit.own(unit.inputs), gate, beta)
                     unit.decayed = self._decay_in_direction(unit, unit.inputs)
                     unit.decay_dots = None if unit.decayed is None else unit.window.dots(unit.decayed)
         self._sum_dots(pushes)

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
     "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
     # layer methods with rows of examples
-    "switched": {"gathering", "switching", "lifecycle", "curvature", "options"},
+    "switched": {"rehearsing_rows", "gathering", "switching", "lifecycle", "curvature", "options"},
     "gathering": {"substituting", "rowwise", "comm", "curvature", "linalg"},
     "substituting": {"rowwise", "factored", "lifecycle", "curvature", "linalg"},
     "rowwise": {"layerwise", "lifecycle", "comm", "curvature", "linalg"},
@@ -59,6 +59,7 @@ MAY_IMPORT = {
     },
     # a dry run plays the steps of both families
     "planner": {"rehearsing", "windowing", "comm", "lifecycle", "options"},
+    "rehearsing_rows": {"rehearsing", "gathering", "rowwise", "comm", "lifecycle", "curvature"},
     "rehearsing": {"refreshing", "reducing", "sharding", "windowing", "comm", "lifecycle", "curvature"},
     "diagnostics": {"lifecycle", "curvature", "options"},
     "checkpoint": {"lifecycle", "options"},

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -36,7 +37,6 @@ from secondorder.comm.planning import Plan, RankPlan
 
 MethodName = Literal["kfac", "kfac-cholesky", "ekfac", "ekfac-running", "hylo", "mfac"]
 
-GIB = 2**30
 NODE = 8
 """Ranks that a row of the grid of ``hybrid`` has."""
 
@@ -54,9 +54,9 @@ STRATEGIES: dict[str, Callable[[int], CommStrategy]] = {
     "CommOpt": lambda world: CommOpt(),
     f"HybridOpt, rows of {NODE}": lambda world: HybridOpt(1 / min(world, NODE)),
     "MemOpt": lambda world: MemOpt(),
-    "MemOpt, factors on all ranks": lambda world: MemOpt(replicate_factors=True),
+    "MemOpt, all factors": lambda world: MemOpt(replicate_factors=True),
 }
-"""By their name in the picture. The last one stores what implementations that replicate factors do."""
+"""By their name in the picture. The last one keeps all factors on every rank, as other implementations do."""
 
 COLUMNS = ("strategy", "ranks", "curvature, mean", "most", "sent / step", "in the worst", "step, model", "of it SGD")
 FIRST_ORDER = ("momentum", "fallback", "buffers")
@@ -129,7 +129,7 @@ class Scaling:
 
     def _strategies(self) -> dict[str, Callable[[int], CommStrategy]]:
         has_factors = self.method != "mfac" and self.method != "hylo"
-        return {name: made for name, made in STRATEGIES.items() if has_factors or "factors" not in name}
+        return {name: made for name, made in STRATEGIES.items() if has_factors or "all factors" not in name}
 
     def _settings(self) -> dict[str, Any]:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
@@ -246,10 +246,10 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
         (
             row["strategy"],
             f"{row['world']:,}",
-            _gib(row["curvature_mean"]),
-            _gib(row["curvature_most"]),
-            _gib(row["sent"]),
-            _gib(row["worst_sent"]),
+            _human(row["curvature_mean"]),
+            _human(row["curvature_most"]),
+            _human(row["sent"]),
+            _human(row["worst_sent"]),
             f"{1e3 * row['step_seconds']:,.1f} ms",
             f"{row['sgd_seconds'] / row['step_seconds']:.0%}",
         )
@@ -262,8 +262,21 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     return report.make_table(title, COLUMNS, cells, caption)
 
 
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.3g} GiB"
+def _human(nbytes: float) -> str:
+    size, unit = _unit(nbytes)
+    return f"{nbytes / size:.3g} {unit}"
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    """Return the unit for numbers up to so many bytes.
+
+    Args:
+        largest: Bytes.
+
+    Returns:
+        Its bytes, and its name.
+    """
+    return (2**30, "GiB") if largest >= 2**29 else (2**20, "MiB")
 
 
 # ---------------------------------------------------------------------- the picture
@@ -277,26 +290,28 @@ def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, p
         path: Image file to write; its suffix decides the format.
     """
     names = list(dict.fromkeys(row["strategy"] for row in rows))
-    with styled():
+    (in_memory, memory_unit), (on_wire, wire_unit) = (
+        _unit(max(row[key] for row in rows)) for key in ("curvature_most", "sent")
+    )
+    # The same bytes for the same figures, so that a picture under version control changes only when they do.
+    with styled(), mpl.rc_context({"svg.hashsalt": "scaling"}):
         figure = Figure(figsize=(11, 4.2), layout="constrained")
         memory, sent, time = figure.subplots(1, 3)
         for index, name in enumerate(names):
             own = [row for row in rows if row["strategy"] == name]
             style = {"color": COLOURS[index], "linestyle": STYLES[index % len(STYLES)], "linewidth": 1.8}
             worlds = [row["world"] for row in own]
-            memory.plot(worlds, [row["curvature_most"] / GIB for row in own], label=name, **style)
-            memory.plot(
-                worlds, [row["curvature_mean"] / GIB for row in own], **style | {"linewidth": 0.8, "alpha": 0.7}
-            )
+            memory.plot(worlds, [row["curvature_most"] / in_memory for row in own], label=name, **style)
+            memory.plot(worlds, [row["curvature_mean"] / in_memory for row in own], **style | {"linewidth": 0.8})
             several = [row for row in own if row["world"] > 1]
-            sent.plot([row["world"] for row in several], [row["sent"] / GIB for row in several], **style)
+            sent.plot([row["world"] for row in several], [row["sent"] / on_wire for row in several], **style)
             time.plot(worlds, [1e3 * row["step_seconds"] for row in own], **style)
         first = [row for row in rows if row["strategy"] == names[0]]
         sgd = [1e3 * row["sgd_seconds"] for row in first]
         time.plot([row["world"] for row in first], sgd, color="0.6", linewidth=1.2, label="SGD")
         for axes, label in (
-            (memory, "curvature on the fullest rank, GiB (thin: mean)"),
-            (sent, "sent per rank and step, GiB"),
+            (memory, f"curvature on the fullest rank, {memory_unit} (thin: mean)"),
+            (sent, f"sent per rank and step, {wire_unit}"),
             (time, "step of the busiest rank, ms (model)"),
         ):
             _dress(axes, label, sorted({row["world"] for row in rows}))
@@ -310,7 +325,6 @@ def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, p
         figure.legend(handles=handles, loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         figure.supxlabel(assumptions, fontsize=8, color="0.4")
-        # The same bytes for the same figures, so that a picture under version control changes only when they do.
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 

@@ -162,6 +162,11 @@ def set_timeout(group: Any, seconds: float) -> None:
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
+def contents(parcels: Sequence[Parcel]) -> tuple[list[Tensor], list[bool]]:
+    """Tensors of parcels, and whether each is symmetric."""
+    return [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
+
+
 def finish(work: Work | None) -> None:
     """Wait for a message, if there is one."""
     if work is not None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from secondorder.comm.dedicated_arguments import Entry
-from secondorder.comm.dedicated_links import GO, LOST, STOP, Links, Worker, finish
+from secondorder.comm.dedicated_links import GO, LOST, STOP, Links, Worker, contents, finish
 from secondorder.comm.lockstep import DELAY, ends_epoch
 from secondorder.comm.words import SilenceError
 
@@ -265,7 +265,8 @@ class GradientRank(Rank):
         room = [[torch.empty_like(t) for t in p.tensors] for p in parcels]
         header = torch.zeros(2 + len(units), dtype=torch.float64, device=self.links.device)
         try:
-            finish(self.links.copy(f"curvature {j}", j, [header, *(t for r in room for t in r)]))
+            _, flags = contents(parcels)
+            finish(self.links.copy(f"curvature {j}", j, [header, *(t for r in room for t in r)], [False, *flags]))
             arrived = True
         except RuntimeError as error:
             if not self.plan.degrade:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondorder.comm.dedicated_links import GO, LOST, STOP, Worker, finish
+from secondorder.comm.dedicated_links import GO, LOST, STOP, Worker, contents, finish
 from secondorder.comm.dedicated_ranks import Rank
 from secondorder.comm.lockstep import ends_epoch, shuffled
 
@@ -24,12 +24,12 @@ class Inverter:
     Attributes:
         rank: The base.
         number: Versions that were inverted.
-        waiting: What was inverted and not taken yet.
+        waiting: What was inverted and not taken yet, and whether each tensor is symmetric.
     """
 
     rank: Rank
     number: int = 0
-    waiting: list[Tensor] | None = None
+    waiting: tuple[list[Tensor], list[bool]] | None = None
 
     def invert(self, version: int, step: int) -> None:
         """Refresh all units of this rank from their estimates as they are."""
@@ -39,7 +39,10 @@ class Inverter:
         fine = dict(zip(order, worker.invert(order), strict=True))
         head = [float(version), float(step), *(float(fine[index]) for index in units)]
         header = torch.tensor(head, dtype=torch.float64, device=links.device)
-        self.waiting = [header, *(t for index in units for t in worker.live_parcel(index, "curvature").tensors)]
+        tensors, flags = contents([worker.live_parcel(index, "curvature") for index in units])
+        if links.roles.colocated:  # where an estimate preconditions as it is, it is going to change here
+            tensors = [t.clone() for t in tensors]
+        self.waiting = [header, *tensors], [False, *flags]
         links.words.write(f"done/{links.rank}/{self.number}", version=version)
 
     @property
@@ -56,7 +59,8 @@ class Inverter:
             self.rank.failed = True
         if word["code"] != GO:
             return False
-        finish(links.copy(f"curvature {links.rank}", links.rank, self.waiting or []))
+        tensors, flags = self.waiting or ([], [])
+        finish(links.copy(f"curvature {links.rank}", links.rank, tensors, flags))
         self.number, self.waiting = self.number + 1, None
         return True
 
@@ -94,8 +98,7 @@ class InverseRank(Rank):
 
 
 def _estimates(worker: Worker, units: Sequence[int]) -> tuple[list[Tensor], list[bool]]:
-    parcels = [worker.live_parcel(index, "estimate") for index in units]
-    return [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
+    return contents([worker.live_parcel(index, "estimate") for index in units])
 
 
 @dataclass

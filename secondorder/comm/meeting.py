@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,7 +33,9 @@ def meet(what: str, timeout: timedelta | None = None) -> None:
         return
     default: Any = distributed_c10d._get_default_store()
     number = _held.get(default, 0)
-    store = distributed_c10d.PrefixStore(f"secondorder/meeting {number}/{what}", default)
+    # Ranks that torchrun has started again may meet in the store of the attempt before.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = distributed_c10d.PrefixStore(f"secondorder/{attempt}/meeting {number}/{what}", default)
     rank, world = dist.get_rank(), dist.get_world_size()
     patience = default.timeout if timeout is None else timeout
     store.set(str(rank), "")

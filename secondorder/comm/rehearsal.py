@@ -154,6 +154,7 @@ class Rehearsal(CommStrategy):
         units: What is placed.
         world: Number of ranks.
         homes: Owners that are known, by name of the unit.
+        is_real: Whether a run is in this world, under this strategy.
 
     Attributes:
         owners: Owner by unit.
@@ -161,11 +162,15 @@ class Rehearsal(CommStrategy):
     """
 
     def __init__(
-        self, strategy: RankGrid, units: Sequence[Unit], world: int, homes: Mapping[str, int] | None = None
+        self,
+        strategy: RankGrid,
+        units: Sequence[Unit],
+        world: int,
+        homes: Mapping[str, int] | None = None,
+        is_real: bool = False,
     ) -> None:
         self._strategy, self._units = strategy, list(units)
-        #: Whether the owners are those of a run.
-        self.is_real = homes is not None
+        self.is_real = is_real
         self.owners = strategy.owners_of(units, world, homes)
         self.grid = Grid(world, strategy.workers(world))
         self._played: dict[int, RankGrid] = {}
@@ -199,12 +204,20 @@ class Rehearsal(CommStrategy):
         common = [r for r in counters[0].records if r.stage != _OF_COLUMN]
         for counter in counters.values():
             counter.clear()
-        return Traffic(steps, _summed(common), {rank: _summed(found) for rank, found in own.items() if found}), padding
+        return Traffic(steps, summed(common), {rank: summed(found) for rank, found in own.items() if found}), padding
 
     def holders(self, index: int, place: str) -> Sequence[int] | None:
-        """Ranks that have the ``"estimate"`` or the ``"curvature"`` of a unit, or are its ``"owner"``; None for all."""
+        """Ranks that have something of a unit.
+
+        Args:
+            index: The unit.
+            place: Its ``"estimate"``, its ``"curvature"`` or its ``"directions"``, or ``"owner"``.
+
+        Returns:
+            The ranks; None for all.
+        """
         owner = self.owners[index]
-        if place == "curvature":
+        if place in ("curvature", "directions"):
             return None if self.grid.workers == self.grid.world else self.grid.column_of(owner)
         return None if place == "estimate" and self._first._is_everywhere(index) else (owner,)
 
@@ -218,6 +231,18 @@ class Rehearsal(CommStrategy):
         """Communicators that a rank is a member of."""
         inside = sum(1 < size < self.grid.world for size in (self.grid.workers, self.grid.width))
         return inside + 1 if self.combines else 0
+
+    # ------------------------------------------------------------------ beside the verbs of a step
+    def intervals(self) -> list[int]:
+        """Numbers of steps after which the strategy itself does something."""
+        return []
+
+    def key(self, t: int) -> Hashable:
+        """Steps with equal keys send the same messages of the strategy itself."""
+        return None
+
+    def after(self, optimizer: Any, t: int) -> None:
+        """Count what the strategy itself sends after step t."""
 
     # ------------------------------------------------------------------ the interface: everybody is here
     def place(self, units: Sequence[Unit]) -> None:
@@ -245,6 +270,15 @@ class Rehearsal(CommStrategy):
         """Rank that refreshes a unit."""
         return self.owners[index]
 
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.grid.world
+
+    def sources(self, index: int) -> int:
+        """Number of ranks that capture statistics of a unit."""
+        return self._first.sources(index)
+
     def refreshes(self, index: int) -> bool:
         """Nothing is computed."""
         return False
@@ -268,8 +302,8 @@ class Rehearsal(CommStrategy):
             own.collectives.average(grads, group=own._world, stage="gradients", count=1).wait()
 
     def agree(self, words: Tensor) -> Tensor:
-        """Count words; nobody has anything to say."""
-        return self._first.agree(torch.zeros(words.shape, dtype=torch.float64))
+        """Count words; nobody has anything to add to those of the one who asks."""
+        return self._first.agree(torch.zeros(words.shape) if words.device.type == "meta" else words)
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Count sums; those of shapes that were summed before, from memory."""
@@ -318,8 +352,8 @@ class Rehearsal(CommStrategy):
         return self._first.gather_shards(shards, sizes)
 
 
-def _summed(records: Sequence[Record]) -> dict[str, Sum]:
-    """By stage."""
+def summed(records: Sequence[Record]) -> dict[str, Sum]:
+    """Messages by stage."""
     found: dict[str, Sum] = {}
     for record in records:
         found[record.stage] = found.get(record.stage, Sum()).plus(Sum(record.nbytes, record.wire_bytes, 1))

@@ -299,8 +299,9 @@ class EigenSums:
         self.rows += self._row_count(calls, examples)
 
     def _row_count(self, calls: list[Call], examples: int) -> float:
-        adapter = self._adapter
-        share = 1.0 if self._kept is None else min(1.0, self._kept / max(examples, 1))
+        adapter, first = self._adapter, calls[0]
+        drawn = self._kept is not None and len(calls) == 1 and first.x is not None and first.keep is None
+        share = min(1.0, self._kept / examples) if drawn and self._kept else 1.0
         if adapter.constant_input:  # one row stands for all positions
             return examples * share
         return sum(call.g.numel() for call in calls) / (adapter.d_out * adapter.groups) * share

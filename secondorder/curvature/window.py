@@ -2,9 +2,11 @@
 
 ::
 
-    push(x)      x ─► rows[pos]      dots = G ĝ ─► row and column pos of S      pos ─► pos + 1
-    combine(a)   Gᵀ a ─► one tensor per parameter
+    push(x)        x ─► rows[pos]      dots = G ĝ
+    finish(dots)   dots ─► row and column pos of S      pos ─► pos + 1
+    combine(a)     Gᵀ a ─► one tensor per parameter
 
+Between the first two, dots of slices are summed over all of them, where ranks hold a part of the window each.
 Rows are flat per device and precision; each parameter sees its own part as views. S, the ring pointer and the counters
 live on the device of the first parameter and never make the host wait.
 """
@@ -255,18 +257,17 @@ class GradientWindow:
         return gram.newest(self.counters["pos"], self.m)
 
     # ------------------------------------------------------------------ the verbs
-    def push(self, x: Parts, gate: Tensor | None, beta: float = 0.0) -> None:
-        """Store a gradient as the newest row, in place of the oldest, and fill its row of the Gram matrix.
+    def push(self, x: Parts, gate: Tensor | None, beta: float = 0.0) -> Push:
+        """Store a gradient as the newest row, in place of the oldest; :meth:`finish` completes that.
 
         Args:
             x: One tensor per tensor of the window; None stands for zeros.
             gate: None, or a 0-dim bool tensor: where it is False nothing changes.
             beta: β of the momentum on gradients ``v ← βv + (1−β)ĝ``, if that is kept.
-        """
-        self.finish(self.begin(x, gate, beta))
 
-    def begin(self, x: Parts, gate: Tensor | None, beta: float = 0.0) -> Push:
-        """The part of :meth:`push` before the Gram matrix: what it returns is linear in the rows."""
+        Returns:
+            What goes into the Gram matrix, linear in the rows.
+        """
         slot = self.counters["pos"].clone()
         gate = None if gate is None else gate.to(self.device)
         if self.outside is not None:
@@ -279,7 +280,7 @@ class GradientWindow:
         return Push(slot, gate, beta, self._dots_with(slot, self.filled), inside)
 
     def finish(self, push: Push) -> None:
-        """The rest of :meth:`push`, with its dots summed over all slices."""
+        """Fill the row of the Gram matrix of a row that was pushed, with dots that are summed over all slices."""
         slot, gate, dots = push.slot, push.gate, push.dots
         where = gram.packed_row(slot, self.m)[: len(dots)]
         if gate is not None:

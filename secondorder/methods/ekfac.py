@@ -51,6 +51,9 @@ from secondorder.routing import RoutingOptimizer
 class EKFAC(RoutingOptimizer):
     """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
+    Where the ranks that precondition a layer are not all that have examples, bases are sent to the examples, or rows of
+    examples to the bases, whichever are fewer numbers: decided at the first step, told by :meth:`describe`.
+
     Args:
         params: A module, or what ``torch.optim`` takes together with ``module``.
         lr: Learning rate η, a number or a tensor of one element.
@@ -599,8 +602,10 @@ class EKFAC(RoutingOptimizer):
             rotated = scale.rotate(matrix, self.basis(block, "a"), self.basis(block, "g"), self._workspace).clone()
         ok = statistics.all_finite([rotated])
         weight = 1.0 if _like_adam(group) else self.batch_weight(group, int(examples))
-        # N (∇/N)² where the objective is a sum.
-        factor = examples * group["loss_terms"] if group["loss_reduction"] == "mean" else 1.0 / examples
+        if group["loss_reduction"] == "mean":
+            factor = examples * group["loss_terms"]
+        else:  # N (∇/N)² of the whole sum, of which several ranks have their mean
+            factor = (self.comm.data_world if self.comm.combines else 1) ** 2 / examples
         squares = scale.scale_running(rotated, 1.0 if _like_adam(group) else factor)
         self._fold(block, squares, 1.0, weight, ok if gate is None else ok & gate)
         self._count_scale(block)
@@ -651,6 +656,7 @@ class EKFAC(RoutingOptimizer):
 
     def _finish_load(self) -> None:
         self._late.clear()
+        self._late_due.clear()
         super()._finish_load()
 
     # ------------------------------------------------------------------ what it tells

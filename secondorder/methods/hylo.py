@@ -371,7 +371,7 @@ class HyLo(SwitchedOptimizer):
         limits = super().most_rows(blocks)
         asked = [b for b in blocks if self._asks_energy(b)]
         if asked:
-            needed = self._try_together("measuring its kernels", [len(asked), self.comm.world], partial(
+            needed = self._try_together("measuring its kernels", [len(asked), self.comm.data_world], partial(
                 self._needed, {b: limits[b] for b in asked}
             ))  # fmt: skip
             limits |= {b: min(int(by_rank.max()), limits[b]) for b, by_rank in zip(asked, needed, strict=True)}
@@ -382,7 +382,7 @@ class HyLo(SwitchedOptimizer):
         found = self._by_energy(
             self._fresh, {b: min(r, self._fresh[b].rows.n) for b, r in limits.items() if b in self._fresh}
         )
-        words = torch.zeros(len(limits), self.comm.world, dtype=torch.float64)
+        words = torch.zeros(len(limits), self.comm.data_world, dtype=torch.float64)
         words[:, self.comm.rank] = torch.tensor([float(found.get(b, 0)) for b in limits])
         return words
 

@@ -1,9 +1,9 @@
 """Worker processes that run one function as the ranks of a process group, call after call.
 
 Importing torch takes seconds, a fresh process group milliseconds. So processes are forked from one that has imported
-it, the first time that a test asks for them, and live as long as pytest does; every call makes its own default group and
-leaves it. Under xdist each of its workers has a pool of its own, which grows to the largest world that was asked for:
-nothing has to be grouped on one of them.
+it, the first time that a test asks for them, and live as long as pytest does; every call makes its own default group
+and leaves it. Under xdist each of its workers has a pool of its own, which grows to the largest world that was asked
+for: nothing has to be grouped on one of them.
 
 ::
 

@@ -30,12 +30,14 @@ class Case:
         keywords: Of HyLo, beside :data:`SETTINGS`.
         sizes: Of the shards; equal ones by default.
         steps: Number of steps.
+        batches: Batches of the task that are joined for a step.
     """
 
     task: str = "mlp"
     keywords: Mapping[str, Any] = field(default_factory=lambda: {"mode": "sngd"})
     sizes: tuple[int, ...] | None = None
     steps: int = STEPS
+    batches: int = 1
 
     def model(self) -> nn.Module:
         if self.task not in MODULES:
@@ -48,8 +50,10 @@ class Case:
         return HyLo(model, comm=comm, **{**SETTINGS, **self.keywords})
 
     def shards(self, step: int, world: int) -> list[tuple[Tensor, Tensor]]:
-        inputs = {"branches": "mlp", "lengths": "words"}.get(self.task, self.task)
-        return [shard(TASKS[inputs].batch(step), rank, world, self.sizes) for rank in range(world)]
+        task = TASKS[{"branches": "mlp", "lengths": "words"}.get(self.task, self.task)]
+        parts = [task.batch(self.batches * step + i) for i in range(self.batches)]
+        batch = torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])
+        return [shard(batch, rank, world, self.sizes) for rank in range(world)]
 
     def backward(self, model: nn.Module, batch: tuple[Tensor, Tensor], rank: int, weight: float = 1.0) -> None:
         """Of the mean loss of a shard, times its weight."""
@@ -105,7 +109,7 @@ def own_step(model: nn.Module, optimizer: HyLo, case: Case, step: int, rank: int
     inputs, targets = (t.to(device_of(rank)) for t in shards[rank])
     case.backward(model, (inputs, targets), rank)
     share = len(inputs) / sum(len(x) for x, _ in shards)
-    for p in model.parameters():
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad * share
         dist.all_reduce(p.grad)
     optimizer.step()
@@ -186,7 +190,7 @@ def choose(rows: list[Tensor], name: str, refresh: int, settings: Mapping[str, A
             sampling = settings.get("kis_sampling", "systematic")
             drawn = selection.draw(u.square().sum(1), r, sampling, generator)
             chosen.append(u[drawn.index] * drawn.weight[:, None])
-            cores.append(torch.eye(r) / damping)
+            cores.append(torch.eye(r, dtype=u.dtype) / damping)
             continue
         kernel = u @ u.T
         pivots = selection.interpolate(kernel, r).index
@@ -195,7 +199,7 @@ def choose(rows: list[Tensor], name: str, refresh: int, settings: Mapping[str, A
         chosen.append(u[pivots])
         cores.append(p @ torch.diag(1 / (damping + rest)) @ p.T)
     together = torch.cat(chosen)
-    inverse = torch.linalg.inv(torch.linalg.inv(torch.block_diag(*cores).double()) + together @ together.T)
+    inverse = torch.linalg.inv(torch.linalg.inv(torch.block_diag(*cores)) + together @ together.T)
     return together, inverse, damping
 
 

@@ -118,7 +118,7 @@ def test_one_rank_may_save_alone_while_the_others_train_on(pool: Pool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def consolidated(rank: int, world: int, strategy: str, method: str, to: int, keywords: Any) -> dict[str, Any]:
+def consolidated(rank: int, world: int, strategy: str, method: str, to: int | None, keywords: Any) -> dict[str, Any]:
     run = Run(method=method, keywords=keywords)
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, BREAK)
@@ -163,6 +163,16 @@ def test_what_a_checkpoint_leaves_out_is_not_missed(pool: Pool, kind: str) -> No
     first, second = pool.run(consolidated, "mem", "kfac_eigen", 0, {"checkpoint_curvature": kind}, world=2)
     assert tensors(first["complete"]).keys() == expected
     assert ("partial" in second["own"]) == (kind == "factors")
+
+
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "mfac"])
+def test_on_every_rank(pool: Pool, method: str) -> None:
+    answers = pool.run(consolidated, "mem", method, None, {}, world=3)
+    for found in answers:
+        assert "partial" not in found["complete"]
+        assert_identical(found["complete"], answers[0]["complete"])
+        assert "partial" in found["later"]
+        assert found["gathered"] == 0
 
 
 def bad_targets(rank: int, world: int) -> list[tuple[str, str]]:

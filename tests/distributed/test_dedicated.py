@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import secondorder
+from secondorder.comm import lockstep
 from secondorder.comm.dedicated import DedicatedWorkers
 from tests.distributed.delayed import Batch, Delayed
 from tests.distributed.pool import Failure, Pool
@@ -111,6 +113,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int, bool
     "the same on two ranks": ({"allow_colocated": True, "seed": 3}, {}, {"factor_ranks": 2}, 3, False),
     "a period of its own": ({"period": 3}, {}, {"period": 3}, 3, True),
     "every step": ({"period": 1}, {"inverse_method": "cholesky"}, {"period": 1}, 3, True),
+    "diagonal factors": ({}, {"inverse_method": "cholesky", "max_factor_dim": 1}, {}, 3, True),
+    "diagonal factors, together": (
+        {"allow_colocated": True},
+        {"inverse_method": "cholesky", "max_factor_dim": 1},
+        {},
+        2,
+        True,
+    ),
     "factors every third step": ({"period": 4}, {"factor_update_steps": 3}, {"period": 4}, 3, True),
 }
 
@@ -159,6 +169,28 @@ def test_inverse_ranks_follow_a_damping_that_is_scheduled_where_training_runs(po
     found = pool.run(train_on_a_schedule, 9, world=3)
     expected = simulated(9, {"inverse_method": "cholesky"}, warmup="identity", damping=falling)
     assert_same(found[0], expected, exact=True)
+
+
+def ages(rank: int, world: int, steps: int) -> Any:
+    """Age of the curvature that each step uses."""
+    model = build()
+    comm = DedicatedWorkers(warmup="identity")
+    with secondorder.KFAC(model, comm=comm, **OPTIONS) as optimizer:
+        if comm.role == "inverse":
+            comm.serve(optimizer)
+            return None
+        found = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss_of(model, comm, step).backward()
+            found.append(comm.age(0))
+            optimizer.step()
+        return found
+
+
+def test_curvature_is_as_old_as_the_schedule_says(pool: Pool) -> None:
+    found = pool.run(ages, 10, world=3)
+    assert found[0] == [lockstep.age_of(step, T) for step in range(10)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the end
@@ -378,6 +410,7 @@ def test_opportunistic_runs_keep_replicas_equal_bound_the_age_and_can_be_repeate
 
 def refused(rank: int, world: int, kind: str) -> Any:
     """What building an optimizer says."""
+    dist.barrier()  # what is refused sends nothing: nobody may leave while others still come
     model = build()
     strategy = DedicatedWorkers(max_staleness=4 if kind == "staleness" else None)
     builders = {
@@ -452,6 +485,8 @@ def misuse(rank: int, world: int) -> str:
                     wrong()
                 except RuntimeError as error:
                     said.append(str(error))
+        with pytest.raises(NotImplementedError, match="ranks without data"):
+            optimizer.join_hook()
         return " / ".join(said)
 
 

@@ -5,14 +5,32 @@ What sampling and interpolation come to is told by one process that has all shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.distributed.oracle import TASKS, assert_replicas, assert_same_path, distance
-from tests.distributed.pool import Pool
-from tests.distributed.rows import Case, chosen_path, in_one_process, on_ranks
+from secondorder import HyLo
+from secondorder.curvature.measured import Measured
+from secondorder.switching import ProbeError
+from tests.distributed.oracle import (
+    EXAMPLES,
+    STRATEGIES,
+    TASKS,
+    Run,
+    assert_replicas,
+    assert_same_path,
+    descend,
+    distance,
+    optimizer_on,
+    shard,
+)
+from tests.distributed.pool import Failure, Pool, device_of
+from tests.distributed.rows import SETTINGS, Case, chosen_path, in_one_process, on_ranks, own_step
+from tests.distributed.test_equivalence import shards_and_owners, simulate_local_factors
 
 EVERYWHERE = ("comm", "mem", "comm_owner", "mem_replicated", "chief", "chief_inverses")
 GRID = {2: EVERYWHERE, 3: (*EVERYWHERE, "hybrid_third"), 4: (*EVERYWHERE, "hybrid_half")}
@@ -86,3 +104,331 @@ def test_every_row_is_sngd(pool: Pool, mode: str) -> None:
     case = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 3, 4))
     expected = in_one_process(Case(sizes=case.sizes), 3)
     assert_same_path([paths[0] for paths in pool.run(on_ranks, case, ("mem",), world=3)], expected)
+
+
+@pytest.mark.parametrize("method", ["hylo_sngd", "hylo_kid"])
+def test_local_factors_are_rows_of_the_owner_s_shard(pool: Pool, method: str) -> None:
+    run = Run("mlp", method, {"rank_fraction": 1.0}, steps=10)
+    results = pool.run(shards_and_owners, run, world=3)
+    expected = simulate_local_factors(run, results[0][1], 3)
+    assert_same_path([path for path, _ in results], expected, tolerance=1e-10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is sent, and what is kept
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def refreshed(rank: int, world: int, strategies: Sequence[str], keywords: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What the second refresh sends by stage, what is kept, and shapes of the state, for each strategy."""
+    found = []
+    for strategy in strategies:
+        model = DDP(TASKS["mlp"].model(device_of(rank)))
+        run = Run("mlp", "hylo_sngd", {**SETTINGS, "update_steps": 1, **keywords})
+        with optimizer_on(model, strategy, run) as optimizer:
+            for step in range(2):
+                optimizer.comm.collectives.counter.clear()
+                descend(model, optimizer, shard(run.batch(step), rank, world), run)
+            usage = optimizer.memory_usage()
+            found.append({
+                "sent": optimizer.comm.collectives.counter.bytes_by_stage(),
+                "kept": usage["rows"] + usage["kernel"],
+                "owned": [b.name for b in optimizer.blocks.values() if optimizer.comm.refreshes(b.index)],
+                "ranks": optimizer.diagnostics()["rank"],
+            })  # fmt: skip
+    return found
+
+
+SIZES = {"0": (6, 6), "2": (7, 5), "4": (6, 4)}
+"""Of a and g, of the layers of the task."""
+
+
+@pytest.mark.parametrize(("mode", "r"), [("sngd", 6), ("kid", 3), ("kis", 3)])
+def test_bytes_of_a_refresh(pool: Pool, mode: str, r: int) -> None:
+    """Rows of all ranks where every rank gets them, else of one; of the kernel a triangle, and nothing of λ."""
+    keywords = {"mode": mode, **({} if mode == "sngd" else {"rank_fraction": 0.5})}
+    of_ranks = pool.run(refreshed, ("comm", "mem", "comm_owner"), keywords, world=2)
+    rows = sum(r * (n_a + n_g) for n_a, n_g in SIZES.values()) + len(SIZES) * (r * r if mode == "kid" else 0)
+    kept = sum(2 * r * (n_a + n_g) for n_a, n_g in SIZES.values())
+    kernels = len(SIZES) * r * (2 * r + 1)
+    directions = sum(n_a * n_g for n_a, n_g in SIZES.values())
+    for comm, mem, owner in of_ranks:
+        assert comm["sent"].pop("words") == mem["sent"].pop("words") == owner["sent"].pop("words")
+        assert comm["sent"] == {"rows": 8 * 2 * rows, "curvature": 8 * kernels}
+        assert mem["sent"] == {"rows": 8 * rows, "directions": 8 * directions}
+        assert owner["sent"] == {"rows": 8 * rows, "curvature": 8 * (kernels + kept)}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_kept_bytes_fall_as_the_number_of_ranks(pool: Pool, world: int) -> None:
+    keywords = {"mode": "kid", "rank_fraction": 0.5}
+    strategies = ("comm", "mem", "hybrid_half", "chief", "comm_owner")
+    by_strategy = {
+        strategy: list(of_ranks)
+        for strategy, of_ranks in zip(
+            strategies, zip(*pool.run(refreshed, strategies, keywords, world=world), strict=True), strict=True
+        )
+    }
+    r = world * -(-EXAMPLES // world // 2)
+    whole = sum(8 * (r * (n_a + n_g) + r * r + 1) for n_a, n_g in SIZES.values())
+    assert [found["kept"] for found in by_strategy["comm"]] == [whole] * world
+    assert [found["kept"] for found in by_strategy["comm_owner"]] == [whole] * world
+    assert sum(found["kept"] for found in by_strategy["mem"]) == whole
+    assert sum(found["kept"] for found in by_strategy["hybrid_half"]) == (world // 2 if world > 2 else 1) * whole
+    assert [found["kept"] for found in by_strategy["chief"]] == [whole] + [0] * (world - 1)
+    for found in by_strategy["mem"]:
+        assert found["ranks"] == dict.fromkeys(found["owned"], r)
+
+
+def test_bound_on_rows_is_one_on_those_of_all_ranks(pool: Pool) -> None:
+    keywords = {"mode": "kid", "rank_fraction": 1.0, "max_rank": 9}
+    for of_rank in pool.run(refreshed, ("comm",), keywords, world=4):
+        assert set(of_rank[0]["ranks"].values()) == {8}
+
+
+def allocated(rank: int, world: int, strategy: str, keywords: Mapping[str, Any]) -> list[Any]:
+    """Shapes at construction and after a step on fewer examples than were told, and the trajectory."""
+    case = Case(keywords=keywords, sizes=(5, 3, 4), steps=4)
+    model = case.model()
+    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+        shapes = [shapes_of(optimizer)]
+        path = torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(case.steps)])
+        return [*shapes, shapes_of(optimizer), path]
+
+
+def shapes_of(optimizer: HyLo) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name} {key}": tuple(value.shape)
+        for name, block in optimizer.blocks.items()
+        for key, value in optimizer.state[block.owner].items()
+        if key in ("rows_a", "rows_g", "kernel")
+    }
+
+
+@pytest.mark.parametrize("strategy", ["comm", "mem"])
+def test_rows_are_allocated_at_construction(pool: Pool, strategy: str) -> None:
+    """For W ranks of the batch that was told; which is exact, filled up or not."""
+    told = {"mode": "sngd", "batch_size": 6}
+    results = pool.run(allocated, strategy, told, world=3)
+    shapes = {name: shape for before, _, _ in results for name, shape in before.items()}
+    assert shapes["0 rows_a"] == (18, 1, 6)
+    assert shapes["4 rows_g"] == (18, 1, 4)
+    assert shapes["2 kernel"] == (18, 18)
+    for before, after, _ in results:
+        assert before == after
+        assert len(before) == (9 if strategy == "comm" else 3)
+    case = Case(sizes=(5, 3, 4), steps=4)
+    assert_same_path([path for _, _, path in results], in_one_process(case, 3), tolerance=1e-10)
+
+
+def test_rows_of_other_ranks_are_told_to_be_there(pool: Pool) -> None:
+    for own, others, text, error in pool.run(asked, world=2):
+        assert own
+        assert others
+        assert text.count("elsewhere") >= len(others)
+        assert "ask there" in error
+
+
+def asked(rank: int, world: int) -> tuple[list[str], list[str], str, str]:
+    """Blocks whose curvature this rank has and has not, its description, and the error for one that it has not."""
+    run = Run("mlp", "hylo_kid", SETTINGS)
+    model = DDP(TASKS["mlp"].model(device_of(rank)))
+    with optimizer_on(model, "mem", run) as optimizer:
+        descend(model, optimizer, shard(run.batch(0), rank, world), run)
+        blocks = optimizer.blocks.values()
+        own = [b.name for b in blocks if optimizer.comm.refreshes(b.index)]
+        others = [b.name for b in blocks if b.name not in own]
+        assert all(optimizer.dense_curvature(name).isfinite().all() for name in own)
+        with pytest.raises(RuntimeError) as error:
+            optimizer.dense_curvature(others[0])
+        return own, others, optimizer.describe(), str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decisions that all ranks share
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def decided(
+    rank: int, world: int, strategies: Sequence[str], case: Case
+) -> list[tuple[Tensor, list[Any], list[float]]]:
+    """Trajectory, switches and what the policy remembers."""
+    found = []
+    for strategy in strategies:
+        model = case.model()
+        with case.build(model, STRATEGIES[strategy]()) as optimizer:
+            path = torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(case.steps)])
+            found.append((path, optimizer.diagnostics()["switches"], list(optimizer.switch.state_dict().values())))
+    return found
+
+
+@pytest.mark.parametrize(
+    "switch", [None, ProbeError(layers=2, threshold=0.6)], ids=["gradient norms", "errors of probes"]
+)
+def test_policies_decide_alike(pool: Pool, switch: Any) -> None:
+    """Probes are of each rank's examples alone, and what is remembered is their mean."""
+    case = Case(keywords={"mode": "auto", "rank_fraction": 0.5, "switch": switch}, sizes=(5, 3, 4))
+    results = [result for of_rank in pool.run(decided, ("comm", "mem"), case, world=3) for result in of_rank]
+    assert_replicas([path for path, _, _ in results])
+    assert all(switches == results[0][1] for _, switches, _ in results)
+    if switch is not None:
+        assert [mode for _, mode in results[0][1]] == ["kid", "kis"]
+        assert len({told[0] for _, _, told in results}) == 1
+
+
+def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int]]:
+    """Rows that every rank sends for some energy, by layer, and what the neediest rank asks for by itself."""
+    case = Case("mlp", {"mode": "kid", "rank_energy": 0.97}, sizes=sizes, batches=6)
+    model = case.model()
+    with case.build(model, STRATEGIES["comm"]()) as optimizer:
+        asked: dict[str, int] = {}
+        needed = optimizer._needed
+
+        def listening(limits: Mapping[Any, int]) -> Tensor:
+            words = needed(limits)
+            asked.update(zip((b.name for b in limits), words[:, rank].long().tolist(), strict=True))
+            return words
+
+        optimizer._needed = listening
+        own_step(model, optimizer, case, 0, rank, world)
+        return optimizer.diagnostics()["rank"], asked
+
+
+def test_energy_is_that_of_the_neediest_rank(pool: Pool) -> None:
+    sizes = (40, 10, 22)
+    results = pool.run(energies, sizes, world=3)
+    assert any(len(set(of_layer)) > 1 for of_layer in zip(*(asked.values() for _, asked in results), strict=True))
+    for kept, _ in results:
+        for name, rows in kept.items():
+            most = max(asked[name] for _, asked in results)
+            assert rows == sum(min(n, most) for n in sizes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What goes wrong on one rank
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def spoiled(rank: int, world: int, strategy: str) -> tuple[dict[str, Tensor], int]:
+    """Curvature after a step in which rank 1 captured something that is not finite, and how often that was counted."""
+    case = Case(keywords={"mode": "sngd"}, sizes=(5, 7))
+    model = case.model()
+    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+        if rank == 1:
+            measure = optimizer.measure
+
+            def spoil(*args: Any) -> Measured:
+                found = measure(*args)
+                found.rest.rows.g[0] = torch.nan
+                return found._replace(rest=found.rest._replace(finite=torch.tensor(False)))
+
+            optimizer.measure = spoil
+        own_step(model, optimizer, case, 0, rank, world)
+        held = {
+            n: optimizer.dense_curvature(n) for n, b in optimizer.blocks.items() if optimizer.comm.estimates(b.index)
+        }
+        return held, optimizer.diagnostics()["skipped_statistics"]
+
+
+@pytest.mark.parametrize("strategy", ["comm", "mem"])
+def test_rows_that_are_not_finite_count_as_none(pool: Pool, strategy: str) -> None:
+    case = Case(keywords={"mode": "sngd"}, sizes=(5, 7))
+    model = case.model()
+    optimizer = case.build(model)
+    case.backward(model, case.shards(0, 2)[0], 0)
+    optimizer.step()
+    results = pool.run(spoiled, strategy, world=2)
+    assert [skipped for _, skipped in results] == [3, 3]
+    assert sum(len(held) for held, _ in results) == (6 if strategy == "comm" else 3)
+    for held, _ in results:
+        assert all(distance(dense, optimizer.dense_curvature(name)) < 1e-10 for name, dense in held.items())
+
+
+def failing(rank: int, world: int, strategy: str, where: str) -> tuple[dict[str, Any], Tensor, list[int]]:
+    """Three refreshes, the second of which goes wrong on one rank: counters, trajectory, refreshes of each layer."""
+    case = Case(keywords={"mode": "kid", "rank_fraction": 0.5, "update_steps": 1}, steps=3)
+    model = case.model()
+    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+        chosen, inverted, path = optimizer.choose_rows, optimizer.invert_rows, []
+        for step in range(case.steps):
+            if step == 1 and where == "choosing" and rank == 1:
+                optimizer.choose_rows = raising
+            if step == 1 and where == "inverting":
+                optimizer.invert_rows = lambda kept, good: dict.fromkeys(kept, torch.tensor(False))
+            path.append(own_step(model, optimizer, case, step, rank, world))
+            optimizer.choose_rows, optimizer.invert_rows = chosen, inverted
+        refreshes = [optimizer.state[b.owner]["refreshes"] for b in optimizer.blocks.values()]
+        return optimizer.diagnostics(), torch.stack(path), refreshes
+
+
+def raising(*args: Any) -> Any:
+    raise MemoryError("no room for rows")
+
+
+@pytest.mark.parametrize("strategy", ["comm", "mem", "comm_owner"])
+def test_kernels_that_cannot_be_inverted_leave_the_last_ones(pool: Pool, strategy: str) -> None:
+    results = pool.run(failing, strategy, "inverting", world=2)
+    assert_replicas([path for _, path, _ in results])
+    for told, _, refreshes in results:
+        assert told["refresh_failures"] == 3
+        assert refreshes == [2, 2, 2]
+
+
+def test_error_of_one_rank_is_that_of_all(pool: Pool) -> None:
+    for failure in pool.run(failing, "mem", "choosing", world=3, expect_failure=True):
+        assert isinstance(failure, Failure)
+        assert failure.type == "RuntimeError"
+        assert "rank 1: choosing rows failed: MemoryError: no room for rows" in failure.message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def saved(rank: int, world: int, strategy: str, case: Case, steps: range, start: Any = None) -> tuple[Any, Any, Tensor]:
+    """Train from a checkpoint, save: this rank's own, that of all ranks on rank 0, and the trajectory."""
+    model = case.model()
+    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+        if start is not None:
+            model.load_state_dict(start[0])
+            optimizer.load_state_dict(start[1])
+        path = torch.stack([own_step(model, optimizer, case, step, rank, world) for step in steps])
+        optimizer.consolidate_state_dict()
+        return model.state_dict(), optimizer.state_dict(), path
+
+
+@pytest.mark.parametrize(
+    "keywords", [{"mode": "sngd"}, {"mode": "sngd", "kfac_when_cheaper": True}], ids=["rows", "any"]
+)
+def test_checkpoint_goes_on_anywhere(pool: Pool, keywords: dict[str, Any]) -> None:
+    """In the middle of an interval; with rows of other sizes than this world's next ones."""
+    case = Case("cnn", keywords, sizes=(5, 3, 4))
+    first = pool.run(saved, "mem", case, range(5), world=3)
+    whole = pool.run(saved, "comm", case, range(8), world=3)
+    for world, strategy, sizes in (
+        (3, "mem", (5, 3, 4)),
+        (2, "comm", (8, 4)),
+        (4, "mem", (5, 3, 2, 2)),
+        (2, "mem", (8, 4)),
+    ):
+        other = Case("cnn", keywords, sizes=sizes)
+        results = pool.run(saved, strategy, other, range(5, 8), first[0][:2], world=world)
+        assert_same_path([path for _, _, path in results], whole[0][2][5:], tolerance=1e-10)
+
+
+def frozen(rank: int, world: int, strategy: str) -> Tensor:
+    """Freeze and thaw a layer, so that blocks are planned anew while ranks hold different rows."""
+    case = Case(keywords={"mode": "kid", "rank_fraction": 0.5})
+    model = case.model()
+    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+        path = []
+        for step in range(6):
+            model[2].requires_grad_(step not in (2, 3))
+            path.append(own_step(model, optimizer, case, step, rank, world))
+        return torch.stack(path)
+
+
+def test_layers_may_be_frozen_for_a_while(pool: Pool) -> None:
+    results = [path for strategy in ("comm", "mem") for path in pool.run(frozen, strategy, world=2)]
+    assert_replicas(results)

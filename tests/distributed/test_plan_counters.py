@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from secondorder import CommOpt, HybridOpt, MemOpt
+from secondorder import CommOpt, DedicatedWorkers, HybridOpt, MemOpt
 from secondorder.comm import rank_grid
 from secondorder.comm.packing import Buffers
-from tests.distributed.oracle import METHODS, STRATEGIES, TASKS, build, mean_loss, shard
+from tests.distributed.oracle import EXAMPLES, METHODS, STRATEGIES, TASKS, Batch, build, mean_loss, shard
 from tests.distributed.pool import Pool
 
 PERIOD = 4  # a multiple of all intervals
@@ -33,6 +33,9 @@ EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "kfac_diagonal": ("kfac_cholesky", {"max_factor_dim": 3}),
     "ekfac_recompute": ("ekfac_intra", {"transport": "recompute", "scale_update_steps": 2}),
     "ekfac_qr": ("ekfac_running", {"basis_update": "qr", "momentum_mode": "pre"}),
+    "hylo_cheaper": ("hylo_kid", {"kfac_when_cheaper": True, "rank_fraction": 1.0}),
+    "hylo_expanded": ("hylo_kis", {"approx": "expand"}),
+    "hylo_told": ("hylo_sngd", {"batch_size": lambda world: EXAMPLES // world}),
     "mfac_layers": ("mfac", {"partition": "layer"}),
     "mfac_decay": ("mfac", {"weight_decay": 0.1, "weight_decay_mode": "reg"}),
 }
@@ -55,23 +58,27 @@ def fits(strategy: str, method: str, world: int) -> bool:
 
 def cases(world: int, slow: bool) -> list[tuple[str, str]]:
     """Methods and strategies; the slow ones are those that the others leave out."""
-    methods = [m for m in (*METHODS, *EXTRA) if not m.startswith("hylo")]
-    whole = [(m, s) for m in methods for s in (*GRID, *OTHERS) if fits(s, EXTRA.get(m, (m, {}))[0], world)]
+    whole = [(m, s) for m in (*METHODS, *EXTRA) for s in (*GRID, *OTHERS) if fits(s, EXTRA.get(m, (m, {}))[0], world)]
     chosen = QUICK[world]
     quick = [(m, s) for m, s in whole if (m in chosen and s in GRID[:4]) or (m == "kfac_eigen" and world < 4)]
     return [case for case in whole if case not in quick] if slow else quick
 
 
-def optimizer_of(method: str, model: nn.Module, comm: Any = None) -> Any:
+def optimizer_of(method: str, model: nn.Module, world: int, comm: Any = None) -> Any:
     name, keywords = EXTRA.get(method, (method, {}))
-    return build(name, model, comm, **keywords)
+    keywords = {key: value(world) if callable(value) else value for key, value in keywords.items()}
+    return build(name, model, comm, **({"update_steps": 2} if name.startswith("hylo") else {}) | keywords)
+
+
+def batch_of(step: int, rank: int, world: int) -> Batch:
+    return shard(TASKS["words"].batch(step), rank, world)
 
 
 def train(optimizer: Any, model: nn.Module, rank: int, world: int, steps: range) -> list[dict[str, int]]:
     """Bytes by stage of each step."""
     found = []
     for step in steps:
-        inputs, targets = shard(TASKS["words"].batch(step), rank, world)
+        inputs, targets = batch_of(step, rank, world)
         optimizer.zero_grad()
         mean_loss(model(inputs), targets).backward()
         optimizer.comm.collectives.counter.clear()
@@ -86,7 +93,7 @@ def measure(rank: int, world: int, wanted: list[tuple[str, str]]) -> dict[tuple[
     for method, strategy in wanted:
         model = TASKS["words"].model()
         comm = STRATEGIES[strategy](average_gradients=True)
-        with optimizer_of(method, model, comm) as optimizer:
+        with optimizer_of(method, model, world, comm) as optimizer:
             train(optimizer, model, rank, world, range(PERIOD))
             steps = train(optimizer, model, rank, world, range(PERIOD, 2 * PERIOD))
             usage = optimizer.memory_usage()
@@ -111,9 +118,13 @@ def measured(pool: Pool, world: int, method: str, strategy: str) -> list[dict[st
 
 @cache
 def planned(method: str, strategy: str, world: int) -> Any:
-    """Plan of one process that has never met another."""
-    optimizer = optimizer_of(method, TASKS["words"].model())
-    return optimizer.plan(world, STRATEGIES[strategy](average_gradients=True), batch_size=12 // world)
+    """Plan of one process that has never met another, and has taken a step with the batch of a rank."""
+    model = TASKS["words"].model()
+    optimizer = optimizer_of(method, model, world)
+    inputs, targets = batch_of(0, 0, world)
+    mean_loss(model(inputs), targets).backward()
+    optimizer.step()
+    return optimizer.plan(world, STRATEGIES[strategy](average_gradients=True))
 
 
 ALL = [
@@ -195,9 +206,11 @@ def nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
 def test_one_of_a_thousand(nothing_arrives: Callable[[int], None], method: str, strategy: str, rank: int) -> None:
     nothing_arrives(rank)
     model = TASKS["words"].model()
-    optimizer_of(method, model, LARGE[strategy]()).close()  # modules that are imported late are not of interest
+    optimizer_of(
+        method, model, THOUSAND, LARGE[strategy]()
+    ).close()  # modules that are imported late are not of interest
     tracemalloc.start()
-    optimizer = optimizer_of(method, model, LARGE[strategy](average_gradients=True))
+    optimizer = optimizer_of(method, model, THOUSAND, LARGE[strategy](average_gradients=True))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < THOUSAND**2  # bytes: nothing is as large as a number for every pair of ranks
@@ -210,3 +223,45 @@ def test_one_of_a_thousand(nothing_arrives: Callable[[int], None], method: str, 
     usage = optimizer.memory_usage()
     assert {kind: own.stored.get(kind, 0) for kind in STORED} == {kind: usage.get(kind, 0) for kind in STORED}
     optimizer.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks of different roles
+# ---------------------------------------------------------------------------------------------------------------------
+
+ROLES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "colocated": {"allow_colocated": True},
+    "degrade": {"on_loss": "degrade", "warmup": "identity"},
+}
+
+
+def serve(rank: int, world: int, arguments: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """All bytes that one rank sends in a run of so many epochs, and what it stores; `PERIOD` steps are an epoch."""
+    model = TASKS["words"].model()
+    comm = DedicatedWorkers(period=PERIOD, **arguments)
+    with optimizer_of("kfac_eigen", model, world, comm) as optimizer:
+        if comm.role == "inverse":
+            comm.serve(optimizer)
+        else:
+            for step in range(epochs * PERIOD):
+                inputs, targets = batch_of(step, comm.data_rank, comm.data_world)
+                optimizer.zero_grad()
+                mean_loss(model(inputs), targets).backward()
+                optimizer.step()
+    usage = optimizer.memory_usage()
+    return {"sent": comm.collectives.counter.bytes_by_stage(), "stored": {kind: usage.get(kind, 0) for kind in STORED}}
+
+
+@pytest.mark.parametrize("arguments", ROLES)
+@pytest.mark.parametrize("world", [3, 4])
+def test_roles(pool: Pool, world: int, arguments: str) -> None:
+    keywords = ROLES[arguments]
+    runs = [pool.run(serve, keywords, epochs, world=world) for epochs in (3, 6)]
+    plan = optimizer_of("kfac_eigen", TASKS["words"].model(), world).plan(
+        world, DedicatedWorkers(period=PERIOD, **keywords)
+    )
+    for rank, (short, long) in enumerate(zip(*runs, strict=True)):
+        more = {stage: (n - short["sent"].get(stage, 0)) / (3 * PERIOD) for stage, n in long["sent"].items()}
+        assert without_zeros(plan.ranks[rank].sent) == without_zeros(more), rank
+        assert {kind: plan.ranks[rank].stored.get(kind, 0) for kind in STORED} == long["stored"], rank

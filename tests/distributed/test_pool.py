@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import Failure, Pool, RankError
+from tests.distributed.pool import Failure, Pool, RankError, device_of
 
 
 def sum_of_ranks(rank: int, world: int, start: float) -> tuple[int, float, torch.Tensor]:
-    total = torch.tensor([start + rank])
+    total = torch.tensor([start + rank], device=device_of(rank))
     dist.all_reduce(total)
-    return world, total.item(), total
+    return world, total.item(), total.cpu()
 
 
 def misbehave(rank: int, world: int, how: str) -> int:
@@ -25,7 +25,7 @@ def misbehave(rank: int, world: int, how: str) -> int:
         if how == "hang":
             time.sleep(600)
         raise ValueError(f"bad {how}")
-    total = torch.zeros(1)
+    total = torch.zeros(1, device=device_of(rank))
     dist.all_reduce(total)
     return rank
 

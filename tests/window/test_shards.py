@@ -315,6 +315,35 @@ def test_gradients_that_are_missing_or_not_finite(kind: str, partition: str) -> 
         assert skipped == opt.diagnostics()["skipped_steps"] == 1
 
 
+class Gated(MFAC):
+    """Drops bad steps as on a device: nobody waits to see whether gradients are finite."""
+
+    def _inspect(self, gradients: dict[nn.Parameter, Tensor]) -> tuple[bool, Tensor | None]:
+        return True, self._acceptable(gradients)
+
+
+@pytest.mark.parametrize("storage", ["dense", "topk", "topk-4-bit", "rank-1"])
+def test_a_closed_gate_changes_no_part(storage: str) -> None:
+    keywords = {"momentum": 0.9, "momentum_mode": "pre", "weight_decay": 0.1, "weight_decay_mode": "reg"}
+
+    def gated(comm: ThreadRank | None = None) -> Tensor:
+        params, path = parameters(SHAPES), []
+        opt = Gated(params, lr=1e-2, window_size=M, comm=comm, **keywords, **STORAGES[storage].keywords)
+        for step in range(9):
+            give(params, noise(D, seed=step) + 0.1 * flat(params))
+            if step in (0, 5):
+                params[2].grad[0, 0] = torch.inf  # type: ignore[index]
+            opt.step()
+            path.append(flat(params))
+        assert opt.diagnostics()["units"]["all"]["count"] == 7
+        return torch.stack(path)
+
+    expected = gated()
+    assert torch.equal(expected[4], expected[5])
+    for found in run(3, gated):
+        assert_near(found, expected, 1e-9)
+
+
 def eventful(opt: Any, params: list[nn.Parameter], storage: str) -> Tensor:
     """Groups and parameters that come and go, casts and another window size: nothing of it may move a row."""
     every, path = list(params), []

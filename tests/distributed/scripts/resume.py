@@ -68,10 +68,9 @@ class Store:
         return int(state["step"])
 
 
-def main(folder: Path, strategy: str, how: str, killed_at: int) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, world = dist.get_rank(), dist.get_world_size()
-    first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+def train(rank: int, world: int, folder: Path, strategy: str, how: str, killed_at: int) -> dict[str, Any]:
+    """Train to the end, from the last checkpoint if there is one; where this began, and the last loss."""
+    first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
     model = DDP(TASKS[RUN.task].model())
     optimizer = build(RUN.method, model, STRATEGIES[strategy]())
     store = Store(folder, how)
@@ -83,9 +82,16 @@ def main(folder: Path, strategy: str, how: str, killed_at: int) -> None:
         if (step + 1) % EVERY == 0:
             store.save(model.module, optimizer, step + 1)
     inputs, targets = RUN.batch(STEPS)
-    answer = {"loss": float(RUN.loss(model.module(inputs), targets)), "started_at": started_at}
-    (folder / f"answer-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
+    loss = RUN.loss(model.module(inputs), targets)
     optimizer.close()
+    return {"loss": loss.item(), "started_at": started_at}
+
+
+def main(folder: Path, *words: Any) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    answer = train(rank, dist.get_world_size(), folder, *words)
+    (folder / f"answer-{rank}.json").write_text(json.dumps(answer), encoding="utf-8")
     dist.destroy_process_group()
 
 

@@ -1,0 +1,110 @@
+"""``scaling``: the models behind it, the arithmetic of its seconds, and the command at a few ranks."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.architectures import architecture
+from benchmarks.cli import main
+from benchmarks.commands.scaling import STRATEGIES, Base, Scaling
+from benchmarks.flops import layer_shapes
+from benchmarks.shapes import count, shapes_of
+from secondorder import KFAC, CommOpt, HybridOpt, MemOpt
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("resnet20", 0.270), ("resnet32", 0.464), ("bert-base", 109.5), ("bert-large", 335.1), ("decoder-7b", 6738.4)],
+)
+def test_models_have_the_published_sizes(name, millions):
+    found = architecture(name)
+    assert sum(p.numel() for p in found.model.parameters()) == pytest.approx(1e6 * millions, rel=2e-3)
+    assert {p.device.type for p in found.model.parameters()} == {"meta"}
+
+
+def test_resnet50_is_that_of_the_window_benchmark():
+    shapes = [tuple(p.shape) for p in architecture("resnet50").model.parameters()]
+    assert sorted(shapes) == sorted(shapes_of("resnet50"))
+    assert count(shapes) == 25_557_032
+
+
+def test_inputs_reach_every_layer():
+    found = architecture("resnet50")
+    x = found.inputs(2)
+    shapes = layer_shapes(found.model, lambda: found.model(x))
+    assert shapes[0].rows == 2 * 112 * 112
+    assert shapes[-1].rows == 2
+
+
+def model_of(**settings):
+    return Scaling(link_gbps=8.0, node_gbps=80.0, latency_us=0.0, gpu_tflops=1.0, refresh_tflops=0.5, **settings)
+
+
+def seconds(comm, world, base=None):
+    network = torch.nn.Sequential(torch.nn.Linear(15, 32), torch.nn.Linear(31, 8))
+    optimizer = KFAC(network)
+    plan = optimizer.plan(world, comm)
+    return plan, model_of()._seconds(comm, plan, base or Base(10**9, 10**6, 10**8), optimizer)
+
+
+def test_seconds_by_hand():
+    """Two ranks in a node, at 10 GB/s; 16 in two nodes, at 1 GB/s."""
+    plan, found = seconds(CommOpt(), 2)
+    assert found["training"] == 1e-3
+    assert found["gradients"] == 1e6 / 1e10  # 2 (W - 1) / W is 1
+    assert found["statistics"] == pytest.approx(1e8 / 10 / 1e12)
+    assert found["refresh"] == max(rank.flops["refresh"] for rank in plan.ranks) / 0.5e12
+    assert found["precondition"] == plan.ranks[0].flops["precondition"] / 1e12
+    assert found["messages"] == pytest.approx(sum(plan.ranks[0].wire.values()) / 1e10)
+    plan, found = seconds(CommOpt(), 16)
+    assert found["gradients"] == 2 * 15 / 16 * 1e6 / 1e9
+    assert found["messages"] == pytest.approx(sum(plan.ranks[0].wire.values()) / 1e9)
+
+
+def test_rows_of_a_node_keep_directions_inside():
+    plan, hybrid = seconds(HybridOpt(1 / 8), 16)
+    wire = plan.ranks[0].wire
+    outside = sum(n for stage, n in wire.items() if stage != "directions")
+    assert hybrid["messages"] == pytest.approx(wire["directions"] / 1e10 + outside / 1e9)
+    _, spread = seconds(MemOpt(), 16)
+    assert spread["messages"] > hybrid["messages"]
+
+
+@pytest.mark.parametrize("method", ["kfac", "kfac-cholesky", "ekfac-running", "mfac"])
+def test_the_command(method, tmp_path, capsys):
+    words = ["scaling", "--model", "resnet20", "--method", method, "--worlds", "1", "2", "16"]
+    assert main([*words, "--out-dir", str(tmp_path)]) == 0
+    stem = f"scaling-resnet20-{method}"
+    assert {path.name for path in tmp_path.iterdir()} == {f"{stem}.{suffix}" for suffix in ("json", "txt", "svg")}
+    found = json.loads((tmp_path / f"{stem}.json").read_text())["results"]
+    names = list(STRATEGIES)[: 3 if method == "mfac" else 4]
+    assert [(row["strategy"], row["world"]) for row in found] == [(name, w) for name in names for w in (1, 2, 16)]
+    one, *_ = found
+    assert one["sent"] == 0
+    by_name = {(row["strategy"], row["world"]): row for row in found}
+    assert by_name["MemOpt", 16]["curvature_mean"] < by_name["CommOpt", 16]["curvature_mean"] / 8
+    text = capsys.readouterr().out
+    assert "nothing was measured" in " ".join(text.split())
+
+
+def test_pictures_of_equal_figures_are_equal(tmp_path):
+    words = ["scaling", "--model", "resnet20", "--worlds", "1", "4", "--out-dir"]
+    pictures = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        main([*words, str(folder)])
+        pictures.append((folder / "scaling-resnet20-kfac.svg").read_bytes())
+    assert pictures[0] == pictures[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--worlds", "0"], r"worlds must be numbers of ranks, got (0,)"),
+        (["--link-gbps", "0"], "link_gbps must be positive, got 0.0"),
+        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+    ],
+)
+def test_values_that_are_refused(words, message, capsys):
+    assert main(["scaling", "--model", "resnet20", *words]) == 2
+    assert message in capsys.readouterr().err
