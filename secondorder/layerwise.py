@@ -37,13 +37,13 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         params: What ``torch.optim`` takes, or a module.
         defaults: Group options.
         module: Module to hook when ``params`` is not one.
-        comm: Communication strategy; None means one process.
+        comm: Communication strategy; None: ``CommOpt()`` in a process group of more than one rank.
         layer_options: What is chosen for all layers.
         grad_scaler: Loss scaler of float16 training.
 
     Raises:
         ValueError: Without a module, or for a bad option.
-        NotImplementedError: In a process group of more than one rank.
+        RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
     """
 
     _sizes_are = "factors A, G"

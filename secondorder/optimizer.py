@@ -38,7 +38,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
 
     Raises:
         ValueError: For a bad option.
-        NotImplementedError: In a process group of more than one rank.
+        RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
     """
 
     def __init__(

@@ -114,6 +114,8 @@ class Scaling:
         title = f"{type(optimizer).__name__} on {self.model}, {examples} examples per rank"
         path = self.out_dir / f"scaling-{self.model}-{self.method}.svg"
         report.save(self.out_dir, path.stem, [_table(title, rows)], {"settings": self._settings(), "results": rows})
+        for note in dict.fromkeys(note for row in rows if row["world"] == max(self.worlds) for note in row["notes"]):
+            print(f"note: {note}")
         plot_scaling(rows, title, self._assumptions(), path)
         report.print_path("picture", path)
         return 0
@@ -168,6 +170,7 @@ class Scaling:
             "sgd_seconds": seconds["training"] + seconds["gradients"],
             "step_seconds": sum(seconds.values()),
             "padding": plan.padding,
+            "notes": plan.notes,
         }
 
     def _seconds(self, comm: CommStrategy, plan: Plan, base: "Base", optimizer: Any) -> dict[str, float]:
@@ -316,6 +319,7 @@ def plot_scaling(rows: Sequence[dict[str, Any]], title: str, assumptions: str, p
         ):
             _dress(axes, label, sorted({row["world"] for row in rows}))
         memory.set_yscale("log")
+        memory.set_ylim(bottom=min(row["curvature_most"] for row in rows) / in_memory / 4)
         memory.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         memory.yaxis.set_minor_locator(NullLocator())
         memory.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

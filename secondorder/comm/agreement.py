@@ -15,6 +15,9 @@ from torch import Tensor
 
 from secondorder.comm.collectives import Collectives
 
+#: Facts that are compared, at the most.
+_MOST = 16
+
 
 def digest(text: str) -> int:
     """A number of 63 bits for a text, the same in every process."""
@@ -39,6 +42,7 @@ def require_equal(collectives: Collectives, facts: Mapping[str, Sequence[str]], 
         ValueError: On every rank, if a text differs, naming the first that does.
     """
     heads = [[len(texts), digest("\n".join(texts))] for texts in facts.values()]
+    heads += [[0, 0]] * (_MOST - len(heads))  # of one size, even where optimizers of two families have other facts
     told = _gathered(collectives, torch.tensor(heads, dtype=torch.int64), group)
     for i, (name, texts) in enumerate(facts.items()):
         differing = (told[:, i] != told[0, i]).any(-1)

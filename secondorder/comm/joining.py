@@ -12,7 +12,7 @@ stage like the others. Outside of an active ``Join`` no message is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -84,16 +84,29 @@ class JoiningOptimizer(Joinable):
 
     def _catch_up(self) -> None:
         """Give ranks that have joined the gradients and options of one that has not."""
+        live = self._live()
+        if not live.all():
+            self._copy_gradients(_first(live))
+
+    def _settle(self) -> None:
+        """Give ranks that joined early the options of one that had data to the end."""
+        live = self._live()
+        if not live.all():
+            own = self._numbers()
+            header = torch.tensor([value for _, _, value in own], dtype=torch.float64, device=self.join_device)
+            self.comm.copy_from(_first(live), [header])
+            self._follow_options(header.tolist())
+
+    def _live(self) -> Tensor:
+        """By rank, whether it has data."""
         present = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         present[self.comm.rank] = float(not self._has_joined)
-        live = self.comm.agree(present.to(self.join_device)) > 0
-        if not live.all():
-            self._copy_from(int(live.to(torch.uint8).argmax()))
+        return self.comm.agree(present.to(self.join_device)) > 0
 
-    def _copy_from(self, source: int) -> None:
+    def _copy_gradients(self, source: int) -> None:
         """Copy gradients and the numbers among the options from one rank to those that have joined."""
         params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        words = [float(p.grad is not None) for p in params] + [v for _, _, v in self._numbers()]
+        words = [float(p.grad is not None) for p in params] + [value for _, _, value in self._numbers()]
         header = torch.tensor(words, dtype=torch.float64, device=self.join_device)
         self.comm.copy_from(source, [header])
         flags, numbers = header.cpu().split([len(params), len(words) - len(params)])
@@ -108,17 +121,21 @@ class JoiningOptimizer(Joinable):
                 p.grad = gradient
             self._follow_options(numbers.tolist())
 
-    def _numbers(self) -> Iterator[tuple[Group, str, float]]:
+    def _numbers(self) -> list[tuple[Group, str, float]]:
         """The options of every group that are a number, NaN where they are something else now."""
+        found = []
         for group in self.param_groups:
             for key in sorted(self.defaults):
                 value = group[key]
                 single = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-                yield group, key, float(value) if single else float("nan")
+                found.append((group, key, float(value) if single else float("nan")))
+        return found
 
-    def _follow_options(self, numbers: list[float]) -> None:
+    def _follow_options(self, numbers: Sequence[float]) -> None:
         """Take over what a scheduler has changed, which runs where there is data."""
-        for (group, key, own), theirs in zip(list(self._numbers()), numbers, strict=True):
+        if not self._has_joined:
+            return
+        for (group, key, own), theirs in zip(self._numbers(), numbers, strict=True):
             if own != theirs and own == own and theirs == theirs:
                 value = group[key]
                 group[key] = value.fill_(theirs) if isinstance(value, Tensor) else type(value)(theirs)
@@ -141,9 +158,18 @@ class _Shadow(JoinHook):
         optimizer.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """End: the steps to come are ordinary ones again."""
-        self._optimizer._has_joined = False
-        self._optimizer._join_config = _JoinConfig.construct_disabled_join_config()
+        """End: the steps to come are ordinary ones again, under the options of a rank that had data to the end."""
+        optimizer = self._optimizer
+        optimizer._has_joined = not is_last_joiner
+        if optimizer.comm.combines:
+            optimizer._settle()
+        optimizer._has_joined = False
+        optimizer._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+def _first(live: Tensor) -> int:
+    """Lowest rank that has data."""
+    return int(live.to(torch.uint8).argmax())
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ class EKFAC(RoutingOptimizer):
         lr: Learning rate η, a number or a tensor of one element.
         momentum: Momentum, see ``momentum_mode``.
         module: Module to hook when ``params`` is not one.
-        comm: Communication strategy; None means one process.
+        comm: Communication strategy; None: ``CommOpt()`` in a process group of more than one rank.
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
             times the mean eigenvalue of each block, which is safe whatever the scale of the loss. The Adam form has
             ``fallback_eps`` instead.
@@ -148,7 +148,7 @@ class EKFAC(RoutingOptimizer):
         ValueError: For a value out of range, a pattern that matches nothing, options that exclude each other, or
             without a module.
         TypeError: For a value of a wrong kind.
-        NotImplementedError: In a process group of more than one rank.
+        RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
 
     Example:
         >>> import torch, secondorder

@@ -48,7 +48,7 @@ class KFAC(FactoredOptimizer):
         lr: Learning rate η, a number or a tensor of one element.
         momentum: Heavy-ball momentum on the preconditioned gradient.
         module: Module to hook when ``params`` is not one.
-        comm: Communication strategy; None means one process.
+        comm: Communication strategy; None: ``CommOpt()`` in a process group of more than one rank.
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
             times the mean eigenvalue of each block, which is safe whatever the scale of the loss.
         damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block (of a normalisation layer:
@@ -125,7 +125,7 @@ class KFAC(FactoredOptimizer):
     Raises:
         ValueError: For a value out of range, a pattern that matches nothing, or without a module.
         TypeError: For a value of a wrong kind.
-        NotImplementedError: In a process group of more than one rank.
+        RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
 
     Example:
         >>> import torch, secondorder

@@ -321,6 +321,7 @@ def _joined(call: _Call) -> Any:
         timeout=timedelta(seconds=call.group_timeout),
         device_id=device,
     )
+    dist.barrier()  # a rank that is done at once must not leave while others still connect to it
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=".* get no curvature and follow the fallback rule", category=UserWarning

@@ -50,7 +50,7 @@ class Case:
         return HyLo(model, comm=comm, **{**SETTINGS, **self.keywords})
 
     def shards(self, step: int, world: int) -> list[tuple[Tensor, Tensor]]:
-        task = TASKS[{"branches": "mlp", "lengths": "words"}.get(self.task, self.task)]
+        task = TASKS[{"branches": "mlp", "lengths": "words", "groups": "cnn"}.get(self.task, self.task)]
         parts = [task.batch(self.batches * step + i) for i in range(self.batches)]
         batch = torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])
         return [shard(batch, rank, world, self.sizes) for rank in range(world)]
@@ -88,7 +88,20 @@ class Lengths(nn.Sequential):
         super().__init__(nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
 
 
-MODULES = {"branches": Branches, "lengths": Lengths}
+class Groups(nn.Module):
+    """A convolution of two groups, and a normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3, padding=1, groups=2)
+        self.norm = nn.GroupNorm(3, 6)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.conv(images))).mean((-2, -1)))
+
+
+MODULES = {"branches": Branches, "lengths": Lengths, "groups": Groups}
 
 
 def on_ranks(rank: int, world: int, case: Case, strategies: Sequence[str]) -> list[Tensor]:

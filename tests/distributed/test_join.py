@@ -136,11 +136,10 @@ def test_without_ddp(pool: Pool) -> None:
 
 
 def test_options_follow_where_the_scheduler_runs(pool: Pool) -> None:
+    """Where data end early no scheduler ticks any more; all go on from where it went on to the end."""
     answers = pool.run(uneven, "mem", Run(keywords=EAGER), 0, True, world=2)
-    assert_replicas([answer["path"][:1] for answer in answers])
-    # the last tick of a scheduler comes after the last step
-    assert answers[1]["lrs"] == [0.05 * 0.5**LONG]
-    assert answers[0]["lrs"] == [0.05 * 0.5 ** (LONG - 1)]
+    assert_replicas([answer["path"] for answer in answers])
+    assert [answer["lrs"] for answer in answers] == [[0.05 * 0.5**LONG]] * 2
 
 
 def messages(rank: int, world: int, mode: str) -> tuple[list[Any], Tensor]:

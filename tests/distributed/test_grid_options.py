@@ -1,0 +1,212 @@
+"""What a grid of ranks is asked for beside who does what: meshes, verification, roundings on the wire, one optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from secondorder import KFAC, ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
+from tests.distributed.pool import Pool
+
+BATCH, STEPS = 12, 8
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def _train(
+    rank: int, world: int, comm: Any, spoil: Callable[[int, int, KFAC], None] | None = None, **options: Any
+) -> tuple[list[float], KFAC]:
+    model = _net()
+    wrapped = DistributedDataParallel(model)
+    optimizer = KFAC(model, lr=0.05, damping=0.1, factor_update_steps=1, inv_update_steps=2, comm=comm, **options)
+    generator = torch.Generator().manual_seed(0)
+    for t in range(STEPS):
+        x, y = (torch.randn(BATCH, n, generator=generator).chunk(world)[rank] for n in (4, 2))
+        optimizer.zero_grad()
+        (wrapped(x) - y).square().mean().backward()
+        if spoil is not None:
+            spoil(rank, t, optimizer)
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), optimizer
+
+
+def _on_a_mesh(rank: int, world: int) -> tuple[list[float], list[float], list[int], list[int]]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    plain, first = _train(rank, world, HybridOpt(0.5))
+    first.close()
+    params, optimizer = _train(rank, world, HybridOpt(mesh=mesh))
+    assert isinstance(optimizer.comm, HybridOpt)
+    row, column = optimizer.comm.grid.row_of(rank), optimizer.comm.grid.column_of(rank)
+    assert list(row) == torch.distributed.get_process_group_ranks(mesh.get_group(1))
+    assert list(column) == torch.distributed.get_process_group_ranks(mesh.get_group(0))
+    optimizer.close()
+    torch.distributed.barrier(group=mesh.get_group(0))  # the mesh is the caller's, and stays
+    with pytest.raises(ValueError, match="drop one of them"):
+        HybridOpt(1.0, mesh=mesh)
+    with pytest.raises(ValueError, match="two-dimensional over all ranks"):
+        HybridOpt(mesh=init_device_mesh("cpu", (4,)))
+    return plain, params, list(row), list(column)
+
+
+def test_a_mesh_is_the_grid(pool: Pool) -> None:
+    found = pool.run(_on_a_mesh, world=4)
+    for rank, (plain, params, row, column) in enumerate(found):
+        assert params == plain == found[0][1]
+        assert row == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert column == [rank % 2, rank % 2 + 2]
+
+
+def _drift(rank: int, t: int, optimizer: KFAC) -> None:
+    if rank == 1 and t == 4:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][2].add_(1e-7)
+
+
+def _verified(rank: int, world: int, kind: str) -> str:
+    comm = {"mem": MemOpt, "comm": CommOpt}[kind](verify_every=2)
+    try:
+        _train(rank, world, comm, _drift)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["mem", "comm"])
+def test_verification_names_the_step_and_the_parameter(pool: Pool, kind: str) -> None:
+    for text in pool.run(_verified, kind, world=2):
+        assert text.startswith("step 6: the optimizers of rank 0 and rank 1 differ in parameters")
+        assert "number 2:" in text
+
+
+def _rates(rank: int, t: int, optimizer: KFAC) -> None:
+    if t == 3:  # what ReduceLROnPlateau does with a loss of this rank alone
+        optimizer.param_groups[0]["lr"] = 0.05 / (1 + rank)
+
+
+def _scheduled_apart(rank: int, world: int) -> str:
+    try:
+        _train(rank, world, CommOpt(), _rates)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_schedules_that_drift_apart_are_told_on_every_rank(pool: Pool) -> None:
+    first, second = pool.run(_scheduled_apart, world=2)
+    assert first.startswith("step 3: the options of the parameter groups differ between ranks (lr here: [0.05])")
+    assert "lr here: [0.025]" in second
+
+
+def _rounded(rank: int, world: int, kind: str) -> tuple[list[float], dict[str, int], dict[str, int]]:
+    make = {"mem": MemOpt, "comm": CommOpt, "hybrid": lambda **kw: HybridOpt(0.5, **kw)}[kind]
+    _, exact = _train(rank, world, make())
+    params, optimizer = _train(rank, world, make(wire_dtype=torch.bfloat16, verify_every=1))
+    return params, exact.comm.collectives.counter.bytes_by_stage(), optimizer.comm.collectives.counter.bytes_by_stage()
+
+
+@pytest.mark.parametrize(("kind", "world"), [("mem", 3), ("comm", 2), ("hybrid", 4)])
+def test_bfloat16_on_the_wire_halves_directions_and_keeps_replicas_equal(pool: Pool, kind: str, world: int) -> None:
+    found = pool.run(_rounded, kind, world=world)
+    exact = pool.run(_plain, world=world)
+    for params, before, after in found:
+        assert params == found[0][0]
+        assert after.get("directions", 0) * 2 == before.get("directions", 0)
+        assert after.get("curvature", 0) == before.get("curvature", 0)  # never rounded
+        torch.testing.assert_close(torch.tensor(params), torch.tensor(exact[0]), rtol=0.05, atol=5e-3)
+
+
+def _plain(rank: int, world: int) -> list[float]:
+    return _train(rank, world, CommOpt())[0]
+
+
+def _copied(rank: int, world: int) -> tuple[list[float], list[float]]:
+    _, optimizer = _train(rank, world, MemOpt())
+    other = copy.deepcopy(optimizer)
+    model = _net()
+    before = [p for group in optimizer.param_groups for p in group["params"]]
+    with torch.no_grad():
+        for p, old in zip(model.parameters(), before, strict=True):
+            p.copy_(old)
+    other.attach(model)
+    found = []
+    for own, trained in ((optimizer, _holder(optimizer)), (other, model)):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
+        for p in trained.parameters():
+            p.grad = None
+        trained(x).square().mean().backward()
+        for p in trained.parameters():
+            assert p.grad is not None
+            torch.distributed.all_reduce(p.grad)
+        own.step()
+        found.append(torch.cat([p.detach().flatten() for p in trained.parameters()]).tolist())
+    return found[0], found[1]
+
+
+def _holder(optimizer: KFAC) -> nn.Module:
+    assert optimizer._root is not None
+    return optimizer._root
+
+
+def test_copies_train_on_with_groups_of_their_own(pool: Pool) -> None:
+    for own, copied in pool.run(_copied, world=2):
+        assert own == copied
+
+
+@pytest.mark.parametrize("make", [CommOpt, MemOpt, LocalFactors, ChiefOnly, lambda: HybridOpt(0.5)])
+def test_a_strategy_serves_one_optimizer(make: Callable[[], Any]) -> None:
+    comm, model = make(), _net()
+    optimizer = KFAC(model, comm=comm)
+    hooks = [len(m._forward_hooks) for m in model]
+    with pytest.raises(ValueError, match="serves another optimizer already"):
+        KFAC(model, comm=comm)
+    assert [len(m._forward_hooks) for m in model] == hooks
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: CommOpt(replicate_factors="yes"), TypeError, "replicate_factors"),  # type: ignore[arg-type]
+        (lambda: CommOpt(average_gradients=1), TypeError, "average_gradients"),  # type: ignore[arg-type]
+        (lambda: MemOpt(wire_dtype=torch.float16), ValueError, "wire_dtype"),
+        (lambda: MemOpt(timeout=0), ValueError, "timeout"),
+        (lambda: MemOpt(verify_every=0), ValueError, "verify_every"),
+        (lambda: MemOpt(verify_every=2.5), TypeError, "verify_every"),  # type: ignore[arg-type]
+        (lambda: HybridOpt(0.0), ValueError, "grad_worker_fraction"),
+        (lambda: HybridOpt("half"), TypeError, "grad_worker_fraction"),  # type: ignore[arg-type]
+        (lambda: HybridOpt(mesh="mesh"), TypeError, "DeviceMesh"),  # type: ignore[arg-type]
+        (lambda: ChiefOnly(root=-1), ValueError, "root"),
+        (lambda: ChiefOnly(root="0"), TypeError, "root"),  # type: ignore[arg-type]
+        (lambda: ChiefOnly(deliver="factors"), ValueError, "deliver"),
+        (lambda: ChiefOnly(statistics="root"), ValueError, "statistics"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(make: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def _refused(rank: int, world: int) -> tuple[str, str]:
+    texts = []
+    for comm in (HybridOpt(0.3), ChiefOnly(root=7)):
+        with pytest.raises(ValueError) as error:
+            KFAC(_net(), comm=comm)
+        texts.append(str(error.value))
+    return texts[0], texts[1]
+
+
+def test_what_the_number_of_ranks_does_not_allow_is_told_with_what_it_does(pool: Pool) -> None:
+    for fraction, root in pool.run(_refused, world=2):
+        assert "0.5, 1" in fraction
+        assert "root=7" in root
+        assert "2 ranks" in root
