@@ -95,6 +95,8 @@ class Capturing(Lifecycle):
         self._armed_for: list[tuple[Any, ...]] = []
         #: Shapes of the whole curvature of each parameter, wherever it is.
         self._specs: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
+        #: Examples of a rank in the last batch, and rows that the statistics of a block had of them: for plans.
+        self._rows_seen: dict[str, tuple[float, float | Tensor]] = {}
         #: Refreshes of blocks whose curvature a checkpoint left out, until the ranks have found it anew.
         self._to_renew: dict[str, int] = {}
         #: Blocks whose statistics the coming step uses, on any rank.

@@ -9,9 +9,9 @@
     refresh   the kernel of all rows                                               their owner
     share     kernel, and rows where only the owner has them ─► ranks that precondition
 
-Every rank sends equally many rows, r of the largest batch, filled up with zeros. With r given, probabilities that
-sample the examples of all ranks with the least variance are those of each rank by itself: nothing but λ depends on the
-others. What the rows of W ranks are put together to has no fillings any more.
+Every rank sends equally many rows, r of the largest batch, filled up with zeros; put together they have no fillings.
+Rows are drawn on each rank by its own scores: with r rows from every rank, these are the probabilities that sample the
+union with the least variance. One factor for all ranks would leave rows unsent where scores are low.
 
 Layers that take factors instead of rows add up second moments of rows, as K-FAC does.
 """

@@ -91,6 +91,9 @@ class Reducing(Capturing):
             if statistics.examples[i]
         }
         if not self.comm.combines:
+            for i, m in measured.items():
+                if "factor_a" in m.parts:
+                    self._rows_seen[self._blocks[i].name] = m.examples, m.parts["factor_a"].count
             return statistics._replace(statistics=measured)  # type: ignore[arg-type]
         self._settle()
         return self._combine(statistics, measured)
@@ -152,6 +155,9 @@ class Reducing(Capturing):
                 counts = self._count_size(block) * len(parcel.tensors)
                 _, number, more = total.split([_WORDS, counts, len(total) - _WORDS - counts])
                 found[block.index] = Measured(parts, n, None if mine is None else mine.rest, more)
+                if next(iter(spec(block)), "") == "factor_a":
+                    ranks = self.comm.sources(block.index)
+                    self._rows_seen[block.name] = n / ranks, float(number[0]) / ranks
                 means = partial(self._means, block, parcel, number, spec(block))
                 on_the_way.append(lambda parts=parts, means=means: parts.update(means()))  # type: ignore[misc]
         self._arrivals = work, on_the_way

@@ -109,6 +109,10 @@ class RehearsedLayers(Understudy, Refreshing):
     def notes(self) -> Iterator[str]:
         """What a user should know."""
         yield from self.remarks()
+        unseen = sum(b.name not in self._rows_seen for b in self._blocks if self._has_factors(b))
+        if unseen:
+            known = "taken as one" if self._batch_size_supposed else "pass batch_size= too, or FLOPs of statistics lack"
+            yield f"how many rows an example has in {unseen} layers is not known before a step: {known}"
 
     def units(self) -> Sequence[Unit]:
         """Blocks."""
@@ -193,9 +197,32 @@ class RehearsedLayers(Understudy, Refreshing):
         for block in self._blocks:
             interval = block.group[self.refresh_interval]
             if interval:
+                yield from self._work_of_statistics(block)
                 refresh, direction = self._flops_of(block)
                 yield Work(self.comm.holders(block.index, "owner"), "refresh", refresh / interval)
                 yield Work(self.comm.holders(block.index, "directions"), "precondition", direction)
+
+    def _has_factors(self, block: Block) -> bool:
+        """Whether factors are sums over rows."""
+        spec = self.curvature_spec(block, block.group)
+        return "factor_a" in spec and "rows_instead" not in spec
+
+    def _work_of_statistics(self, block: Block) -> Iterator[Work]:
+        """Of the sums behind the factors, and of those of squares of per-example gradients."""
+        seen = self._rows_seen.get(block.name)
+        n = self._batch_size_supposed or (0 if seen is None else seen[0])
+        if not self._has_factors(block) or not n or not block.group[self.capture_interval]:
+            return
+        per_example = 1.0 if seen is None else float(torch.as_tensor(seen[1]).flatten()[0]) / seen[0]
+        sizes, group = (block.adapter.n_a, block.adapter.n_g), block.group
+        spec = self.curvature_spec(block, group)
+        dense = [cast(Tensor, spec[f"factor_{s}"]).dim() > 1 + (block.adapter.groups > 1) for s in "ag"]
+        squares = sum(size**2 if full else size for size, full in zip(sizes, dense, strict=True))
+        who, lead = self.comm.holders(block.index, "captures"), block.adapter.groups
+        yield Work(who, "statistics", 2.0 * lead * n * per_example * squares / group[self.capture_interval])
+        if "scale" in spec and group["estimator"] == "intra":
+            flops = lead * n * _flops_of_squares(per_example, *sizes)
+            yield Work(who, "scale", flops / group["scale_update_steps"])
 
     def _flops_of(self, block: Block) -> tuple[float, float]:
         """FLOPs of a refresh and of a direction."""
@@ -214,6 +241,13 @@ class RehearsedLayers(Understudy, Refreshing):
         if isinstance(rows, Tensor):
             refresh, direction = _flops_of_rows(rows, spec["rows_a"], n_a, n_g)
         return refresh, direction
+
+
+def _flops_of_squares(rows: float, n_a: int, n_g: int) -> float:
+    """FLOPs of the squared gradient of an example of so many rows in the eigenbases, the least of the exact ways."""
+    rows_a, rows_g, product = 2.0 * rows * n_a**2, 2.0 * rows * n_g**2, 2.0 * rows * n_a * n_g
+    gradient = min(rows_a, 2.0 * n_g * n_a**2) + min(rows_g, 2.0 * n_g**2 * n_a) + product
+    return min(gradient, rows_a + rows_g + product * (rows + 1) / 2)
 
 
 def _flops_of_rows(g: Tensor, a: Any, n_a: int, n_g: int) -> tuple[float, float]:

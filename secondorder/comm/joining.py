@@ -88,7 +88,7 @@ class JoiningOptimizer(Joinable):
         if not live.all():
             self._copy_gradients(_first(live))
 
-    def _settle(self) -> None:
+    def _share_options(self) -> None:
         """Give ranks that joined early the options of one that had data to the end."""
         live = self._live()
         if not live.all():
@@ -162,7 +162,7 @@ class _Shadow(JoinHook):
         optimizer = self._optimizer
         optimizer._has_joined = not is_last_joiner
         if optimizer.comm.combines:
-            optimizer._settle()
+            optimizer._share_options()
         optimizer._has_joined = False
         optimizer._join_config = _JoinConfig.construct_disabled_join_config()
 

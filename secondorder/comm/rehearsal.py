@@ -211,7 +211,8 @@ class Rehearsal(CommStrategy):
 
         Args:
             index: The unit.
-            place: Its ``"estimate"``, its ``"curvature"`` or its ``"directions"``, or ``"owner"``.
+            place: Its ``"estimate"``, its ``"curvature"`` or its ``"directions"``; ``"captures"`` for those whose
+                examples count, or ``"owner"``.
 
         Returns:
             The ranks; None for all.
@@ -219,7 +220,9 @@ class Rehearsal(CommStrategy):
         owner = self.owners[index]
         if place in ("curvature", "directions"):
             return None if self.grid.workers == self.grid.world else self.grid.column_of(owner)
-        return None if place == "estimate" and self._first._is_everywhere(index) else (owner,)
+        if place == "captures" and self.sources(index) > 1:
+            return None
+        return None if place != "owner" and self._first._is_everywhere(index) else (owner,)
 
     @property
     def owned(self) -> list[int]:

@@ -74,8 +74,8 @@ class RoleRehearsal(Rehearsal):
         owner, roles = self.owners[index], self.roles
         if place == "owner":
             return (owner,)
-        if place == "directions":
-            return roles.gradient
+        if place in ("directions", "captures"):
+            return roles.gradient if place == "directions" else roles.factor
         if place == "curvature":
             return (*roles.gradient, owner)
         warms_up = self._arguments.warmup == "sync" or self._units[index].everywhere

@@ -1,4 +1,4 @@
-"""What a grid of ranks is asked for beside who does what: meshes, verification, roundings on the wire, one optimizer."""
+"""What a grid of ranks is asked for beside who does what: meshes, verification, roundings, one optimizer each."""
 
 from __future__ import annotations
 

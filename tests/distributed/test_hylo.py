@@ -5,6 +5,7 @@ What sampling and interpolation come to is told by one process that has all shar
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,6 +61,8 @@ def test_sngd_of_unequal_batches_is_that_of_the_joined_batch(pool: Pool, world: 
     ("branches", {}),
     ("branches", {"damping_mode": "relative", "damping": 10.0}),
     ("lengths", {"approx": "expand"}),
+    ("groups", {"damping_mode": "relative", "damping": 10.0}),
+    ("groups", {"approx": "expand"}),
 ])  # fmt: skip
 def test_sngd_of_every_kind_of_rows(pool: Pool, task: str, keywords: dict[str, Any]) -> None:
     """Lookup tables tell rows by indices; where positions differ, so does the form that is the smaller one."""
@@ -67,17 +70,17 @@ def test_sngd_of_every_kind_of_rows(pool: Pool, task: str, keywords: dict[str, A
     assert_like_one_process(pool, case, 3, ("comm", "mem", "hybrid_third"))
 
 
-@pytest.mark.parametrize("approx", ["reduce", "expand"])
-def test_factors_that_replace_rows(pool: Pool, approx: str) -> None:
+@pytest.mark.parametrize(("task", "approx"), [("cnn", "reduce"), ("cnn", "expand"), ("groups", "expand")])
+def test_factors_that_replace_rows(pool: Pool, task: str, approx: str) -> None:
     keywords = {"mode": "sngd", "kfac_when_cheaper": True, "approx": approx, "factor_decay": 0.7}
-    case = Case("cnn", keywords, sizes=(3, 5, 4))
+    case = Case(task, keywords, sizes=(3, 5, 4))
     model = case.model()
     optimizer = case.build(model)
     case.backward(model, TASKS["cnn"].batch(0), 0)
     optimizer.step()
     factored = [optimizer.is_factored(b) for b in optimizer.blocks.values()]
     assert any(factored)
-    assert approx == "expand" or not all(factored)
+    assert task != "groups" or not all(factored)
     assert_like_one_process(pool, case, 3, ("comm", "mem", "hybrid_third", "comm_owner"), same_bits=False)
 
 
@@ -112,6 +115,27 @@ def test_local_factors_are_rows_of_the_owner_s_shard(pool: Pool, method: str) ->
     results = pool.run(shards_and_owners, run, world=3)
     expected = simulate_local_factors(run, results[0][1], 3)
     assert_same_path([path for path, _ in results], expected, tolerance=1e-10)
+
+
+def of_the_chief(rank: int, world: int, mode: str) -> dict[str, Tensor]:
+    """Curvature after a step, where statistics are those of the chief alone."""
+    case = Case(keywords={"mode": mode, "rank_fraction": 1.0}, sizes=(5, 7))
+    model = case.model()
+    with case.build(model, STRATEGIES["chief_own"]()) as optimizer:
+        own_step(model, optimizer, case, 0, rank, world)
+        return {name: optimizer.dense_curvature(name) for name in optimizer.blocks} if rank == 0 else {}
+
+
+@pytest.mark.parametrize("mode", ["sngd", "kid"])
+def test_chief_keeps_rows_of_its_own(pool: Pool, mode: str) -> None:
+    case = Case(keywords={"mode": "sngd"}, sizes=(5, 7))
+    model = case.model()
+    optimizer = case.build(model)
+    case.backward(model, case.shards(0, 2)[0], 0)
+    optimizer.step()
+    held, _ = pool.run(of_the_chief, mode, world=2)
+    for name, dense in held.items():
+        assert distance(dense, optimizer.dense_curvature(name)) < 1e-9, name
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,6 +408,28 @@ def test_error_of_one_rank_is_that_of_all(pool: Pool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def resumed(rank: int, world: int, strategy: str) -> tuple[Tensor, Tensor]:
+    """Two runs to the same end: without a stop, and from what this rank alone has saved of the other."""
+    case = Case(keywords={"mode": "kid", "rank_fraction": 0.5}, sizes=(5, 7))
+    model = case.model()
+    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+        for step in range(5):
+            own_step(model, optimizer, case, step, rank, world)
+        start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        path = torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(5, 8)])
+    model = case.model()
+    with case.build(model, STRATEGIES[strategy]()) as optimizer:
+        model.load_state_dict(start[0])
+        optimizer.load_state_dict(start[1])
+        return path, torch.stack([own_step(model, optimizer, case, step, rank, world) for step in range(5, 8)])
+
+
+@pytest.mark.filterwarnings("ignore:.*state_dict.* is partial")
+@pytest.mark.parametrize("strategy", ["comm", "mem"])
+def test_what_a_rank_saves_resumes_to_the_bit(pool: Pool, strategy: str) -> None:
+    assert_replicas([path for paths in pool.run(resumed, strategy, world=2) for path in paths])
 
 
 def saved(rank: int, world: int, strategy: str, case: Case, steps: range, start: Any = None) -> tuple[Any, Any, Tensor]:
