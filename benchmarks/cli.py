@@ -9,6 +9,7 @@ from benchmarks.commands.analyse import Analyse
 from benchmarks.commands.basis import Basis
 from benchmarks.commands.demo import Demo
 from benchmarks.commands.kernel import Kernel
+from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.scaling import Scaling
 from benchmarks.commands.step_time import StepTime
 from benchmarks.commands.swap import Swap
@@ -16,7 +17,7 @@ from benchmarks.commands.train import Train
 from benchmarks.commands.window import Window
 from benchmarks.workloads import DataMissingError
 
-Command = Analyse | Basis | Demo | Kernel | Scaling | StepTime | Swap | Train | Window
+Command = Analyse | Basis | Demo | Kernel | Ranks | Scaling | StepTime | Swap | Train | Window
 
 
 def main(args: list[str] | None = None) -> int:

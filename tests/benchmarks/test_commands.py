@@ -60,7 +60,7 @@ def test_demo_as_a_process(tmp_path):
 
 
 def test_help_lists_commands_and_workloads(capsys):
-    commands, workloads = "{analyse,basis,demo,kernel,step-time,swap,train,window}", ",".join(WORKLOADS)
+    commands, workloads = "{analyse,basis,demo,kernel,ranks,scaling,step-time,swap,train,window}", ",".join(WORKLOADS)
     for words, expected in ((["--help"], commands), (["train", "--help"], workloads)):
         with pytest.raises(SystemExit) as caught:
             main(words)
