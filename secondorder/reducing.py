@@ -93,7 +93,7 @@ class Reducing(Capturing):
         if not self.comm.combines:
             for i, m in measured.items():
                 if "factor_a" in m.parts:
-                    self._rows_seen[self._blocks[i].name] = m.examples, m.parts["factor_a"].count
+                    self._rows_seen[self._blocks[i].name] = m.examples, m.parts["factor_a"].number
             return statistics._replace(statistics=measured)  # type: ignore[arg-type]
         self._settle()
         return self._combine(statistics, measured)

@@ -329,9 +329,6 @@ class RoutingOptimizer(RebasingOptimizer):
             if names:
                 shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
                 yield f"to measure scales, {words} {shown}"
-        unknown = [b.name for b in apart if b.name not in self._seen_rows]
-        if unknown:
-            yield f"how many rows an example has in {len(unknown)} layers is not known before a step: taken as one"
 
     def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
         treatment, sizes, owner = super()._coverage(p)

@@ -42,6 +42,8 @@ class JoiningOptimizer(Joinable):
 
     def _why_not_joinable(self) -> str | None:
         """Why a rank without data cannot take the steps of the others, if it cannot."""
+        if self.comm.data_world < self.comm.world:
+            return f"under {self.comm!r} some ranks never have data; give the others equally many batches"
         return None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -91,7 +91,13 @@ def saved_at_two(pool: Pool) -> dict[str, list[Checkpoint]]:
 
 
 @pytest.mark.parametrize("before", ["comm", "mem"])
-@pytest.mark.parametrize(("world", "after"), [(w, s) for w, names in STRATEGIES.items() for s in names])
+@pytest.mark.parametrize(
+    ("world", "after"),
+    [
+        *((w, s) for w, names in STRATEGIES.items() for s in names if w < 3 or s != "comm"),
+        *(pytest.param(w, "comm", marks=pytest.mark.slow) for w in (3, 4)),
+    ],
+)
 def test_from_two_ranks_to_others(
     pool: Pool, saved_at_two: dict[str, list[Checkpoint]], before: str, world: int, after: str
 ) -> None:
