@@ -6,7 +6,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -97,8 +97,8 @@ class Capturing(Lifecycle):
         self._specs: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
         #: Examples of a rank in the last batch, and rows that the statistics of a block had of them: for plans.
         self._rows_seen: dict[str, tuple[float, float | Tensor]] = {}
-        #: Refreshes of blocks whose curvature a checkpoint left out, until the ranks have found it anew.
-        self._to_renew: dict[str, int] = {}
+        #: Blocks whose curvature a checkpoint left out, until the ranks have found it anew.
+        self._to_renew: set[str] = set()
         #: Blocks whose statistics the coming step uses, on any rank.
         self._due: set[int] = set()
 
@@ -226,6 +226,10 @@ class Capturing(Lifecycle):
         """Blocks by module name."""
         return {b.name: b for b in self._blocks}
 
+    def _facts(self) -> dict[str, list[str]]:
+        chosen = {f.name: getattr(self._layer_options, f.name) for f in fields(LayerOptions) if f.name != "skip_layers"}
+        return {**super()._facts(), "options of all layers": [f"{k}={v!r}" for k, v in chosen.items()]}
+
     # ------------------------------------------------------------------ capture
     def _require_capture(self) -> Capture:
         if self._capture is None:
@@ -327,11 +331,13 @@ class Capturing(Lifecycle):
     # ------------------------------------------------------------------ copies
     def _kept_by_copies(self) -> dict[str, Any]:
         rules = [self._name_of(r) if isinstance(r, nn.Module) else r for r in self._layer_options.choices.skip]
-        return {**super()._kept_by_copies(), "layer_options": replace(self._layer_options, skip_layers=rules)}
+        kept = {"layer_options": replace(self._layer_options, skip_layers=rules), "to_renew": set(self._to_renew)}
+        return {**super()._kept_by_copies(), **kept}
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
         self._begin_capture(kept["layer_options"])
+        self._to_renew = set(kept["to_renew"])
 
     def _name_of(self, module: nn.Module) -> str:
         assert self._root is not None

@@ -27,6 +27,8 @@ _RELATIVE, _ABSOLUTE = 10.0, 1e-3
 #: Intervals when none is given.
 INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
+_PLAIN = (bool, int, float, str, type(None))
+
 Found = tuple[tuple[Tensor, ...], Tensor]
 
 
@@ -298,6 +300,11 @@ class FactoredOptimizer(ObservingOptimizer):
             raise ValueError(
                 "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"
             )
+
+    def _facts(self) -> dict[str, list[str]]:
+        chosen = {**vars(self._fisher), **vars(self._adaptation)}
+        told = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in chosen.items()]
+        return {**super()._facts(), "Fisher and adaptation": told}
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies keep."""

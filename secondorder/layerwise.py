@@ -173,7 +173,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         return self._is_ready(block) and all(p in gradients for p in block.params)
 
     def _is_ready(self, block: Block) -> bool:
-        return bool(block.group[self.refresh_interval] > 0 and self.state[block.owner]["refreshes"] > 0)
+        return bool(block.group[self.refresh_interval] > 0 and self._is_refreshed(block))
 
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
         """Preconditioned, bounded directions of the parameters of active blocks."""
@@ -274,9 +274,13 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             if self.state[b.owner]["factor_updates"] > 0
             and any(self.kinds.get(key) == "second_order" and key not in found for key in self.state[b.owner])
         ]
+        self._to_renew.clear()
         if self.comm.combines:  # with the other ranks, at the next step: loading sends nothing
-            lean = [b for b in self._blocks if b.group["checkpoint_curvature"] == "factors"]
-            self._to_renew = {b.name: refreshes[b] for b in lean if self.state[b.owner]["factor_updates"] > 0}
+            for block in self._blocks:
+                lean = block.group["checkpoint_curvature"] == "factors"
+                if lean and self.state[block.owner]["factor_updates"] > 0 and refreshes[block]:
+                    self.state[block.owner]["refreshes"] = refreshes[block]
+                    self._to_renew.add(block.name)
         elif renewed:
             with torch.no_grad(), full_precision(renewed[0].owner.device):
                 ok = self.refresh(renewed, True)
@@ -291,10 +295,19 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def _join_ranks(self) -> None:
         super()._join_ranks()
         if self._to_renew:
-            refreshes, self._to_renew = self._to_renew, {}
-            blocks = [b for b in self._blocks if b.name in refreshes]
-            for block, good in zip(blocks, self._renew(blocks).tolist(), strict=True):
-                self.state[block.owner]["refreshes"] = refreshes[block.name] if good else 0
+            blocks = [b for b in self._blocks if b.name in self._to_renew]
+            for block, good in zip(blocks, self._renew_loaded(blocks).tolist(), strict=True):
+                if not good:
+                    self.state[block.owner]["refreshes"] = 0
+            self._to_renew.clear()
+
+    def _renew_loaded(self, blocks: list[Block]) -> Tensor:
+        """Find what a checkpoint left out."""
+        return self._renew(blocks)
+
+    def _is_refreshed(self, block: Block) -> bool:
+        """Whether what a refresh finds is there."""
+        return bool(self.state[block.owner]["refreshes"] > 0) and block.name not in self._to_renew
 
     # ------------------------------------------------------------------ what it tells
     def _summary(self) -> str:
@@ -302,7 +315,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
 
     def _pending_bytes(self) -> int:
         pending = self._capture.pending.values() if self._capture is not None else ()
-        return sum(int(getattr(s, "nbytes", 0)) for s in pending)
+        return sum(int(getattr(s, "nbytes", 0)) for s in pending) + self._bytes_on_the_way
 
     def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
         block = self._block_of.get(p)

@@ -76,7 +76,7 @@ class Lifecycle(Optimizer):
         if comm is not None and not isinstance(comm, CommStrategy):
             raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
         self.comm: CommStrategy = comm if comm is not None else default_strategy()
-        self._connected = False
+        self._connected = self._compared = False
         self._scaler: Any = None
         self._t = 0
         self._root: nn.Module | None = None
@@ -186,6 +186,22 @@ class Lifecycle(Optimizer):
             self.comm.connect(self._facts(), next(iter(self._group)).device)
             self._connected = True
 
+    def _compare_start(self, gradients: Directions) -> None:
+        """At the first step after construction or loading, look whether the ranks start from the same."""
+        if self._compared or not self.comm.combines:
+            return
+        self._compared = True
+        ways = "wrap the model in DistributedDataParallel, or use average_gradients=True"
+        values = [f"{self._names[p]}: {_sum_of(p)}" for p in self._group]
+        found = [f"{self._names[p]}: {_sum_of(g)}" for p, g in gradients.items()]
+        self.comm.compare(
+            {
+                "steps taken, before this one": [str(self._t)],
+                f"values of the parameters, before the first step ({ways} and one seed)": values,
+                f"gradients of the first step ({ways})": found,
+            }
+        )
+
     def _facts(self) -> dict[str, list[str]]:
         """What must be equal on all ranks, in words."""
         options_of = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
@@ -232,7 +248,15 @@ class Lifecycle(Optimizer):
         if scaler is not None and not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {scaler!r}")
         self._scaler = scaler
+        self._require_common_scale()
         self._follow_scaler()
+
+    def _require_common_scale(self) -> None:
+        if self._scaler is not None and self._scaler.is_enabled() and self.comm.averages:
+            raise NotImplementedError(
+                "a GradScaler looks at the gradients of its rank before average_gradients=True averages them, and "
+                "would leave steps out on some ranks alone: wrap the model in DistributedDataParallel, or use bfloat16"
+            )
 
     def _follow_scaler(self) -> None:
         """Act on a loss scaler that was set."""
@@ -323,6 +347,7 @@ class Lifecycle(Optimizer):
             self._repoint({clean_name(n): p for n, p in theirs.items()})
         self.detach()
         self._names.clear()
+        self.comm.claim(self)
         self._connect(root)
 
     @abstractmethod
@@ -411,6 +436,12 @@ def depth_of_caller() -> int:
     ):
         frame, depth = frame.f_back, depth + 1
     return depth
+
+
+def _sum_of(x: Tensor) -> str:
+    """What tells two tensors apart, if not every two: their sum."""
+    real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+    return repr(float(real.sum(dtype=torch.float64)))
 
 
 def shape_of(value: Any) -> tuple[int, ...] | None:

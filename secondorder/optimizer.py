@@ -48,13 +48,15 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         defaults["fallback"] = options.resolve_fallback(defaults["fallback"], defaults["graft"])
         options.validate(defaults, {**options.COMMON, **self.checks})
         super().__init__(params, defaults)
-        self.grad_scaler = grad_scaler
-        self._connect(module)
+        self.comm.claim(self)
         try:
+            self.grad_scaler = grad_scaler
+            self._connect(module)
+            self._require_common_scale()
             self.comm.admit(self)
             self._join_ranks()
         except BaseException:
-            self.detach()  # a model keeps no hooks of an optimizer that was refused
+            self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
         self._warn_uncovered()
 
@@ -138,11 +140,13 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         self._gathered.clear()  # of a state that this step replaces
         self.comm.begin_step()
         returned = self._evaluate(closure)
+        self._join_ranks()  # the forward of a closure may have found other layers
         if not self.comm.updates:
             self._estimate_only()
             return returned
         self._average_gradients(list(self._group))
         gradients = self._gradients()
+        self._compare_start(gradients)
         if not gradients:
             self._discard()
             return returned
@@ -165,6 +169,14 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
                     self._apply(gradients, directions, gate)
         self._advance()
         return returned
+
+    def _join_ranks(self) -> None:
+        if self._join_config.enable and self.comm.combines and not self._connected:
+            raise RuntimeError(
+                "layers were frozen, unfrozen or moved inside Join, where ranks without data cannot follow: do that "
+                "before or after it"
+            )
+        super()._join_ranks()
 
     def _estimate_only(self) -> None:
         """The step of a rank that estimates curvature for others."""

@@ -96,6 +96,13 @@ class RebasingOptimizer(FactoredOptimizer):
         arrived = self._off_diagonal.get(block)
         return (self.state[block.owner]["off_diagonal"].cpu() if arrived is None else arrived).numpy()
 
+    def _renew_loaded(self, blocks: list[Block]) -> Tensor:
+        self._loading = True
+        try:
+            return super()._renew_loaded(blocks)
+        finally:
+            self._loading = False
+
     def _finish_load(self) -> None:
         self._off_diagonal.clear()
         self._loading = True

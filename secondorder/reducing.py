@@ -35,6 +35,8 @@ log = logging.getLogger("secondorder")
 
 Spec = Callable[[Block], Mapping[str, Tensor]]
 
+#: Options that decide how a batch is folded in.
+_FOLDING = ("factor_decay", "weighting", "burnin_steps")
 #: Words that every due block has before the counts of its parts: examples, contributions, dropped ones.
 _WORDS = 3
 
@@ -46,8 +48,9 @@ class Reducing(Capturing):
         super()._begin_capture(layer_options)
         #: Sums on their way, and what fills them in.
         self._arrivals: tuple[Pending, list[Callable[[], None]]] | None = None
+        self._bytes_on_the_way = 0
         #: Statistics that are not folded in yet.
-        self._unsettled: tuple[Captured, Tensor | None] | None = None
+        self._unsettled: tuple[Captured, Tensor | None, list[dict[str, Any]]] | None = None
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
@@ -146,20 +149,23 @@ class Reducing(Capturing):
         *sums, told = agreed.split([*map(len, words), len(tail)])
         found: dict[int, Measured] = {}
         on_the_way: list[Callable[[], None]] = []
+        self._bytes_on_the_way = 0
         for block, parcel, total in zip(blocks, parcels, sums, strict=True):
             if dropped := int(total[2]):
                 before = self._skipped_statistics.get(block.name, 0)
                 self._skipped_statistics[block.name] = before + dropped
             if n := int(total[0]):
                 mine, parts = measured.get(block.index), dict[str, Part]()
-                counts = self._count_size(block) * len(parcel.tensors)
+                counts = self._count_size(block) * len(spec(block))
                 _, number, more = total.split([_WORDS, counts, len(total) - _WORDS - counts])
                 found[block.index] = Measured(parts, n, None if mine is None else mine.rest, more)
                 if next(iter(spec(block)), "") == "factor_a":
                     ranks = self.comm.sources(block.index)
                     self._rows_seen[block.name] = n / ranks, float(number[0]) / ranks
-                means = partial(self._means, block, parcel, number, spec(block))
-                on_the_way.append(lambda parts=parts, means=means: parts.update(means()))  # type: ignore[misc]
+                if self.comm.estimates(block.index):
+                    means = partial(self._means, block, parcel, number, spec(block))
+                    on_the_way.append(lambda parts=parts, means=means: parts.update(means()))  # type: ignore[misc]
+                    self._bytes_on_the_way += sum(t.nbytes for t in parcel.tensors)
         self._arrivals = work, on_the_way
         return found, told
 
@@ -167,6 +173,7 @@ class Reducing(Capturing):
         """Wait for the sums of the last exchange."""
         if self._arrivals is not None:
             (work, on_the_way), self._arrivals = self._arrivals, None
+            self._bytes_on_the_way = 0
             work.wait()
             for fill in on_the_way:
                 fill()
@@ -174,7 +181,7 @@ class Reducing(Capturing):
     def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         """Fold what was measured into the running estimates, at once or when the sums have come."""
         if self.comm.combines and self._may_wait(statistics):
-            self._unsettled = statistics, gate
+            self._unsettled = statistics, gate, [{k: g[k] for k in _FOLDING if k in g} for g in self.param_groups]
         else:
             self._arrive()
             self._update_estimates(statistics, gate)
@@ -188,9 +195,16 @@ class Reducing(Capturing):
         """Fold what is on its way."""
         self._arrive()
         if self._unsettled is not None:
-            (statistics, gate), self._unsettled = self._unsettled, None
-            with torch.no_grad():
-                self._update_estimates(statistics, gate)
+            (statistics, gate, options), self._unsettled = self._unsettled, None
+            now = [{k: g[k] for k in then} for g, then in zip(self.param_groups, options, strict=False)]
+            try:
+                for group, then in zip(self.param_groups, options, strict=False):
+                    group.update(then)  # as they were when it was measured
+                with torch.no_grad():
+                    self._update_estimates(statistics, gate)
+            finally:
+                for group, own in zip(self.param_groups, now, strict=False):
+                    group.update(own)
 
     def _is_finite(self, measured: Measured) -> Tensor:
         return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
@@ -214,11 +228,13 @@ class Reducing(Capturing):
         size, device = self._count_size(block), block.owner.device
         finite = None if measured is None else self._is_finite(measured).to(device)
         counts, tensors = [], []
+        # Nothing of a unit travels whose owner alone captures it.
+        sends = self.comm.captures(block.index) or self.comm.sources(block.index) > 1
         for key, like in spec.items():
             part = None if measured is None else measured.parts.get(key)
             if part is None or finite is None:
                 counts.append(torch.zeros(size, dtype=torch.float64, device=device))
-                tensors.append(torch.zeros(like.shape, dtype=like.dtype, device=device))
+                tensors += [torch.zeros(like.shape, dtype=like.dtype, device=device)] if sends else []
             else:
                 counts.append(counts_of(part, size).to(device))
                 tensors.append(weighted(part, counts[-1], finite).to(like.dtype))
@@ -229,14 +245,15 @@ class Reducing(Capturing):
             lost = torch.zeros_like(words)
             lost[2] = 1.0
             words = torch.where(finite, words, lost)
-        return words, Parcel(block.index, tensors, tuple(self.is_symmetric(block, k) for k in spec))
+        return words, Parcel(block.index, tensors, tuple(self.is_symmetric(block, k) for k in spec) if tensors else ())
 
     def _means(self, block: Block, parcel: Parcel, counts: Tensor, spec: Mapping[str, Tensor]) -> dict[str, Part]:
         """The combined parts, where this rank holds what they are folded into."""
         if not self.comm.estimates(block.index):
             return {}
         own = counts.split(self._count_size(block)) if spec else ()
-        return {key: mean_of(total, c) for key, total, c in zip(spec, parcel.tensors, own, strict=True)}
+        found = zip(spec, parcel.tensors, own, strict=True)
+        return {key: mean_of(total, c) for key, total, c in found if bool(c.any())}  # what any rank has measured
 
     # ------------------------------------------------------------------ stage 4: refresh and share
     def _refresh_together(self, due: list[Block]) -> tuple[list[Block], Tensor]:
@@ -312,15 +329,30 @@ class Reducing(Capturing):
         self._settle()
         return super().state_dict()
 
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """See the base class."""
+        self._settle()
+        super().consolidate_state_dict(to)  # type: ignore[misc]
+
     def __getstate__(self) -> dict[str, Any]:
         """What copies keep."""
         self._settle()
         return super().__getstate__()
 
+    def close(self) -> None:
+        """Remove every hook and end what the strategy runs. Idempotent."""
+        try:
+            self._settle()  # before the groups go
+        finally:
+            super().close()
+
     def detach(self) -> None:
         """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
-        self._settle()
-        super().detach()
+        try:
+            self._settle()
+        finally:
+            self._arrivals = self._unsettled = None
+            super().detach()
 
     # ------------------------------------------------------------------ what a plan supposes
     def imagine(self, batch_size: int | None, is_real: bool) -> None:

@@ -36,6 +36,9 @@ class SwitchedOptimizer(GatheringOptimizer):
         self._auto_mode: str | None = None
         self._switches: list[tuple[int, str]] = []
 
+    def _facts(self) -> dict[str, list[str]]:
+        return {**super()._facts(), "batch size and switch": [str(self._batch_size), type(self.switch).__name__]}
+
     # ------------------------------------------------------------------ which mode
     def _is_auto(self) -> bool:
         return any(group["mode"] == "auto" for group in self.param_groups)

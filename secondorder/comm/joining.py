@@ -39,6 +39,7 @@ class JoiningOptimizer(Joinable):
 
         def step(self) -> None: ...
         def _discard(self) -> None: ...
+        def _follow_schedule(self) -> None: ...
 
     def _why_not_joinable(self) -> str | None:
         """Why a rank without data cannot take the steps of the others, if it cannot."""
@@ -122,6 +123,8 @@ class JoiningOptimizer(Joinable):
             for p, gradient in zip(sent, found, strict=True):
                 p.grad = gradient
             self._follow_options(numbers.tolist())
+            if hasattr(self, "_follow_schedule"):  # as the others did in their forward
+                self._follow_schedule()
 
     def _numbers(self) -> list[tuple[Group, str, float]]:
         """The options of every group that are a number, NaN where they are something else now."""

@@ -148,6 +148,9 @@ class Call:
         """Sum to all ranks in place, and divide by ``count``."""
         buffer, loan = self._staging(items, items[0].tensor.dtype)
         self.count("all_reduce", buffer.numel(), buffer.dtype)
+        if count is not None and buffer.dtype == torch.float16:  # whose sum may overflow where the mean does not
+            buffer.div_(count)
+            count = None
         handle = dist.all_reduce(buffer, group=self.group, async_op=True)
 
         def then() -> None:

@@ -9,6 +9,7 @@ Pauloski et al., KAISA, SC21 (arXiv 2107.01739), section 3; there every rank kee
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import weakref
 from abc import abstractmethod
@@ -178,7 +179,7 @@ class RankGrid(CommStrategy):
 
         return group_of(self._grid.rows), group_of(self._grid.columns)
 
-    def admit(self, optimizer: Any) -> None:
+    def claim(self, optimizer: Any) -> None:
         """Serve one optimizer.
 
         Raises:
@@ -188,6 +189,11 @@ class RankGrid(CommStrategy):
         if other is not None and other is not optimizer:
             raise ValueError(f"{self!r} serves another optimizer already: give each a strategy object of its own")
         self._optimizer = weakref.ref(optimizer)
+
+    def compare(self, facts: Mapping[str, Sequence[str]]) -> None:
+        """Compare facts over the ranks."""
+        if self.combines:
+            require_equal(self.collectives, facts, self._world)
 
     def end_step(self) -> None:
         """Compare the ranks, where that was asked for.
@@ -212,10 +218,12 @@ class RankGrid(CommStrategy):
 
     def close(self) -> None:
         """Leave the groups. Idempotent."""
-        if self._connected and dist.is_initialized():
+        connected, self._connected = self._connected, False
+        self._optimizer = _nobody
+        if connected and dist.is_initialized():
             for group in {id(g): g for g in self._own_groups() if g is not None}.values():
-                dist.destroy_process_group(group)
-        self._connected = False
+                with contextlib.suppress(ValueError):  # it went with the default group
+                    dist.destroy_process_group(group)
 
     def _own_groups(self) -> list[Any]:
         """Groups that this strategy has made."""
@@ -256,6 +264,11 @@ class RankGrid(CommStrategy):
     def replicates(self) -> bool:
         """Whether every rank holds the running estimates of all units."""
         return self.replicates_by_default if self._replicate is None else self._replicate
+
+    @property
+    def averages(self) -> bool:
+        """Whether the strategy brings gradients to their mean itself."""
+        return self._average and self.combines
 
     @property
     def grid(self) -> Grid:

@@ -143,6 +143,20 @@ class CommStrategy(ABC):
     def close(self) -> None:  # noqa: B027 - most strategies have nothing to end
         """End what runs beside the training loop, and leave the groups. Idempotent."""
 
+    def claim(self, optimizer: Any) -> None:  # noqa: B027 - most strategies take any
+        """Serve this optimizer from now on, before anything is placed.
+
+        Raises:
+            ValueError: If the strategy serves another one.
+        """
+
+    def compare(self, facts: Mapping[str, Sequence[str]]) -> None:  # noqa: B027 - nobody to compare with
+        """Compare facts over the ranks; as many on every rank.
+
+        Raises:
+            ValueError: On all ranks, if they differ, naming the first difference.
+        """
+
     def admit(self, optimizer: Any) -> None:  # noqa: B027 - most strategies take any
         """Look at the optimizer, before the ranks meet.
 
@@ -154,6 +168,11 @@ class CommStrategy(ABC):
         """This rank leaves its training loop with an error."""
 
     # ------------------------------------------------------------------ who
+    @property
+    def averages(self) -> bool:
+        """Whether the strategy brings gradients to their mean itself."""
+        return False
+
     @property
     def updates(self) -> bool:
         """Whether this rank updates its parameters itself; one that does not only estimates."""

@@ -368,7 +368,7 @@ class EKFAC(RoutingOptimizer):
 
     def _measures_scale(self, block: Block) -> bool:
         """Whether this step measures the scale of a block example by example, in the basis of now."""
-        ready = block.group["estimator"] == "intra" and self.state[block.owner]["refreshes"] > 0
+        ready = block.group["estimator"] == "intra" and self._is_refreshed(block)
         return ready and self._scale_is_due(block) and not self._measures_late(block)
 
     def _measures_late(self, block: Block) -> bool:
