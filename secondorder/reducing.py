@@ -160,7 +160,7 @@ class Reducing(Capturing):
                 _, number, more = total.split([_WORDS, counts, len(total) - _WORDS - counts])
                 found[block.index] = Measured(parts, n, None if mine is None else mine.rest, more)
                 if next(iter(spec(block)), "") == "factor_a":
-                    ranks = self.comm.sources(block.index)
+                    ranks = float(total[1])
                     self._rows_seen[block.name] = n / ranks, float(number[0]) / ranks
                 if self.comm.estimates(block.index):
                     means = partial(self._means, block, parcel, number, spec(block))

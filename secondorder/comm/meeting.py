@@ -14,6 +14,13 @@ from torch.distributed import distributed_c10d
 _held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
+def attempt() -> str:
+    """A prefix for keys of the default store, which ranks that were started again may share with those of before."""
+    # Only where torchrun lends its own store to the ranks: each agent counts restarts for itself, and counts differ.
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
+
+
 def meet(what: str, timeout: timedelta | None = None) -> None:
     """Wait until all ranks of the default group have come here; without a group there is nobody to wait for.
 
@@ -33,9 +40,7 @@ def meet(what: str, timeout: timedelta | None = None) -> None:
         return
     default: Any = distributed_c10d._get_default_store()
     number = _held.get(default, 0)
-    # Ranks that torchrun has started again may meet in the store of the attempt before.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = distributed_c10d.PrefixStore(f"secondorder/{attempt}/meeting {number}/{what}", default)
+    store = distributed_c10d.PrefixStore(f"secondorder/{attempt()}/meeting {number}/{what}", default)
     rank, world = dist.get_rank(), dist.get_world_size()
     patience = default.timeout if timeout is None else timeout
     store.set(str(rank), "")

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
+from secondorder.comm.meeting import attempt
+
 #: Seconds between two looks at the store: the first, and the longest.
 _FIRST, _LONGEST = 2e-4, 5e-3
 #: Where the first rank that gives up says so.
@@ -34,7 +36,8 @@ class Words:
 
     def __init__(self, name: str, timeout: float) -> None:
         # The default group's own store: with a file as rendezvous there is no address for another one.
-        self._store = distributed_c10d.PrefixStore(f"secondorder/{name}", distributed_c10d._get_default_store())
+        prefix = f"secondorder/{attempt()}/{name}"
+        self._store = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
         self.timeout = timeout
 
     def write(self, key: str, **content: Any) -> None:
