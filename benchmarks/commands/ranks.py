@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.table import Table
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,7 +66,7 @@ class Ranks:
         for whose, name in cases:
             with tempfile.TemporaryDirectory() as folder:
                 results = Path(folder) / "results"
-                mp.spawn(_work, (self, whose, name, folder, results), nprocs=self.world)
+                spawn(_work, (self, whose, name, folder, results), nprocs=self.world)  # type: ignore[no-untyped-call]
                 found.append({"whose": whose, "strategy": name, "world": self.world, "ranks": torch.load(results)})
         report.save(self.out_dir, "ranks", [_table(found)], {"method": self.method, "results": found})
         return 0
@@ -136,7 +136,9 @@ def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable
     sys.path.insert(0, str(command.kfac_pytorch))
     known = importlib.metadata.version
     # It asks for its own version, which a checkout has not.
-    importlib.metadata.version = lambda package: "0" if package == "kfac-pytorch" else known(package)
+    importlib.metadata.version = lambda distribution_name: (
+        "0" if distribution_name == "kfac-pytorch" else known(distribution_name)
+    )
     from kfac.enums import DistributedStrategy  # type: ignore[import-not-found]
     from kfac.preconditioner import KFACPreconditioner  # type: ignore[import-not-found]
 

@@ -7,6 +7,7 @@ from secondorder.comm.hybrid_opt import HybridOpt
 from secondorder.comm.local_factors import LocalFactors
 from secondorder.comm.mem_opt import MemOpt
 from secondorder.comm.named import from_name
+from secondorder.comm.planning import Plan, RankPlan
 from secondorder.comm.rank_grid import RankGrid
 from secondorder.comm.strategy import CommStrategy, Local, Parcel, Pending, Shard, Unit, world_size
 
@@ -27,7 +28,9 @@ __all__ = [
     "MemOpt",
     "Parcel",
     "Pending",
+    "Plan",
     "RankGrid",
+    "RankPlan",
     "Shard",
     "Unit",
     "default_strategy",
