@@ -66,7 +66,7 @@ class Ranks:
         for whose, name in cases:
             with tempfile.TemporaryDirectory() as folder:
                 results = Path(folder) / "results"
-                spawn(_work, (self, whose, name, folder, results), nprocs=self.world)  # type: ignore[no-untyped-call]
+                spawn(_work, (self, whose, name, folder, results), nprocs=self.world)
                 found.append({"whose": whose, "strategy": name, "world": self.world, "ranks": torch.load(results)})
         report.save(self.out_dir, "ranks", [_table(found)], {"method": self.method, "results": found})
         return 0
