@@ -64,7 +64,7 @@ class Planning(Lifecycle):
             told,
             rehearsal.groups,
             padding,
-            [*_notes(rehearsal), *actor.notes()],
+            [*_notes(rehearsal), *_note_of_period(actor, rehearsal), *actor.notes()],
         )
 
     def _stage_for(self, strategy: CommStrategy, units: Sequence[Unit], world: int, is_real: bool) -> Rehearsal:
@@ -102,12 +102,24 @@ class Planning(Lifecycle):
         return world_size, chosen, repr(chosen)
 
 
+def _period(actor: Understudy, rehearsal: Rehearsal) -> int:
+    """Steps after which everything comes again."""
+    return math.lcm(1, *actor.intervals(), *rehearsal.intervals())
+
+
+def _note_of_period(actor: Understudy, rehearsal: Rehearsal) -> list[str]:
+    period = _period(actor, rehearsal)
+    if period <= _LONGEST:
+        return []
+    return [f"intervals meet every {period:,} steps only: means and worst steps are those of {_LONGEST:,} of them"]
+
+
 def _rehearse(actor: Understudy, rehearsal: Rehearsal) -> tuple[list[Traffic], float]:
     """Traffic of all kinds of steps of one interval, and the padding of statistics as a part of what is wanted."""
     if not rehearsal.combines:
         return [], 0.0
     alike: dict[Hashable, list[int]] = {}
-    period = min(math.lcm(1, *actor.intervals(), *rehearsal.intervals()), _LONGEST)
+    period = min(_period(actor, rehearsal), _LONGEST)
     for t in range(period, 2 * period):  # warming up is over
         alike.setdefault(actor.key(t), []).append(t)
     found, padded, wanted = [], 0, 0

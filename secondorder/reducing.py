@@ -158,7 +158,9 @@ class Reducing(Capturing):
                 mine, parts = measured.get(block.index), dict[str, Part]()
                 counts = self._count_size(block) * len(spec(block))
                 _, number, more = total.split([_WORDS, counts, len(total) - _WORDS - counts])
-                found[block.index] = Measured(parts, n, None if mine is None else mine.rest, more)
+                size = self._count_size(block)
+                seen = frozenset(key for key, c in zip(spec(block), number.split(size), strict=False) if bool(c.any()))
+                found[block.index] = Measured(parts, n, None if mine is None else mine.rest, more, seen)
                 if next(iter(spec(block)), "") == "factor_a":
                     ranks = float(total[1])
                     self._rows_seen[block.name] = n / ranks, float(number[0]) / ranks

@@ -127,23 +127,30 @@ class JoiningOptimizer(Joinable):
                 self._follow_schedule()
 
     def _numbers(self) -> list[tuple[Group, str, float]]:
-        """The options of every group that are a number, NaN where they are something else now."""
-        found = []
-        for group in self.param_groups:
-            for key in sorted(self.defaults):
-                value = group[key]
-                single = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-                found.append((group, key, float(value) if single else float("nan")))
-        return found
+        """The numbers among the options of every group, those of tuples one by one, NaN for what is none now."""
+        return [
+            (group, key, number)
+            for group in self.param_groups
+            for key in sorted(self.defaults)
+            for number in _numbers_of(group[key])
+        ]
 
     def _follow_options(self, numbers: Sequence[float]) -> None:
         """Take over what a scheduler has changed, which runs where there is data."""
         if not self._has_joined:
             return
-        for (group, key, own), theirs in zip(self._numbers(), numbers, strict=True):
-            if own != theirs and own == own and theirs == theirs:
+        theirs = iter(numbers)
+        for group in self.param_groups:
+            for key in sorted(self.defaults):
                 value = group[key]
-                group[key] = value.fill_(theirs) if isinstance(value, Tensor) else type(value)(theirs)
+                own = _numbers_of(value)
+                new = [next(theirs) for _ in own]
+                if own == new or any(x != x for x in (*own, *new)):
+                    continue
+                if isinstance(value, Tensor):
+                    value.fill_(new[0])
+                else:
+                    group[key] = tuple(new) if isinstance(value, (tuple, list)) else type(value)(new[0])
 
 
 class _Shadow(JoinHook):
@@ -170,6 +177,14 @@ class _Shadow(JoinHook):
             optimizer._share_options()
         optimizer._has_joined = False
         optimizer._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+def _numbers_of(value: Any) -> list[float]:
+    """A number, or the numbers of a tuple, as floats."""
+    if isinstance(value, (tuple, list)):
+        return [x for part in value for x in _numbers_of(part)]
+    single = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    return [float(value) if single else float("nan")]
 
 
 def _first(live: Tensor) -> int:

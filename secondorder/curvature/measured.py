@@ -31,12 +31,14 @@ class Measured(NamedTuple):
         examples: N, of all ranks once they are combined.
         rest: The statistic itself, with what is not combined by summing; None where only other ranks saw the layer.
         told: Sums over the ranks of words of the method's own.
+        seen: State keys of the parts that any rank has measured, the same on all; None for those of ``parts``.
     """
 
     parts: Mapping[str, Part]
     examples: int
     rest: Any = None
     told: Tensor | None = None
+    seen: frozenset[str] | None = None
 
 
 def counts_of(part: Part, size: int) -> Tensor:

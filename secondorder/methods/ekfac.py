@@ -424,7 +424,9 @@ class EKFAC(RoutingOptimizer):
         """Count a statistic that was folded in, on whatever rank."""
         if self._factors_are_due(block):
             super().count_update(block, measured)
-        if self._measures_scale(block):
+        # After loading, ranks may find the bases only when the forward that would have measured is over.
+        seen = measured.seen is None or "scale" in measured.seen or self._sends_more(block)
+        if self._measures_scale(block) and seen:
             self._count_scale(block)
 
     def _count_scale(self, block: Block) -> None:

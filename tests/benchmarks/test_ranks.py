@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.cli import main
 
 
+@pytest.mark.slow
 def test_ranks_keep_less_where_their_strategy_says_so(tmp_path: Path) -> None:
     words = "ranks --world 2 --batch 2 --steps 2 --factor-steps 1 --strategies comm_opt mem_opt --out-dir"
     assert main([*words.split(), str(tmp_path)]) == 0

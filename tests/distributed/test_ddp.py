@@ -372,6 +372,4 @@ def test_group_of_one_rank(pool: Pool) -> None:
     run = Run("words", "kfac_eigen", steps=4)
     for strategy in (None, "comm", "mem", "local_factors", "chief"):
         (path,) = pool.run(together, strategy, run, world=1)
-        assert distance(path, alone(run)[0]) <= (
-            0 if pool.backend == "gloo" else 1e-9
-        )  # another device rounds otherwise
+        assert distance(path, alone(run)[0]) <= 1e-9  # another process, or device, may round otherwise

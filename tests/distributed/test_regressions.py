@@ -152,11 +152,11 @@ def test_sums_on_their_way_are_counted_where_they_stay(pool: Pool) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _interrupted(rank: int, world: int, strategy: str) -> tuple[Tensor, Tensor]:
+def _interrupted(rank: int, world: int, strategy: str, chosen: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Parameters of a run, and of one that another optimizer went on with right after a refresh."""
 
     def make(model: nn.Module) -> EKFAC:
-        return EKFAC(model, comm=STRATEGIES[strategy](average_gradients=True), **LEAN)
+        return EKFAC(model, comm=STRATEGIES[strategy](average_gradients=True), **LEAN, **chosen)
 
     model = _net()
     optimizer = make(model)
@@ -170,9 +170,10 @@ def _interrupted(rank: int, world: int, strategy: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.*partial")
+@pytest.mark.parametrize("chosen", [{"estimator": "running"}, {"estimator": "intra", "scale_update_steps": 2}])
 @pytest.mark.parametrize("strategy", ["comm", "mem"])
-def test_ekfac_goes_on_exactly_from_factors_alone(pool: Pool, strategy: str) -> None:
-    for expected, found in pool.run(_interrupted, strategy):
+def test_ekfac_goes_on_exactly_from_factors_and_scale(pool: Pool, strategy: str, chosen: dict[str, Any]) -> None:
+    for expected, found in pool.run(_interrupted, strategy, chosen):
         _close(found, expected, 1e-10)
 
 
@@ -238,7 +239,10 @@ def _other_options(rank: int, world: int) -> dict[str, tuple[str, str]]:
         "fisher": {"fisher": "mc" if rank == 0 else "exact"},
         "damping_interval": {"adaptive_damping": True, "damping_interval": 2 + rank},
     }
-    return {name: raised(KFAC, _net(), comm=_mem(), **{**OPTIONS, **chosen}) for name, chosen in own.items()}
+    found = {}
+    for name, chosen in own.items():
+        found[name] = raised(KFAC, _net(), comm=CommOpt(average_gradients=True), **{**OPTIONS, **chosen})
+    return found
 
 
 def test_options_of_the_whole_optimizer_must_be_equal_on_all_ranks(pool: Pool) -> None:
