@@ -125,5 +125,6 @@ def joined() -> Iterator[Ranks]:
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
+        dist.barrier()  # a rank that leaves early closes connections that others still use
     finally:
         dist.destroy_process_group()

@@ -36,8 +36,35 @@ def pool(request: pytest.FixtureRequest) -> "Iterator[Pool]":
     processes.close()
 
 
+#: Tests of several ranks with many cases: of how many one is run by default; the others are slow.
+ONE_IN = {
+    "test_shards_equal_the_joined_batch": 3,
+    "test_every_kind_of_layer": 2,
+    "test_bytes_sent": 4,
+    "test_a_rank_plans_the_world_it_is_in": 3,
+    "test_replicas_are_equal_for_200_steps": 3,
+    "test_a_repeated_run_has_the_same_bits": 3,
+    "test_from_two_ranks_to_others": 3,
+    "test_sngd_of_every_kind_of_rows": 2,
+    "test_sngd_of_unequal_batches_is_that_of_the_joined_batch": 3,
+    "test_elsewhere_it_goes_on_alike": 2,
+    "test_rows_of_every_kind_of_layer": 3,
+    "test_each_layer_takes_the_cheaper_route": 3,
+    "test_lockstep_is_the_delayed_run_in_other_settings": 3,
+    "test_ranks_do_what_one_process_does": 3,
+}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` on a machine without a CUDA device."""
+    """Mark most cases of long tests as slow, and skip tests marked ``gpu`` on a machine without a CUDA device."""
+    seen: dict[str, int] = {}
+    for item in items:
+        name = getattr(item, "originalname", None) or item.name
+        if name in ONE_IN and not item.get_closest_marker("slow"):
+            seen[name] = seen.get(name, -1) + 1
+            if seen[name] % ONE_IN[name]:
+                item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

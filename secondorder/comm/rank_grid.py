@@ -97,6 +97,9 @@ class RankGrid(CommStrategy):
         self._grid = Grid(1, 1)
         self._rank = 0
         self._connected = False
+        self._world: Any = None
+        self._row: Any = None
+        self._column: Any = None
         self.collectives = Collectives(wire_dtype=wire_dtype)
 
     # ------------------------------------------------------------------ what a strategy says
@@ -224,6 +227,8 @@ class RankGrid(CommStrategy):
             for group in {id(g): g for g in self._own_groups() if g is not None}.values():
                 with contextlib.suppress(ValueError):  # it went with the default group
                     dist.destroy_process_group(group)
+        # Threads of a group end with its last reference, which must not be when the interpreter does.
+        self._world = self._row = self._column = None
 
     def _own_groups(self) -> list[Any]:
         """Groups that this strategy has made."""

@@ -100,6 +100,7 @@ def _run_job(folder: Path, *words: str, **env: str) -> list[dict]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(AGENTS * RANKS_PER_AGENT)]
 
 
+@pytest.mark.slow
 def test_two_agents_keep_directions_inside_an_agent(tmp_path):
     found = _run_job(tmp_path, "--epochs", "1", "--batch-size", "128")
     agents = {agent: [f["rank"] for f in found if f["agent"] == agent] for agent in range(AGENTS)}
@@ -146,6 +147,7 @@ def _train(folder: Path, ranks: int, *words: str) -> dict:
     return json.loads(written.read_text())
 
 
+@pytest.mark.slow
 def test_benchmarks_train_on_two_ranks_as_on_one(tmp_path):
     words = ("--optimizer", "kfac", "--comm", "mem_opt", "--steps", "12")
     one, two = _train(tmp_path / "one", 1, *words), _train(tmp_path / "two", 2, *words)
