@@ -85,5 +85,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Start every test from the same random state, whatever ran before it in the same process."""
+    """Start every test from the same random state and on one thread, whatever ran before it in the same process."""
     torch.manual_seed(0)
+    if torch.get_num_threads() != 1:  # commands of the benchmarks set their own number
+        torch.set_num_threads(1)
