@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.comm import Unit
+from secondorder.comm import Unit, is_cut
 from secondorder.curvature.block import Block, Choices, SkipRule, clean_name, plan_blocks, unwrap
 from secondorder.curvature.capture import Capture, Site, Statistic
+from secondorder.curvature.losscale import calling_scaler
 from secondorder.curvature.parts import watched_attention
 from secondorder.lifecycle import Clock, Group, Lifecycle, State, shape_of
 
@@ -92,6 +93,7 @@ class Capturing(Lifecycle):
         self._skipped_statistics: dict[str, int | Tensor] = {}
         self._kl_factor: Tensor | None = None
         self._warned: set[str] = set()
+        self._looked_for_scaler: set[str] = set()
         self._armed_for: list[tuple[Any, ...]] = []
         #: Shapes of the whole curvature of each parameter, wherever it is.
         self._specs: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
@@ -142,6 +144,7 @@ class Capturing(Lifecycle):
         """
         assert self._root is not None
         plan = plan_blocks(self._root, [p for p in self._group if p.requires_grad], self._layer_options.choices)
+        _refuse_tensor_parallel(self._root, plan.blocks)
         changed = [b.signature for b in plan.blocks] != [b.signature for b in self._blocks]
         if changed:
             self._blocks = plan.blocks
@@ -215,7 +218,8 @@ class Capturing(Lifecycle):
             elif not isinstance(value, Tensor):
                 state.setdefault(key, value)
             elif key not in state:
-                state[key] = torch.zeros_like(value, device=p.device)
+                like = p if is_cut(p) and self.kinds[key] == "momentum" else value
+                state[key] = torch.zeros_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
                 if self.kinds[key] == "second_order":
                     state["refreshes"] = 0  # nothing to precondition with until the next refresh, which is due
             else:  # the model was moved or cast
@@ -281,6 +285,21 @@ class Capturing(Lifecycle):
         if self._capture is not None:
             self._capture.grad_scaler = self._scaler
 
+    def _infer_scaler(self) -> None:
+        """Adopt the loss scaler that calls this step, where none was given; what was captured before is left out.
+
+        The stack is looked through in the first step, and in the first that finds float16 gradients: not in every one.
+        """
+        capture = self._capture
+        if capture is None or self._scaler is not None or not (capture.pending or capture.scale_is_unknown):
+            return
+        wanted = {"first", "float16"} if capture.scale_is_unknown else {"first"}
+        if wanted <= self._looked_for_scaler:
+            return
+        self._looked_for_scaler |= wanted
+        if (found := calling_scaler()) is not None:
+            self.grad_scaler = found
+
     def detach(self) -> None:
         """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
         if self._capture is not None:
@@ -342,3 +361,31 @@ class Capturing(Lifecycle):
     def _name_of(self, module: nn.Module) -> str:
         assert self._root is not None
         return next(clean_name(name) for name, m in self._root.named_modules() if m is unwrap(module))
+
+
+def _refuse_tensor_parallel(root: nn.Module, blocks: Sequence[Block]) -> None:
+    """Refuse layers of which every rank applies a part: what their hooks see is no row of the layer.
+
+    Raises:
+        NotImplementedError: Naming them.
+    """
+    cut = {p for block in blocks for p in block.params if is_cut(p)}
+    if not cut:
+        return
+    sharded = {p for m in root.modules() if _is_fully_sharded(m) for p in m.parameters()}
+    found = [
+        block.name
+        for block in blocks
+        if any(getattr(module, "_distribute_module_applied", False) for module, _ in block.taps)
+        or any(p in cut and p not in sharded for p in block.params)
+    ]
+    if found:
+        raise NotImplementedError(
+            f"layers {', '.join(found)} are tensor-parallel: each rank sees a part of their rows, from which the curvature "
+            "of the layer cannot be had. Leave them out with skip_layers=[...], or use a window method (MFAC, GGT)"
+        )
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to a module; by name, since not every build of torch has it."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

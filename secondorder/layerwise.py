@@ -13,12 +13,13 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import update
 from secondorder.capturing import LayerOptions
-from secondorder.comm import CommStrategy, Parcel
+from secondorder.comm import NOTHING, CommStrategy, Parcel, Spans, local
 from secondorder.curvature.block import Block, find_name
 from secondorder.curvature.capture import Captured
+from secondorder.curvature.losscale import UNKNOWN
 from secondorder.curvature.measured import Measured
 from secondorder.curvature.projections import Projection
-from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of
+from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of, some_of
 from secondorder.linalg import all_true_on_cpu, full_precision
 from secondorder.optimizer import SecondOrderOptimizer, rate
 from secondorder.serving import Serving
@@ -99,7 +100,9 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         self._discard()
 
     def _take(self) -> Captured:
-        return self._require_capture().take()
+        capture = self._require_capture()
+        self._infer_scaler()
+        return capture.take()
 
     def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
         for index, measured in cast("dict[int, Measured]", captured.statistics).items():
@@ -121,7 +124,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
         """Say once, by name, which layers have a gradient but nothing captured though it was due."""
         assert self._capture is not None
-        missed = {}
+        missed: dict[str, list[str]] = {}
         if self._capture.was_paused:
             self._capture.was_paused = False
             return
@@ -130,11 +133,12 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             if i in captured.statistics or i in captured.idle or block.owner not in gradients:
                 continue
             reason = self._capture.refused.setdefault(i, self._why_missing(block))  # describe() says so too
-            if block.name not in self._warned:
-                missed[block.name] = reason
+            if not {block.name, reason} & self._warned:
+                missed.setdefault(reason, []).append(block.name)
         if missed:
-            self._warned.update(missed)
-            lines = "; ".join(f"{name}: {reason}" for name, reason in missed.items())
+            self._warned.update(name for names in missed.values() for name in names)
+            self._warned |= {UNKNOWN} & set(missed)  # it holds for every layer, also for those that are due later
+            lines = "; ".join(f"{some_of(names)}: {reason}" for reason, names in missed.items())
             causes = (
                 " Usual causes: the model was in eval mode, or torch.compile ran it before the optimizer was made "
                 "(then make it first, or call torch.compiler.reset())."
@@ -182,23 +186,50 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         if not ready:
             return {}
         source = self._sources(active, gradients, gate)
-        found: dict[Block, Parcel] = {}
-        posted = []
         with full_precision(ready[0].owner.device):
-            for some in self._portions(ready):  # those that are done travel while the next ones are computed
-                parcels = [Parcel(b.index, self._directions_of(b, source)) for b in some]
-                posted.append(self.comm.post_directions(parcels))
-                found.update(zip(some, parcels, strict=True))
-        for pending in posted:
-            pending.wait()
-        directions = {p: d for b in active for p, d in zip(b.params, found[b].tensors, strict=True)}
+            found = self._cut_directions(ready, source) if self._is_cut else self._whole_directions(ready, source)
+        directions = {p: found[p] for b in active for p in b.params}
         if not active:
             return {}
         self._kl_clip(directions, self._guard(active, directions, source))
-        for block in active:
-            self._graft(block.group["graft"], block.params, directions, gradients)
+        self._graft([(b.group["graft"], b.params) for b in active], directions, gradients)
         self._clip(directions)
         return {p: d.to(p.dtype) for p, d in directions.items()}
+
+    def _whole_directions(self, blocks: Sequence[Block], source: Directions) -> Directions:
+        """Directions of all blocks on every rank."""
+        found: Directions = {}
+        posted = []
+        for some in self._portions(blocks):  # those that are done travel while the next ones are computed
+            parcels = [Parcel(b.index, self._directions_of(b, source)) for b in some]
+            posted.append(self.comm.post_directions(parcels))
+            for block, parcel in zip(some, parcels, strict=True):
+                found.update(zip(block.params, parcel.tensors, strict=True))
+        for pending in posted:
+            pending.wait()
+        return found
+
+    def _cut_directions(self, blocks: Sequence[Block], source: Directions) -> Directions:
+        """This rank's pieces of the directions of all blocks."""
+        found: Directions = {}
+        for some in self._portions(blocks):
+            params = [p for b in some for p in b.params]
+            wholes = self._whole_gradients(some, source)
+            ours = [b for b in some if self.comm.preconditions(b.index)]
+            done = {p: d for b in ours for p, d in zip(b.params, self._directions_of(b, wholes), strict=True)}
+            found |= self._cut(params, done, [self._holders(b, p) for b in some for p in b.params])
+        return found
+
+    def _whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
+        """What to precondition of some blocks, whole on the ranks that precondition them."""
+        params = [p for b in blocks for p in b.params]
+        pieces = {p: source[p] if p in source else self._room_of(p) for p in params}
+        return self._wholes(params, pieces, [self._holders(b, p) for b in blocks for p in b.params])
+
+    def _holders(self, block: Block, p: nn.Parameter) -> Spans:
+        """By rank all entries of a parameter of a block where that is preconditioned, else nothing."""
+        there = self.comm.preconditioners(block.index)
+        return tuple((0, p.numel()) if rank in there else NOTHING for rank in range(self.comm.world))
 
     def _portions(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
         """Blocks whose directions make messages worth sending before the others are known."""
@@ -226,7 +257,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         grafted = [p for p in source if self._options(p)["graft"] == "adam"]
         self._count_moments(grafted, gradients, gate)
         for p in grafted:
-            source[p] = self.state[p]["exp_avg"] / (1 - self._group[p]["fallback_betas"][0] ** self._steps_of(p))
+            source[p] = local(self.state[p]["exp_avg"]) / (1 - self._group[p]["fallback_betas"][0] ** self._steps_of(p))
         return source
 
     def _guard(self, blocks: Sequence[Block], directions: Directions, source: Directions) -> Directions:
@@ -236,6 +267,9 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
         """
         products = {p: update.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
+        if self._is_cut:
+            summed = self._sum_pieces(torch.stack([x.to(torch.float64) for x in products.values()]), list(products))
+            products = dict(zip(products, summed.unbind(), strict=True))
         finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
         if finite.device.type == "cpu" and all_true_on_cpu(finite):
             return products
@@ -244,7 +278,8 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             for p in block.params:
                 plain = source[p].to(directions[p].dtype)
                 directions[p] = torch.where(good, directions[p], plain)
-                products[p] = torch.where(good, products[p], update.inner_product(plain, plain))
+                own = self._norms([p], [plain])[0].square() if self._is_cut else update.inner_product(plain, plain)
+                products[p] = torch.where(good, products[p], own)
         return products
 
     def _kl_clip(self, directions: Directions, products: Directions) -> None:

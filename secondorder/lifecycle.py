@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from secondorder import options
-from secondorder.comm import CommStrategy, Unit, default_strategy
+from secondorder.comm import CommStrategy, Unit, default_strategy, is_cut, local
 from secondorder.curvature.block import clean_name, unwrap
 from secondorder.linalg import Workspace
 
@@ -161,7 +161,9 @@ class Lifecycle(Optimizer):
         return cast(Tensor, state[key])
 
     def _moments(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
-        return [self._rule_state(p, "exp_avg") for p in params], [self._rule_state(p, "exp_avg_sq") for p in params]
+        """Adam's moments, this rank's pieces of those that are cut."""
+        first, second = ([local(self._rule_state(p, key)) for p in params] for key in ("exp_avg", "exp_avg_sq"))
+        return first, second
 
     def _steps_of(self, p: nn.Parameter) -> float:
         return float(self.state[p]["step"].numpy())
@@ -192,8 +194,8 @@ class Lifecycle(Optimizer):
             return
         self._compared = True
         ways = "wrap the model in DistributedDataParallel, or use average_gradients=True"
-        values = [f"{self._names[p]}: {_sum_of(p)}" for p in self._group]
-        found = [f"{self._names[p]}: {_sum_of(g)}" for p, g in gradients.items()]
+        values = [f"{self._names[p]}: {_sum_of(p)}" for p in self._group if not is_cut(p)]
+        found = [f"{self._names[p]}: {_sum_of(g)}" for p, g in gradients.items() if not is_cut(p)]
         self.comm.compare(
             {
                 "steps taken, before this one": [str(self._t)],
@@ -231,7 +233,7 @@ class Lifecycle(Optimizer):
             if not self._covers(p) and p not in self._skipped_by_user and p.requires_grad:
                 by_reason.setdefault(self._reasons.get(p, "not covered"), []).append(name)
         if by_reason:
-            text = "; ".join(f"{reason}: {_some(names)}" for reason, names in by_reason.items())
+            text = "; ".join(f"{reason}: {some_of(names)}" for reason, names in by_reason.items())
             warnings.warn(
                 f"{type(self).__name__}: some parameters get no curvature and follow the fallback rule ({text}). "
                 "describe() lists every parameter; name them in skip_layers to silence this.",
@@ -449,6 +451,7 @@ def shape_of(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
-def _some(names: list[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first few of some names, and how many more there are."""
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

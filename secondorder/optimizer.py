@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -14,17 +15,19 @@ from torch.profiler import record_function
 
 from secondorder import options, update
 from secondorder.checkpoint import Checkpointing
+from secondorder.comm import local
 from secondorder.comm.joining import JoiningOptimizer
 from secondorder.curvature.statistics import all_finite
 from secondorder.diagnostics.report import Reporting
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import all_true_on_cpu
+from secondorder.pieces import Pieces
 from secondorder.planner import Planning
 
 ReturnedT = TypeVar("ReturnedT")
 
 
-class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer):
+class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOptimizer):
     """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
 
     Two families fill the stages in: ``LayerOptimizer`` with statistics captured per layer, ``WindowOptimizer`` with a
@@ -48,11 +51,13 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         defaults["fallback"] = options.resolve_fallback(defaults["fallback"], defaults["graft"])
         options.validate(defaults, {**options.COMMON, **self.checks})
         super().__init__(params, defaults)
+        self._fit_strategy()
         self.comm.claim(self)
         try:
             self.grad_scaler = grad_scaler
             self._connect(module)
             self._require_common_scale()
+            self._require_fitting_strategy()
             self.comm.admit(self)
             self._join_ranks()
         except BaseException:
@@ -201,12 +206,13 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
 
     # ------------------------------------------------------------------ stages 0 and 1: gradients
     def _gradients(self) -> Directions:
-        """Dense gradients, negated in groups that maximize."""
+        """Dense gradients, this rank's pieces of those that are cut, negated in groups that maximize."""
         found: Directions = {}
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    grad = p.grad.to_dense() if p.grad.layout != torch.strided else p.grad.resolve_conj()
+                    grad = local(p.grad)
+                    grad = grad.to_dense() if grad.layout != torch.strided else grad.resolve_conj()
                     found[p] = -grad if group["maximize"] else grad
         return found
 
@@ -222,13 +228,14 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
 
     def _acceptable(self, gradients: Directions) -> Tensor:
         """Whether a step can use the gradients, a 0-dim bool tensor."""
-        return all_finite(_as_real(list(gradients.values())))
+        return self._everywhere(all_finite(_as_real(list(gradients.values()))))
 
     # ------------------------------------------------------------------ stage 6: size of the directions
     def _adam_step(self, p: nn.Parameter) -> Tensor:
         """Adam's step at rate 1 (a real view of a complex one)."""
         (beta1, beta2), eps = self._group[p]["fallback_betas"], self._group[p]["fallback_eps"]
-        (mean, square), step = _as_real([self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]]), self._steps_of(p)
+        state, step = self.state[p], self._steps_of(p)
+        mean, square = _as_real([local(state["exp_avg"]), local(state["exp_avg_sq"])])
         (root,) = update.adam_denominators([square], [step], beta2, eps)
         return cast("Tensor", mean / (1 - beta1**step) / root)
 
@@ -242,16 +249,25 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
                 grads = _as_real([gradients[p] for p in own])
                 update.adam_moments_(grads, means, squares, group["fallback_betas"], gate)
 
-    def _graft(self, rule: str | None, params: Sequence[nn.Parameter], directions: Directions, raw: Directions) -> None:
-        """Give some directions, taken together, the size of the step of the rule named by ``graft``."""
-        if rule is not None and params:
-            wanted = [self._adam_step(p) if rule == "adam" else raw[p] for p in params]
-            update.match_length_([directions[p] for p in params], wanted)
+    def _graft(
+        self, sets: Iterable[tuple[str | None, Sequence[nn.Parameter]]], directions: Directions, raw: Directions
+    ) -> None:
+        """Give sets of directions, each taken together, the size of the step of the rule named by ``graft``."""
+        chosen = [(rule, params) for rule, params in sets if rule is not None and params]
+        if not chosen:
+            return
+        members = [p for _, params in chosen for p in params]
+        wanted = [self._adam_step(p) if rule == "adam" else raw[p] for rule, params in chosen for p in params]
+        found = [directions[p] for p in members]
+        sizes, lengths = self._norms([*members, *members], [*wanted, *found]).chunk(2)
+        counts = [len(params) for _, params in chosen]
+        for own, size, length in zip(_split(found, counts), sizes.split(counts), lengths.split(counts), strict=True):
+            update.match_length_(own, size, length)
 
     def _clip(self, directions: Directions) -> None:
         limited = [p for p in directions if self._group[p]["clip_norm"] is not None]
         if limited:
-            total = torch.linalg.vector_norm(update.norms([directions[p] for p in limited]))
+            total = torch.linalg.vector_norm(self._norms(limited, [directions[p] for p in limited]))
             for p in limited:
                 factor = (self._group[p]["clip_norm"] / (total + 1e-12)).clamp(max=1)
                 directions[p].mul_(factor.to(directions[p].device, torch.float64))
@@ -289,7 +305,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
     def _apply_rule(
         self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
     ) -> None:
-        tensors = cast("list[Tensor]", params)
+        tensors = [local(p) for p in params]
         decay = group["weight_decay"]
         if rule in ("adamw", "fallback_adamw"):
             means, squares = self._moments(params)
@@ -301,7 +317,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
             )  # fmt: skip
             return
         momentum = 0.0 if rule == "plain" else group["momentum"]
-        buffers = [self._rule_state(p, "momentum_buffer") for p in params] if momentum else None
+        buffers = [local(self._rule_state(p, "momentum_buffer")) for p in params] if momentum else None
         decoupled = group["decoupled_weight_decay"]
         update.sgd_(
             tensors, directions, buffers, lr=rate(group["lr"]), momentum=momentum, weight_decay=decay,
@@ -331,6 +347,13 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
 def rate(lr: Any) -> Any:
     """A learning rate as a number or a 0-dim tensor."""
     return lr.reshape(()) if isinstance(lr, Tensor) else lr
+
+
+def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Lists of so many tensors, one after the other."""
+    rest = iter(tensors)
+    for count in counts:
+        yield list(islice(rest, count))
 
 
 def _foreach_parts(params: list[nn.Parameter], foreach: bool | None) -> Iterator[list[nn.Parameter]]:

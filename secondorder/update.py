@@ -149,9 +149,15 @@ def norms(tensors: Tensors) -> Tensor:
     return torch.stack([n.to(found[0].device, torch.promote_types(n.dtype, found[0].dtype)) for n in found])
 
 
-def match_length_(tensors: Tensors, wanted: Tensors) -> None:
-    """Scale tensors by one number, in place, so that together they are as long as ``wanted``; zeros stay zeros."""
-    size, length = (torch.linalg.vector_norm(norms(x)) for x in (wanted, tensors))
+def match_length_(tensors: Tensors, wanted: Tensor, found: Tensor) -> None:
+    """Scale tensors by one number, in place, so that together they are of another length; zeros stay zeros.
+
+    Args:
+        tensors: What to scale.
+        wanted: Norms ``[k]`` of what together is as long as they shall be.
+        found: Norms of the tensors ``[k]``.
+    """
+    size, length = torch.linalg.vector_norm(wanted), torch.linalg.vector_norm(found)
     factor = torch.where(length > 0, size / length, torch.ones_like(length))
     for t in tensors:
         t.mul_(factor.to(t.device, t.dtype))

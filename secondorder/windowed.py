@@ -236,7 +236,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             for p, u, x in zip(unit.params, found, unit.inputs, strict=True):
                 if x is not None:
                     directions[p], raw[p] = u, x
-            self._graft(unit.group["graft"], list(raw), directions, raw)
+            self._graft([(unit.group["graft"], list(raw))], directions, raw)
             unit.inputs = unit.source = unit.decayed = unit.decay_dots = None
         directions = {p: _like(d, p) for p, d in directions.items()}
         self._clip(directions)

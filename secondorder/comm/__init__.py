@@ -9,20 +9,40 @@ from secondorder.comm.mem_opt import MemOpt
 from secondorder.comm.named import from_name
 from secondorder.comm.planning import Plan, RankPlan
 from secondorder.comm.rank_grid import RankGrid
+from secondorder.comm.resharding import (
+    NOTHING,
+    Layout,
+    Spans,
+    cut_equally,
+    cut_like,
+    is_cut,
+    layout_of,
+    local,
+    route,
+    whole,
+)
 from secondorder.comm.strategy import CommStrategy, Local, Parcel, Pending, Shard, Unit, world_size
 
 
-def default_strategy() -> CommStrategy:
-    """What ``comm=None`` stands for: :class:`CommOpt` in a process group of more than one rank."""
-    return CommOpt() if world_size() > 1 else Local()
+def default_strategy(cut: bool = False) -> CommStrategy:
+    """What ``comm=None`` stands for: :class:`CommOpt` in a process group of more than one rank.
+
+    Args:
+        cut: Whether parameters are cut over the ranks (FSDP2): then :class:`MemOpt`, which cuts curvature, too.
+    """
+    if world_size() == 1:
+        return Local()
+    return MemOpt() if cut else CommOpt()
 
 
 __all__ = [
+    "NOTHING",
     "ChiefOnly",
     "CommOpt",
     "CommStrategy",
     "DedicatedWorkers",
     "HybridOpt",
+    "Layout",
     "Local",
     "LocalFactors",
     "MemOpt",
@@ -32,8 +52,16 @@ __all__ = [
     "RankGrid",
     "RankPlan",
     "Shard",
+    "Spans",
     "Unit",
     "default_strategy",
+    "cut_equally",
+    "cut_like",
     "from_name",
+    "is_cut",
+    "layout_of",
+    "local",
+    "route",
+    "whole",
     "world_size",
 ]

@@ -15,6 +15,7 @@ from torch import Tensor
 from secondorder.comm.counter import Counter
 from secondorder.comm.messages import Call, Work
 from secondorder.comm.packing import Buffers, Item, buckets, by_dtype, real, shared_buckets, total
+from secondorder.comm.resharding import Route
 
 # Capacities of messages that may be in flight in one call: with more to send it waits for its oldest messages first, so
 # that staging stays small beside the state.
@@ -273,6 +274,41 @@ class Collectives:
             width = [2 if wholes[item.position].is_complex() else 1 for item in part]
             numbers = [[w * n for n in sizes[item.position]] for item, w in zip(part, width, strict=True)]
             call.gather_uneven(part, numbers, [real(whole).view(-1) for whole in wholes], capacity)
+        return call.work
+
+    @torch.no_grad()
+    def reshard(self, tensors: Sequence[Tensor], routes: Sequence[Route], *, group: Any, stage: str) -> Work:
+        """Bring tensors from one cut to another, all of one dtype, in one message.
+
+        Args:
+            tensors: What this rank has of each, flat, possibly empty.
+            routes: Of each.
+            group: Of ranks; None for all.
+            stage: Under which the message is counted.
+
+        Returns:
+            The work; its ``wait()`` returns what this rank shall have of each, flat.
+        """
+        call = self._call(group, stage)
+        me, dtype = call.rank, tensors[0].dtype
+        wire = self.wire_dtype if self.wire_dtype is not None and dtype == torch.float32 else dtype
+        found = [x.new_empty(r.want[me][1] - r.want[me][0]) for x, r in zip(tensors, routes, strict=True)]
+        call.work.result = lambda: found
+        outgoing: list[list[Tensor]] = [[] for _ in range(call.size)]
+        incoming: list[list[Tensor]] = [[] for _ in range(call.size)]
+        travels = False
+        for x, result, way in zip(tensors, found, routes, strict=True):
+            first, start = way.have[me][0], way.want[me][0]
+            for source, target, begin, end in way.moves:
+                travels |= source != target
+                if source == target == me:  # rounded too: the same bits for all who want them
+                    result[begin - start : end - start].copy_(x[begin - first : end - first].to(wire))
+                elif source == me:
+                    outgoing[target].append(x[begin - first : end - first])
+                elif target == me:
+                    incoming[source].append(result[begin - start : end - start])
+        if travels:
+            call.exchange(outgoing, incoming, wire, tensors[0])
         return call.work
 
     @torch.no_grad()

@@ -292,6 +292,23 @@ class Call:
             then = partial(_place, recv.view.view(self.size, -1), places[start // capacity], wholes)
             self._launched(handle, then, recv, send if start + capacity >= max(shares) else None)
 
+    def exchange(
+        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], wire: torch.dtype, like: Tensor
+    ) -> None:
+        """Send flat tensors to each rank, and fill flat tensors from each."""
+        sends, takes = [x for to in outgoing for x in to], [x for of in incoming for x in of]
+        sizes, wanted = ([sum(x.numel() for x in part) for part in parts] for parts in (outgoing, incoming))
+        send, recv = (self.buffers.take(self.group, sum(n), wire, like.device) for n in (sizes, wanted))
+        if sends:
+            torch._foreach_copy_(list(send.view.split([x.numel() for x in sends])), sends)
+        handle = self._all_to_all(recv.view, send.view, wanted, sizes)
+
+        def then() -> None:
+            if takes:
+                torch._foreach_copy_(takes, list(recv.view.split([x.numel() for x in takes])))
+
+        self._launched(handle, then, send, recv)
+
     # ------------------------------------------------------------------ small vectors
     def combine(self, vector: Tensor, op: str) -> None:
         """Combine a vector in place by ``"sum"``, ``"max"`` or ``"min"``, and wait for it."""

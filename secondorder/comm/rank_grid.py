@@ -25,6 +25,7 @@ from secondorder.comm.collectives import Collectives
 from secondorder.comm.meeting import meet
 from secondorder.comm.messages import Work
 from secondorder.comm.placement import Grid, Load, assign
+from secondorder.comm.resharding import Route, is_cut
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Shard, Unit, default_timeout, world_size
 
 #: Longest message of an error that is told to the other ranks, in bytes.
@@ -107,6 +108,7 @@ class RankGrid(CommStrategy):
     def workers(self, world: int) -> int:
         """m, the ranks that precondition a unit."""
 
+    takes_pieces = True
     #: Whether every rank keeps all running estimates unless ``replicate_factors`` says otherwise.
     replicates_by_default = False
 
@@ -209,7 +211,7 @@ class RankGrid(CommStrategy):
             return
         sent = [record for record in self.collectives.counter.records if record.size == self._grid.world]
         groups = self._optimizer().param_groups
-        params = [p for group in groups for p in group["params"]]
+        params = [p for group in groups for p in group["params"] if not is_cut(p)]
         facts = {
             "messages sent": [str(record) for record in sent],
             "parameters": [f"number {i}: {fingerprint(p)}" for i, p in enumerate(params)],
@@ -313,6 +315,10 @@ class RankGrid(CommStrategy):
     def preconditions(self, index: int) -> bool:
         """Whether this rank is in the column of the owner."""
         return self._owners[index] % self._grid.width == self._rank % self._grid.width
+
+    def preconditioners(self, index: int) -> Sequence[int]:
+        """The column of the owner."""
+        return range(self._owners[index] % self._grid.width, self._grid.world, self._grid.width)
 
     def captures_elsewhere(self, index: int) -> bool:
         """Whether any rank captures statistics of a unit without preconditioning it."""
@@ -439,6 +445,20 @@ class RankGrid(CommStrategy):
         """Copy tensors of one rank to all others."""
         if self.combines and tensors:
             self.collectives.broadcast({source: list(tensors)}, group=self._world, stage="copies", exact=True).wait()
+
+    # ------------------------------------------------------------------ verbs of parameters that are cut over ranks
+    def reshard(self, tensors: Sequence[Tensor], routes: Sequence[Route], stage: str) -> list[Tensor]:
+        """Bring tensors of one dtype from one cut to another, in one exchange between all ranks."""
+        if not self.combines:
+            return super().reshard(tensors, routes, stage)
+        found: list[Tensor] = self.collectives.reshard(tensors, routes, group=self._world, stage=stage).wait()
+        return found
+
+    def sum_pieces(self, values: Tensor) -> Tensor:
+        """Sum of a vector over all ranks."""
+        if self.combines:
+            self.collectives.all_reduce([values], group=self._world, stage="norms", exact=True).wait()
+        return values
 
     # ------------------------------------------------------------------ verbs of divisible units
     def sum_shards(self, values: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from secondorder.comm.resharding import Route
+
 
 def world_size() -> int:
     """Ranks in the default process group; 1 without one."""
@@ -106,6 +108,8 @@ class CommStrategy(ABC):
     role: str = "gradient"
     #: Whether ranks may run out of data one after another, inside of torch's ``Join``.
     takes_joiners: bool = True
+    #: Whether it serves parameters that are cut over the ranks (FSDP2).
+    takes_pieces: bool = False
 
     @property
     def combines(self) -> bool:
@@ -232,6 +236,10 @@ class CommStrategy(ABC):
         """Whether this rank holds what a refresh finds, and preconditions with it."""
         return True
 
+    def preconditioners(self, index: int) -> Sequence[int]:
+        """Ranks of which :meth:`preconditions` says so."""
+        return range(self.world)
+
     def refreshes(self, index: int) -> bool:
         """Whether this rank is the owner of a unit."""
         return self.owner(index) == self.rank
@@ -307,6 +315,24 @@ class CommStrategy(ABC):
     def share_directions(self, parcels: Sequence[Parcel]) -> None:
         """Copy directions from the ranks that preconditioned to the others."""
         self.post_directions(parcels).wait()
+
+    # ------------------------------------------------------------------ verbs of parameters that are cut over ranks
+    def reshard(self, tensors: Sequence[Tensor], routes: Sequence[Route], stage: str) -> list[Tensor]:
+        """Bring tensors of one dtype from one cut to another.
+
+        Args:
+            tensors: What this rank has of each, flat, possibly empty.
+            routes: Of each.
+            stage: Under which the message is counted.
+
+        Returns:
+            What this rank shall have of each, flat.
+        """
+        return [x[r.want[0][0] : r.want[0][1]] for x, r in zip(tensors, routes, strict=True)]
+
+    def sum_pieces(self, values: Tensor) -> Tensor:
+        """Sum of a vector over all ranks, the same bits on each."""
+        return values
 
     # ------------------------------------------------------------------ verbs for once in a while
     def meet(self, what: str) -> None:  # noqa: B027 - nobody to wait for

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import Adapter
+from secondorder.curvature.losscale import UNKNOWN, inverse_scale, multiplies
 from secondorder.curvature.observation import Observation
 from secondorder.curvature.passes import Pass
 from secondorder.curvature.projections import WatchedAttention
@@ -51,10 +52,6 @@ _HIGHER_ORDER = (
     "layer '{name}': its backward is being differentiated itself (create_graph=True), and Kronecker statistics of such "
     "a loss are not defined. Compute that term on a forward inside `with optimizer.pause_capture():`, leave the layer "
     "out with skip_layers, or use a method that needs no layer statistics."
-)
-_NO_SCALER = (
-    "its gradients are float16 and the loss scale is not known: pass grad_scaler= to the optimizer (for float16 "
-    "without a scaler, GradScaler(enabled=False))"
 )
 
 
@@ -117,7 +114,9 @@ class Capture(Observation):
         self.refused: dict[int, str] = {}
         #: Sites whose layer ran on no row at all since the last step.
         self.idle: set[int] = set()
-        self.grad_scaler: Any = None
+        self._scaler: Any = None
+        #: Whether float16 gradients came of which nobody knows the scale.
+        self.scale_is_unknown = False
         #: Whether statistics come from :meth:`observe` instead of the backward pass of the loss.
         self.observes = False
         self.batch_dim = 0
@@ -226,7 +225,8 @@ class Capture(Observation):
     def discard(self) -> None:
         """Forget the pending statistics (their gradients were discarded)."""
         self._pending, self._examples, self._own_examples = {}, 0, {}
-        self._backward_ran, self._terms = False, None
+        self._backward_ran = self.scale_is_unknown = False
+        self._terms = None
         self._void.clear()
         self._passes = {i: p for i, p in self._passes.items() if not p.counted}
 
@@ -244,6 +244,33 @@ class Capture(Observation):
     def pending(self) -> Mapping[int, Statistic]:
         """Statistics captured since the last step, by site."""
         return self._pending
+
+    @property
+    def grad_scaler(self) -> Any:
+        """The loss scaler that gradients carry the scale of, if any."""
+        return self._scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: Any) -> None:
+        changes = scaler is not self._scaler and (multiplies(scaler) or multiplies(self._scaler))
+        if self.scale_is_unknown or (changes and (self._pending or self._void)):
+            # What came before carries a scale that was not known then: better no statistics than some of a wrong size.
+            self.leave_out()
+        self._scaler = scaler
+
+    def leave_out(self, reason: str | None = None) -> None:
+        """Leave the statistics of this step out, those captured already and those to come; its examples count.
+
+        Args:
+            reason: What to tell the user; None if there is nothing to tell.
+        """
+        self._pending.clear()
+        self._void.update(range(len(self.sites)))
+        self.refused = {i: why for i, why in self.refused.items() if why != UNKNOWN}
+        if reason is None:
+            self.was_paused = True
+        else:
+            self.refused.update(dict.fromkeys(self._due, reason))
 
     def take(self) -> Captured:
         """Hand over the pending statistics and start anew."""
@@ -329,15 +356,16 @@ class Capture(Observation):
 
     def _record(self, index: int, part: int, x: Tensor | None, g: Tensor, current: Pass | None) -> None:
         self._backward_ran = True
-        if g.dtype == torch.float16 and self.grad_scaler is None:
-            self.refuse(index, _NO_SCALER)
-            return
+        if g.dtype == torch.float16 and self._scaler is None and not self.scale_is_unknown:
+            # Layers that run in float32 carry the same scale, and nothing in them tells.
+            self.scale_is_unknown = True
+            self.leave_out(UNKNOWN)
         adapter = self.sites[index].adapter
         keep, shared = None, False
         if current is not None:
             x, g = current.lay_out(x, g, adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
-        call = Call(x if adapter.needs_input else None, g.detach(), self._unscale(g.device), keep, part, shared=shared)
+        call = Call(x if adapter.needs_input else None, g.detach(), inverse_scale(self._scaler, g.device), keep, part, shared=shared)
         if current is None:
             self._record_alone(index, call)
         else:
@@ -403,13 +431,6 @@ class Capture(Observation):
         except ValueError as error:
             self.refuse(index, str(error))
 
-    def _unscale(self, device: torch.device) -> Tensor | None:
-        if self.grad_scaler is None or not self.grad_scaler.is_enabled():
-            return None
-        # `scale` is the public way to the loss scale as a device tensor: `get_scale` would wait for the device.
-        scale: Tensor = self.grad_scaler.scale(torch.ones((), device=device))
-        return scale.reciprocal()
-
 
 def _retire(switch: Switch, *handles: list[RemovableHandle]) -> None:
     switch.armed = False
@@ -417,7 +438,13 @@ def _retire(switch: Switch, *handles: list[RemovableHandle]) -> None:
         handle.remove()
 
 
+#: Stands for the gradient of a parameter that is cut over ranks: its pieces get theirs behind autograd's back.
+_ALWAYS = object()
+
+
 def _gradient_node(parameter: nn.Parameter) -> Any:
+    if parameter.requires_grad and hasattr(parameter, "device_mesh"):
+        return _ALWAYS
     return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
 
 
@@ -429,8 +456,8 @@ def _is_executed(node: Any) -> bool:
     Returns:
         False without a node.
     """
-    if node is None:
-        return False
+    if node is None or node is _ALWAYS:
+        return node is _ALWAYS
     will_execute = getattr(torch._C, "_will_engine_execute_node", None)
     if will_execute is None:
         return True

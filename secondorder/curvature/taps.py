@@ -287,7 +287,9 @@ _tap_op.register_autograd(_tap_gradient, setup_context=_tap_setup)
 # ------------------------------------------------------------------ helpers
 def _first_tensor(value: Any) -> Tensor | None:
     """The first tensor in nested containers; of packed sequences, as many rows as there are sequences."""
-    return next(_tensors(value, by_sequence=True), None)
+    for tensor in _tensors(value, by_sequence=True):
+        return tensor
+    return None  # a loop: torch.compile of torch 2.6 breaks the graph at next() with a default
 
 
 def _tensors(value: Any, by_sequence: bool = False) -> Iterator[Tensor]:

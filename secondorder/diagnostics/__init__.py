@@ -1,8 +1,9 @@
 """What an optimizer tells about itself."""
 
 from secondorder.diagnostics.analysis import Analysis
+from secondorder.diagnostics.flat import flat
 from secondorder.diagnostics.jsonl import read_events
 from secondorder.diagnostics.preconditioning import quantify_preconditioning
 from secondorder.diagnostics.timing import StageClock
 
-__all__ = ["Analysis", "StageClock", "quantify_preconditioning", "read_events"]
+__all__ = ["Analysis", "StageClock", "flat", "quantify_preconditioning", "read_events"]

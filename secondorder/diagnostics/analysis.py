@@ -291,6 +291,8 @@ class Analysis:
 
     def _looks(self, capture: RowCapture, gradients: dict[Block, list[Tensor]]) -> Iterator[Look]:
         """The layers whose rows and gradient are complete; rows that were looked at are let go of."""
+        self._method._infer_scaler()
+        capture.grad_scaler = self._method._scaler
         taken = capture.take()
         capture.arm(())  # what a step evaluates again is at other parameters
         self._followed = (None, None, *self._followed[2:])

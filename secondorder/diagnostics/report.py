@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from secondorder.comm import local
 from secondorder.diagnostics.describe import Row, human_bytes, render
 from secondorder.lifecycle import RULE_KEYS, Lifecycle
 
@@ -48,7 +49,7 @@ class Reporting(Lifecycle):
             treatment = self._reasons.get(p, "not covered")
             if p.requires_grad:
                 treatment = f"{self._group[p]['fallback']} fallback: {treatment}"
-        nbytes = sum(v.nbytes for v in self.state[p].values() if isinstance(v, Tensor))
+        nbytes = sum(local(v).nbytes for v in self.state[p].values() if isinstance(v, Tensor))
         return Row(self._names[p], tuple(p.shape), treatment, sizes, owner, nbytes)
 
     def memory_usage(self) -> dict[str, int]:
@@ -59,7 +60,7 @@ class Reporting(Lifecycle):
         for p in self._group:
             for key, value in self.state[p].items():
                 if isinstance(value, Tensor):
-                    usage[self._kind(p, key)] += value.nbytes
+                    usage[self._kind(p, key)] += local(value).nbytes
         usage["pending"] = self._pending_bytes()
         usage["workspace"] = self._workspace.nbytes
         usage["buffers"] += self.comm.nbytes

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import linalg, options
-from secondorder.comm import CommStrategy
+from secondorder.comm import CommStrategy, local
 from secondorder.curvature import scale, statistics
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Captured, Statistic
@@ -263,6 +263,9 @@ class EKFAC(RoutingOptimizer):
         self._late: dict[Block, tuple[EigenSums, int]] = {}
         self._late_due: set[int] = set()
         self._rotated: dict[Block, Tensor] = {}
+        #: Whole gradients that the scale was measured with, and the blocks of which they were sent.
+        self._wholes_now: Directions = {}
+        self._sent: set[int] = set()
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
@@ -581,13 +584,23 @@ class EKFAC(RoutingOptimizer):
 
     # ------------------------------------------------------------------ stage 5: directions
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
-        for block in self._blocks:
-            running = block.group["estimator"] == "running"
-            if running and self._active(block, gradients) and self._scale_is_due(block):
-                self._measure_running(block, gradients, gate)
+        running = [b for b in self._blocks if b.group["estimator"] == "running" and self._active(b, gradients)]
+        due = [b for b in running if self._scale_is_due(b)]
+        if due and self._is_cut:
+            self._wholes_now, self._sent = super()._whole_gradients(due, gradients), {b.index for b in due}
+        for block in due:
+            self._measure_running(block, self._wholes_now if self._is_cut else gradients, gate)
         directions = super()._precondition(gradients, gate)
         self._rotated.clear()
+        self._wholes_now, self._sent = {}, set()
         return directions
+
+    def _whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
+        """As in the base class; gradients that the scale was measured with are not sent again."""
+        here = [b for b in blocks if b.index in self._sent and _preconditions_gradient(b.group)]
+        rest = [b for b in blocks if b not in here]
+        found = {p: self._wholes_now[p] for b in here for p in b.params if p in self._wholes_now}
+        return found | (super()._whole_gradients(rest, source) if rest else {})
 
     def _measure_running(self, block: Block, gradients: Directions, gate: Tensor | None) -> None:
         """Fold the squared gradient into the scale: no per-example work at all."""
@@ -611,7 +624,7 @@ class EKFAC(RoutingOptimizer):
         squares = scale.scale_running(rotated, 1.0 if _like_adam(group) else factor)
         self._fold(block, squares, 1.0, weight, ok if gate is None else ok & gate)
         self._count_scale(block)
-        if group["graft"] != "adam" and group["momentum_mode"] == "post":
+        if _preconditions_gradient(group):
             self._rotated[block] = rotated
 
     def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
@@ -621,7 +634,7 @@ class EKFAC(RoutingOptimizer):
             if block.group["momentum_mode"] != "pre":
                 continue
             for p in block.params:
-                beta, mean = self._group[p]["momentum"], self.state[p]["gradient_momentum"]
+                beta, mean = self._group[p]["momentum"], local(self.state[p]["gradient_momentum"])
                 gradient = gradients[p].to(mean.dtype)
                 mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
                 self.state[p]["gradient_updates"] += 1
@@ -677,6 +690,11 @@ class EKFAC(RoutingOptimizer):
         """``Q_G ((Q_Gᵀ X Q_A) ∘ s) Q_Aᵀ`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
         bases = self.basis(block, "a"), self.basis(block, "g")
         return scale.rotate_back(scale.rotate(matrix, *bases) * self.state[block.owner]["scale"], *bases)
+
+
+def _preconditions_gradient(group: Mapping[str, Any]) -> bool:
+    """Whether what is preconditioned is the gradient itself, and not a running mean."""
+    return bool(group["graft"] != "adam" and group["momentum_mode"] == "post")
 
 
 def _like_adam(group: Mapping[str, Any]) -> bool:

@@ -1,0 +1,44 @@
+"""Diagnostics of an optimizer as one flat table of numbers, as loggers take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+
+def flat(diagnostics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of nested diagnostics under keys such as ``"damping_by_layer/encoder.0"``.
+
+    Args:
+        diagnostics: What ``diagnostics()`` of an optimizer returned, or any nested mapping with numbers in it.
+
+    Returns:
+        Finite numbers by key: those of an inner mapping under ``outer/inner``, entries of a list or tuple under their
+        position, bools as 0 and 1. What is None, text, infinite or NaN is left out.
+
+    Raises:
+        TypeError: If it is no mapping.
+
+    Example:
+        >>> flat({"step": 3, "damping_by_layer": {"0": 0.5}, "kl_clip_factor": None, "damping": [0.1]})
+        {'step': 3.0, 'damping_by_layer/0': 0.5, 'damping/0': 0.1}
+    """
+    if not isinstance(diagnostics, Mapping):
+        raise TypeError(f"flat takes what diagnostics() returned, a mapping, got {type(diagnostics).__name__}")
+    return dict(_numbers("", diagnostics))
+
+
+def _numbers(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Real):
+        if math.isfinite(value):
+            yield key, float(value)
+        return
+    inner: Iterator[tuple[Any, Any]] = iter(())
+    if isinstance(value, Mapping):
+        inner = iter(value.items())
+    elif isinstance(value, (list, tuple)):
+        inner = iter(enumerate(value))
+    for name, entry in inner:
+        yield from _numbers(f"{key}/{name}" if key else str(name), entry)

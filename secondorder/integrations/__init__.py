@@ -1,0 +1,9 @@
+"""Callbacks for trainers and loggers, one module each; importing this package imports none of them.
+
+* ``secondorder.integrations.transformers``: Hugging Face ``Trainer``
+* ``secondorder.integrations.lightning``: Lightning
+* ``secondorder.integrations.tensorboard``: TensorBoard
+* ``secondorder.integrations.wandb``: Weights & Biases
+
+The optimizers need none of them to train. Callbacks complete checkpoints of several ranks, and log.
+"""

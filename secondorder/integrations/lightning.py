@@ -1,0 +1,110 @@
+"""Lightning: whole checkpoints on every strategy, the loss scaler, and figures in the trainer's logger."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from secondorder.integrations.stepwise import figures
+from secondorder.optimizer import SecondOrderOptimizer
+
+if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+    import pytorch_lightning as pl  # the same library under its older name
+else:
+    import lightning.pytorch as pl
+
+
+class SecondOrderCallback(pl.Callback):
+    """For a trainer whose module has optimizers of this package; others beside them are left alone.
+
+    * Where curvature is spread over the ranks (``MemOpt()``), a checkpoint has all of it, whichever strategy collects
+      the state. Lightning's own strategies for one device and for DistributedDataParallel have that done by themselves.
+      The others get a copy of everything on the CPU of every rank; with ``save_weights_only=True`` nothing is gathered.
+    * The loss scaler of ``precision="16-mixed"`` is made known to the optimizers.
+    * ``diagnostics()`` goes to the loggers of the trainer, as numbers under ``secondorder/``; of several optimizers
+      under ``secondorder/0/`` and so on. It is what rank 0 knows, over ``trainer.global_step``.
+
+    Args:
+        consolidate: Whether to complete checkpoints.
+        log_every_n_steps: Steps between two reports to the loggers, 0 for none. Reading the figures may wait for the
+            device.
+
+    Raises:
+        ValueError: If ``log_every_n_steps`` is negative or no whole number.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[SecondOrderCallback()])  # doctest: +SKIP
+    """
+
+    def __init__(self, *, consolidate: bool = True, log_every_n_steps: int = 50) -> None:
+        super().__init__()
+        if isinstance(log_every_n_steps, bool) or not isinstance(log_every_n_steps, int) or log_every_n_steps < 0:
+            raise ValueError(f"log_every_n_steps must be a whole number from 0 on, got {log_every_n_steps!r}")
+        self.consolidate = consolidate
+        self.log_every_n_steps = log_every_n_steps
+        self._trainer: pl.Trainer | None = None
+        self._logged_at = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Remember whose checkpoints are to be completed."""
+        self._trainer = trainer
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make the loss scaler known, before the first batch and before a checkpoint is restored."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        for _, optimizer in _optimizers(trainer):
+            if scaler is not None and optimizer.grad_scaler is None:
+                optimizer.grad_scaler = scaler
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count from the step that a checkpoint was restored at."""
+        self._logged_at = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Complete the state of the optimizers, which Lightning collects next; nothing is stored of the callback.
+
+        A trainer calls this on all ranks when it saves more than weights, before ``strategy.optimizer_state``.
+        ``on_save_checkpoint`` comes after that.
+
+        Returns:
+            An empty dict.
+        """
+        if self.consolidate and self._trainer is not None and not _consolidates(self._trainer.strategy):
+            for _, optimizer in _optimizers(self._trainer):
+                optimizer.consolidate_state_dict(to=None)
+        return {}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Report to the loggers when enough steps have been taken."""
+        step = trainer.global_step
+        due = self.log_every_n_steps and step // self.log_every_n_steps > self._logged_at // self.log_every_n_steps
+        if not due:
+            return
+        self._logged_at = step
+        if trainer.is_global_zero and trainer.loggers:
+            numbers = _numbers(trainer)
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, step=step)
+
+
+def _consolidates(strategy: Any) -> bool:
+    """Whether a strategy has optimizers consolidate before it collects their state, as the base class does."""
+    return type(strategy).optimizer_state is pl.strategies.Strategy.optimizer_state
+
+
+def _optimizers(trainer: pl.Trainer) -> Iterator[tuple[int, SecondOrderOptimizer]]:
+    """Those of this package, with their index."""
+    for i, optimizer in enumerate(trainer.optimizers):
+        if isinstance(optimizer, SecondOrderOptimizer):
+            yield i, optimizer
+
+
+def _numbers(trainer: pl.Trainer) -> Mapping[str, float]:
+    found: dict[str, float] = {}
+    for i, optimizer in _optimizers(trainer):
+        place = f"secondorder/{i}/" if len(trainer.optimizers) > 1 else "secondorder/"
+        found |= {key.replace("secondorder/", place, 1): value for key, value in figures(optimizer).items()}
+    return found

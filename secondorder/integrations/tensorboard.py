@@ -1,0 +1,52 @@
+"""Figures of an optimizer in TensorBoard."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from secondorder.integrations.stepwise import StepwiseCallback
+
+
+class ScalarWriter(Protocol):
+    """What is needed of ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Write one number."""
+
+
+class TensorBoardCallback(StepwiseCallback):
+    """Writes ``diagnostics()`` to TensorBoard, as scalars under ``secondorder/``.
+
+    With several processes, make it on the one that writes. It reports what that rank knows.
+
+    Args:
+        optimizer: The optimizer, or the wrapper that a trainer made of it.
+        writer: A ``torch.utils.tensorboard.SummaryWriter``, or anything else with its ``add_scalar``; it stays yours to
+            close.
+        every: Steps between two reports; reading the figures may wait for the device.
+
+    Raises:
+        TypeError: If it is no optimizer of this package, or the writer none.
+        ValueError: If ``every`` is no positive whole number.
+
+    Example:
+        >>> import torch
+        >>> from secondorder import KFAC
+        >>> from secondorder.integrations.tensorboard import TensorBoardCallback
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = KFAC(model, lr=0.1)
+        >>> writer = torch.utils.tensorboard.SummaryWriter("runs/one")  # doctest: +SKIP
+        >>> callback = TensorBoardCallback(optimizer, writer, every=50)  # doctest: +SKIP
+    """
+
+    def __init__(self, optimizer: Optimizer, writer: ScalarWriter, every: int = 50) -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise TypeError(f"writer must have add_scalar, as a SummaryWriter does, got {type(writer).__name__}")
+        self._writer = writer
+        super().__init__(optimizer, every)
+
+    def _write(self, numbers: dict[str, float], step: int) -> None:
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, step)
