@@ -17,7 +17,7 @@ from secondorder.methods.mfac import MFAC, SparseMFAC
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.schedule import ParamScheduler
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "EKFAC",

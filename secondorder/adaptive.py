@@ -17,10 +17,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from secondorder.curvature import quadratic
-from secondorder.curvature.block import Block
+from secondorder.curvature.block import Block, Parts, forwarded
 from secondorder.curvature.replay import Moment, eager, kept_gradients, recorded
 from secondorder.lifecycle import RULE_KEYS, Directions
 from secondorder.modelled import ModelledOptimizer
@@ -44,6 +44,14 @@ class AdaptiveOptimizer(ModelledOptimizer):
         self._reduction_ratio: float | None = None
         self._rejected_steps = 0
 
+    def _connect(self, root: nn.Module | None) -> None:
+        if isinstance(root, Parts) and self._adaptation.loss_model is not None:
+            raise NotImplementedError(
+                "likelihood= has the model run again along the step, which takes one module with a forward: leave it "
+                "out to use the curvature of the blocks, or pass one module that holds all parts"
+            )
+        super()._connect(root)
+
     # ------------------------------------------------------------------ stage 0: the closure
     def _evaluate(self, closure: Callable[[], ReturnedT] | None) -> ReturnedT | None:
         self._evaluation = None
@@ -56,7 +64,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
         assert self._root is not None
         devices = {p.device for p in self._group}
         start = Moment(self._root, devices)
-        with recorded(self._root, devices, on=recording) as forwards:
+        with recorded(forwarded(self._root)[0], devices, on=recording) as forwards:
             returned = super()._evaluate(closure)
         loss, outputs, targets = parts_of(returned)
         exact = self._adaptation.loss_model is not None and outputs is not None

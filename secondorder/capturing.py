@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.comm import Unit, is_cut
-from secondorder.curvature.block import Block, Choices, SkipRule, clean_name, plan_blocks, unwrap
+from secondorder.comm import Unit
+from secondorder.comm.resharding import is_cut
+from secondorder.curvature.block import Block, Choices, SkipRule, clean_name, forwarded, plan_blocks, unwrap
 from secondorder.curvature.capture import Capture, Site, Statistic
 from secondorder.curvature.losscale import calling_scaler
 from secondorder.curvature.parts import watched_attention
@@ -115,7 +116,7 @@ class Capturing(Lifecycle):
     def _hook(self) -> None:
         assert self._root is not None
         if self._capture is None:
-            self._capture = Capture([self._root])
+            self._capture = Capture(forwarded(self._root))
             self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
             self._capture.owner = weakref.ref(self)
             self._capture.batch_dim = self._layer_options.batch_dim
@@ -381,8 +382,9 @@ def _refuse_tensor_parallel(root: nn.Module, blocks: Sequence[Block]) -> None:
     ]
     if found:
         raise NotImplementedError(
-            f"layers {', '.join(found)} are tensor-parallel: each rank sees a part of their rows, from which the curvature "
-            "of the layer cannot be had. Leave them out with skip_layers=[...], or use a window method (MFAC, GGT)"
+            f"layers {', '.join(found)} are tensor-parallel: each rank sees a part of their rows, from which the "
+            "curvature of the layer cannot be had. Leave them out with skip_layers=[...], or use a window method, "
+            "such as MFAC"
         )
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from secondorder import options
+from secondorder.comm.resharding import cut_equally, cut_like, is_cut, whole
 from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle, State, depth_of_caller, shape_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _DTYPES = (
     torch.uint8, torch.bool,
 )  # fmt: skip
 _MOST_DIMS = 8
+#: Momentum that is kept with curvature, shaped like the parameter.
+CUT_KEYS = ("gradient_momentum",)
 
 
 class Checkpointing(Lifecycle):
@@ -103,12 +106,12 @@ class Checkpointing(Lifecycle):
         return packed
 
     def _is_partial(self, packed: Mapping[str, Any]) -> bool:
-        """Whether curvature that belongs into a checkpoint is on other ranks."""
+        """Whether state that belongs into a checkpoint is on other ranks."""
         found = packed["state"]
         return self.comm.combines and any(
-            key not in found[i] and not self._may_lack(key, group)
+            any(is_cut(value) for value in found[i].values())
+            or any(key not in found[i] and not self._may_lack(key, group) for key in self._curvature_state(p, group))
             for p, i, group in self._numbered(packed)
-            for key in self._curvature_state(p, group)
         )
 
     def _numbered(self, packed: Mapping[str, Any]) -> Iterator[tuple[nn.Parameter, int, Group]]:
@@ -151,6 +154,15 @@ class Checkpointing(Lifecycle):
         self._join_ranks()
         with torch.no_grad():
             self._gathered, self._gathered_at = self._collect(to), self._t
+            self._collect_pieces(to)
+
+    def _collect_pieces(self, to: int | None) -> None:
+        """Add what is cut as its parameter is; all ranks call it."""
+        for p in self._group:
+            for key in sorted(key for key, value in self.state[p].items() if is_cut(value)):
+                found = whole(cast(Tensor, self.state[p][key]))
+                if self._asks(to):
+                    self._gathered.setdefault(p, {})[key] = found.cpu()
 
     def _asks(self, to: int | None) -> bool:
         """Whether this rank is one of those on which state is gathered."""
@@ -259,6 +271,12 @@ class Checkpointing(Lifecycle):
             shapes = {k: shape_of(v) for k, v in required.items() if k not in absent}
             shapes.update({k: shape_of(v) for k, v in spec.items() if k in theirs})
             lines += compare_states(theirs, shapes, tuple(p.shape), label)
+            lines += [
+                f"{label}: {key} is cut over the ranks in another way than the parameter: save with "
+                "consolidate_state_dict() or with torch.distributed.checkpoint"
+                for key, value in theirs.items()
+                if is_cut(value) and not cut_equally(value, p)
+            ]
             if not lines and not elsewhere:
                 mine = {k: v for k, v in theirs.items() if k not in spec or k in held}
                 loaded[p] = self._private(p, mine, spec)
@@ -371,7 +389,9 @@ def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
         return int(value)
     if isinstance(value, Tensor):
         like = live if isinstance(live, Tensor) else parameter
-        return value.detach().to(device=parameter.device, dtype=like.dtype, copy=True)
+        found = value.detach().to(device=parameter.device, dtype=like.dtype, copy=True)
+        shaped = key in RULE_KEYS or key in CUT_KEYS
+        return cut_like(found, parameter) if shaped and is_cut(parameter) and not is_cut(found) else found
     return value
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -63,7 +63,7 @@ ALIASES: Mapping[str, Alias] = {
 }
 
 
-def create(name: str, model: ParamsT | nn.Module, **keywords: Any) -> SecondOrderOptimizer:
+def create(name: str, model: ParamsT | nn.Module | Sequence[nn.Module], **keywords: Any) -> SecondOrderOptimizer:
     """Build a method by its name, in any case, with ``-``, ``_`` or neither.
 
     ``functools.partial(secondorder.create, "kfac")`` is a factory ``(model, **keywords)``, as some trainers want it.
@@ -80,7 +80,7 @@ def create(name: str, model: ParamsT | nn.Module, **keywords: Any) -> SecondOrde
 
     Args:
         name: Of the method.
-        model: First argument of its constructor: the model, or what ``torch.optim`` takes.
+        model: First argument of its constructor: the model, a list of its parts, or what ``torch.optim`` takes.
         **keywords: Of its constructor. They replace what the name stands for. ``comm`` may also be the name of a
             strategy, see :func:`secondorder.comm.from_name`.
 

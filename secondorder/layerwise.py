@@ -13,7 +13,8 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import update
 from secondorder.capturing import LayerOptions
-from secondorder.comm import NOTHING, CommStrategy, Parcel, Spans, local
+from secondorder.comm import CommStrategy, Parcel
+from secondorder.comm.resharding import NOTHING, Spans, local
 from secondorder.curvature.block import Block, find_name
 from secondorder.curvature.capture import Captured
 from secondorder.curvature.losscale import UNKNOWN
@@ -35,9 +36,9 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     :meth:`measured_spec`, :meth:`fold`, :meth:`refresh`, :meth:`precondition`, :meth:`block_curvature`.
 
     Args:
-        params: What ``torch.optim`` takes, or a module.
+        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
         defaults: Group options.
-        module: Module to hook when ``params`` is not one.
+        module: Module, or list of modules, to hook when ``params`` is not one.
         comm: Communication strategy; None: ``CommOpt()`` in a process group of more than one rank.
         layer_options: What is chosen for all layers.
         grad_scaler: Loss scaler of float16 training.
@@ -55,10 +56,10 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
 
     def __init__(
         self,
-        params: ParamsT | nn.Module,
+        params: ParamsT | nn.Module | Sequence[nn.Module],
         defaults: dict[str, Any],
         *,
-        module: nn.Module | None,
+        module: nn.Module | Sequence[nn.Module] | None,
         comm: CommStrategy | None,
         layer_options: LayerOptions,
         grad_scaler: Any,
@@ -95,9 +96,13 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             self._capture.discard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and with them the statistics captured since the last step."""
+        """Reset gradients, and with them the statistics captured since the last step.
+
+        Between ``observe`` and the backward of the same forward there are no gradients of it yet: what was observed stays.
+        """
         super().zero_grad(set_to_none)
-        self._discard()
+        if self._capture is None or not self._capture.awaits_backward:
+            self._discard()
 
     def _take(self) -> Captured:
         capture = self._require_capture()
@@ -403,14 +408,16 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         }
 
 
-def _module_to_hook(method: str, params: Any, module: nn.Module | None) -> tuple[nn.Module, Any]:
+def _module_to_hook(method: str, params: Any, module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module, Any]:
+    params_given = params
     root, params = module_of(method, params, module)
     if root is None:
         raise ValueError(
             f"{method} needs the module whose layers it covers: pass the module first, {method}(model, lr=...), "
             f"or name it beside the groups, {method}(params, module=model)"
         )
-    if isinstance(root, nn.DataParallel):
+    given = params_given if module is None else module
+    if any(isinstance(part, nn.DataParallel) for part in (given if isinstance(given, (list, tuple)) else [given])):
         raise NotImplementedError(
             f"{method}: nn.DataParallel copies the model to several devices in one process, where nothing can be "
             "captured; use one device, or one process per device"

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from secondorder import options
-from secondorder.comm import CommStrategy, Unit, default_strategy, is_cut, local
-from secondorder.curvature.block import clean_name, unwrap
+from secondorder.comm import CommStrategy, Unit, default_strategy
+from secondorder.comm.resharding import is_cut, local
+from secondorder.curvature.block import as_root, clean_name
 from secondorder.linalg import Workspace
 
 Group = dict[str, Any]
@@ -159,6 +160,10 @@ class Lifecycle(Optimizer):
         if key not in state:
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return cast(Tensor, state[key])
+
+    def _piece_of(self, p: nn.Parameter, key: str) -> Tensor:
+        """This rank's piece of a tensor of the state that is cut as its parameter is."""
+        return local(self.state[p][key])
 
     def _moments(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
         """Adam's moments, this rank's pieces of those that are cut."""
@@ -334,16 +339,17 @@ class Lifecycle(Optimizer):
                 self.state[p] = self.state.pop(old)
             group["params"] = new
 
-    def attach(self, module: nn.Module) -> None:
-        """Follow a module again, after ``copy.deepcopy``, unpickling or :meth:`detach`.
+    def attach(self, module: nn.Module | Sequence[nn.Module]) -> None:
+        """Follow a module, or the parts of a model, again, after ``copy.deepcopy``, unpickling or :meth:`detach`.
 
         If the optimizer holds none of the module's parameters (both were copied separately), its parameters are
         replaced by the module's of the same names and shapes.
 
         Raises:
             ValueError: If the module has no parameters that fit.
+            TypeError: If it is no module and no list of modules.
         """
-        root = unwrap(module)
+        root = as_root(module)
         mine, theirs = {p for g in self.param_groups for p in g["params"]}, dict(root.named_parameters())
         if not mine & set(theirs.values()):
             self._repoint({clean_name(n): p for n, p in theirs.items()})
@@ -415,18 +421,22 @@ class Lifecycle(Optimizer):
         return torch.float64 if p.dtype in wide else torch.float32
 
 
-def module_of(method: str, params: Any, module: nn.Module | None) -> tuple[nn.Module | None, Any]:
-    """The module and the parameters to train, from the two first ways to give them."""
-    if isinstance(params, nn.Module):
+def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module | None, Any]:
+    """The module and the parameters to train, from the two first ways to give them; several parts make one module."""
+    if isinstance(params, nn.Module) or _is_list_of_modules(params):
         if module is not None and module is not params:
             raise ValueError(f"{method}: give the module once, first or as module=")
         module = params
-        params = list(unwrap(module).named_parameters())
+        root = as_root(params)
+        params = list(root.named_parameters())
         if not params:
-            raise ValueError(f"{method}: the module {type(module).__name__} has no parameters")
-    if module is not None and not isinstance(module, nn.Module):
-        raise TypeError(f"module= must be an nn.Module, got {type(module).__name__}")
-    return module, params
+            raise ValueError(f"{method}: the module {type(root).__name__} has no parameters")
+        return root, params
+    return None if module is None else as_root(module), params
+
+
+def _is_list_of_modules(params: Any) -> bool:
+    return isinstance(params, (list, tuple)) and bool(params) and all(isinstance(p, nn.Module) for p in params)
 
 
 def depth_of_caller() -> int:

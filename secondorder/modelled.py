@@ -112,6 +112,12 @@ class ModelledOptimizer(LayerOptimizer):
 
     def _join_ranks(self) -> None:
         chosen = self._adaptation
+        if self._is_cut and (chosen.quadratic_model or chosen.needing_loss):
+            names = ", ".join([*(["quadratic_model"] if chosen.quadratic_model else []), *chosen.needing_loss])
+            raise NotImplementedError(
+                f"{names}: steps are not judged where parameters are cut over the ranks (fully_shard); leave that out, "
+                "or use DistributedDataParallel"
+            )
         if chosen.quadratic_model or chosen.adaptive_damping:
             away = [b for b in self._blocks if not (self.comm.estimates(b.index) and self.comm.preconditions(b.index))]
             if away:

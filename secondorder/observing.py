@@ -11,6 +11,7 @@ from torch import Tensor
 
 from secondorder import options
 from secondorder.adaptive import AdaptiveOptimizer
+from secondorder.curvature.block import forwarded
 from secondorder.curvature.capture import Captured
 from secondorder.curvature.heads import Head
 from secondorder.curvature.likelihood import Likelihood, resolve
@@ -95,7 +96,8 @@ class ObservingOptimizer(AdaptiveOptimizer):
         capture = self._require_capture()
         if capture.is_paused or not capture.due or not self._trains():
             return
-        batches = [waiting.examples or 0 for waiting in capture.observable()]
+        waiting = capture.observable()  # of a model in parts, the last one returned the outputs
+        batches = [current.examples or 0 for current in waiting if current.root == waiting[-1].root]
         batch_dim = self._layer_options.batch_dim
         laid = [Head.of(*head, batches, batch_dim) for head in zip(heads, resolved, given, strict=True)]
         # The mean over loss terms is taken when all micro-batches are there; heads weigh by their own numbers of terms.
@@ -110,7 +112,7 @@ class ObservingOptimizer(AdaptiveOptimizer):
         self._observations += 1
 
     def _trains(self) -> bool:
-        return self._root is None or self._root.training
+        return self._root is None or any(part.training for part in forwarded(self._root))
 
     def _is_sum(self) -> bool:
         return bool(self.param_groups[0]["loss_reduction"] == "sum")

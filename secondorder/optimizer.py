@@ -15,8 +15,8 @@ from torch.profiler import record_function
 
 from secondorder import options, update
 from secondorder.checkpoint import Checkpointing
-from secondorder.comm import local
 from secondorder.comm.joining import JoiningOptimizer
+from secondorder.comm.resharding import local
 from secondorder.curvature.statistics import all_finite
 from secondorder.diagnostics.report import Reporting
 from secondorder.lifecycle import Directions, Group
@@ -25,6 +25,17 @@ from secondorder.pieces import Pieces
 from secondorder.planner import Planning
 
 ReturnedT = TypeVar("ReturnedT")
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+
+def _outside_of_graphs(function: CallableT) -> CallableT:
+    """Have ``torch.compile(optimizer.step)`` run a step as it is: one graph break, the same result.
+
+    Factorisations that fail, statistics of several sizes and messages to other ranks have no place in a graph.
+    """
+    # torch's own optimizers use the first: it does not import the compiler before a step is taken.
+    return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
+
 
 
 class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOptimizer):
@@ -51,7 +62,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         defaults["fallback"] = options.resolve_fallback(defaults["fallback"], defaults["graft"])
         options.validate(defaults, {**options.COMMON, **self.checks})
         super().__init__(params, defaults)
-        self._fit_strategy()
+        self._fit_strategy(module)
         self.comm.claim(self)
         try:
             self.grad_scaler = grad_scaler
@@ -125,6 +136,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
     @overload
     def step(self, closure: Callable[[], ReturnedT]) -> ReturnedT: ...
 
+    @_outside_of_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], ReturnedT] | None = None) -> ReturnedT | None:
         """Perform one optimization step.

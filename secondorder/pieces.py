@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import update
-from secondorder.comm import NOTHING, CommStrategy, Layout, Spans, default_strategy, is_cut, layout_of, local, route
+from secondorder.comm import CommStrategy, default_strategy
+from secondorder.comm.resharding import NOTHING, Layout, Spans, is_cut, layout_of, local, route
 from secondorder.lifecycle import Directions, Lifecycle
 
 
@@ -26,7 +27,9 @@ class Pieces(Lifecycle):
         self._layouts: dict[nn.Parameter, Layout] = {}
         if any(is_cut(p) for p in params):
             names = {**self._names, **self._inside()}
-            self._layouts = {p: layout_of(p, names.get(p, f"of shape {tuple(p.shape)}"), self.comm.world) for p in params}
+            self._layouts = {
+                p: layout_of(p, names.get(p, f"of shape {tuple(p.shape)}"), self.comm.world) for p in params
+            }
         return super()._rebuild()
 
     def _begin_life(self, comm: CommStrategy | None) -> None:
@@ -34,8 +37,19 @@ class Pieces(Lifecycle):
         self._layouts = {}
         self._is_default_strategy = comm is None
 
-    def _fit_strategy(self) -> None:
-        """Cut curvature, too, where parameters are cut and nobody chose a strategy."""
+    def _fit_strategy(self, module: nn.Module | None) -> None:
+        """Cut curvature, too, where parameters are cut and nobody chose a strategy.
+
+        Raises:
+            NotImplementedError: If parameters are those of the older wrapper, which glues layers together.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        modules = [] if module is None else list(module.modules())
+        if any(type(x).__name__ in ("FullyShardedDataParallel", "FlatParameter") for x in [*modules, *params]):
+            raise NotImplementedError(
+                f"{type(self).__name__}: FullyShardedDataParallel glues the parameters of several layers together; use "
+                "torch.distributed.fsdp.fully_shard, which keeps them apart"
+            )
         if self._is_default_strategy and any(is_cut(p) for group in self.param_groups for p in group["params"]):
             self.comm = default_strategy(cut=True)
 

@@ -11,6 +11,7 @@ from secondorder import options
 from secondorder.comm import CommOpt, CommStrategy, DedicatedWorkers, Local, RankGrid, Unit
 from secondorder.comm.planning import Plan, RankPlan, Sum, Traffic, Work, means, spread
 from secondorder.comm.rehearsal import Rehearsal
+from secondorder.comm.resharding import is_cut
 from secondorder.comm.role_rehearsal import RoleRehearsal
 from secondorder.lifecycle import Lifecycle
 from secondorder.rehearsing import RehearsedLayers, RehearsedWindows, Understudy
@@ -49,6 +50,10 @@ class Planning(Lifecycle):
             NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
         """
         options.optional_whole(1)("batch_size", batch_size)
+        if any(is_cut(p) for p in self._group):
+            raise NotImplementedError(
+                "plan() counts parameters that every rank holds: ask an optimizer of the model before fully_shard"
+            )
         world, strategy, told = self._supposed_world(world_size, comm)
         family = RehearsedWindows if isinstance(self, Windowing) else self.understudy
         actor = family.of(self)

@@ -272,9 +272,9 @@ class RehearsedWindows(Understudy, ShardedWindows):
         if not comm.is_real:
             self._bounds = {}
         named = self._partitioned()
-        self._wholes = [self._whole_window(params) for params in named.values()]
+        self._whole_windows = [self._whole_window(params) for params in named.values()]
         self._units = [
-            self._new_unit(i, name, params, self._wholes[i]) for i, (name, params) in enumerate(named.items())
+            self._new_unit(i, name, params, self._whole_windows[i]) for i, (name, params) in enumerate(named.items())
         ]
 
     def intervals(self) -> list[int]:
@@ -298,7 +298,7 @@ class RehearsedWindows(Understudy, ShardedWindows):
     # ------------------------------------------------------------------ what ranks keep and compute
     def holdings(self) -> Iterator[Holding]:
         """Windows, or their parts."""
-        for index, (unit, whole) in enumerate(zip(self._units, self._wholes, strict=True)):
+        for index, (unit, whole) in enumerate(zip(self._units, self._whole_windows, strict=True)):
             whose = None if unit.part is not None else self.comm.holders(index, "curvature")
             yield Holding(whose, "buffers", LAG * torch.float64.itemsize)
             for key, value in whole.shared_state().items():

@@ -22,15 +22,16 @@ from secondorder.curvature.shards import Part, join, plain
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import LAG, SHARED, SLOT_DIM, Push, padded
 from secondorder.lifecycle import Group, State
+from secondorder.recutting import RecutWindows
 from secondorder.units import Unit, real
-from secondorder.windowing import MOMENTUM_KEYS, Windowing
+from secondorder.windowing import MOMENTUM_KEYS
 
 _MEND = "Call optimizer.consolidate_state_dict() on all ranks before saving: what is saved then loads anywhere."
 
 Found = list[list[Tensor] | None]
 
 
-class ShardedWindows(Windowing):
+class ShardedWindows(RecutWindows):
     """Exchanges what ranks hold of windows with those that hold the rest."""
 
     def _facts(self) -> dict[str, list[str]]:
@@ -81,22 +82,32 @@ class ShardedWindows(Windowing):
         if unit.decay_dots is not None:
             unit.decay_dots = words[-m:][:t]
 
+    def _decay_of(self, p: nn.Parameter) -> float:
+        """Weight decay of a parameter that is preconditioned but kept out of the window, as its options say."""
+        group = self._group[p]
+        return float(group["weight_decay"]) if group["weight_decay_mode"] in ("reg", "both") else 0.0
+
     def _decays_outside(self, unit: Unit) -> bool:
-        """Whether weight decay of a unit is preconditioned but kept out of the window, as its options say."""
-        groups = [self._group[p] for p in unit.params]
-        return any(group["weight_decay"] and group["weight_decay_mode"] in ("reg", "both") for group in groups)
+        """Whether any of a unit's does."""
+        return any(self._decay_of(p) for p in unit.params)
+
+    @property
+    def _decays_anywhere(self) -> bool:
+        return any(self._decays_outside(unit) for unit in self._units)
 
     # ------------------------------------------------------------------ stage 5: directions
     def _exchange(self, found: Found) -> Found:
-        """Whole directions of all windows on every rank.
+        """Whole directions of all windows on every rank; of parameters that are cut this rank's pieces.
 
         Args:
             found: What this rank has: by window a tensor per parameter, slices where the window is in parts; None
                 without gradients.
 
         Returns:
-            Whole tensors; None is left only in a world of one rank.
+            The directions; None is left only in a world of one rank.
         """
+        if self._is_cut:
+            return self._directions_of_pieces(found)
         parts = [(i, unit.part) for i, unit in enumerate(self._units) if unit.part is not None]
         if parts:
             found = self._gathered_directions(found, parts)

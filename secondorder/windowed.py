@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from secondorder import options, update
+from secondorder import options
 from secondorder.comm import CommStrategy
+from secondorder.comm.resharding import local
 from secondorder.curvature import gram
 from secondorder.curvature.form import Compression
 from secondorder.curvature.lowrank import LowRank
@@ -55,7 +56,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
     The verbs of a method: :meth:`momentum_of_gradients`, :meth:`coefficients`, :meth:`curvature_of_rows`.
 
     Args:
-        params: What ``torch.optim`` takes, or a module.
+        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
         defaults: Group options.
         module: The module, for names, layers and types of layers; not needed.
         comm: Communication strategy; None: every rank has every window whole.
@@ -75,10 +76,10 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
 
     def __init__(
         self,
-        params: ParamsT | nn.Module,
+        params: ParamsT | nn.Module | Sequence[nn.Module],
         defaults: dict[str, Any],
         *,
-        module: nn.Module | None,
+        module: nn.Module | Sequence[nn.Module] | None,
         comm: CommStrategy | None,
         compression: Compression,
         window_dtype: torch.dtype | None,
@@ -125,7 +126,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             self._require_agreement(group)
 
     def _acceptable(self, gradients: Directions) -> Tensor:
-        norms = update.norms(list(gradients.values()))
+        norms = self._norms(list(gradients), list(gradients.values()))
         self._gradient_norms = dict(zip(gradients, norms.unbind(), strict=True))
         precise = all(self._working(p) == torch.float64 for p in self._unit_of)
         limit = _LARGEST_NORM[torch.float64 if precise else torch.float32]
@@ -143,24 +144,30 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
     def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         self._refresh_stale()
         pushes: dict[Unit, Push] = {}
+        betas = {unit: self._momentum_if_wanted(unit) for unit in self._units}
         for unit in self._units:
-            beta = self._momentum_if_wanted(unit)
-            inputs = [self._input(p, unit.group, gradients) for p in unit.params]
-            unit.inputs = inputs if any(x is not None for x in inputs) else None
-            if unit.inputs is None:
+            self._find_inputs(unit, gradients)
+        decays = self._own([self._decay_in_direction(unit) for unit in self._units]) if self._decays_anywhere else None
+        for unit, own in zip(self._units, self._own([unit.inputs for unit in self._units]), strict=True):
+            decayed = None if decays is None else next(decays)
+            if own is None:
                 continue
-            unit.norm = torch.linalg.vector_norm(
-                torch.stack([self._gradient_norms[p] for p in unit.params if p in self._gradient_norms])
-            )
-            if unit.held:
-                with full_precision(unit.window.device):
-                    pushes[unit] = unit.window.push(unit.own(unit.inputs), gate, beta)
-                    unit.decayed = self._decay_in_direction(unit, unit.inputs)
-                    unit.decay_dots = None if unit.decayed is None else unit.window.dots(unit.decayed)
+            with full_precision(unit.window.device):
+                pushes[unit] = unit.window.push(own, gate, betas[unit])
+                unit.decayed = None if decayed is None else self._scaled_decay(unit, decayed)
+                unit.decay_dots = None if unit.decayed is None else unit.window.dots(unit.decayed)
         self._sum_dots(pushes)
         for unit, push in pushes.items():
             unit.window.finish(push)
         self._gradient_norms = {}
+
+    def _find_inputs(self, unit: Unit, gradients: Directions) -> None:
+        """What enters a window, and how long it is."""
+        inputs = [self._input(p, unit.group, gradients) for p in unit.params]
+        unit.inputs = inputs if any(x is not None for x in inputs) else None
+        if unit.inputs is not None:
+            there = [self._gradient_norms[p] for p in unit.params if p in self._gradient_norms]
+            unit.norm = torch.linalg.vector_norm(torch.stack(there))
 
     def _input(self, p: nn.Parameter, options: Group, gradients: Directions) -> Tensor | None:
         """What enters the window: the gradient, with coupled weight decay."""
@@ -170,7 +177,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         group = self._group[p]
         coupled = group["weight_decay_mode"] == "standard" and not group["decoupled_weight_decay"]
         if group["weight_decay"] and coupled and group["inner"] == "sgd" and options["graft"] != "adam":
-            gradient = gradient.add(p, alpha=group["weight_decay"])
+            gradient = gradient.add(local(p), alpha=group["weight_decay"])
         return real(gradient)
 
     # ------------------------------------------------------------------ stage 4: coefficients
@@ -211,17 +218,18 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             r = decayed if r is None else [_sum(x, d) for x, d in zip(r, decayed, strict=True)]
         return Source(b, q, r)
 
-    def _decay_in_direction(self, unit: Unit, inputs: Sequence[Tensor | None]) -> list[Tensor | None] | None:
-        """``wd·p`` where it is preconditioned but kept out of the window (``"reg"``, ``"both"``)."""
-        if not self._decays_outside(unit):
+    def _decay_in_direction(self, unit: Unit) -> list[Tensor | None] | None:
+        """The parameters whose decay is preconditioned but kept out of the window (``"reg"``, ``"both"``)."""
+        if not self._decays_outside(unit) or unit.inputs is None:
             return None
-        found: list[Tensor | None] = []
-        wanted = [p.detach() if x is not None else None for p, x in zip(unit.params, inputs, strict=True)]
-        for p, own in zip(unit.params, unit.own([None if p is None else real(p) for p in wanted]), strict=True):
-            group = self._group[p]
-            decays = own is not None and group["weight_decay"] and group["weight_decay_mode"] in ("reg", "both")
-            found.append(own.to(self._working(p)) * group["weight_decay"] if own is not None and decays else None)
+        pairs = zip(unit.params, unit.inputs, strict=True)
+        found = [real(local(p.detach())) if x is not None and self._decay_of(p) else None for p, x in pairs]
         return found if any(x is not None for x in found) else None
+
+    def _scaled_decay(self, unit: Unit, own: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """``wd·p`` of this rank's part of a window, in its precision."""
+        pairs = zip(unit.params, own, strict=True)
+        return [None if x is None else x.to(self._working(p)) * self._decay_of(p) for p, x in pairs]
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
@@ -229,15 +237,17 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         adam = [p for p in gradients if p in self._unit_of and self._options(p)["graft"] == "adam"]
         self._count_moments(adam, gradients, gate)
         shared = self._exchange([self._combined(unit) for unit in self._units])
+        raw: Directions = {}
+        sizes: list[tuple[str | None, list[nn.Parameter]]] = []
         for unit, found in zip(self._units, shared, strict=True):
             if unit.inputs is None or found is None:
                 continue
-            raw: Directions = {}
-            for p, u, x in zip(unit.params, found, unit.inputs, strict=True):
-                if x is not None:
-                    directions[p], raw[p] = u, x
-            self._graft([(unit.group["graft"], list(raw))], directions, raw)
+            there = [(p, u, x) for p, u, x in zip(unit.params, found, unit.inputs, strict=True) if x is not None]
+            directions |= {p: u for p, u, _ in there}
+            raw |= {p: x for p, _, x in there}
+            sizes.append((unit.group["graft"], [p for p, _, _ in there]))
             unit.inputs = unit.source = unit.decayed = unit.decay_dots = None
+        self._graft(sizes, directions, raw)
         directions = {p: _like(d, p) for p, d in directions.items()}
         self._clip(directions)
         return {p: d.to(p.dtype) for p, d in directions.items()}
@@ -262,7 +272,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             if mode in ("legacy", "both") and group["weight_decay"]:
                 kept = 1 - group["weight_decay"]
                 for p in params:
-                    p.mul_(gated(gate, kept, 1.0))
+                    local(p).mul_(gated(gate, kept, 1.0))
             in_window = mode != "standard" or (rule == "sgd" and not group["decoupled_weight_decay"])
             momentum, factor = self.momentum_after(group)
             if factor != 1:

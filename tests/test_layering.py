@@ -29,6 +29,8 @@ MAY_IMPORT = {
         "curvature", "linalg", "options", "comm",
     },
     "factory": {"methods", "optimizer", "comm", "curvature"},
+    # callbacks for trainers and loggers: see an optimizer from outside
+    "integrations": {"diagnostics", "optimizer"},
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
     "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
     # layer methods with rows of examples
@@ -49,20 +51,23 @@ MAY_IMPORT = {
     "reducing": {"capturing", "lifecycle", "comm", "curvature", "linalg"},
     "capturing": {"lifecycle", "comm", "curvature", "options"},
     "windowed": {"optimizer", "sharding", "units", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
-    "sharding": {"windowing", "units", "lifecycle", "comm", "curvature"},
+    "sharding": {"recutting", "windowing", "units", "lifecycle", "comm", "curvature"},
     "windowing": {"partitioning", "units", "comm", "diagnostics", "lifecycle", "curvature"},
     "partitioning": {"checkpoint", "curvature"},
     "units": {"lifecycle", "curvature"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
     "optimizer": {
-        "checkpoint", "planner", "comm", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options",
+        "checkpoint", "planner", "pieces", "comm", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options",
     },
+    # parameters that are cut over ranks, and windows of their gradients
+    "pieces": {"comm", "lifecycle", "update"},
+    "recutting": {"pieces", "windowing", "units", "comm", "lifecycle", "curvature"},
     # a dry run plays the steps of both families
     "planner": {"rehearsing", "windowing", "comm", "lifecycle", "options"},
     "rehearsing_rows": {"rehearsing", "gathering", "rowwise", "comm", "lifecycle", "curvature"},
     "rehearsing": {"refreshing", "reducing", "sharding", "windowing", "comm", "lifecycle", "curvature"},
-    "diagnostics": {"lifecycle", "curvature", "options"},
-    "checkpoint": {"lifecycle", "options"},
+    "diagnostics": {"lifecycle", "comm", "curvature", "options"},
+    "checkpoint": {"lifecycle", "comm", "options"},
     "schedule": {"lifecycle", "options"},
     "signals": set(),
     "switching": {"options", "signals"},

@@ -9,18 +9,6 @@ from secondorder.comm.mem_opt import MemOpt
 from secondorder.comm.named import from_name
 from secondorder.comm.planning import Plan, RankPlan
 from secondorder.comm.rank_grid import RankGrid
-from secondorder.comm.resharding import (
-    NOTHING,
-    Layout,
-    Spans,
-    cut_equally,
-    cut_like,
-    is_cut,
-    layout_of,
-    local,
-    route,
-    whole,
-)
 from secondorder.comm.strategy import CommStrategy, Local, Parcel, Pending, Shard, Unit, world_size
 
 
@@ -29,6 +17,9 @@ def default_strategy(cut: bool = False) -> CommStrategy:
 
     Args:
         cut: Whether parameters are cut over the ranks (FSDP2): then :class:`MemOpt`, which cuts curvature, too.
+
+    Returns:
+        A new strategy.
     """
     if world_size() == 1:
         return Local()
@@ -36,13 +27,11 @@ def default_strategy(cut: bool = False) -> CommStrategy:
 
 
 __all__ = [
-    "NOTHING",
     "ChiefOnly",
     "CommOpt",
     "CommStrategy",
     "DedicatedWorkers",
     "HybridOpt",
-    "Layout",
     "Local",
     "LocalFactors",
     "MemOpt",
@@ -52,16 +41,8 @@ __all__ = [
     "RankGrid",
     "RankPlan",
     "Shard",
-    "Spans",
     "Unit",
     "default_strategy",
-    "cut_equally",
-    "cut_like",
     "from_name",
-    "is_cut",
-    "layout_of",
-    "local",
-    "route",
-    "whole",
     "world_size",
 ]

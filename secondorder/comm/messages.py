@@ -293,7 +293,11 @@ class Call:
             self._launched(handle, then, recv, send if start + capacity >= max(shares) else None)
 
     def exchange(
-        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], wire: torch.dtype, like: Tensor
+        self,
+        outgoing: Sequence[Sequence[Tensor]],
+        incoming: Sequence[Sequence[Tensor]],
+        wire: torch.dtype,
+        like: Tensor,
     ) -> None:
         """Send flat tensors to each rank, and fill flat tensors from each."""
         sends, takes = [x for to in outgoing for x in to], [x for of in incoming for x in of]

@@ -328,6 +328,10 @@ class RankGrid(CommStrategy):
         """Part of a divisible unit: as the row is cut."""
         return Shard(self._rank % self._grid.width, self._grid.width)
 
+    def shards(self, index: int) -> Sequence[int]:
+        """By rank which part of a divisible unit it has."""
+        return [rank % self._grid.width for rank in range(self._grid.world)]
+
     def sender(self, index: int) -> int:
         """Rank of this row that preconditions a unit."""
         width = self._grid.width

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -112,12 +112,12 @@ def is_cut(x: Any) -> bool:
 
 def local(x: Tensor) -> Tensor:
     """This rank's piece of a tensor that is cut; any other tensor itself."""
-    return cast(Tensor, x.to_local()) if isinstance(x, DTensor) else x
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def whole(x: Tensor) -> Tensor:
     """All of a tensor that is cut, on every rank of its mesh, which all call this."""
-    return cast(Tensor, x.full_tensor()) if isinstance(x, DTensor) else x
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def cut_like(x: Tensor, like: Tensor) -> Tensor:
@@ -175,14 +175,15 @@ def _cut_layout(shape: torch.Size, dim: int, axis: int, mesh: Tensor) -> Layout:
     """Of a tensor that an axis of a mesh cuts as ``torch.chunk`` does."""
     parts, size = mesh.shape[axis], shape[dim]
     step, width = -(-size // parts), shape.numel() // size if size else 0
-    spans, mates, counts = ([None] * mesh.numel() for _ in range(3))
+    spans, counts = [NOTHING] * mesh.numel(), [False] * mesh.numel()
+    mates: list[tuple[int, ...]] = [()] * mesh.numel()
     for copy_number, ranks in enumerate(mesh.movedim(axis, -1).reshape(-1, parts).tolist()):
         for k, rank in enumerate(ranks):
             start, stop = min(size, k * step) * width, min(size, (k + 1) * step) * width
-            spans[rank] = (start, stop) if start < stop else NOTHING  # type: ignore[call-overload]
-            mates[rank] = tuple(ranks)  # type: ignore[call-overload]
-            counts[rank] = copy_number == 0  # type: ignore[call-overload]
-    return Layout(shape, dim, tuple(spans), tuple(mates), tuple(counts))  # type: ignore[arg-type]
+            spans[rank] = (start, stop) if start < stop else NOTHING
+            mates[rank] = tuple(ranks)
+            counts[rank] = copy_number == 0
+    return Layout(shape, dim, tuple(spans), tuple(mates), tuple(counts))
 
 
 @lru_cache(maxsize=4096)

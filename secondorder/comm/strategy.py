@@ -256,6 +256,10 @@ class CommStrategy(ABC):
         """This rank's part of a divisible unit."""
         return Shard(0, 1)
 
+    def shards(self, index: int) -> Sequence[int]:
+        """By rank which part of a divisible unit it has."""
+        return (0,) * self.world
+
     # ------------------------------------------------------------------ verbs of a step
     def begin_step(self) -> None:  # noqa: B027 - nothing to prepare
         """A step begins."""

@@ -145,6 +145,44 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
+class Parts(nn.ModuleList):
+    """Several modules that are trained as one, such as the stages of a pipeline: each has a forward of its own."""
+
+
+def as_root(module: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    """The user's own module inside its wrappers; of several parts, one module that holds them.
+
+    Args:
+        module: A module, or a list or tuple of them.
+
+    Returns:
+        The module, or :class:`Parts`, whose names begin with the number of the part.
+
+    Raises:
+        TypeError: If it is no module and no sequence of modules.
+        ValueError: If there is no part, or one is inside another.
+    """
+    if isinstance(module, nn.Module):
+        return unwrap(module)
+    if not isinstance(module, (list, tuple)):
+        raise TypeError(f"module= must be an nn.Module or a list of them, got {type(module).__name__}")
+    if wrong := [part for part in module if not isinstance(part, nn.Module)]:
+        raise TypeError(f"module= must be an nn.Module or a list of them, got a list with {type(wrong[0]).__name__}")
+    if not module:
+        raise ValueError("module= is an empty list")
+    parts = [unwrap(part) for part in module]
+    for i, part in enumerate(parts):
+        for j, other in enumerate(parts):
+            if i != j and any(part is inner for inner in other.modules()):
+                raise ValueError(f"part {i} of the list of modules is part {j} or inside it: give each layer once")
+    return Parts(parts)
+
+
+def forwarded(root: nn.Module) -> list[nn.Module]:
+    """The modules whose forwards are those of the model."""
+    return list(root) if isinstance(root, Parts) else [root]
+
+
 def plan_blocks(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choices) -> Plan:
     """Find the blocks of a model.
 
@@ -209,8 +247,13 @@ def _blocks(
             if use.bias is not None and use.bias is not first.bias:
                 reasons[use.bias] = "its weight is tied, and another use of the weight has the block"
         taps = tuple(tap for use in chosen for tap in use.part.taps)
-        kind = first.part.suffix or type(first.part.taps[0][0]).__name__
+        kind = first.part.suffix or _kind_of(first.part.taps[0][0])
         yield Block(first.name, kind, taps, first.adapter(), first.weight, first.bias)
+
+
+def _kind_of(module: nn.Module) -> str:
+    """Type of a module in words; ``fully_shard`` replaces it by one of its own that derives from it."""
+    return next(k.__name__ for k in type(module).__mro__ if not k.__module__.startswith("torch.distributed.fsdp"))
 
 
 def _agreeing(found: list[_Use], tied: str | None) -> tuple[list[_Use], str]:

@@ -2,7 +2,7 @@
 
 ::
 
-    root pre-hook    a forward begins: a ``Pass`` with its number of examples
+    root pre-hook    a forward of the model, or of one of its parts, begins: a ``Pass`` with its number of examples
     layer hook       only when capture is due: a tap on the layer output, holding the input
     tap, backward    (x, g) → the layer's statistic; the pass's examples are counted once
     root post-hook   the forward is over
@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -106,7 +106,8 @@ class Capture(Observation):
     """Taps on the layers of a model and the statistics they fill.
 
     Args:
-        roots: Modules whose forward is "a forward of the model".
+        roots: Modules whose forward is "a forward of the model"; of several, each a part of it, which every example
+            passes through.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -142,16 +143,23 @@ class Capture(Observation):
         self._void: set[int] = set()
         self._nodes: dict[int, Any] = {}
         self._pending: dict[int, Statistic] = {}
-        self._examples = 0
+        #: Examples by root: each part of a model sees all of them.
+        self._examples: dict[int, int] = {}
         self._own_examples: dict[int, int] = {}
         self._taps: list[LayerHook] = []
         self._tap_handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
-        self._roots = weakref.WeakSet(roots)
-        for root in self._roots:
+        #: Forwards of each root since the last step, and the first of those that belong to one batch.
+        self._begun: dict[int, int] = {}
+        self._batches: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+        #: By site, the roots that its taps are in.
+        self._places: list[frozenset[int]] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
+        for number, root in enumerate(roots):
+            self._roots.append(weakref.ref(root))
             self._root_handles += [
-                root.register_forward_pre_hook(RootEnter(self.switch), with_kwargs=True),
-                root.register_forward_hook(RootLeave(self.switch), always_call=True),
+                root.register_forward_pre_hook(RootEnter(self.switch, number), with_kwargs=True),
+                root.register_forward_hook(RootLeave(self.switch, number), always_call=True),
             ]
         # A model may outlive its optimizer: its hooks then go.
         weakref.finalize(self, _retire, self.switch, self._tap_handles, self._root_handles)
@@ -173,12 +181,15 @@ class Capture(Observation):
         self.refused.clear()
         self.sites = list(sites)
         self._taps.clear()
+        roots = [root() for root in self._roots]
+        inside = [set() if root is None else set(root.modules()) for root in roots]
+        self._places = [_places(site, inside) for site in self.sites]
         for i, site in enumerate(self.sites):
             for module, part in site.taps:
                 tap = LayerHook(self.switch, i, site.adapter, part)
                 self._taps.append(tap)
                 # A root that is a layer itself: its output is tapped before the pass is closed.
-                first = module in self._roots
+                first = any(module is root for root in roots)
                 self._tap_handles.append(module.register_forward_hook(tap, with_kwargs=True, prepend=first))
         switch = self.switch
         for attention in watched:
@@ -224,7 +235,9 @@ class Capture(Observation):
 
     def discard(self) -> None:
         """Forget the pending statistics (their gradients were discarded)."""
-        self._pending, self._examples, self._own_examples = {}, 0, {}
+        self._pending, self._examples, self._own_examples = {}, {}, {}
+        self._begun.clear()
+        self._batches.clear()
         self._backward_ran = self.scale_is_unknown = False
         self._terms = None
         self._void.clear()
@@ -234,6 +247,11 @@ class Capture(Observation):
     def is_paused(self) -> bool:
         """Whether forwards pass untapped."""
         return self._pauses > 0
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether forwards are observed, and no gradient has been computed since the last step."""
+        return self.observes and not self._backward_ran
 
     @property
     def due(self) -> frozenset[int]:
@@ -275,8 +293,9 @@ class Capture(Observation):
     def take(self) -> Captured:
         """Hand over the pending statistics and start anew."""
         self._flush()
-        examples = {i: self._examples + self._own_examples.get(i, 0) for i in self._pending}
-        taken = Captured(self._pending, examples, frozenset(self.idle), self._terms, self._examples)
+        examples = {i: self._examples_of(self._places[i]) + self._own_examples.get(i, 0) for i in self._pending}
+        total = self._examples_of(self._examples)
+        taken = Captured(self._pending, examples, frozenset(self.idle), self._terms, total)
         self.idle.clear()
         for index in self._pending:
             self.refused.pop(index, None)
@@ -285,30 +304,46 @@ class Capture(Observation):
         self.discard()
         return taken
 
+    def _examples_of(self, roots: Iterable[int]) -> int:
+        return max((self._examples.get(root, 0) for root in roots), default=0)
+
     # ------------------------------------------------------------------ forward
     def drop_orphans(self) -> None:
-        """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's)."""
+        """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's).
+
+        Not of parameters that ``fully_shard`` has cut: their gradients are elsewhere until they are reduced.
+        """
         if (
             (self._pending or self._examples)
             and self._backward_ran
-            and all(site.owner.grad is None for site in self.sites)
+            and all(site.owner.grad is None and not _is_cut(site.owner) for site in self.sites)
         ):
             self.discard()
 
-    def open_pass(self, shape: torch.Size, holds_indices: bool) -> int:
-        """Begin a forward pass whose first input has this shape, and may hold indices; returns its id."""
+    def open_pass(self, shape: torch.Size, holds_indices: bool, root: int = 0) -> int:
+        """Begin a forward of a root whose first input has this shape, and may hold indices; returns its id."""
         number = next(self._pass_ids)
-        for old in self.observable()[:-_WAITING_PASSES]:
+        for old in self.observable()[: -_WAITING_PASSES * max(1, len(self._roots))]:
             if old.is_dropped:
                 old.edges.clear()  # a forward that nobody will observe must not keep its graph
-        current = self._passes[number] = Pass(shape, self.batch_dim, self._keep, holds_indices)
+        current = self._passes[number] = Pass(shape, self.batch_dim, self._keep, holds_indices, root)
         if not in_backward():
             self._flush()
             self._latest = current
+            self._join_batch(current)
         if len(self._passes) > _MAX_PASSES:
             # Forwards without a backward: the oldest can no longer matter.
             self._passes.pop(next(iter(self._passes)))
         return number
+
+    def _join_batch(self, current: Pass) -> None:
+        """The k-th forwards of all parts are those of one batch: together they have all calls of a shared layer."""
+        if len(self._roots) < 2:
+            return
+        place = self._begun[current.root] = self._begun.get(current.root, -1) + 1
+        first = self._batches.setdefault(place, current)
+        if first is not current:
+            current.join(first)
 
     def find_pass(self, token: Tensor | None) -> Pass | None:
         """The pass that a token names; without one, None in forward and the latest pass in a recomputation."""
@@ -365,7 +400,8 @@ class Capture(Observation):
         if current is not None:
             x, g = current.lay_out(x, g, adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
-        call = Call(x if adapter.needs_input else None, g.detach(), inverse_scale(self._scaler, g.device), keep, part, shared=shared)
+        unscale = inverse_scale(self._scaler, g.device)
+        call = Call(x if adapter.needs_input else None, g.detach(), unscale, keep, part, shared=shared)
         if current is None:
             self._record_alone(index, call)
         else:
@@ -409,7 +445,7 @@ class Capture(Observation):
         with self._lock:
             if not current.counted:
                 current.counted = True
-                self._examples += current.examples or 0
+                self._examples[current.root] = self._examples.get(current.root, 0) + (current.examples or 0)
 
     def _flush(self) -> None:
         """Add calls that waited for others of their pass (a branch without backward, a recomputed layer)."""
@@ -442,8 +478,21 @@ def _retire(switch: Switch, *handles: list[RemovableHandle]) -> None:
 _ALWAYS = object()
 
 
+def _places(site: Site, inside: Sequence[set[nn.Module]]) -> frozenset[int]:
+    """Numbers of the roots that the taps of a site are in."""
+    if len(inside) < 2:
+        return frozenset([0])
+    found = {i for module, _ in site.taps for i, modules in enumerate(inside) if module in modules}
+    # The inner maps of attention are in no module: the name begins with the number of the part.
+    return frozenset(found or {int(site.name.partition(".")[0])})
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "device_mesh")
+
+
 def _gradient_node(parameter: nn.Parameter) -> Any:
-    if parameter.requires_grad and hasattr(parameter, "device_mesh"):
+    if parameter.requires_grad and _is_cut(parameter):
         return _ALWAYS
     return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
 

@@ -14,13 +14,14 @@ from secondorder.curvature.taps import Seen
 
 
 class Pass:
-    """One forward of the root module.
+    """One forward of a root module.
 
     Args:
         shape: Shape of the first input tensor.
         batch_dim: The dimension that counts examples.
         keep: ``[N, S]``, True for real and False for padded positions, or None.
         holds_indices: Whether the first input is of integers.
+        root: Number of the root module.
 
     Attributes:
         examples: N, or None if it could not be read (then each layer counts its own).
@@ -28,10 +29,15 @@ class Pass:
     """
 
     def __init__(
-        self, shape: torch.Size, batch_dim: int, keep: Tensor | None = None, holds_indices: bool = False
+        self,
+        shape: torch.Size,
+        batch_dim: int,
+        keep: Tensor | None = None,
+        holds_indices: bool = False,
+        root: int = 0,
     ) -> None:
         self.examples = shape[batch_dim] if -len(shape) <= batch_dim < len(shape) else None
-        self.keep = keep
+        self.keep, self.root = keep, root
         self.counted = False
         self._shape, self._batch_dim = shape, batch_dim
         self._holds_indices = holds_indices
@@ -42,6 +48,10 @@ class Pass:
         self.done: dict[int, int] = {}
         self.edges: list[tuple[GradientEdge, Seen]] = []
         self.observed = False
+
+    def join(self, other: Pass) -> None:
+        """Belong to the same batch as the forward of another root: a layer may be used by both."""
+        self.calls, self.fired, self.done = other.calls, other.fired, other.done
 
     def see(self, index: int, adapter: Adapter, x: Tensor) -> None:
         """Note a call of a layer; an unbatched input to the whole model is one example."""

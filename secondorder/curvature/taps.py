@@ -43,10 +43,10 @@ class Switch:
 
 
 class RootEnter:
-    """Forward pre-hook of the root module."""
+    """Forward pre-hook of a root module, the ``number``-th of its capture."""
 
-    def __init__(self, switch: Switch) -> None:
-        self.switch = switch
+    def __init__(self, switch: Switch, number: int = 0) -> None:
+        self.switch, self.number = switch, number
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a pass when something is due."""
@@ -67,9 +67,9 @@ class RootEnter:
         if x is None:
             switch.token = None
         elif torch.compiler.is_compiling():
-            switch.token = torch.ops.secondorder.open_pass(x.detach(), switch.key)
+            switch.token = torch.ops.secondorder.open_pass(x.detach(), switch.key, self.number)
         else:
-            switch.token = _open_pass(x, switch.key)
+            switch.token = _open_pass(x, switch.key, self.number)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()
@@ -238,15 +238,16 @@ def _entrance(reference: weakref.ref[Capture], current: Pass) -> Callable[[Tenso
 
 
 # ------------------------------------------------------------------ operators for compiled models
-def _open_pass(x: Tensor, key: int) -> Tensor:
+def _open_pass(x: Tensor, key: int, root: int) -> Tensor:
     capture = CAPTURES.get(key)
-    number = -1 if capture is None else capture.open_pass(x.shape, not (x.is_floating_point() or x.is_complex()))
+    holds_indices = not (x.is_floating_point() or x.is_complex())
+    number = -1 if capture is None else capture.open_pass(x.shape, holds_indices, root)
     return torch.full((), number, dtype=torch.int64)
 
 
 @torch.library.custom_op("secondorder::open_pass", mutates_args=())
-def _open_pass_op(x: Tensor, key: int) -> Tensor:
-    return _open_pass(x, key)
+def _open_pass_op(x: Tensor, key: int, root: int) -> Tensor:
+    return _open_pass(x, key, root)
 
 
 @torch.library.custom_op("secondorder::tap", mutates_args=())
@@ -278,7 +279,7 @@ def _tap_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     return g, None, None, None, None, None
 
 
-_open_pass_op.register_fake(lambda x, key: torch.empty((), dtype=torch.int64))
+_open_pass_op.register_fake(lambda x, key, root: torch.empty((), dtype=torch.int64))
 _tap_op.register_fake(lambda output, x, token, key, index, part: torch.empty_like(output))
 _tap_backward_op.register_fake(lambda g, x, token, key, index, part: torch.empty_like(g))
 _tap_op.register_autograd(_tap_gradient, setup_context=_tap_setup)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from secondorder.comm import local
+from secondorder.comm.resharding import local
 from secondorder.diagnostics.describe import Row, human_bytes, render
 from secondorder.lifecycle import RULE_KEYS, Lifecycle
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from secondorder.curvature.block import Block
+from secondorder.curvature.block import Block, forwarded
 from secondorder.curvature.capture import Capture, Site
 from secondorder.curvature.examples import ExampleRows
 from secondorder.curvature.parts import watched_attention
@@ -29,7 +29,7 @@ class RowCapture(Capture):
     def __init__(self, root: nn.Module, approx: str, leader: Callable[[], Capture | None]) -> None:
         self.root, self._approx, self._leader = root, approx, leader
         self.blocks: list[Block] = []
-        super().__init__([root])
+        super().__init__(forwarded(root))
 
     def watch(self, blocks: list[Block]) -> None:
         """Tap these blocks and no others."""
@@ -58,11 +58,11 @@ class RowCapture(Capture):
         super().arm(due)
         self.switch.armed = self.switch.armed and not self._is_held()
 
-    def open_pass(self, shape: torch.Size, holds_indices: bool) -> int:
+    def open_pass(self, shape: torch.Size, holds_indices: bool, root: int = 0) -> int:
         """Begin a forward pass, with the mask that the optimizer was given."""
         leader = self._leader()
         self._keep = None if leader is None else leader._keep
-        return super().open_pass(shape, holds_indices)
+        return super().open_pass(shape, holds_indices, root)
 
     def wants(self, index: int) -> bool:
         """As in the base class, but never while the optimizer's own capture is paused."""

@@ -1,6 +1,7 @@
 """Callbacks for trainers and loggers, one module each; importing this package imports none of them.
 
 * ``secondorder.integrations.transformers``: Hugging Face ``Trainer``
+* ``secondorder.integrations.accelerate``: Accelerate
 * ``secondorder.integrations.lightning``: Lightning
 * ``secondorder.integrations.tensorboard``: TensorBoard
 * ``secondorder.integrations.wandb``: Weights & Biases

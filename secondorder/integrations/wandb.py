@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
@@ -49,7 +48,7 @@ class WandbCallback(StepwiseCallback):
     """
 
     def __init__(self, optimizer: Optimizer, run: Run, every: int = 50) -> None:
-        if not callable(getattr(run, "log", None)) or isinstance(run, Mapping):
+        if not (callable(getattr(run, "log", None)) and callable(getattr(run, "define_metric", None))):
             raise TypeError(f"run must be what wandb.init returned, got {type(run).__name__}")
         self._run = run
         super().__init__(optimizer, every)

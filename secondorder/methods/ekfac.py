@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import linalg, options
-from secondorder.comm import CommStrategy, local
+from secondorder.comm import CommStrategy
 from secondorder.curvature import scale, statistics
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Captured, Statistic
@@ -55,10 +55,11 @@ class EKFAC(RoutingOptimizer):
     examples to the bases, whichever are fewer numbers: decided at the first step, told by :meth:`describe`.
 
     Args:
-        params: A module, or what ``torch.optim`` takes together with ``module``.
+        params: A module, a list of modules that are the parts of one model, or what ``torch.optim`` takes together with
+            ``module``.
         lr: Learning rate η, a number or a tensor of one element.
         momentum: Momentum, see ``momentum_mode``.
-        module: Module to hook when ``params`` is not one.
+        module: Module, or list of modules, to hook when ``params`` is not one.
         comm: Communication strategy; None: ``CommOpt()`` in a process group of more than one rank.
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
             times the mean eigenvalue of each block, which is safe whatever the scale of the loss. The Adam form has
@@ -183,11 +184,11 @@ class EKFAC(RoutingOptimizer):
 
     def __init__(
         self,
-        params: ParamsT | nn.Module,
+        params: ParamsT | nn.Module | Sequence[nn.Module],
         lr: float | Tensor = 0.1,
         momentum: float = 0.9,
         *,
-        module: nn.Module | None = None,
+        module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
         damping: float | None = None,
         damping_mode: str | None = None,
@@ -634,7 +635,7 @@ class EKFAC(RoutingOptimizer):
             if block.group["momentum_mode"] != "pre":
                 continue
             for p in block.params:
-                beta, mean = self._group[p]["momentum"], local(self.state[p]["gradient_momentum"])
+                beta, mean = self._group[p]["momentum"], self._piece_of(p, "gradient_momentum")
                 gradient = gradients[p].to(mean.dtype)
                 mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
                 self.state[p]["gradient_updates"] += 1

@@ -36,7 +36,7 @@ class GGT(WindowOptimizer):
     """GGT on any parameters, with or without a module.
 
     Args:
-        params: What ``torch.optim`` takes, or a module.
+        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
         lr: Learning rate, a number or a tensor of one element.
         momentum: Heavy-ball momentum on the direction.
         module: The module, if ``params`` is not one: gives names, layers for ``partition="layer"`` and types of layers
@@ -99,11 +99,11 @@ class GGT(WindowOptimizer):
 
     def __init__(
         self,
-        params: ParamsT | nn.Module,
+        params: ParamsT | nn.Module | Sequence[nn.Module],
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         *,
-        module: nn.Module | None = None,
+        module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
         window_size: int = 100,
         betas: tuple[float, float] = (0.0, 1.0),

@@ -61,10 +61,11 @@ class HyLo(SwitchedOptimizer):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
-        params: A module, or what ``torch.optim`` takes together with ``module``.
+        params: A module, a list of modules that are the parts of one model, or what ``torch.optim`` takes together with
+            ``module``.
         lr: Learning rate η, a number or a tensor of one element.
         momentum: Heavy-ball momentum on the preconditioned gradient.
-        module: Module to hook when ``params`` is not one.
+        module: Module, or list of modules, to hook when ``params`` is not one.
         comm: Communication strategy; unset: ``CommOpt()`` in a process group of more than one rank.
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). It acts
             from the next refresh on. Where no row says anything, the step is the gradient's, times η / λ.
@@ -164,11 +165,11 @@ class HyLo(SwitchedOptimizer):
 
     def __init__(
         self,
-        params: ParamsT | nn.Module,
+        params: ParamsT | nn.Module | Sequence[nn.Module],
         lr: float | Tensor = 0.1,
         momentum: float = 0.9,
         *,
-        module: nn.Module | None = None,
+        module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
         damping: float = 1.0,
         damping_mode: str = "absolute",

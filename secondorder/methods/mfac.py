@@ -47,7 +47,7 @@ class MFAC(WindowOptimizer):
     """M-FAC on any parameters, with or without a module.
 
     Args:
-        params: What ``torch.optim`` takes, or a module.
+        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
         lr: Learning rate, a number or a tensor of one element.
         momentum: μ, see ``momentum_mode``.
         module: The module, if ``params`` is not one: gives names, layers for ``partition="layer"`` and types of layers
@@ -121,11 +121,11 @@ class MFAC(WindowOptimizer):
 
     def __init__(
         self,
-        params: ParamsT | nn.Module,
+        params: ParamsT | nn.Module | Sequence[nn.Module],
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         *,
-        module: nn.Module | None = None,
+        module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
         window_size: int = 1024,
         damping: float = 1e-5,
@@ -299,11 +299,11 @@ class SparseMFAC(MFAC):
 
     def __init__(
         self,
-        params: ParamsT | nn.Module,
+        params: ParamsT | nn.Module | Sequence[nn.Module],
         lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         *,
-        module: nn.Module | None = None,
+        module: nn.Module | Sequence[nn.Module] | None = None,
         comm: CommStrategy | None = None,
         window_size: int = 1024,
         damping: float = 1e-5,

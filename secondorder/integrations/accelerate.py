@@ -1,0 +1,41 @@
+"""Accelerate: whole checkpoints on several ranks. Nothing else is needed to train with an ``Accelerator``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from secondorder.integrations.stepwise import unwrapped
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def consolidate_before_save(accelerator: Accelerator, *optimizers: Optimizer) -> Any:
+    """Have ``accelerator.save_state()`` save all of the curvature where it is spread over the ranks (``MemOpt()``).
+
+    The rank that saves gathers it on its CPU before. To be called on all ranks, as ``save_state()`` is.
+
+    Args:
+        accelerator: Whose ``save_state()`` is meant.
+        *optimizers: Those of this package that it prepared, before or after ``prepare``.
+
+    Returns:
+        A handle whose ``remove()`` undoes it.
+
+    Raises:
+        TypeError: If an optimizer is none of this package.
+
+    Example:
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
+        >>> consolidate_before_save(accelerator, optimizer)  # doctest: +SKIP
+    """
+    meant = [unwrapped(optimizer) for optimizer in optimizers]
+
+    def gather(models: Any, weights: Any, output_dir: str) -> None:
+        everywhere = accelerator.project_configuration.save_on_each_node
+        for optimizer in meant:
+            optimizer.consolidate_state_dict(to=None if everywhere else 0)
+
+    return accelerator.register_save_state_pre_hook(gather)

@@ -1,0 +1,150 @@
+"""Windows over parameters that are cut over ranks (FSDP2): the way between the two cuts.
+
+::
+
+    weight, flat              0 ────── rank 0 ────── rank 1 ── 20       as FSDP2 cuts it
+    its part of the window    0 ─ rank 0 ─ rank 1 ──────────── 20       at block boundaries, of nearly equal cost
+
+Gradients go to where the rows are, directions to where the parameters are; what is in both cuts of a rank stays where
+it is. So a window does not depend on how parameters are cut: rows, sums and checkpoints are those of replicas. A
+parameter that is cut along another dimension than its first travels whole: ranges of its rows are no ranges of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.comm.resharding import NOTHING, Route, Spans, route
+from secondorder.pieces import Pieces
+from secondorder.units import Unit
+from secondorder.windowing import Windowing
+
+#: Bytes of whole tensors that travel together, for each rank.
+_PORTION = 32 * 2**20
+
+Tensors = Sequence[Tensor | None]
+
+
+class RecutWindows(Windowing, Pieces):
+    """Brings gradients from the cut of the parameters to that of the windows, and directions back."""
+
+    def _own(self, wanted: Sequence[Tensors | None]) -> Iterator[list[Tensor | None] | None]:
+        """What belongs to this rank's rows.
+
+        Args:
+            wanted: By window a tensor or None per parameter, this rank's pieces of those that are cut; or None for all.
+
+        Yields:
+            By window the same, of this rank's part of it; None where it has none, and for None.
+        """
+        if not self._is_cut:
+            yield from (unit.own(x) if x and unit.held else None for unit, x in zip(self._units, wanted, strict=True))
+            return
+        arrived = iter(self._gathered_pieces(wanted))
+        for unit, given in zip(self._units, wanted, strict=True):
+            own = [next(arrived) for _ in unit.params]
+            there = given is not None and unit.held
+            yield [x if g is not None else None for x, g in zip(own, given or (), strict=True)] if there else None
+
+    def _gathered_pieces(self, wanted: Sequence[Tensors | None]) -> list[Tensor]:
+        """Of every parameter of every window what belongs to this rank's rows, zeros where nothing was given."""
+        sent, ways, rank = [], [], self.comm.rank
+        for unit, rows, given in zip(self._units, self._rows_by_rank(), wanted, strict=True):
+            for i, p in enumerate(unit.params):
+                layout, want = self._layouts[p], rows[i]
+                if layout.dim:  # all of it wherever a part is wanted
+                    want = tuple((0, layout.numel) if start < stop else NOTHING for start, stop in want)
+                x = None if given is None else given[i]
+                sent.append(layout.flat(self._room_of(p).to(p.dtype) if x is None else x.to(p.dtype)))
+                ways.append(route(layout.spans, want, layout.mates))
+        members = [(unit, i) for unit in self._units for i in range(len(unit.params))]
+        return [
+            self._as_rows(unit, i, x, way.want[rank] != NOTHING)
+            for (unit, i), way, x in zip(members, ways, self._moved(sent, ways, "gradients"), strict=True)
+        ]
+
+    def _as_rows(self, unit: Unit, i: int, x: Tensor, there: bool) -> Tensor:
+        """What has arrived, as the window takes it."""
+        layout = self._layouts[unit.params[i]]
+        if not layout.dim:
+            return x.view(unit.window.places[i].shape)
+        if not there:
+            return x
+        found = layout.whole(x)
+        return found if unit.part is None else unit.part.slice(i, found)
+
+    def _directions_of_pieces(self, found: Sequence[Sequence[Tensor] | None]) -> list[list[Tensor] | None]:
+        """Directions of this rank's pieces of the parameters.
+
+        Args:
+            found: By window this rank's part of the direction, a tensor per parameter; None where it has none.
+
+        Returns:
+            By window a tensor per parameter.
+        """
+        sent, ways = [], []
+        for unit, rows, own in zip(self._units, self._rows_by_rank(), found, strict=True):
+            for i, (p, have) in enumerate(zip(unit.params, rows, strict=True)):
+                layout, (start, stop) = self._layouts[p], have[self.comm.rank]
+                x = torch.zeros(stop - start, device=p.device) if own is None else own[i].reshape(-1)
+                sent.append(x.to(unit.window.dtype_of(i)))
+                ways.append(route(have, layout.everywhere if layout.dim else layout.spans, layout.mates))
+        arrived = iter(self._moved(sent, ways, "directions"))
+        return [[self._piece_of(p, next(arrived)) for p in unit.params] for unit in self._units]
+
+    def _piece_of(self, p: nn.Parameter, x: Tensor) -> Tensor:
+        """This rank's piece, of what has arrived for it."""
+        layout, rank = self._layouts[p], self.comm.rank
+        if layout.dim:
+            start, stop = layout.spans[rank]
+            x = layout.flat(x.view(layout.shape))[start:stop]
+        return layout.piece(x, rank)
+
+    # ------------------------------------------------------------------ who has what
+    def _rows_by_rank(self) -> Iterator[list[Spans]]:
+        """By window, and parameter of it, the entries that each rank has rows of."""
+        for index, unit in enumerate(self._units):
+            if unit.part is None:
+                there = set(self.comm.preconditioners(index))
+                spans = [
+                    [(0, p.numel()) if r in there else NOTHING for r in range(self.comm.world)] for p in unit.params
+                ]
+            else:
+                parts = self.comm.shards(index)
+                spans = [[unit.part.span(i, k) for k in parts] for i in range(len(unit.params))]
+            yield [tuple(own if own[0] < own[1] else NOTHING for own in of_ranks) for of_ranks in spans]
+
+    def _moved(self, tensors: Sequence[Tensor], ways: Sequence[Route], stage: str) -> list[Tensor]:
+        """Bring flat tensors from one cut to another, in messages of bounded size."""
+        found: list[Tensor] = list(tensors)
+        for chosen in _portions(tensors, [_numel(way) for way in ways], _PORTION * self.comm.world):
+            arrived = self.comm.reshard([tensors[i] for i in chosen], [ways[i] for i in chosen], stage)
+            for i, x in zip(chosen, arrived, strict=True):
+                found[i] = x
+        return found
+
+
+def _numel(way: Route) -> int:
+    """Entries that are somewhere."""
+    return max(stop for _, stop in way.have)
+
+
+def _portions(tensors: Sequence[Tensor], sizes: Sequence[int], nbytes: int) -> Iterator[list[int]]:
+    """Positions of tensors of one dtype and device that travel together."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(tensors):
+        kinds.setdefault((x.dtype, x.device), []).append(i)
+    for (dtype, _), members in kinds.items():
+        chosen: list[int] = []
+        room = nbytes
+        for i in members:
+            chosen.append(i)
+            room -= sizes[i] * dtype.itemsize
+            if room <= 0:
+                yield chosen
+                chosen, room = [], nbytes
+        if chosen:
+            yield chosen
