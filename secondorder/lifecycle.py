@@ -112,11 +112,19 @@ class Lifecycle(Optimizer):
         self._first = next(iter(self._group), None)
         self._name_parameters()
         self._signature = self._layout()
+        self._forget_replaced()
         for p in self._group:
             self._init_parameter(p)
         if self._first is not None:
             self.state[self._first].setdefault("global_step", self._t)
         return changed
+
+    def _forget_replaced(self) -> None:
+        """Drop the state of parameters in whose place others have come under the same names (as a trainer may do)."""
+        names = {self._names[p] for p in self._group}
+        for p in [p for p, name in self._names.items() if p not in self._group and name in names]:
+            del self._names[p]
+            self.state.pop(p, None)
 
     def _inside(self) -> dict[nn.Parameter, str]:
         """Names of the module's parameters, if there is a module."""
@@ -154,6 +162,20 @@ class Lifecycle(Optimizer):
         if adam:
             return "exp_avg", "exp_avg_sq"
         return ("momentum_buffer",) if group["momentum"] else ()
+
+    def _require_live_parameters(self) -> None:
+        """Refuse to train on where the parameters of the module were replaced, and so never have gradients.
+
+        Raises:
+            RuntimeError: If that is so.
+        """
+        inside = {name: p for p, name in self._inside().items()}
+        replaced = [n for p, name in self._names.items() if (n := clean_name(name)) in inside and inside[n] is not p]
+        if replaced:
+            raise RuntimeError(
+                f"{type(self).__name__}: no parameter has a gradient, and the module has another '{replaced[0]}' than "
+                "when the optimizer was made: make it after fully_shard(), to_empty() and what else replaces parameters"
+            )
 
     def _rule_state(self, p: nn.Parameter, key: str) -> Tensor:
         state = self.state[p]

@@ -32,10 +32,12 @@ def _outside_of_graphs(function: CallableT) -> CallableT:
     """Have ``torch.compile(optimizer.step)`` run a step as it is: one graph break, the same result.
 
     Factorisations that fail, statistics of several sizes and messages to other ranks have no place in a graph.
+
+    Returns:
+        The function, which the compiler leaves alone.
     """
     # torch's own optimizers use the first: it does not import the compiler before a step is taken.
     return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
-
 
 
 class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOptimizer):
@@ -150,7 +152,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
 
         Raises:
             RuntimeError: If a layer method lost its module (after a copy), its refresh failed ``max_failures`` times,
-                or an option needs a closure and there is none.
+                an option needs a closure and there is none, or the module has other parameters than at construction.
         """
         self._require_ready()
         self._join_ranks()
@@ -165,6 +167,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         gradients = self._gradients()
         self._compare_start(gradients)
         if not gradients:
+            self._require_live_parameters()
             self._discard()
             return returned
         with self._stage("reduce"):

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from secondorder.curvature.kronecker import Call
@@ -386,7 +387,8 @@ class Capture(Observation):
         Raises:
             RuntimeError: If this is the second backward through one forward.
         """
-        with nullcontext() if self.clock is None else self.clock.stage("capture"):
+        timed = nullcontext() if self.clock is None else self.clock.stage("capture")
+        with record_function("secondorder.capture"), timed:
             self._record(index, part, x, g, current)
 
     def _record(self, index: int, part: int, x: Tensor | None, g: Tensor, current: Pass | None) -> None:
