@@ -10,17 +10,19 @@ WORKERS ?= 2
 ARGS ?=
 
 VENV := .venv
-BIN := $(VENV)/bin
+BIN = $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Trainers and loggers have an environment of their own: they bring a hundred packages that nothing else here needs.
+STAMP_INTEGRATIONS := .venv-integrations/.installed
 # -qq: a repeated install, or a package mirror, fills the screen with warnings otherwise; errors still show.
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check lint format type layering docs bench clean
+.PHONY: help install demo test test-all test-integrations check lint format type layering docs bench dist clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) ARGS='...' TORCH_INDEX=https://download.pytorch.org/whl/cpu (torch without CUDA)"
 
 install: $(STAMP) ## Set up .venv with everything the other targets need (quiet, again in a moment)
@@ -29,7 +31,11 @@ install: $(STAMP) ## Set up .venv with everything the other targets need (quiet,
 # torch goes first and alone, so that a CPU index never has to serve anything else; then the pinned list exactly as it
 # stands, without a resolver that could replace torch or bring torchvision; then this package, editable, built with the
 # pinned setuptools rather than in an isolated environment that reads no constraints.
-$(STAMP): pyproject.toml constraints.txt
+PINS := constraints.txt
+$(STAMP_INTEGRATIONS): constraints-integrations.txt
+$(STAMP_INTEGRATIONS): PINS += constraints-integrations.txt
+$(STAMP_INTEGRATIONS) test-integrations: VENV := .venv-integrations
+$(STAMP) $(STAMP_INTEGRATIONS): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "secondorder needs Python 3.10 or newer; choose one with: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Setting up $(VENV) (some minutes the first time) ..."
@@ -39,7 +45,7 @@ ifneq ($(TORCH_INDEX),)
 	@$(PIP) --no-deps --index-url $(TORCH_INDEX) -c constraints.txt torch
 endif
 	@$(PIP) -c constraints.txt torch
-	@$(PIP) --no-deps --only-binary :all: -r constraints.txt
+	@$(PIP) --no-deps --only-binary :all: $(PINS:%=-r %)
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -51,6 +57,9 @@ test: $(STAMP) ## Run the test suite in parallel, without the slow tests
 
 test-all: $(STAMP) ## Run the test suite with the slow tests
 	@$(PYTEST) -m "" $(ARGS)
+
+test-integrations: $(STAMP_INTEGRATIONS) ## Run the tests that drive real trainers and loggers; ARGS="-m ''": slow ones too
+	@$(PYTEST) tests/integrations $(ARGS)
 
 check: lint type layering docs ## Everything but the tests: lint, types, layering, documentation
 
@@ -73,6 +82,14 @@ docs: $(STAMP) ## Build the site into site/; a broken link or an undocumented pu
 bench: $(STAMP) ## Time a step of each method against SGD and AdamW
 	@$(BIN)/python -m benchmarks step-time $(ARGS)
 
-clean: ## Remove what the other targets wrote; .venv stays (rm -rf .venv starts afresh)
-	rm -rf build site demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+# Without isolation: an isolated build would fetch another setuptools than the pinned one. The wheel is built from the
+# source distribution, which so proves to be complete.
+dist: $(STAMP) ## Build sdist and wheel into dist/ and test the wheel outside the repository (ARGS=--public: for upload)
+	@rm -rf dist build secondorder.egg-info
+	@$(BIN)/python -m build --no-isolation --outdir dist . >dist.log 2>&1 || { cat dist.log; exit 1; }
+	@rm -rf dist.log secondorder.egg-info
+	@$(BIN)/python .ci/check_dist.py dist -n $(WORKERS) $(ARGS)
+
+clean: ## Remove what the other targets wrote; environments stay (rm -rf .venv .venv-integrations starts afresh)
+	rm -rf build dist site demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

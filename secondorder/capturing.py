@@ -94,6 +94,9 @@ class Capturing(Lifecycle):
         self._skipped_statistics: dict[str, int | Tensor] = {}
         self._kl_factor: Tensor | None = None
         self._warned: set[str] = set()
+        #: Step of the last refresh and of the last statistics, by block; not known of what a checkpoint brought.
+        self._refreshed_at: dict[str, int] = {}
+        self._learned_at: dict[str, int] = {}
         self._looked_for_scaler: set[str] = set()
         self._armed_for: list[tuple[Any, ...]] = []
         #: Shapes of the whole curvature of each parameter, wherever it is.
@@ -351,13 +354,19 @@ class Capturing(Lifecycle):
     # ------------------------------------------------------------------ copies
     def _kept_by_copies(self) -> dict[str, Any]:
         rules = [self._name_of(r) if isinstance(r, nn.Module) else r for r in self._layer_options.choices.skip]
-        kept = {"layer_options": replace(self._layer_options, skip_layers=rules), "to_renew": set(self._to_renew)}
+        kept = {
+            "layer_options": replace(self._layer_options, skip_layers=rules),
+            "to_renew": set(self._to_renew),
+            "refreshed_at": dict(self._refreshed_at),
+            "learned_at": dict(self._learned_at),
+        }
         return {**super()._kept_by_copies(), **kept}
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
         self._begin_capture(kept["layer_options"])
         self._to_renew = set(kept["to_renew"])
+        self._refreshed_at, self._learned_at = dict(kept["refreshed_at"]), dict(kept["learned_at"])
 
     def _name_of(self, module: nn.Module) -> str:
         assert self._root is not None

@@ -123,11 +123,14 @@ class Checkpointing(Lifecycle):
     def _warn_of_partial(self) -> None:
         if self._t == 0 or self._warned_of_partial:  # before training, wrappers of optimizers look at the state too
             return
+        if self._gathered_at == self._t:  # another rank has everything, and trainers ask all ranks for their state
+            return
         self._warned_of_partial = True
         warnings.warn(
             f"{type(self).__name__}: this state_dict() is partial, {self.comm.standing} holds a part of the curvature "
-            "only. To save on one rank for all, call consolidate_state_dict() on all ranks before; the state_dict() of "
-            "every rank, saved by each, can be loaded by the same ranks again.",
+            "only. To save on one rank for all, call consolidate_state_dict() on all ranks before, which the callbacks "
+            "of secondorder.integrations do in trainers; the state_dict() of every rank, saved by each, can be loaded "
+            "by the same ranks again.",
             stacklevel=depth_of_caller(),
         )
 

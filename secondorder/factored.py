@@ -14,6 +14,7 @@ from secondorder import linalg, options
 from secondorder.capturing import LayerOptions
 from secondorder.curvature import factors, statistics
 from secondorder.curvature.block import Block
+from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.measured import Measured, Part
 from secondorder.lifecycle import Group, State, depth_of_caller
@@ -265,6 +266,14 @@ class FactoredOptimizer(ObservingOptimizer):
         current.copy_(torch.where(good, found.reshape(current.shape), current))
 
     # ------------------------------------------------------------------ what it tells
+    def extremes(self, block: Block) -> Extremes | None:
+        """λ of a block and the extreme eigenvalues of ``G ⊗ A + λI``; None if its eigenvalues are on other ranks."""
+        state = self.state[block.owner]
+        if "eigenvalues_a" not in state or "eigenvalues_g" not in state:
+            return None
+        values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
+        return of_product(values_a, values_g, self.damping_of(block, values_a.mean(-1) * values_g.mean(-1)))
+
     def _coverage(self, p: Any) -> tuple[str, str, str]:
         treatment, sizes, owner = super()._coverage(p)
         block = self._block_of.get(p)

@@ -17,6 +17,7 @@ from secondorder.comm import CommStrategy, Parcel
 from secondorder.comm.resharding import NOTHING, Spans, local
 from secondorder.curvature.block import Block, find_name
 from secondorder.curvature.capture import Captured
+from secondorder.curvature.extremes import Extremes, numbers
 from secondorder.curvature.losscale import UNKNOWN
 from secondorder.curvature.measured import Measured
 from secondorder.curvature.projections import Projection
@@ -125,6 +126,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def count_update(self, block: Block, measured: Measured) -> None:
         """Count a statistic that was folded in, on whatever rank."""
         self.state[block.owner]["factor_updates"] += 1
+        self._learned_at[block.name] = self._t
 
     def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
         """Say once, by name, which layers have a gradient but nothing captured though it was due."""
@@ -305,6 +307,8 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
 
     def _finish_load(self) -> None:
         """Complete what a checkpoint may leave out, and follow the loaded options."""
+        self._refreshed_at.clear()
+        self._learned_at.clear()
         complete = {b: set(self.state[b.owner]) for b in self._blocks}
         refreshes = {b: self.state[b.owner].get("refreshes", 0) for b in self._blocks}
         changed = self._rebuild()
@@ -398,9 +402,29 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def _has_estimate(self, block: Block) -> bool:
         return bool(self.state[block.owner]["factor_updates"] > 0)
 
+    def extremes(self, block: Block) -> Extremes | None:
+        """λ of a block and the extreme eigenvalues of its damped curvature, from what a refresh left on this rank."""
+        return None
+
     def diagnostics(self) -> dict[str, Any]:
-        """Counters and factors as plain numbers; reading them may wait for the device."""
+        """What is going on, as plain numbers; layers whose curvature is on other ranks are left out of those by layer.
+
+        Reading may wait for the device, never for another rank, and changes nothing.
+
+        Returns:
+            A dict that ``json.dumps`` takes; every key is explained on the page "Diagnostics" of the documentation.
+        """
+        refreshed = {b.name: b for b in self._blocks if self._is_refreshed(b)}
+        found = {name: e for name, b in refreshed.items() if (e := self.extremes(b)) is not None}
+        dampings, conditions = numbers(found)
         return super().diagnostics() | {
+            "damping_by_layer": dampings,
+            "condition_number": conditions,
+            "staleness": {n: self._t - 1 - at for n, at in self._refreshed_at.items() if n in found},
+            "statistics_age": {n: self._t - 1 - at for n, at in self._learned_at.items() if n in found},
+            "graft_factor": {
+                b.name: float(self._graft_factors[b.owner]) for b in self._blocks if b.owner in self._graft_factors
+            },
             "skipped_statistics": sum(int(n) for n in self._skipped_statistics.values()),
             "skipped_statistics_by_layer": {name: int(n) for name, n in self._skipped_statistics.items()},
             "refresh_failures": self._failed_refreshes,

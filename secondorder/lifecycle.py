@@ -31,6 +31,12 @@ class Clock(Protocol):
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Time what runs inside the ``with`` block."""
 
+    def end_step(self) -> None:
+        """A step is over."""
+
+    def last_step(self) -> dict[str, float]:
+        """Milliseconds by stage of the last step."""
+
 
 #: State of the first-order rules, shaped like the parameter.
 RULE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -93,6 +99,8 @@ class Lifecycle(Optimizer):
         self._workspace = Workspace()
         self._kept_directions: dict[str, Tensor] | None = None
         self._clock: Clock | None = None
+        #: What grafting multiplied directions with in the last step, by the first parameter of those taken together.
+        self._graft_factors: dict[nn.Parameter, Tensor] = {}
 
     def _restore(self, kept: dict[str, Any]) -> None:
         """Take :meth:`_kept_by_copies` back."""
@@ -183,7 +191,7 @@ class Lifecycle(Optimizer):
             state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return cast(Tensor, state[key])
 
-    def _piece_of(self, p: nn.Parameter, key: str) -> Tensor:
+    def _local_state(self, p: nn.Parameter, key: str) -> Tensor:
         """This rank's piece of a tensor of the state that is cut as its parameter is."""
         return local(self.state[p][key])
 

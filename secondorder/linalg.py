@@ -4,14 +4,16 @@ Matrices may carry leading batch dimensions ``[..., n, n]``. Nothing here reads 
 
 The failure ladder of the two factorisations (``eigh`` and Cholesky inverse), climbed per matrix and only by those
 that failed: working precision → jitter → float64 → float64 on the CPU → give up (``ok`` is False, and the caller keeps
-what it had).
+what it had). What a device does not have at all, or breaks down in, is done on the CPU right away (:func:`anywhere`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +30,15 @@ _ALIGNMENT = 16
 
 Factorisation = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
+log = logging.getLogger("secondorder")
+#: Functions that a kind of device did not have: what happened there is logged once.
+_elsewhere: set[tuple[str, str]] = set()
+
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Turn TF32 and autocast off: factors and bases need every bit of float32."""
-    if device.type == "meta":  # which knows no autocast
+    if not torch.amp.is_autocast_available(device.type):
         yield
         return
     with torch.autocast(device.type, enabled=False):
@@ -44,6 +50,42 @@ def full_precision(device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def anywhere(function: Callable[..., Any], *tensors: Tensor, **keywords: Any) -> Any:
+    """``function(*tensors)``, on the CPU if their device has no such function or breaks down in it.
+
+    A matrix that cannot be factorised (``LinAlgError``) is no such case, and neither is a lack of memory.
+
+    Args:
+        function: Of ``torch.linalg`` or like those: takes tensors, returns a tensor or a tuple of them.
+        *tensors: Its arguments, all of one device.
+        **keywords: More arguments, no tensors.
+
+    Returns:
+        What it returns, on the device of the arguments.
+    """
+    try:
+        return function(*tensors, **keywords)
+    except (LinAlgError, torch.OutOfMemoryError):
+        raise
+    except (NotImplementedError, RuntimeError) as error:
+        if all(_is_on_host(x) for x in tensors):
+            raise
+        device, name = tensors[0].device, getattr(function, "__name__", str(function))
+        if (name, device.type) not in _elsewhere:
+            _elsewhere.add((name, device.type))
+            log.info("%s is done on the CPU, as %s does not do it: %s", name, device.type, error)
+        found = function(*map(_to_host, tensors), **keywords)
+        return found.to(device) if isinstance(found, Tensor) else tuple(part.to(device) for part in found)
+
+
+def _is_on_host(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
+def _to_host(x: Tensor) -> Tensor:
+    return x.cpu()
 
 
 class Workspace:
@@ -196,7 +238,7 @@ def all_true_on_cpu(flags: Tensor) -> bool:
 
 
 def _eigh(x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    values, vectors = torch.linalg.eigh(x)
+    values, vectors = anywhere(torch.linalg.eigh, x)
     # One matrix-vector product each way finds a basis that is not orthogonal at n² instead of n³ cost.
     probe = torch.ones_like(x[..., :1])
     error = (vectors @ (vectors.mT @ probe) - probe).abs().amax((-2, -1))
@@ -205,8 +247,8 @@ def _eigh(x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 
 def _cholesky_inverse(x: Tensor) -> tuple[tuple[Tensor], Tensor]:
-    lower, info = torch.linalg.cholesky_ex(x)
-    inverse = torch.cholesky_inverse(lower)
+    lower, info = anywhere(torch.linalg.cholesky_ex, x)
+    inverse = anywhere(torch.cholesky_inverse, lower)
     return (inverse,), (info == 0) & torch.isfinite(inverse.sum((-2, -1)))
 
 

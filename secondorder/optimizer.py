@@ -276,8 +276,9 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         found = [directions[p] for p in members]
         sizes, lengths = self._norms([*members, *members], [*wanted, *found]).chunk(2)
         counts = [len(params) for _, params in chosen]
-        for own, size, length in zip(_split(found, counts), sizes.split(counts), lengths.split(counts), strict=True):
-            update.match_length_(own, size, length)
+        parts = zip(chosen, _split(found, counts), sizes.split(counts), lengths.split(counts), strict=True)
+        for (_, params), own, size, length in parts:
+            self._graft_factors[params[0]] = update.match_length_(own, size, length)
 
     def _clip(self, directions: Directions) -> None:
         limited = [p for p in directions if self._group[p]["clip_norm"] is not None]
@@ -356,6 +357,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         if self._first is not None:
             self.state[self._first]["global_step"] = self._t
         self.comm.end_step()
+        if self._clock is not None:
+            self._clock.end_step()
         self._synchronize()
 
 

@@ -127,6 +127,25 @@ COMMON: dict[str, Check] = {
     "checkpoint_curvature": choice("all", "factors", "none"),
 }
 
+#: What they are where a method does not say otherwise; each names its own ``lr``.
+DEFAULTS: dict[str, Any] = {
+    "momentum": 0.0,
+    "nesterov": False,
+    "weight_decay": 0.0,
+    "decoupled_weight_decay": False,
+    "maximize": False,
+    "foreach": None,
+    "fallback": None,
+    "fallback_lr": None,
+    "fallback_betas": (0.9, 0.999),
+    "fallback_eps": 1e-8,
+    "inner": "sgd",
+    "graft": None,
+    "clip_norm": None,
+    "clip_value": None,
+    "checkpoint_curvature": "all",
+}
+
 
 def validate(group: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
     """Check every known option of a group.

@@ -69,10 +69,10 @@ class RecutWindows(Windowing, Pieces):
     def _as_rows(self, unit: Unit, i: int, x: Tensor, there: bool) -> Tensor:
         """What has arrived, as the window takes it."""
         layout = self._layouts[unit.params[i]]
-        if not layout.dim:
-            return x.view(unit.window.places[i].shape)
         if not there:
             return x
+        if not layout.dim:
+            return x.view(unit.window.places[i].shape)
         found = layout.whole(x)
         return found if unit.part is None else unit.part.slice(i, found)
 

@@ -53,6 +53,7 @@ class Refreshing(Reducing):
                 self._failed_at[block.name] = state["factor_updates"]
             else:
                 state["refreshes"] += 1
+                self._refreshed_at[block.name] = self._t
         return [b.index for b in due]
 
     def _with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:

@@ -18,9 +18,13 @@ from secondorder.curvature import factors, kernel, scale, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.capture import Statistic
 from secondorder.curvature.examples import ExampleRows, second_moments
+from secondorder.curvature.extremes import Extremes, of_product, of_rows
 from secondorder.factored import batched, pack
 from secondorder.lifecycle import Group, State, shape_of
 from secondorder.rowwise import Batch, Fresh, RowOptimizer
+
+#: Rows of which diagnostics find eigenvalues.
+_MOST_ROWS = 2048
 
 
 class SubstitutingOptimizer(RowOptimizer):
@@ -208,6 +212,21 @@ class SubstitutingOptimizer(RowOptimizer):
         return ok
 
     # ------------------------------------------------------------------ directions, and what it tells
+    def extremes(self, block: Block) -> Extremes | None:
+        """λ of a block and the extreme eigenvalues of what is inverted; None if it is on other ranks."""
+        state = self.state[block.owner]
+        if self.is_factored(block):
+            held = "eigenvalues_a" in state and "eigenvalues_g" in state
+            damping = state.get("kernel_damping")
+            return of_product(state["eigenvalues_a"], state["eigenvalues_g"], damping) if held else None
+        if "rows_g" not in state or "kernel" not in state:
+            return None
+        rows, inverse, damping = self.kept_rows(block), state["kernel"], state["kernel_damping"]
+        if inverse.shape[-1] > _MOST_ROWS:
+            return Extremes(damping.double())
+        own = kernel.gram(rows) if bool(state["interpolated"]) else None
+        return of_rows(inverse, own, damping, block.adapter.n_a * block.adapter.n_g)
+
     def precondition(self, block: Block, gradient: Tensor) -> Tensor:
         """``(F̂ + λI)⁻¹ vec(∇)`` by rows, or by factors."""
         if not self.is_factored(block):

@@ -149,18 +149,22 @@ def norms(tensors: Tensors) -> Tensor:
     return torch.stack([n.to(found[0].device, torch.promote_types(n.dtype, found[0].dtype)) for n in found])
 
 
-def match_length_(tensors: Tensors, wanted: Tensor, found: Tensor) -> None:
+def match_length_(tensors: Tensors, wanted: Tensor, found: Tensor) -> Tensor:
     """Scale tensors by one number, in place, so that together they are of another length; zeros stay zeros.
 
     Args:
         tensors: What to scale.
         wanted: Norms ``[k]`` of what together is as long as they shall be.
         found: Norms of the tensors ``[k]``.
+
+    Returns:
+        What they were multiplied with, 0-dim.
     """
     size, length = torch.linalg.vector_norm(wanted), torch.linalg.vector_norm(found)
     factor = torch.where(length > 0, size / length, torch.ones_like(length))
     for t in tensors:
         t.mul_(factor.to(t.device, t.dtype))
+    return factor
 
 
 def inner_product(x: Tensor, y: Tensor) -> Tensor:

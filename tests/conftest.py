@@ -1,5 +1,6 @@
 """Settings of every test: one thread per process, one seed, a GPU only where there is one."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ torch.set_num_threads(1)
 
 if TYPE_CHECKING:
     from tests.distributed.pool import Pool
+
+# Trainers and loggers are in the environment of `make test-integrations` only; elsewhere their tests are not looked at.
+collect_ignore = [] if importlib.util.find_spec("transformers") else ["integrations"]
 
 # The same examples in every run: a failure that one run finds is there for the next one too. No deadline: the first
 # example of a property pays for whatever torch sets up lazily.

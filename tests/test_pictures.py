@@ -1,19 +1,23 @@
-"""The pictures of the rank grid are those that the script draws from the grid of the package."""
+"""The pictures of the documentation show what their scripts compute with the package."""
 
 import importlib.util
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.test_docs import DOCS
+from tests.code_blocks import DOCS
+
+
+def _script(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def drawing():
-    spec = importlib.util.spec_from_file_location("draw_grids", DOCS / "draw_grids.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return _script("draw_grids")
 
 
 def test_pictures_are_current(drawing):
@@ -24,3 +28,25 @@ def test_pictures_are_current(drawing):
 def test_pictures_are_well_formed(drawing):
     for name, drawn in drawing.pictures().items():
         assert ElementTree.fromstring(drawn).tag.endswith("svg"), name
+
+
+@pytest.fixture(scope="module")
+def curvature():
+    return _script("draw_curvature").pictures()
+
+
+@pytest.mark.slow
+def test_pages_tell_the_numbers_of_their_picture(curvature):
+    for name in ("kfac", "ekfac", "hylo", "mfac", "ggt"):
+        page = (DOCS / "methods" / f"{name}.md").read_text("utf-8")
+        assert f"curvature-{name}.svg" in page
+        assert f"{curvature[name].error:.2f} of" in page or f"by {curvature[name].error:.2f}" in page, name
+        assert f"{curvature[name].cosine:.2f}" in page, name
+        assert name == "ggt" or f"{curvature['sngd'].error:.2f}" in page, name
+
+
+@pytest.mark.slow
+def test_the_closer_a_method_looks_the_smaller_its_error(curvature):
+    error = {name: picture.error for name, picture in curvature.items()}
+    assert error["sngd"] < error["hylo"] < error["ekfac"] < error["kfac"]
+    assert error["sngd"] < error["mfac"] < error["ekfac"]

@@ -17,11 +17,15 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-PINS = [
-    Requirement(line)
-    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    if line and not line.startswith("#")
-]
+
+
+def listed(name: str) -> list[Requirement]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
+PINS = listed("constraints.txt")
+TRAINERS = listed("constraints-integrations.txt")
 
 
 def requirements() -> list[Requirement]:
@@ -47,7 +51,14 @@ def test_torch_is_pinned_without_a_local_label() -> None:
 
 @pytest.mark.parametrize("name", ["torchvision", "timm"])
 def test_packages_that_break_other_imports_stay_out(name: str) -> None:
-    assert name not in {canonicalize_name(r.name) for r in [*PINS, *requirements()]}
+    assert name not in {canonicalize_name(r.name) for r in [*PINS, *TRAINERS, *requirements()]}
+
+
+def test_trainers_add_to_the_pins_and_repeat_none() -> None:
+    names = {canonicalize_name(pin.name) for pin in TRAINERS}
+    assert {"transformers", "accelerate", "lightning", "tensorboard", "wandb"} <= names
+    assert not names & {canonicalize_name(pin.name) for pin in PINS}
+    assert all([exact.operator for exact in pin.specifier] == ["=="] for pin in TRAINERS)
 
 
 def test_the_version_is_a_literal_that_the_build_can_read() -> None:

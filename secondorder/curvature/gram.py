@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from secondorder.linalg import anywhere
+
 
 def packed_size(m: int) -> int:
     """Entries of a packed lower triangle."""
@@ -77,8 +79,8 @@ def mfac_cholesky_(lower: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> tu
         Coefficients ``[k, t]`` and whether the factorisation succeeded ``[k]``.
     """
     lower.diagonal(dim1=-2, dim2=-1).add_((n * damping)[:, None])
-    factor, info = torch.linalg.cholesky_ex(lower)  # does not wait for a device
-    a = torch.cholesky_solve((rhs * n[:, None])[..., None], factor)[..., 0]
+    factor, info = anywhere(torch.linalg.cholesky_ex, lower)  # does not wait for a device
+    a = anywhere(torch.cholesky_solve, (rhs * n[:, None])[..., None], factor)[..., 0]
     return a, (info == 0) & torch.isfinite(a).all(-1)
 
 
@@ -158,12 +160,12 @@ def spectrum(lower: Tensor, noise: float, w: Tensor | None = None) -> Spectrum:
     """
     length = lower.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     inverse = torch.where(length > 0, 1 / length, 0.0)
-    small, vectors = torch.linalg.eigh(lower * inverse[:, :, None] * inverse[:, None, :])
+    small, vectors = anywhere(torch.linalg.eigh, lower * inverse[:, :, None] * inverse[:, None, :])
     keep = small > max(small.shape[-1] * torch.finfo(small.dtype).eps, noise) * small.amax(-1, keepdim=True)
     root = torch.where(keep, small.clamp(min=0), 0.0).sqrt()
     mixed = vectors * root[:, None, :]
     rows = mixed * (length if w is None else length * w)[:, :, None]
-    values, rotation = torch.linalg.eigh(rows.mT @ rows)
+    values, rotation = anywhere(torch.linalg.eigh, rows.mT @ rows)
     into = rotation.mT @ (mixed * length[:, :, None]).mT
     back = (vectors * torch.where(keep, 1 / root, 0.0)[:, None, :] * inverse[:, :, None]) @ rotation
     return Spectrum(back, into, values.clamp(min=0))
@@ -224,7 +226,7 @@ def metrics(lower: Tensor, a: Tensor, slot: Tensor) -> dict[str, Tensor]:
         ``coefficient_norm``, ``amplification`` and ``effective_rank`` (the exponential of the entropy of S's spectrum).
     """
     s = symmetric(lower)
-    row, eigenvalues = s @ a, torch.linalg.eigvalsh(lower).clamp(min=0)
+    row, eigenvalues = s @ a, anywhere(torch.linalg.eigvalsh, lower).clamp(min=0)
     size, own = (a @ row).clamp(min=0).sqrt(), lower.diagonal().index_select(0, slot.reshape(1))[0].sqrt()
     tiny = torch.finfo(s.dtype).tiny
     cosine = (row.index_select(0, slot.reshape(1))[0] / (size * own).clamp(min=tiny)).clamp(-1, 1)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from secondorder.linalg import anywhere
+
 #: Elements of a float64 tile (16 MiB), which bounds every temporary that grows with d.
 _TILE = 1 << 21
 
@@ -164,12 +166,12 @@ def _inverse_root(gram: Tensor, shift: float) -> Tensor:
     """``R [n, n]`` with ``RᵀR = (S + shift·I)⁻¹`` from the Gram matrix S ``[n, n]``, which is overwritten."""
     n = len(gram)
     gram.diagonal().add_(shift)
-    lower, info = torch.linalg.cholesky_ex(gram)
+    lower, info = anywhere(torch.linalg.cholesky_ex, gram)
     if int(info) == 0:
-        inverse: Tensor = torch.linalg.solve_triangular(lower, torch.eye(n).to(gram), upper=False)
+        inverse: Tensor = anywhere(torch.linalg.solve_triangular, lower, torch.eye(n).to(gram), upper=False)
         return inverse
     try:  # a shift below the rounding of S: the factorisation stumbles over an eigenvalue that should be the shift
-        values, basis = torch.linalg.eigh(gram)
+        values, basis = anywhere(torch.linalg.eigh, gram)
     except LinAlgError as error:
         raise RuntimeError(f"the Gram matrix [{n}, {n}] of grads cannot be factorised: raise damping") from error
     scaled: Tensor = basis * values.clamp_(min=shift).rsqrt()

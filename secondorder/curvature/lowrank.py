@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from secondorder.curvature.rows import TILE, DenseRows, Parts, Rows, store
+from secondorder.linalg import anywhere
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class LowRankRows(Rows):
 
 def orthonormal(x: Tensor) -> Tensor:
     """An orthonormal basis ``[n, r]`` of the columns of ``x``, its signs fixed by a positive diagonal of R."""
-    q, r = torch.linalg.qr(x)
+    q, r = anywhere(torch.linalg.qr, x)
     sign = r.diagonal(dim1=-2, dim2=-1).sign()
     fixed: Tensor = q * torch.where(sign == 0, 1.0, sign)[..., None, :]
     return fixed

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from secondorder.linalg import Workspace, aligned, empty_aligned, product
+from secondorder.linalg import Workspace, aligned, anywhere, empty_aligned, product
 
 #: Bytes that the temporaries of :func:`scale_intra` may take together.
 CHUNK_BYTES = 16 * 2**20
@@ -284,7 +284,7 @@ def qr_refresh(factor: Tensor, basis: Tensor, sweeps: int = 1) -> tuple[Tensor, 
     descending = permutation.flip(-1)[:, None, :].expand_as(basis)
     image = image.gather(-1, descending)
     for _ in range(sweeps):
-        q, r = torch.linalg.qr(image)
+        q, r = anywhere(torch.linalg.qr, image)
         # A positive diagonal of R makes the result unique, and each column continues its predecessor.
         q = torch.where(r.diagonal(dim1=-2, dim2=-1)[:, None, :] < 0, -q, q)
         image = x @ q

@@ -38,6 +38,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from secondorder.linalg import anywhere
+
 SAMPLINGS = ("systematic", "replacement", "unweighted", "uniform")
 PIVOTINGS = ("cholesky", "qr", "score")
 RESIDUALS = ("none", "diag", "full")
@@ -264,8 +266,8 @@ def core(kernel: Tensor, found: Interpolation, damping: Tensor | float, residual
     if residual == "full":
         rest = _left_out(kernel.to(p), found)
         rest.diagonal(dim1=-2, dim2=-1).add_(shift)
-        lower, info = torch.linalg.cholesky_ex(rest)
-        half = torch.linalg.solve_triangular(lower, p.mT, upper=False)
+        lower, info = anywhere(torch.linalg.cholesky_ex, rest)
+        half = anywhere(torch.linalg.solve_triangular, lower, p.mT, upper=False)
         s = torch.where((info == 0)[..., None, None], half.mT @ half, s)
     s = (s + s.mT) / 2
     s.diagonal(dim1=-2, dim2=-1).add_((found.valid == 0).to(s))
@@ -359,7 +361,7 @@ def _coefficients(factor: Tensor, index: Tensor, valid: Tensor, done: Tensor) ->
     triangle = factor.gather(-1, columns)
     # A pivot that is not valid has a row of zeros: with this 1 the solution there is 0.
     triangle.diagonal(dim1=-2, dim2=-1).add_(valid.logical_not().to(factor))
-    p: Tensor = torch.linalg.solve_triangular(triangle, factor, upper=True)
+    p: Tensor = anywhere(torch.linalg.solve_triangular, triangle, factor, upper=True)
     return p.masked_fill(done[..., None, :], 0.0).scatter_add_(-1, columns, torch.diag_embed(valid.to(p)))
 
 

@@ -89,7 +89,7 @@ class RootLeave(RootEnter):
         switch.depth -= 1
         if switch.depth > 0:
             return
-        if switch.token is not None and not torch.compiler.is_compiling() and not in_backward():
+        if switch.token is not None and not torch.compiler.is_compiling():
             _mark_output(switch, output)
         switch.token = None
 
@@ -207,6 +207,12 @@ def _tap(capture: Capture, index: int, part: int, x: Tensor, output: Tensor) -> 
         output.register_hook(lambda g: tap((g,)))
 
 
+# Where the root is a class of the user's, torch runs its hooks outside of the graph, and would try to compile what they
+# call. The lazy form of the decorator is torch's own; it does not import the compiler.
+_outside_of_graphs = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+
+@_outside_of_graphs  # type: ignore[untyped-decorator]
 def _notify(switch: Switch) -> None:
     capture = CAPTURES.get(switch.key)
     if capture is None or in_backward():
@@ -216,7 +222,10 @@ def _notify(switch: Switch) -> None:
         callback()
 
 
+@_outside_of_graphs  # type: ignore[untyped-decorator]
 def _mark_output(switch: Switch, output: Any) -> None:
+    if in_backward():
+        return
     capture = CAPTURES.get(switch.key)
     current = None if capture is None else capture.find_pass(switch.token)
     if capture is None or current is None:

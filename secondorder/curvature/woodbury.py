@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from secondorder.curvature.kernel import Rows, add_combination_, gram, project, whole
-from secondorder.linalg import all_true_on_cpu, mirror_upper_
+from secondorder.linalg import all_true_on_cpu, anywhere, mirror_upper_
 
 #: Rungs of the ladder of failed Cholesky factorisations, in multiples of the mean diagonal.
 _JITTERS = (1e-6, 1e-4, 1e-2)
@@ -40,7 +40,7 @@ def damped_inverse(kernel: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
     damped = kernel.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping.to(kernel.dtype)[..., None])
     lower, ok = _cholesky(damped)
-    return _checked(torch.cholesky_inverse(lower), ok)
+    return _checked(anywhere(torch.cholesky_inverse, lower), ok)
 
 
 def interpolated_inverse(core: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,7 @@ def interpolated_inverse(core: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
     inner = mirror_upper_(root.mT @ kernel @ root)
     inner.diagonal(dim1=-2, dim2=-1).add_(1)
     lower, ok = _cholesky(inner)
-    half = torch.linalg.solve_triangular(lower, root.mT, upper=False)
+    half = anywhere(torch.linalg.solve_triangular, lower, root.mT, upper=False)
     return _checked(half.mT @ half, ok & ok_core)
 
 
@@ -116,7 +116,7 @@ def curvature(rows: Rows, inverse: Tensor, damping: Tensor) -> Tensor:
     """
     u, inverse = _vectors(rows), inverse.double()
     rest = torch.eye(rows.n, dtype=u.dtype, device=u.device) - u @ u.mT @ inverse
-    found: Tensor = u.mT @ torch.linalg.solve(rest, inverse, left=False) @ u
+    found: Tensor = u.mT @ anywhere(torch.linalg.solve, rest, inverse, left=False) @ u
     return found.add(found.mT) * (damping.double() / 2)[..., None, None]
 
 
@@ -151,7 +151,7 @@ def _cholesky(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _attempt(x: Tensor) -> tuple[Tensor, Tensor]:
-    lower, info = torch.linalg.cholesky_ex(x)
+    lower, info = anywhere(torch.linalg.cholesky_ex, x)
     return lower, (info == 0) & torch.isfinite(lower.diagonal(dim1=-2, dim2=-1).sum(-1))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from secondorder.curvature import kernel, selection, woodbury
 from secondorder.curvature.kernel import Rows
+from secondorder.linalg import anywhere
 
 
 class System(NamedTuple):
@@ -90,7 +91,7 @@ def spectrum(kernel_: Tensor, damping: Tensor) -> dict[str, Any]:
         ``rank90``, how many of the largest eigenvalues make up nine tenths of their sum; ``eff_rank``, exp of their
         entropy; ``sigma_max`` and ``sigma_sum``; ``damping_over_sigma1``, λ over the largest.
     """
-    values = torch.linalg.eigvalsh(kernel_).clamp(min=0).flatten()
+    values = anywhere(torch.linalg.eigvalsh, kernel_).clamp(min=0).flatten()
     largest, total = values.amax(), values.sum()
     found = [
         kernel.rank_of_energy(values).double(), kernel.effective_rank(values), largest, total, damping.mean() / largest

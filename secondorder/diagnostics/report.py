@@ -76,4 +76,8 @@ class Reporting(Lifecycle):
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters and factors as plain numbers; reading them may wait for the device."""
-        return {"step": self._t, "skipped_steps": self._skipped_steps + int(self._skipped_on_device)}
+        return {
+            "step": self._t,
+            "skipped_steps": self._skipped_steps + int(self._skipped_on_device),
+            "stage_ms": {} if self._clock is None else self._clock.last_step(),
+        }

@@ -13,6 +13,10 @@ import torch
 Instant = float | torch.cuda.Event
 
 
+#: Spans that are kept one by one until somebody takes them: times of a device are not waited for.
+_MOST_SPANS = 4096
+
+
 class _Span(NamedTuple):
     name: str
     start: Instant
@@ -36,6 +40,10 @@ class StageClock:
         self.running = True
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._spans: list[_Span] = []
+        #: Stages of the step that goes on, and of the last one.
+        self._current: list[_Span] = []
+        self._last: list[_Span] = []
+        self._summed: dict[str, float] = {}
         # By thread: the backward pass of a device runs in a thread of its own.
         self._open: set[tuple[int, str]] = set()
 
@@ -52,15 +60,26 @@ class StageClock:
             yield
         finally:
             self._open.discard(key)
-            self._spans.append(_Span(name, start, self._now()))
+            span = _Span(name, start, self._now())
+            self._spans.append(span)
+            self._current.append(span)
 
     def take(self) -> dict[str, float]:
         """Milliseconds by stage since the last call; a stage that did not run is not there."""
         spans, self._spans = self._spans, []
-        found: dict[str, float] = {}
-        for span in spans:
-            found[span.name] = found.get(span.name, 0.0) + _milliseconds(span.start, span.stop)
-        return found
+        found, self._summed = self._summed, {}
+        return _added(found, spans)
+
+    def end_step(self) -> None:
+        """A step is over: what ran since the one before is the time of :meth:`last_step`."""
+        self._last, self._current = self._current, []
+        if len(self._spans) > _MOST_SPANS:  # nobody takes them
+            old, self._spans = self._spans[: -_MOST_SPANS // 2], self._spans[-_MOST_SPANS // 2 :]
+            _added(self._summed, old)
+
+    def last_step(self) -> dict[str, float]:
+        """Milliseconds by stage of the last step, with the captures of its backward passes; :meth:`take` is as ever."""
+        return _added({}, self._last)
 
     def _now(self) -> Instant:
         if self._cuda is None:
@@ -68,6 +87,12 @@ class StageClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._cuda))
         return event
+
+
+def _added(found: dict[str, float], spans: list[_Span]) -> dict[str, float]:
+    for span in spans:
+        found[span.name] = found.get(span.name, 0.0) + _milliseconds(span.start, span.stop)
+    return found
 
 
 def _milliseconds(start: Instant, stop: Instant) -> float:

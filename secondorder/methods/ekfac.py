@@ -40,6 +40,7 @@ from secondorder.curvature import scale, statistics
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
+from secondorder.curvature.extremes import Extremes, of_values
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured, Part
 from secondorder.curvature.shipping import BASES, ROWS
@@ -635,7 +636,7 @@ class EKFAC(RoutingOptimizer):
             if block.group["momentum_mode"] != "pre":
                 continue
             for p in block.params:
-                beta, mean = self._group[p]["momentum"], self._piece_of(p, "gradient_momentum")
+                beta, mean = self._group[p]["momentum"], self._local_state(p, "gradient_momentum")
                 gradient = gradients[p].to(mean.dtype)
                 mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
                 self.state[p]["gradient_updates"] += 1
@@ -682,6 +683,15 @@ class EKFAC(RoutingOptimizer):
         if block.adapter.groups > 1:
             found = cast(Tensor, torch.block_diag(*found))
         return block.adapter.natural_order(found)
+
+    def extremes(self, block: Block) -> Extremes | None:
+        """λ of a block and the extreme entries of its damped scale; None if the scale is on other ranks."""
+        s: Tensor | None = self.state[block.owner].get("scale")
+        if s is None:
+            return None
+        if _is_adam(block.group):  # ε is added to the root
+            return Extremes(torch.full_like(s.mean((-2, -1)), block.group["fallback_eps"]))
+        return of_values(s.amin((-2, -1)), s.amax((-2, -1)), self.damping_of(block, s.mean((-2, -1))))
 
     def block_damping(self, block: Block) -> Tensor:
         """λ of a block as the damping of its quadratic model."""

@@ -184,6 +184,12 @@ class GGT(WindowOptimizer):
         curvature: Tensor = (basis * found.values[0].sqrt()[:, None]).mT @ basis
         return curvature
 
+    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor]:
+        """ε, and the largest eigenvalue of ``(G_wᵀG_w)^(1/2)``."""
+        found = gram.spectrum(unit.window.lower()[None], unit.window.noise, self._decays(unit)[None])
+        largest = found.values[0, -1].sqrt()
+        return torch.full_like(largest, unit.group["eps"]), largest
+
     # ------------------------------------------------------------------ the solve in detail
     @staticmethod
     def _decays(unit: Unit) -> Tensor:

@@ -33,6 +33,7 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature import factors, scale, statistics
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.capture import Captured, Statistic
+from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured
@@ -283,6 +284,27 @@ class KFAC(FactoredOptimizer):
         state = self.state[block.owner]
         a, g = (factors.as_dense(state[f"factor_{side}"], self.is_diagonal(block, side)) for side in "ag")
         return block.adapter.natural_order(factors.kron(a, g))
+
+    def extremes(self, block: Block) -> Extremes | None:
+        """λ of a block and the extreme eigenvalues of what is inverted; of factored inverses λ alone."""
+        state, split = self.state[block.owner], block.group["damping_split"] == "pi" and not block.adapter.is_exact
+        if block.group["inverse_method"] == "eigen":
+            found = super().extremes(block)
+            if found is None or not split:
+                return found
+            values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
+            add_a, add_g = statistics.pi_damping(values_a.mean(-1), values_g.mean(-1), found.damping)
+            nothing = torch.zeros_like(found.damping)
+            return of_product(values_a + add_a[..., None], values_g + add_g[..., None], nothing)._replace(
+                damping=found.damping
+            )
+        if "factor_a" not in state or "factor_g" not in state:
+            return None
+        if self._is_entrywise(block):
+            a, g = state["factor_a"], state["factor_g"]
+            return of_product(a, g, self.damping_of(block, a.mean(-1) * g.mean(-1)))
+        means = [factors.mean_diagonal(state[f"factor_{side}"], self.is_diagonal(block, side)) for side in "ag"]
+        return Extremes(self.damping_of(block, means[0] * means[1]))
 
     def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
         """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""

@@ -34,7 +34,7 @@ from secondorder.curvature.form import Compression
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import LAG
 from secondorder.lifecycle import Group
-from secondorder.linalg import all_true_on_cpu
+from secondorder.linalg import all_true_on_cpu, anywhere
 from secondorder.units import Unit
 from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer
 
@@ -204,6 +204,13 @@ class MFAC(WindowOptimizer):
     def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
         """``GᵀG/n``."""
         return rows.mT @ rows / self._rows_counted(unit)
+
+    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor]:
+        """λ, and the largest eigenvalue of ``GᵀG/n``."""
+        lower, n = unit.window.lower(), self._rows_counted(unit)
+        squares = lower.diagonal()[None]
+        damping = gram.mfac_damping(squares, unit.group["damping"], unit.group["damping_mode"], n[None])
+        return damping[0], anywhere(torch.linalg.eigvalsh, lower)[-1].clamp(min=0) / n
 
     # ------------------------------------------------------------------ the solve in detail
     def _rows_counted(self, unit: Unit) -> Tensor:

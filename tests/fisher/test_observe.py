@@ -225,6 +225,28 @@ def test_discarded_gradients_take_their_statistics_along(fisher):
     assert float(layer_state(opt, model, "0")["factor_weight"]) == 3
 
 
+@fishers
+def test_gradients_may_be_reset_between_observe_and_backward(fisher):
+    """As trainers do that call ``zero_grad`` after the forward."""
+    x, y = vectors(6)
+    found = []
+    for late in (True, False):
+        model = mlp()
+        opt = still(model, fisher)
+        for _ in range(2):
+            if not late:
+                opt.zero_grad()
+            outputs = model(x)
+            opt.observe(outputs, "categorical")
+            if late:
+                opt.zero_grad()
+            F.cross_entropy(outputs, y).backward()
+            opt.step()
+        assert layer_state(opt, model, "0")["factor_updates"] == 2
+        found.append(all_factors(opt, model))
+    assert_factors(*found)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Several heads
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,90 @@
+"""Damping in force and extreme eigenvalues of damped curvature, as an optimizer tells them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from secondorder.linalg import anywhere
+
+
+class Extremes(NamedTuple):
+    """Of the curvature of one layer, whose Γ blocks are the leading dimensions.
+
+    Attributes:
+        damping: λ ``[...]``.
+        smallest: Smallest eigenvalue of the damped curvature ``[...]``; None where only a factorisation would tell.
+        largest: Its largest eigenvalue.
+    """
+
+    damping: Tensor
+    smallest: Tensor | None = None
+    largest: Tensor | None = None
+
+    @property
+    def condition(self) -> Tensor:
+        """Largest over smallest, of the worst block, 0-dim; NaN where they are not known."""
+        if self.smallest is None or self.largest is None:
+            return torch.full((), torch.nan, device=self.damping.device)
+        return (self.largest / self.smallest).amax()
+
+
+def of_product(values_a: Tensor, values_g: Tensor, damping: Tensor) -> Extremes:
+    """Of ``G ⊗ A + λI``, from the eigenvalues ``[..., n]`` of both factors."""
+    small, large = values_a.amin(-1) * values_g.amin(-1), values_a.amax(-1) * values_g.amax(-1)
+    return of_values(small, large, damping)
+
+
+def of_values(small: Tensor, large: Tensor, damping: Tensor) -> Extremes:
+    """Of a curvature with these extreme eigenvalues ``[...]``, damped no less than by the rounding of the largest."""
+    floor = torch.maximum(damping.to(large.dtype), torch.finfo(large.dtype).eps * large)
+    return Extremes(damping, small + floor, large + floor)
+
+
+def of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor, n: int) -> Extremes:
+    """Of ``F̂ + λI`` with ``(F̂ + λI)⁻¹ = (I − Ûᵀ M Û)/λ``, see :mod:`secondorder.curvature.woodbury`.
+
+    Args:
+        inverse: M ``[..., R, R]``.
+        kernel: K̂ of the kept rows where they interpolate others; None where ``M = (K + λI)⁻¹``.
+        damping: λ ``[...]``.
+        n: Number of parameters.
+
+    Returns:
+        The extremes; directions that no row reaches have the eigenvalue λ.
+    """
+    damping = damping.double()
+    if kernel is None:
+        # From the largest σ + λ to the smallest: the smallest eigenvalue of the inverse belongs to the largest.
+        values = 1 / anywhere(torch.linalg.eigvalsh, inverse.double()).clamp(min=torch.finfo(torch.float64).tiny)
+    else:
+        # σ/(σ + λ) are the eigenvalues of M K̂, and of a symmetric matrix that has the same.
+        squares, vectors = anywhere(torch.linalg.eigh, inverse.double())
+        root = vectors * squares.clamp(min=0).sqrt()[..., None, :]
+        share = anywhere(torch.linalg.eigvalsh, root.mT @ kernel.double() @ root).flip(-1)
+        values = damping[..., None] / (1 - share)
+    few = values.shape[-1] < n
+    return Extremes(damping, damping if few else values[..., n - 1], values[..., 0])
+
+
+def numbers(found: Mapping[str, Extremes]) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """λ and the condition number of each layer: the mean λ and the worst condition over its Γ blocks.
+
+    Returns:
+        Both by name, with None for what is not finite; waits for the device once.
+    """
+    if not found:
+        return {}, {}
+    rows = [torch.stack([e.damping.double().mean(), e.condition.double()]) for e in found.values()]
+    told = torch.stack([row.to(rows[0].device) for row in rows]).tolist()
+    pairs = dict(zip(found, told, strict=True))
+    damping = {name: _finite(pair[0]) for name, pair in pairs.items()}
+    return damping, {name: _finite(pairs[name][1]) for name, e in found.items() if e.smallest is not None}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,277 @@
+"""The loss scale of float16 training: given, set late, found while a scaler steps, or not to be found.
+
+Every run holds its parameters still (``lr=0``) and repeats one batch, so that the curvature of any number of steps is
+that of the batch in float32, whatever was left out on the way.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import secondorder.capturing
+from secondorder import EKFAC, KFAC, MFAC, HyLo
+
+METHODS = {
+    "kfac": lambda model, **k: KFAC(model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
+    "ekfac": lambda model, **k: EKFAC(model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
+    "hylo": lambda model, **k: HyLo(model, lr=0.0, update_steps=1, mode="sngd", **k),
+}
+methods = pytest.mark.parametrize("method", METHODS)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def curvature(opt):
+    return {name: opt.dense_curvature(name).double() for name in opt.blocks}
+
+
+def assert_alike(found, expected, tolerance=2e-2):
+    assert found.keys() == expected.keys()
+    for name, matrix in expected.items():
+        # A wrong scale would be off by a factor of 2^10 or more; float16 rounds by half a thousandth.
+        assert float((found[name] - matrix).norm() / matrix.norm()) < tolerance, name
+
+
+def reference(method, steps):
+    """Curvature after so many steps that counted."""
+    model = make_model()
+    opt = METHODS[method](model)
+    x, y = batch()
+    for _ in range(steps):
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    return curvature(opt)
+
+
+def scaled_step(opt, model, scaler, treatment="plain", half=True, factor=1.0, step=None):
+    x, y = batch()
+    opt.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=half):
+        loss = F.cross_entropy(model(x), y) * factor
+    scaler.scale(loss).backward()
+    if treatment != "plain":
+        scaler.unscale_(opt)
+    if treatment == "clip":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    (step or scaler.step)(opt)
+    scaler.update()
+
+
+def make_scaler(**keywords):
+    return torch.amp.GradScaler("cpu", init_scale=2.0**12, **keywords)
+
+
+@pytest.fixture(autouse=True)
+def silence():
+    """No run of this file may warn, but those that say so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@methods
+@pytest.mark.parametrize("treatment", ["plain", "unscale", "clip"])
+def test_a_scaler_given_or_set_late_or_found_gives_the_curvature_of_float32(method, treatment):
+    for way in ("given", "late", "found"):
+        model, scaler = make_model(), make_scaler()
+        opt = METHODS[method](model, **({"grad_scaler": scaler} if way == "given" else {}))
+        if way == "late":
+            opt.grad_scaler = scaler
+        for _ in range(3):
+            scaled_step(opt, model, scaler, treatment)
+        assert opt.grad_scaler is scaler
+        assert_alike(curvature(opt), reference(method, 2 if way == "found" else 3))
+
+
+@methods
+@pytest.mark.parametrize("way", ["late", "found"])
+def test_float16_may_begin_in_the_middle_of_training(method, way):
+    model, scaler = make_model(), make_scaler()
+    opt = METHODS[method](model)
+    for _ in range(2):
+        scaled_step(opt, model, make_scaler(enabled=False), half=False, step=lambda o: o.step())
+    if way == "late":
+        opt.grad_scaler = scaler
+    for _ in range(3):
+        scaled_step(opt, model, scaler)
+    assert opt.grad_scaler is scaler
+    assert_alike(curvature(opt), reference(method, 5))
+
+
+@methods
+@pytest.mark.parametrize("half", [True, False])
+def test_the_step_that_finds_the_scaler_is_left_out_and_the_next_one_counts(method, half):
+    """In float32 too: those layers carry the same scale, and nothing in their gradients tells."""
+    model, scaler = make_model(), make_scaler()
+    opt = METHODS[method](model)
+    scaled_step(opt, model, scaler, half=half)
+    for block in opt.blocks.values():
+        assert opt.state[block.owner].get("factor_updates", 0) == 0
+        assert opt.state[block.owner]["refreshes"] == 0
+    scaled_step(opt, model, scaler, half=half)
+    assert_alike(curvature(opt), reference(method, 1), 2e-2 if half else 1e-5)
+
+
+@methods
+def test_an_overflow_before_the_scaler_is_found_leaves_nothing(method):
+    model, scaler = make_model(), make_scaler()
+    opt = METHODS[method](model)
+    scaled_step(opt, model, scaler, factor=float("inf"))  # the scaler leaves the step out
+    assert scaler.get_scale() == 2.0**11
+    assert opt.grad_scaler is None
+    for _ in range(2):
+        scaled_step(opt, model, scaler)
+    scaled_step(opt, model, scaler, factor=float("inf"))
+    scaled_step(opt, model, scaler)
+    assert_alike(curvature(opt), reference(method, 2))
+    assert opt.diagnostics()["skipped_statistics"] == 0
+
+
+@methods
+def test_a_scaler_set_between_backward_and_step_leaves_that_batch_out(method):
+    model, scaler = make_model(), make_scaler()
+    opt = METHODS[method](model)
+
+    def late(optimizer):
+        optimizer.grad_scaler = scaler
+        scaler.step(optimizer)
+
+    scaled_step(opt, model, scaler, half=False, step=late)
+    assert all(opt.state[b.owner]["refreshes"] == 0 for b in opt.blocks.values())
+    scaled_step(opt, model, scaler, half=False)
+    assert_alike(curvature(opt), reference(method, 1), 1e-5)
+
+
+def test_the_stack_is_not_looked_through_at_every_step(monkeypatch):
+    looks = []
+    monkeypatch.setattr(secondorder.capturing, "calling_scaler", lambda: looks.append(1))
+    model = make_model()
+    opt = METHODS["kfac"](model)
+    for _ in range(5):
+        scaled_step(opt, model, make_scaler(enabled=False), half=False)
+    assert len(looks) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            scaled_step(opt, model, make_scaler(enabled=False))
+    assert len(looks) == 2
+
+
+def test_the_scaler_is_found_through_wrappers_of_the_step():
+    """A scheduler wraps ``step``, and so does a trainer that counts the steps that a scaler leaves out."""
+    model, scaler = make_model(), make_scaler()
+    opt = METHODS["kfac"](model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda _: 0.0)
+    patched, taken = opt.step, []
+
+    def counted(*args, **kwargs):
+        taken.append(1)
+        return patched(*args, **kwargs)
+
+    for _ in range(2):
+        opt.step = counted
+        scaled_step(opt, model, scaler)
+        opt.step = patched
+        scheduler.step()
+    assert opt.grad_scaler is scaler
+    assert len(taken) == 2
+    assert_alike(curvature(opt), reference("kfac", 1))
+
+
+def test_a_disabled_scaler_that_steps_costs_no_statistics():
+    model, scaler = make_model(), make_scaler(enabled=False)
+    opt = METHODS["kfac"](model)
+    scaled_step(opt, model, scaler, half=False)
+    assert opt.grad_scaler is scaler
+    assert_alike(curvature(opt), reference("kfac", 1), 1e-5)
+    scaled_step(opt, model, scaler)  # float16, and nothing is scaled
+    assert_alike(curvature(opt), reference("kfac", 1))
+
+
+class Mixed(nn.Module):
+    """A layer in float16 under autocast, and one that stays in float32."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow, self.single = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.single(self.half_of(x))
+
+    def half_of(self, x):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return self.narrow(x).float()
+
+
+@methods
+def test_float16_gradients_with_no_scaler_to_be_found_warn_once_and_leave_all_layers_out(method):
+    """A loop that scales by itself: the float32 layer carries the same unknown scale as the float16 one."""
+    model = Mixed()
+    opt = METHODS[method](model)
+    x, y = batch()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            opt.zero_grad()
+            (F.cross_entropy(model(x), y) * 1024).backward()
+            for p in model.parameters():
+                p.grad.div_(1024)
+            opt.step()
+    (message,) = [str(w.message) for w in caught]
+    assert "narrow, single: the gradients of this batch are float16" in message
+    assert "scaler.step(optimizer)" in message
+    assert "optimizer.grad_scaler" in message
+    assert "GradScaler(enabled=False)" in message
+    for block in opt.blocks.values():
+        assert opt.state[block.owner].get("factor_updates", 0) == 0
+        assert opt.state[block.owner]["refreshes"] == 0
+    assert "float16" in opt.describe()
+    opt.grad_scaler = make_scaler(enabled=False)
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    opt.step()
+    assert "float16" not in opt.describe()
+    assert all(opt.state[b.owner]["refreshes"] == 1 for b in opt.blocks.values())
+
+
+def test_window_methods_need_no_scaler():
+    """Their rows are gradients, which the scaler divides before the step."""
+    found = []
+    for scaled in (False, True):
+        model, scaler = make_model(), make_scaler(enabled=scaled)
+        opt = MFAC(model, lr=0.1, window_size=4, damping=1e-2)
+        for _ in range(3):
+            scaled_step(opt, model, scaler, half=False)
+        found.append([p.detach().clone() for p in model.parameters()])
+    for p, q in zip(*found, strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_a_copy_looks_for_the_scaler_again():
+    import copy
+
+    model, scaler = make_model(), make_scaler()
+    opt = METHODS["kfac"](model)
+    scaled_step(opt, model, scaler)
+    model_copy, opt_copy = copy.deepcopy((model, opt))
+    opt_copy.attach(model_copy)
+    assert opt_copy.grad_scaler is None
+    other = make_scaler()
+    for _ in range(2):
+        scaled_step(opt_copy, model_copy, other)
+    assert opt_copy.grad_scaler is other
+    assert_alike(curvature(opt_copy), reference("kfac", 1))

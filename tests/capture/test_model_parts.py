@@ -1,0 +1,390 @@
+"""A model in several parts, such as the stages of a pipeline: a list of modules, each with a forward of its own.
+
+The oracle is the same network as one ``nn.Sequential`` of its parts, trained on the same micro-batches one after the
+other: same names, same steps.
+"""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+
+import secondorder
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC, TopK
+from secondorder.diagnostics import Analysis, read_events
+
+EVERY = {"factor_update_steps": 1, "inv_update_steps": 1}
+METHODS = {
+    "kfac": lambda m, **k: KFAC(m, lr=0.1, damping=0.1, **EVERY, **k),
+    "cholesky": lambda m, **k: KFAC(m, lr=0.1, damping=0.1, inverse_method="cholesky", **EVERY, **k),
+    "reduce": lambda m, **k: KFAC(m, lr=0.1, damping=0.1, approx="reduce", **EVERY, **k),
+    "ekfac": lambda m, **k: EKFAC(m, lr=0.1, damping=0.1, **EVERY, **k),
+    "intra": lambda m, **k: EKFAC(m, lr=0.1, damping=0.1, estimator="intra", **EVERY, **k),
+    "hylo": lambda m, **k: HyLo(m, lr=0.1, damping=0.1, update_steps=1, mode="sngd", **k),
+    "mfac": lambda m, **k: MFAC(m, lr=0.1, damping=0.1, window_size=4, **k),
+    "sparse_mfac": lambda m, **k: SparseMFAC(
+        m, lr=0.1, damping=0.1, window_size=4, compression=TopK(density=0.3, block_size=64), **k
+    ),
+    "ggt": lambda m, **k: GGT(m, lr=0.1, window_size=4, **k),
+}
+LAYERED = ["kfac", "cholesky", "reduce", "ekfac", "intra", "hylo"]
+every_method = pytest.mark.parametrize("method", METHODS)
+layer_methods = pytest.mark.parametrize("method", LAYERED)
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def make_parts(tied=False):
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6))
+    second = nn.Sequential(nn.Tanh(), nn.Linear(6, 6, bias=not tied), nn.Tanh(), nn.Linear(6, 3))
+    if tied:
+        first[2] = nn.Linear(6, 6, bias=False)
+        second[1].weight = first[2].weight
+    return [first.double(), second.double()]
+
+
+def micro_batches(step, count=3):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(4 * count, 5, dtype=torch.float64, generator=generator)
+    return list(zip(x.chunk(count), torch.randint(3, (4 * count,), generator=generator).chunk(count), strict=True))
+
+
+def whole(model, batches):
+    """Accumulation with one module."""
+    for x, y in batches:
+        (F.cross_entropy(model(x), y) / len(batches)).backward()
+
+
+def chained(parts, batches):
+    """The parts one after the other, in one graph."""
+    for x, y in batches:
+        for part in parts:
+            x = part(x)
+        (F.cross_entropy(x, y) / len(batches)).backward()
+
+
+class Stage:
+    """A part as a pipeline runs it: what comes in is a leaf, what goes out has its own backward."""
+
+    def __init__(self, part):
+        self.part, self.inside, self.outside = part, {}, {}
+
+    def forward(self, i, x):
+        self.inside[i] = x.detach().requires_grad_()
+        self.outside[i] = self.part(self.inside[i])
+        return self.outside[i]
+
+    def backward(self, i, gradient=None):
+        self.outside.pop(i).backward(gradient)
+        return self.inside.pop(i).grad
+
+
+def pipelined(order):
+    """Forwards and backwards in an order of (is_forward, stage, micro-batch)."""
+
+    def run(parts, batches):
+        stages, sent, back = [Stage(part) for part in parts], {}, {}
+        for forward, s, i in order(len(parts), len(batches)):
+            if forward:
+                sent[s, i] = stages[s].forward(i, batches[i][0] if s == 0 else sent.pop((s - 1, i)))
+                if s == len(parts) - 1:
+                    stages[s].outside[i] = F.cross_entropy(sent.pop((s, i)), batches[i][1]) / len(batches)
+            else:
+                back[s, i] = stages[s].backward(i, None if s == len(parts) - 1 else back.pop((s + 1, i)))
+
+    return run
+
+
+def all_forwards_first(stages, count):
+    """GPipe: backwards in the opposite order."""
+    yield from ((True, s, i) for i in range(count) for s in range(stages))
+    yield from ((False, s, i) for i in reversed(range(count)) for s in reversed(range(stages)))
+
+
+def stage_by_stage(stages, count):
+    """All micro-batches through one stage before the next."""
+    yield from ((True, s, i) for s in range(stages) for i in range(count))
+    yield from ((False, s, i) for s in reversed(range(stages)) for i in range(count))
+
+
+def one_forward_one_backward(stages, count):
+    """The second micro-batch enters before the first has left."""
+    yield from ((True, s, 0) for s in range(stages))
+    for i in range(1, count):
+        yield True, 0, i
+        yield from ((False, s, i - 1) for s in reversed(range(stages)))
+        yield from ((True, s, i) for s in range(1, stages))
+    yield from ((False, s, count - 1) for s in reversed(range(stages)))
+
+
+LOOPS = {
+    "chained": chained,
+    "gpipe": pipelined(all_forwards_first),
+    "by_stage": pipelined(stage_by_stage),
+    "1f1b": pipelined(one_forward_one_backward),
+}
+#: Every order where examples or calls are counted in ways of their own; the others in the order that tells most.
+ORDERS = [(m, loop) for m in METHODS for loop in (LOOPS if m in ("kfac", "intra", "hylo") else ["gpipe"])]
+orders = pytest.mark.parametrize(("method", "loop"), ORDERS)
+
+
+def train(opt, model, run, steps=3):
+    for step in range(steps):
+        opt.zero_grad()
+        run(model, micro_batches(step))
+        opt.step()
+
+
+def assert_same(found, expected):
+    """Parameters, names and state."""
+    names = [n for g in found.param_groups for n in g["param_names"]]
+    assert names == [n for g in expected.param_groups for n in g["param_names"]]
+    pairs = zip(found.param_groups, expected.param_groups, strict=True)
+    for p, q in ((p, q) for g, h in pairs for p, q in zip(g["params"], h["params"], strict=True)):
+        assert torch.allclose(p, q, rtol=1e-12, atol=1e-12)
+    mine, theirs = found.state_dict()["state"], expected.state_dict()["state"]
+    for index, state in theirs.items():
+        assert mine[index].keys() == state.keys()
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                assert mine[index][key].shape == value.shape
+            else:
+                assert mine[index][key] == value, key
+
+
+@orders
+def test_parts_step_as_the_one_module_does(method, loop):
+    parts, model = make_parts(), nn.Sequential(*make_parts())
+    found, expected = METHODS[method](parts), METHODS[method](model)
+    train(found, parts, LOOPS[loop])
+    train(expected, model, whole)
+    assert_same(found, expected)
+    for name in ("0.0", "1.3"):
+        a, b = found.dense_curvature(name), expected.dense_curvature(name)
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("method", "loop"), [(m, loop) for m, loop in ORDERS if m in LAYERED])
+def test_a_layer_that_two_parts_share_counts_as_in_one_module(method, loop):
+    parts, model = make_parts(tied=True), nn.Sequential(*make_parts(tied=True))
+    found, expected = METHODS[method](parts), METHODS[method](model)
+    assert list(found.blocks) == list(expected.blocks) == ["0.0", "0.2", "1.3"]
+    train(found, parts, LOOPS[loop])
+    train(expected, model, whole)
+    assert_same(found, expected)
+
+
+@layer_methods
+def test_examples_are_counted_once_per_micro_batch(method):
+    """A count by part would halve the mean, whatever the direction."""
+    parts = make_parts()
+    opt = METHODS[method](parts)
+    ((x, y),) = micro_batches(0, 1)
+    chained(parts, [(x, y)])
+    taken = opt._capture.take()
+    assert set(taken.examples.values()) == {4}
+    assert taken.total == 4
+
+
+@pytest.mark.parametrize("fisher", ["mc", "exact"])
+@pytest.mark.parametrize("build", [KFAC, EKFAC])
+def test_observe_takes_the_outputs_of_the_last_part(fisher, build):
+    found = []
+    for parts in (make_parts(), [nn.Sequential(*make_parts())]):
+        opt = build(parts if len(parts) > 1 else parts[0], lr=0.1, damping=0.1, fisher=fisher, **EVERY)
+        for step in range(2):
+            opt.zero_grad()
+            for x, y in micro_batches(step):
+                for part in parts:
+                    x = part(x)
+                opt.observe(x, "categorical")
+                (F.cross_entropy(x, y) / 3).backward()
+            opt.step()
+        found.append(opt)
+    assert_same(*found)
+
+
+@pytest.fixture
+def alone_in_a_group():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["kfac", "hylo"])
+@pytest.mark.filterwarnings("default:.*:FutureWarning", "default:.*:UserWarning:torch")
+def test_the_schedules_of_torch_drive_several_stages(method, alone_in_a_group):
+    """They scale gradients after the fact unless told not to, which no statistic could know of."""
+    parts, model = make_parts(), nn.Sequential(*make_parts())
+    widths = [torch.zeros(4, n, dtype=torch.float64) for n in (5, 6)]
+    stages = [PipelineStage(parts[i], i, 2, torch.device("cpu"), input_args=(widths[i],)) for i in range(2)]
+    schedule = ScheduleInterleaved1F1B(stages, 3, loss_fn=lambda o, y: F.cross_entropy(o, y) / 3, scale_grads=False)
+
+    def scheduled(_, batches):
+        x, y = (torch.cat(some) for some in zip(*batches, strict=True))
+        schedule.step(x, target=y)
+
+    found, expected = METHODS[method](parts), METHODS[method](model)
+    train(found, parts, scheduled)
+    train(expected, model, whole)
+    assert_same(found, expected)
+
+
+def test_damping_adapts_by_the_loss_of_all_parts():
+    found = []
+    for parts in (make_parts(), [nn.Sequential(*make_parts())]):
+        opt = KFAC(
+            parts if len(parts) > 1 else parts[0],
+            lr=0.1,
+            damping=0.1,
+            adaptive_damping=True,
+            damping_interval=1,
+            **EVERY,
+        )
+        for step in range(3):
+            (batch,) = micro_batches(step, 1)
+
+            def closure(parts=parts, batch=batch, opt=opt):
+                opt.zero_grad()
+                x = batch[0]
+                for part in parts:
+                    x = part(x)
+                loss = F.cross_entropy(x, batch[1])
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+        found.append(opt)
+    assert found[0].param_groups[0]["damping"] == pytest.approx(found[1].param_groups[0]["damping"])
+    assert found[0].param_groups[0]["damping"] != 0.1
+    assert_same(*found)
+
+
+@every_method
+def test_groups_with_a_list_of_modules(method):
+    parts, model = make_parts(), nn.Sequential(*make_parts())
+    named = [(f"{i}.{n}", p) for i, part in enumerate(parts) for n, p in part.named_parameters()]
+    found = METHODS[method](named, module=tuple(parts))
+    expected = METHODS[method](model)
+    train(found, parts, chained)
+    train(expected, model, whole)
+    assert_same(found, expected)
+
+
+@every_method
+def test_state_goes_from_parts_to_one_module_and_back(method):
+    parts, model = make_parts(), nn.Sequential(*make_parts())
+    split, joint = METHODS[method](parts), METHODS[method](model)
+    train(split, parts, chained, 2)
+    saved = io.BytesIO()
+    torch.save([split.state_dict(), [p.state_dict() for p in parts]], saved)
+    saved.seek(0)
+    state, weights = torch.load(saved, weights_only=True)
+    for part, own in zip(model, weights, strict=True):
+        part.load_state_dict(own)
+    joint.load_state_dict(state)
+    train(split, parts, chained, 2)
+    train(joint, model, whole, 2)
+    assert_same(joint, split)
+
+
+@layer_methods
+def test_a_copy_is_attached_to_a_list(method):
+    parts = make_parts()
+    opt = METHODS[method](parts)
+    train(opt, parts, chained, 2)
+    for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        other_parts, other = copied((parts, opt))
+        with pytest.raises(RuntimeError, match="attach"):
+            other.step()
+        other.attach(other_parts)
+        expected_parts, expected = make_parts(), None
+        expected = METHODS[method](expected_parts)
+        train(expected, expected_parts, chained, 2)
+        train(other, other_parts, chained, 1)
+        train(expected, expected_parts, chained, 1)
+        assert_same(other, expected)
+
+
+def test_detach_and_attach_of_all_parts():
+    parts = make_parts()
+    before = [[len(m._forward_hooks) + len(m._forward_pre_hooks) for m in part.modules()] for part in parts]
+    opt = METHODS["kfac"](parts)
+    assert all(part._forward_pre_hooks for part in parts)
+    opt.detach()
+    assert [[len(m._forward_hooks) + len(m._forward_pre_hooks) for m in part.modules()] for part in parts] == before
+    opt.attach(parts)
+    train(opt, parts, chained, 1)
+    assert all(opt.state[b.owner]["refreshes"] == 1 for b in opt.blocks.values())
+
+
+def test_every_method_is_created_from_a_list():
+    for name in ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt"):
+        opt = secondorder.create(name, make_parts(), lr=0.01)
+        assert "1.3.weight" in opt.describe()
+
+
+def test_a_module_list_is_one_module_as_ever():
+    layers = nn.ModuleList(make_parts())
+    opt = METHODS["kfac"](layers)
+    assert list(opt.blocks) == ["0.0", "0.2", "1.1", "1.3"]
+    assert opt._root is layers
+
+
+def test_layers_of_parts_are_skipped_by_name():
+    parts = make_parts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert list(METHODS["kfac"](parts, skip_layers=["1.*"]).blocks) == ["0.0", "0.2"]
+        assert list(METHODS["kfac"](parts, skip_layers=[parts[0]]).blocks) == ["1.1", "1.3"]
+
+
+def test_wrapped_parts_are_unwrapped():
+    parts = make_parts()
+    opt = METHODS["kfac"]([torch.compile(part, backend="eager") for part in parts])
+    assert list(opt.blocks) == ["0.0", "0.2", "1.1", "1.3"]
+
+
+def test_analysis_watches_parts(tmp_path):
+    parts = make_parts()
+    opt = METHODS["kfac"](parts)
+    with Analysis(opt, tmp_path, ("rank",), every=1):
+        train(opt, parts, chained, 2)
+    events = list(read_events(tmp_path / "rank.jsonl"))
+    assert {event["layer"] for event in events} == set(opt.blocks)
+    assert {event["m"] for event in events} == {12}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        (lambda parts: {"params": [], "module": []}, ValueError, "empty list"),
+        (lambda parts: {"params": parts, "module": parts[:1]}, ValueError, "give the module once"),
+        (lambda parts: {"params": [*parts, parts[0]]}, ValueError, "part 0 of the list of modules is part 2"),
+        (
+            lambda parts: {"params": [*parts, parts[1][3]]},
+            ValueError,
+            "part 2 .* is part 1 or inside it",
+        ),
+        (lambda parts: {"params": parts[0].parameters(), "module": [*parts, 3]}, TypeError, "a list with int"),
+        (lambda parts: {"params": parts[0].parameters(), "module": "net"}, TypeError, "got str"),
+        (lambda parts: {"params": [nn.DataParallel(parts[0])]}, NotImplementedError, "DataParallel"),
+        (
+            lambda parts: {"params": parts, "adaptive_damping": True, "likelihood": "categorical"},
+            NotImplementedError,
+            "likelihood=",
+        ),
+    ],
+)
+def test_what_is_no_list_of_parts_is_refused(given, kind, text):
+    parts = make_parts()
+    with pytest.raises(kind, match=text):
+        KFAC(**given(parts))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for part in parts for m in part.modules())

@@ -1,0 +1,243 @@
+"""`diagnostics()` of every method: plain numbers, those of the curvature checked against the dense matrix."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, MemOpt, SparseMFAC, TopK
+from secondorder.diagnostics import StageClock, flat
+from tests.distributed.pool import Pool
+
+METHODS = {
+    "eigen": lambda m, **k: KFAC(m, lr=0.01, damping=0.1, **k),
+    "relative": lambda m, **k: KFAC(m, lr=0.01, damping=3.0, damping_mode="relative", **k),
+    "pi": lambda m, **k: KFAC(m, lr=0.01, damping=0.1, damping_split="pi", **k),
+    "cholesky": lambda m, **k: KFAC(m, lr=0.01, damping=0.1, inverse_method="cholesky", **k),
+    "ekfac": lambda m, **k: EKFAC(m, lr=0.01, damping=0.1, **k),
+    "sngd": lambda m, **k: HyLo(m, lr=0.01, damping=0.1, mode="sngd", update_steps=3, **k),
+    "kis": lambda m, **k: HyLo(m, lr=0.01, damping=0.1, mode="kis", rank_fraction=0.5, update_steps=3, **k),
+    "kid": lambda m, **k: HyLo(m, lr=0.01, damping=0.1, mode="kid", rank_fraction=0.5, update_steps=3, **k),
+    "mfac": lambda m, **k: MFAC(m, lr=0.01, damping=0.1, window_size=4, partition="layer", **k),
+    "sparse_mfac": lambda m, **k: SparseMFAC(
+        m, lr=0.01, damping=0.1, window_size=4, compression=TopK(density=0.5, block_size=32), partition="layer", **k
+    ),
+    "ggt": lambda m, **k: GGT(m, lr=0.01, eps=0.1, betas=(0.0, 0.9), window_size=4, partition="layer", **k),
+}
+WINDOWS = ["mfac", "sparse_mfac", "ggt"]
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def train(model, opt, steps=3, seed=0, examples=40):
+    for step in range(steps):
+        x = torch.randn(examples, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + step))
+        opt.zero_grad()
+        model(x).square().sum(1).mean().backward()
+        opt.step()
+
+
+def by_layer(opt, key):
+    found = opt.diagnostics()
+    return found[key] if "units" not in found else {name: unit[key] for name, unit in found["units"].items()}
+
+
+@every_method
+def test_numbers_are_plain_before_and_after_training(method):
+    model = make_model()
+    opt = METHODS[method](model, graft="sgd")
+    for steps in (0, 2):
+        train(model, opt, steps)
+        found = opt.diagnostics()
+        assert json.loads(json.dumps(found, allow_nan=False)) == found
+        assert found["step"] == steps
+        assert len(found["damping"]) == 1
+        assert all(isinstance(value, float) and math.isfinite(value) for value in flat(found).values())
+    assert found["graft_factor"].keys() == {"0", "2"}
+
+
+@every_method
+def test_condition_numbers_are_those_of_the_damped_dense_matrix(method):
+    model = make_model()
+    opt = METHODS[method](model)
+    train(model, opt)
+    conditions, dampings = (
+        by_layer(opt, "condition_number"),
+        by_layer(opt, "damping" if method in WINDOWS else "damping_by_layer"),
+    )
+    for name in ("0", "2"):
+        values = torch.linalg.eigvalsh(opt.dense_curvature(name)).clamp(min=0)
+        if method == "relative":
+            assert dampings[name] == pytest.approx(3.0 * float(values.mean()), rel=1e-6)
+        else:
+            assert dampings[name] == pytest.approx(0.1)
+        if method == "cholesky":
+            assert not conditions
+            continue
+        if method == "pi":
+            continue  # another matrix, see below
+        expected = float((values[-1] + dampings[name]) / (values[0] + dampings[name]))
+        assert conditions[name] == pytest.approx(expected, rel=1e-6)
+        assert conditions[name] > 1.05
+
+
+def test_split_damping_is_judged_by_the_product_of_damped_factors():
+    model = make_model()
+    opt = METHODS["pi"](model)
+    train(model, opt)
+    for name, block in opt.blocks.items():
+        a, g = opt.state[block.owner]["factor_a"], opt.state[block.owner]["factor_g"]
+        pi = float((a.trace() / len(a) / (g.trace() / len(g))).sqrt())
+        damped = torch.kron(g + 0.1**0.5 / pi * torch.eye(len(g)), a + 0.1**0.5 * pi * torch.eye(len(a)))
+        expected = float(torch.linalg.cond(damped))
+        # The factors have learnt since the last refresh, so the figure is of the bases of then.
+        opt.param_groups[0]["inv_update_steps"] = 1
+        assert opt.diagnostics()["condition_number"][name] == pytest.approx(expected, rel=0.2)
+
+
+def test_diagonal_factors_have_a_condition_number_without_eigenvalues():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Flatten(0), nn.Unflatten(0, (-1, 4)), nn.Linear(4, 2)).double()
+    opt = KFAC(model, lr=0.01, damping=0.1, inverse_method="cholesky", max_factor_dim=1)
+    for _ in range(2):
+        opt.zero_grad()
+        model(torch.arange(10) % 5).square().sum(1).mean().backward()
+        opt.step()
+    values = torch.linalg.eigvalsh(opt.dense_curvature("3"))
+    expected = float((values[-1] + 0.1) / (values[0] + 0.1))
+    assert opt.diagnostics()["condition_number"]["3"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_groups_of_a_convolution_tell_the_mean_damping_and_the_worst_condition():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Flatten()).double()
+    opt = KFAC(model, lr=0.01, damping=3.0, damping_mode="relative")
+    model(
+        torch.randn(16, 2, 3, 3, dtype=torch.float64) * torch.tensor([1.0, 3.0])[:, None, None]
+    ).square().mean().backward()
+    opt.step()
+    blocks = (
+        opt.dense_curvature("0").unflatten(0, (2, -1)).unflatten(2, (2, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    )
+    values = torch.linalg.eigvalsh(blocks)
+    damping = 3.0 * values.mean(-1)
+    found = opt.diagnostics()
+    assert found["damping_by_layer"]["0"] == pytest.approx(float(damping.mean()), rel=1e-6)
+    expected = (values[:, -1] + damping) / (values[:, 0] + damping)
+    assert found["condition_number"]["0"] == pytest.approx(float(expected.max()), rel=1e-6)
+
+
+@pytest.mark.parametrize("build", [KFAC, EKFAC])
+def test_staleness_counts_the_steps_since_a_refresh_and_since_statistics(build):
+    model = make_model()
+    keywords = {"estimator": "intra", "scale_update_steps": 3} if build is EKFAC else {}
+    opt = build(model, lr=0.01, factor_update_steps=3, inv_update_steps=6, refresh_warmup=False, **keywords)
+    assert opt.diagnostics()["staleness"] == {}
+    seen = []
+    for _ in range(14):
+        train(model, opt, 1)
+        found = opt.diagnostics()
+        assert found["staleness"].keys() == found["statistics_age"].keys() == {"0", "2"}
+        seen.append((found["staleness"]["0"], found["statistics_age"]["2"]))
+    assert seen == [(t % 6, t % 3) for t in range(14)]
+
+
+def test_staleness_survives_copies_and_is_unknown_after_loading():
+    model = make_model()
+    opt = METHODS["eigen"](model)
+    train(model, opt, 4)  # with steps 0, 1 and 2 the refreshes of the warm-up
+    other_model, other = copy.deepcopy((model, opt))
+    other.attach(other_model)
+    assert other.diagnostics()["staleness"] == {"0": 1, "2": 1} == opt.diagnostics()["staleness"]
+    fresh_model = make_model()
+    fresh = METHODS["eigen"](fresh_model)
+    train(fresh_model, fresh, 1)
+    fresh.load_state_dict(opt.state_dict())
+    found = fresh.diagnostics()
+    assert found["staleness"] == {}
+    assert found["condition_number"] == opt.diagnostics()["condition_number"]
+
+
+def test_the_graft_factor_is_what_directions_were_multiplied_with():
+    models = [make_model(), make_model()]
+    plain = KFAC(models[0], lr=0.01, damping=0.1, kl_clip=None)
+    grafted = KFAC(models[1], lr=0.01, damping=0.1, kl_clip=None, graft="sgd")
+    kept = []
+    for model, opt in zip(models, (plain, grafted), strict=True):
+        with opt.keep_directions() as directions:
+            train(model, opt, 1)
+        kept.append(directions)
+    for name, factor in grafted.diagnostics()["graft_factor"].items():
+        assert float(kept[1][f"{name}.weight"].norm() / kept[0][f"{name}.weight"].norm()) == pytest.approx(factor)
+    assert plain.diagnostics()["graft_factor"] == {}
+
+
+@every_method
+def test_a_clock_tells_the_stages_of_the_last_step(method):
+    model = make_model()
+    opt = METHODS[method](model)
+    assert opt.diagnostics()["stage_ms"] == {}
+    clock = StageClock()
+    opt.time_stages(clock)
+    train(model, opt, 2)
+    found = opt.diagnostics()["stage_ms"]
+    assert {"reduce", "statistics", "refresh", "precondition", "update"} <= found.keys()
+    assert opt.diagnostics()["stage_ms"] == found
+    both = clock.take()
+    assert all(0 <= found[name] < both[name] for name in ("precondition", "update"))
+    train(model, opt, 1)
+    assert opt.diagnostics()["stage_ms"]["update"] == clock.take()["update"]
+    opt.time_stages(None)
+    assert opt.diagnostics()["stage_ms"] == {}
+
+
+def test_a_clock_that_nobody_reads_keeps_few_spans():
+    clock, expected = StageClock(), 0
+    for _ in range(3000):
+        for _ in range(5):
+            with clock.stage("short"):
+                pass
+        clock.end_step()
+        expected += 5
+    assert len(clock._spans) <= 4096 + 5
+    assert clock.take()["short"] > clock.last_step()["short"] > 0
+    assert clock.take() == {}
+
+
+@pytest.mark.parametrize("method", ["eigen", "ekfac", "sngd", "mfac"])
+def test_reading_changes_nothing(method):
+    found = []
+    for reads in (False, True):
+        model = make_model()
+        opt = METHODS[method](model)
+        for step in range(3):
+            train(model, opt, 1, seed=step)
+            if reads:
+                opt.diagnostics()
+        found.append([*model.parameters(), *(v for p in model.parameters() for v in opt.state[p].values())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def layers_told(rank, world, method):
+    model = make_model()
+    opt = METHODS[method](model, comm=MemOpt(average_gradients=True))
+    train(model, opt, 2, seed=10 * rank)
+    found = opt.diagnostics()
+    json.dumps(found, allow_nan=False)
+    opt.close()
+    return {key: sorted(found[key]) for key in ("damping_by_layer", "staleness", "statistics_age")}
+
+
+@pytest.mark.parametrize("method", ["eigen", "ekfac", "sngd"])
+def test_layers_of_other_ranks_are_left_out(method, pool: Pool):
+    ours, theirs = pool.run(layers_told, method, world=2)
+    for key in ours:
+        assert len(ours[key]) == len(theirs[key]) == 1
+        assert sorted([*ours[key], *theirs[key]]) == ["0", "2"]

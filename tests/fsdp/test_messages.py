@@ -1,0 +1,176 @@
+"""What travels between sharded ranks in a step, and what each of them keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.distributed.oracle import shard
+from tests.distributed.pool import Pool, device_of
+from tests.fsdp.wrapping import Case, Wrap, descend, fully_sharded, started
+
+STRATEGIES = ("mem", "hybrid_half", "comm")
+
+
+@contextmanager
+def exchanged(optimizer: Any) -> Iterator[list[tuple[int, int]]]:
+    """Elements that this rank gave to and took from others in each exchange of the optimizer, in their order."""
+    found: list[tuple[int, int]] = []
+    original = dist.all_to_all_single
+
+    def noted(output: Tensor, given: Tensor, taken: Any = None, sizes: Any = None, **rest: Any) -> Any:
+        rank = dist.get_rank()
+        own_taken, own_given = (0, 0) if taken is None else (taken[rank], sizes[rank])
+        found.append((given.numel() - own_given, output.numel() - own_taken))
+        return original(output, given, taken, sizes, **rest)
+
+    dist.all_to_all_single = noted
+    try:
+        yield found
+    finally:
+        dist.all_to_all_single = original
+
+
+def pieces(optimizer: Any, block: Any) -> int:
+    """Entries of the parameters of a block on this rank."""
+    return sum(p.to_local().numel() for p in block.params)
+
+
+def of_layers(rank: int, world: int, case: Case) -> dict[str, Any]:
+    """Exchanges of a step that preconditions, beside what they should be."""
+    model, optimizer = started(rank, world, case)
+    for step in range(4):
+        descend(model, optimizer, shard(case.batch(step), rank, world), case)
+    counter = optimizer.comm.collectives.counter
+    counter.clear()
+    with exchanged(optimizer) as found:
+        descend(model, optimizer, shard(case.batch(4), rank, world), case)
+    blocks = [b for b in optimizer._blocks if optimizer._is_ready(b)]
+    ours = [b for b in blocks if optimizer.comm.preconditions(b.index)]
+    sizes = {b.name: sum(p.numel() for p in b.params) for b in blocks}
+    answer = {
+        "found": found,
+        "taken": sum(sizes[b.name] - pieces(optimizer, b) for b in ours),
+        "back": sum(pieces(optimizer, b) for b in blocks if b not in ours),
+        "owned": [b.name for b in ours],
+        "stages": [(r.stage, r.kind) for r in counter.records],
+    }
+    optimizer.close()
+    return answer
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_gradient_is_gathered_once_and_only_where_it_is_preconditioned(pool: Pool, world: int, strategy: str) -> None:
+    answers = pool.run(of_layers, Case(strategy=strategy), world=world)
+    for answer in answers:
+        gradients, directions = answer["found"]
+        assert gradients[1] == answer["taken"]
+        assert directions[1] == answer["back"]
+    assert sum(given for (given, _), _ in (a["found"] for a in answers)) == sum(a["taken"] for a in answers)
+    assert sum(given for _, (given, _) in (a["found"] for a in answers)) == sum(a["back"] for a in answers)
+    if strategy == "mem":
+        names = [name for answer in answers for name in answer["owned"]]
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_copies_everywhere_send_no_directions_back(pool: Pool, world: int) -> None:
+    """Each rank has preconditioned what it needs itself."""
+    for answer in pool.run(of_layers, Case(strategy="comm"), world=world):
+        assert answer["back"] == 0
+        assert len(answer["found"]) == 1 or answer["found"][1] == (0, 0)
+
+
+def of_windows(rank: int, world: int, case: Case) -> dict[str, Any]:
+    model, optimizer = started(rank, world, case)
+    for step in range(2):
+        descend(model, optimizer, shard(case.batch(step), rank, world), case)
+    counter = optimizer.comm.collectives.counter
+    counter.clear()
+    with exchanged(optimizer) as found:
+        descend(model, optimizer, shard(case.batch(2), rank, world), case)
+    mine, stays = 0, 0
+    for unit in optimizer._units:
+        for i, p in enumerate(unit.params):
+            start, stop = (0, p.numel() * unit.held) if unit.part is None else unit.part.span(i)
+            first = optimizer._layouts[p].spans[rank]
+            mine += stop - start
+            stays += max(0, min(stop, first[1]) - max(start, first[0]))
+    pieces = sum(p.to_local().numel() for p in model.parameters())
+    answer = {
+        "found": found,
+        "taken": mine - stays,
+        "back": pieces - stays,
+        "stages": [r.stage for r in counter.records],
+    }
+    optimizer.close()
+    return answer
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    "case",
+    [Case("mfac"), Case("mfac_sparse"), Case("mfac", keywords={"partition": "layer"}), Case("ggt", strategy="comm")],
+)
+def test_windows_move_what_their_cut_and_that_of_the_parameters_differ_in(pool: Pool, world: int, case: Case) -> None:
+    """Gradients to the part of the window, directions back; what is in both cuts stays where it is."""
+    for answer in pool.run(of_windows, case, world=world):
+        gradients, directions = [*answer["found"], (0, 0)][:2]
+        assert gradients[1] == answer["taken"]
+        assert directions[1] == answer["back"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bytes
+# ---------------------------------------------------------------------------------------------------------------------
+
+DEPTH, SIDE = 8, 12
+
+
+def tower(device: torch.device | None = None) -> nn.Module:
+    """Equal layers, as many as ranks or a multiple."""
+    return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(DEPTH))).to(device, torch.float64)
+
+
+def stored(rank: int, world: int, method: str, keywords: dict[str, Any]) -> tuple[dict[str, int], int]:
+    """Bytes by kind after a few steps, and entries of this rank's pieces."""
+    case = Case(method, keywords=keywords)
+    model = fully_sharded(tower(device_of(rank)), rank, world, Wrap())
+    optimizer = case.optimizer(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(4, SIDE, dtype=torch.float64, device=device_of(rank))).square().mean().backward()
+        optimizer.step()
+    usage = optimizer.memory_usage()
+    pieces = sum(p.to_local().numel() for p in model.parameters())
+    optimizer.close()
+    return usage, pieces
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra"])
+def test_curvature_of_layers_is_on_its_owner_alone(pool: Pool, method: str, world: int) -> None:
+    """1/W of two factors and two bases a layer, float64, on each of W ranks."""
+    layers = DEPTH // world
+    for usage, pieces in pool.run(stored, method, {}, world=world):
+        assert usage["factors"] == layers * 2 * SIDE**2 * 8
+        assert usage["second_order"] == layers * (2 * SIDE**2 + 2 * SIDE) * 8
+        assert usage["momentum"] == pieces * 8
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("method", ["mfac", "ggt"])
+def test_windows_are_cut_over_the_ranks(pool: Pool, method: str, world: int) -> None:
+    entries = DEPTH * SIDE**2
+    found = pool.run(stored, method, {"window_size": 6}, world=world)
+    assert sum(usage["window"] for usage, _ in found) == 6 * entries * 8
+    for usage, pieces in found:
+        assert abs(usage["window"] - 6 * entries * 8 / world) <= 6 * 16 * 8
+        assert usage["momentum"] == pieces * 8

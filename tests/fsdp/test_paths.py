@@ -1,0 +1,158 @@
+"""Sharded by FSDP2, every method takes the steps that it takes in one process on the joined batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from secondorder import LowRank, TopK
+from tests.distributed.oracle import METHODS, Run, distance, together
+from tests.distributed.pool import Pool
+from tests.fsdp.wrapping import Case, Wrap, alone, assert_like_one_process, sharded_path
+
+EACH, ROOT, HSDP = Wrap(), Wrap(each=False), Wrap(replicas=2)
+_EKFAC = {"factor_update_steps": 1, "inv_update_steps": 3}
+
+#: Every method, as it shards by itself.
+PLAIN = {
+    f"{method} {task}": Case(method, task)
+    for method in METHODS
+    for task in ("odd", "cnn")
+    if method not in ("hylo_kid", "hylo_kis")  # each rank chooses rows among its own
+}
+
+WRAPPED = {
+    "root only": Case(wrap=ROOT),
+    "kept after the forward": Case(wrap=Wrap(reshard=False), method="ekfac_running"),
+    "sharded after the forward": Case(wrap=Wrap(reshard=True), method="kfac_cholesky"),
+    "columns": Case(wrap=Wrap(columns=True), task="even"),
+    "columns and a window": Case("mfac", "even", wrap=Wrap(columns=True)),
+    "columns and a sparse window": Case("mfac_sparse", "even", wrap=Wrap(columns=True)),
+    "columns at the root": Case("ekfac_intra", "even", wrap=Wrap(columns=True, each=False)),
+}
+
+REPLICATED = {
+    "layers": Case(wrap=HSDP),
+    "eigenvalues": Case("ekfac_running", wrap=HSDP),
+    "window": Case("mfac", wrap=HSDP),
+    "sparse window": Case("mfac_sparse", wrap=Wrap(each=False, replicas=2)),
+    "square root": Case("ggt", wrap=HSDP),
+    "columns": Case("kfac_cholesky", "even", wrap=Wrap(columns=True, replicas=2)),
+    "hybrid": Case(wrap=HSDP, strategy="hybrid_half"),
+    "copies": Case("ekfac_running", wrap=HSDP, strategy="comm"),
+    "copies of a window": Case("mfac", wrap=HSDP, strategy="comm"),
+}
+
+STRATEGIC = {
+    f"{method} {strategy}": Case(method, strategy=strategy)
+    for method in ("kfac_eigen", "ekfac_intra", "mfac", "mfac_sparse", "ggt")
+    for strategy in ("mem", "hybrid_half", "comm", "mem_replicated", "comm_owner")
+    if method[:2] in ("kf", "ek") or strategy in ("hybrid_half", "comm")
+}
+
+#: Options of what comes before and after the preconditioner.
+OPTIONS = {
+    "fallback adamw": Case(keywords={"fallback": "adamw", "fallback_lr": 0.01}),
+    "no momentum": Case(keywords={"momentum": 0.0}),
+    "nesterov": Case(keywords={"nesterov": True}),
+    "weight decay": Case(keywords={"weight_decay": 0.1}),
+    "decoupled weight decay": Case(keywords={"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "graft adam": Case(keywords={"graft": "adam", "lr": 0.01}),
+    "graft sgd": Case("ekfac_running", keywords={"graft": "sgd"}),
+    "kl_clip": Case(keywords={"kl_clip": 1e-5}),
+    "no kl_clip": Case(keywords={"kl_clip": None}),
+    "clip_norm": Case(keywords={"clip_norm": 0.05}),
+    "clip_value": Case(keywords={"clip_value": 0.01}),
+    "inner adamw": Case(keywords={"inner": "adamw", "weight_decay": 0.1, "lr": 0.01}),
+    "stagger": Case(keywords={"stagger": True}),
+    "maximize": Case(keywords={"maximize": True}),
+    "foreach": Case(keywords={"foreach": True, "nesterov": True, "weight_decay": 0.1}),
+    "no foreach": Case(keywords={"foreach": False, "inner": "adamw"}),
+    "groups": Case(split=True, keywords={"weight_decay": 0.1}),
+    "diagonal factors": Case(keywords={"max_factor_dim": 5}),
+    "damping of the trace": Case(keywords={"damping_split": "pi"}),
+    "kfac skipped": Case(keywords={"skip_layers": ["conv", "squeeze"]}),
+    "accumulated": Case(micro=3),
+    "accumulated and reduced": Case("ekfac_running", micro=3, sync=True),
+    "frozen": Case(frozen="mix"),
+    "thawed": Case(frozen="mix", thaw=4),
+    "window, fallback": Case("mfac", keywords={"skip_biases": True, "skip_norm_layers": True, "fallback": "adamw"}),
+    "window, nesterov": Case("mfac", keywords={"nesterov": True, "weight_decay": 0.1}),
+    "window, no momentum": Case("ggt", keywords={"momentum": 0.0, "betas": (0.9, 0.99), "bias_correction": True}),
+    "window, momentum before": Case("mfac", keywords={"momentum_mode": "pre", "weight_decay": 0.1}),
+    "window, momentum ema": Case("mfac", keywords={"momentum_mode": "ema", "solver": "eigh"}),
+    "window, decay": Case("mfac", keywords={"weight_decay": 0.1, "weight_decay_mode": "reg"}),
+    "window, old decay": Case("ggt", keywords={"weight_decay": 0.1, "weight_decay_mode": "both"}),
+    "window, decoupled": Case("mfac", keywords={"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "window, graft adam": Case("mfac", keywords={"graft": "adam", "lr": 0.01, "clip_norm": 0.1}),
+    "window, graft sgd": Case("mfac_sparse", keywords={"graft": "sgd", "partition": "layer"}),
+    "window, clip_norm": Case("ggt", keywords={"clip_norm": 0.1}),
+    "window, clip_value": Case("mfac", keywords={"clip_value": 0.01}),
+    "window, inner adamw": Case("mfac", keywords={"inner": "adamw", "weight_decay": 0.1, "lr": 0.01}),
+    "window by layer": Case("mfac", keywords={"partition": "layer", "momentum_mode": "pre"}),
+    "window by group": Case("mfac", split=True, keywords={"partition": "group", "weight_decay": 0.1}),
+    "window of two groups": Case("mfac_sparse", split=True, keywords={"weight_decay": 0.1}),
+    "sparse, layer": Case("mfac_sparse", strategy="hybrid_half", keywords={"partition": "layer"}),
+    "low rank": Case("mfac", keywords={"compression": LowRank(1)}),
+    "low rank, layer": Case("mfac", keywords={"compression": LowRank(1), "partition": "layer", "momentum_mode": "pre"}),
+    "packed errors": Case("ggt", keywords={"compression": TopK(density=0.3, block_size=8, error_bits=8)}),
+    "rounded rows": Case("mfac", keywords={"window_dtype": torch.bfloat16}),
+    "window accumulated": Case("mfac", micro=3),
+    "window frozen": Case("mfac_sparse", frozen="mix"),
+    "window thawed": Case("mfac", frozen="mix", thaw=4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_method_does_what_one_process_does(pool: Pool, world: int, name: str) -> None:
+    assert_like_one_process(pool, PLAIN[name], world)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_option_means_what_it_means_in_one_process(pool: Pool, world: int, name: str) -> None:
+    assert_like_one_process(pool, OPTIONS[name], world)
+
+
+@pytest.mark.parametrize("name", STRATEGIC)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_strategy_changes_nothing_in_the_result(pool: Pool, world: int, name: str) -> None:
+    if STRATEGIC[name].strategy == "hybrid_half" and world % 2:
+        pytest.skip("half of the ranks")
+    assert_like_one_process(pool, STRATEGIC[name], world)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("world", [2, 4])
+def test_parameters_may_be_cut_and_kept_in_any_way(pool: Pool, world: int, name: str) -> None:
+    assert_like_one_process(pool, WRAPPED[name], world)
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas_of_a_sharded_model(pool: Pool, name: str) -> None:
+    """HSDP: each half of four ranks holds all of the model."""
+    assert_like_one_process(pool, REPLICATED[name], 4)
+
+
+@pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
+def test_three_ranks(pool: Pool, method: str) -> None:
+    assert_like_one_process(pool, Case(method), 3)
+
+
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_kid", "hylo_kis", "mfac_sparse", "ggt"])
+def test_sharded_and_replicated_models_take_the_same_steps(pool: Pool, method: str) -> None:
+    """Under DDP with the same strategy."""
+    case = Case(method, strategy="mem")
+    sharded = pool.run(sharded_path, case, world=2)
+    replicated = pool.run(together, "mem", Run("odd", method, steps=case.steps), world=2)
+    assert distance(sharded[0], replicated[0]) <= 1e-9
+
+
+@pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
+def test_bfloat16_passes_keep_float32_curvature(pool: Pool, method: str) -> None:
+    """Forward and backward are rounded; how far that takes a path from the exact one is a matter of bfloat16."""
+    case = Case(method, "even", wrap=Wrap(low=True), steps=6)
+    paths = pool.run(sharded_path, case, world=2)
+    assert distance(paths[0], alone(case)) < 0.05
+    assert not torch.equal(paths[0], alone(case))

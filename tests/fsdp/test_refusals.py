@@ -1,0 +1,252 @@
+"""What goes wrong on one rank, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC, TopK
+from tests.distributed.oracle import assert_replicas, distance, mean_loss, shard
+from tests.distributed.pool import Pool, device_of
+from tests.distributed.saving import raised
+from tests.fsdp.wrapping import Case, descend, flat, started, train, whole
+
+POISONED = 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One rank alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def poison(model: nn.Module, rank: int, bad: int) -> None:
+    """One entry of the gradient of the last rows is not a number, on the rank that has them."""
+    grad = next(p.grad for p in model.parameters() if p.grad is not None)
+    own = grad.to_local() if isinstance(grad, DTensor) else grad
+    if rank == bad and own.numel():
+        own.view(-1)[-1] = torch.nan
+
+
+def poisoned(rank: int, world: int, case: Case, bad: int) -> tuple[Tensor, int]:
+    """Path, and number of steps that were left out."""
+    if world > 1:
+        model, optimizer = started(rank, world, case)
+    else:
+        model = case.model()
+        optimizer = case.optimizer(model)
+    path = []
+    for step in range(case.steps):
+        hook = optimizer.register_step_pre_hook(lambda *_, step=step: step == POISONED and poison(model, rank, bad))
+        descend(model, optimizer, shard(case.batch(step), rank, world), case)
+        hook.remove()
+        path.append(flat(model))
+    skipped = optimizer.diagnostics()["skipped_steps"]
+    optimizer.close()
+    return torch.stack(path), skipped
+
+
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "mfac", "mfac_sparse", "ggt"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all(pool: Pool, world: int, method: str) -> None:
+    case = Case(method)
+    reference, one = pool.run(poisoned, case, 0, world=1)[0]
+    found = pool.run(poisoned, case, world - 1, world=world)
+    assert_replicas([path for path, _ in found])
+    assert [count for _, count in found] == [one] * world == [1] * world
+    path = found[0][0]
+    assert torch.equal(path[POISONED], path[POISONED - 1])
+    assert distance(path, reference) <= 1e-9
+
+
+def joined(rank: int, world: int, method: str) -> tuple[str, str]:
+    case = Case(method)
+    model, optimizer = started(rank, world, case)
+
+    def run() -> None:
+        with Join([optimizer]):
+            train(model, optimizer, case, 0, 1, rank, world)
+
+    return raised(run)
+
+
+@pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
+def test_join_is_refused(pool: Pool, method: str) -> None:
+    """FSDP2 itself cannot go on without a rank."""
+    for kind, text in pool.run(joined, method, world=2):
+        assert kind in ("NotImplementedError", "RuntimeError", "ValueError")
+        assert "Join" in text
+        assert "fully_shard" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers that are not used
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Optional(nn.Module):
+    """A layer that takes part in some steps, and one that never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 7)
+        self.sometimes = nn.Linear(7, 7)
+        self.never = nn.Linear(7, 5)
+        self.head = nn.Linear(7, 4)
+        self.on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.head(torch.tanh(self.sometimes(hidden)) if self.on else hidden)
+
+
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kfac": (KFAC, {"lr": 0.05, "damping": 0.1, "inv_update_steps": 2, "factor_update_steps": 1}),
+    "ekfac": (EKFAC, {"lr": 0.05, "damping": 0.1, "inv_update_steps": 2, "factor_update_steps": 1}),
+    "mfac": (MFAC, {"lr": 0.05, "damping": 0.1, "window_size": 4, "momentum": 0.9}),
+    "sparse": (SparseMFAC, {"lr": 0.05, "damping": 0.1, "window_size": 4, "compression": TopK(0.3, 8)}),
+    "by layer": (MFAC, {"lr": 0.05, "damping": 0.1, "window_size": 4, "partition": "layer"}),
+    "ggt": (GGT, {"lr": 0.05, "eps": 0.1, "window_size": 4}),
+}
+
+
+def sometimes(rank: int, world: int, name: str) -> Tensor:
+    torch.manual_seed(0)
+    model = Optional().to(device_of(rank), torch.float64)
+    if world > 1:
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
+    cls, keywords = METHODS[name]
+    optimizer = cls(model, **keywords)
+    path = []
+    generator = torch.Generator().manual_seed(1)
+    for step in range(8):
+        model.on = step % 3 != 1
+        inputs = torch.randn(12, 4, generator=generator, dtype=torch.float64)
+        targets = torch.randint(4, (12,), generator=generator)
+        inputs, targets = (t.to(device_of(rank)) for t in shard((inputs, targets), rank, world))
+        optimizer.zero_grad()
+        mean_loss(model(inputs), targets).backward()
+        optimizer.step()
+        path.append(flat(model))
+    optimizer.close()
+    return torch.stack(path)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_layers_that_are_not_used_wait(pool: Pool, name: str) -> None:
+    reference = pool.run(sometimes, name, world=1)[0]
+    found = pool.run(sometimes, name, world=2)
+    assert_replicas(found)
+    assert distance(found[0], reference) <= 1e-9
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensor-parallel modules
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Parallel(nn.Module):
+    """Two layers that ranks may share, and two that each of them has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.stem(x))
+        return self.head(torch.tanh(self.down(torch.tanh(self.up(hidden)))))
+
+
+def parallel(rank: int, world: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = Parallel().to(device_of(rank), torch.float64)
+    if world > 1:
+        mesh = init_device_mesh(device_of(rank).type, (world,))
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def tensor_parallel(rank: int, world: int, name: str, keywords: dict[str, Any]) -> Tensor:
+    """Every rank sees the whole batch, and has a part of two layers."""
+    model = parallel(rank, world)
+    cls, own = METHODS[name]
+    optimizer = cls(model, **own, **keywords)
+    path = []
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(7):
+        inputs = torch.randn(12, 4, generator=generator, dtype=torch.float64).to(device_of(rank))
+        targets = torch.randint(4, (12,), generator=generator).to(device_of(rank))
+        optimizer.zero_grad()
+        mean_loss(model(inputs), targets).backward()
+        optimizer.step()
+        path.append(torch.cat([whole(p.detach()).flatten() for p in model.parameters()]).cpu())
+    optimizer.close()
+    return torch.stack(path)
+
+
+@pytest.mark.parametrize("name", ["mfac", "sparse", "by layer", "ggt"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_windows_take_tensor_parallel_modules(pool: Pool, world: int, name: str) -> None:
+    reference = pool.run(tensor_parallel, name, {}, world=1)[0]
+    found = pool.run(tensor_parallel, name, {}, world=world)
+    assert_replicas(found)
+    assert distance(found[0], reference) <= 1e-9
+
+
+@pytest.mark.parametrize("name", ["kfac", "ekfac"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_layer_methods_leave_tensor_parallel_layers_to_the_fallback_when_asked(
+    pool: Pool, world: int, name: str
+) -> None:
+    keywords = {"skip_layers": ["up", "down"], "weight_decay": 0.1}
+    reference = pool.run(tensor_parallel, name, keywords, world=1)[0]
+    found = pool.run(tensor_parallel, name, keywords, world=world)
+    assert_replicas(found)
+    assert distance(found[0], reference) <= 1e-9
+
+
+def refused(rank: int, world: int) -> list[tuple[str, str]]:
+    return [raised(cls, parallel(rank, world)) for cls in (KFAC, EKFAC, HyLo)]
+
+
+def test_layer_methods_refuse_tensor_parallel_layers_by_name(pool: Pool) -> None:
+    for answers in pool.run(refused, world=2):
+        for kind, text in answers:
+            assert kind == "NotImplementedError"
+            for word in ("up", "down", "tensor", "skip_layers"):
+                assert word in text, text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FSDP1
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Wrapped(FullyShardedDataParallel):
+    """As FSDP1 leaves a module; its own constructor wants an accelerator."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module_inside = module
+
+
+@pytest.mark.parametrize("cls", [KFAC, EKFAC, HyLo, MFAC, SparseMFAC, GGT])
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_first_fsdp_is_refused_with_the_mend(cls: Any, inside: bool) -> None:
+    model: nn.Module = Wrapped(nn.Linear(4, 3))
+    kind, text = raised(cls, nn.Sequential(model) if inside else model)
+    assert kind == "NotImplementedError"
+    assert "FullyShardedDataParallel" in text
+    assert "fully_shard" in text

@@ -1,0 +1,262 @@
+"""Models whose parameters FSDP2 shards, and the path that one process takes on the joined batches.
+
+::
+
+    case = Case("kfac_eigen", "odd", wrap=Wrap(each=True), frozen="mix")
+    alone(case)                      one process, plain tensors     [steps, P]
+    sharded_path(rank, world, case)  a rank, its shards and batches [steps, P], gathered after every step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.distributed.oracle import (
+    CLASSES,
+    METHODS,
+    STRATEGIES,
+    TASKS,
+    Batch,
+    Task,
+    assert_same_path,
+    build,
+    mean_loss,
+    shard,
+)
+from tests.distributed.pool import Pool, device_of
+
+WORDS, LENGTH, WIDTH = 7, 3, 5
+
+
+class Odd(nn.Module):
+    """Rows that neither 2 nor 4 ranks divide, one row alone, and a parameter that no layer method covers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, WORDS)
+        self.conv = nn.Conv1d(WORDS, WIDTH, 2, padding=1)
+        self.gain = nn.Parameter(torch.linspace(0.8, 1.2, WIDTH))
+        self.squeeze = nn.Linear(WIDTH, 1)
+        self.head = nn.Linear(1, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = torch.tanh(self.mix(self.norm(self.embed(tokens))))
+        hidden = torch.tanh(self.conv(hidden.mT).mT[:, :LENGTH]) * self.gain
+        return self.head(self.squeeze(hidden))
+
+
+class Even(nn.Sequential):
+    """Rows and columns that 2 and 4 ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4, bias=False), nn.Tanh(), nn.Linear(4, CLASSES))
+
+
+def _words(generator: torch.Generator) -> Tensor:
+    return torch.randint(WORDS, (12, LENGTH), generator=generator)
+
+
+TASKS |= {
+    "odd": Task(Odd, _words, (LENGTH,)),
+    "even": Task(Even, lambda generator: torch.randn(12, 4, generator=generator, dtype=torch.float64)),
+}
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """How parameters are sharded.
+
+    Attributes:
+        each: Every layer is a unit of FSDP, and the rest the root; else the root alone.
+        replicas: Copies of the sharded model (HSDP).
+        reshard: Whether parameters are sharded again after the forward; None: as FSDP does by itself.
+        columns: Cut matrices along their columns, where these divide evenly.
+        low: Forward and backward in bfloat16.
+    """
+
+    each: bool = True
+    replicas: int = 1
+    reshard: bool | None = None
+    columns: bool = False
+    low: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """A trajectory of one process and of ranks.
+
+    Attributes:
+        method: Name of the method.
+        task: Name of the task.
+        keywords: Settings beyond the method's own.
+        strategy: Name of the strategy; None: what the optimizer takes by itself.
+        wrap: How parameters are sharded.
+        frozen: Start of the names of parameters that are not trained.
+        thaw: Step before which they are, after all.
+        steps: Number of steps.
+        micro: Micro-batches of a step.
+        sync: Whether gradients are reduced after each of them; else after the last.
+        loss: Of outputs and targets.
+        split: Whether the parameters are in two groups, the second with half the learning rate.
+    """
+
+    method: str = "kfac_eigen"
+    task: str = "odd"
+    keywords: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    strategy: str | None = None
+    wrap: Wrap = Wrap()
+    frozen: str | None = None
+    thaw: int | None = None
+    steps: int = 9
+    micro: int = 1
+    sync: bool = False
+    loss: Callable[[Tensor, Tensor], Tensor] = mean_loss
+    split: bool = False
+
+    def batch(self, step: int) -> Batch:
+        return TASKS[self.task].batch(step)
+
+    def model(self, device: torch.device | None = None) -> nn.Module:
+        model = TASKS[self.task].model(device)
+        self.freeze(model, True)
+        return model
+
+    def freeze(self, model: nn.Module, yes: bool) -> None:
+        for name, p in model.named_parameters():
+            if self.frozen is not None and name.startswith(self.frozen):
+                p.requires_grad_(not yes)
+
+    def optimizer(self, model: nn.Module, comm: Any = None, **keywords: Any) -> Any:
+        """On all parameters; ``params`` in two groups where the case says so."""
+        settings = {**self.keywords, **keywords}
+        if not self.split:
+            return build(self.method, model, comm, **settings)
+        named = list(model.named_parameters())
+        half = len(named) // 2
+        cls, own = METHODS[self.method]
+        groups = [{"params": named[:half]}, {"params": named[half:], "lr": own["lr"] / 2}]
+        return cls(groups, module=model, comm=comm, **{**own, **settings})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sharded models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def mesh_of(rank: int, world: int, replicas: int = 1) -> DeviceMesh:
+    """One dimension of shards; before it one of replicas, if there are any."""
+    device = device_of(rank).type
+    if replicas == 1:
+        return init_device_mesh(device, (world,))
+    return init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def fully_sharded(model: nn.Module, rank: int, world: int, wrap: Wrap) -> nn.Module:
+    """The model itself, its parameters replaced by DTensors."""
+    mesh = mesh_of(rank, world, wrap.replicas)
+    ranks = world // wrap.replicas
+
+    def placement(p: nn.Parameter) -> Shard | None:
+        return Shard(1) if wrap.columns and p.dim() > 1 and p.shape[1] % ranks == 0 else None
+
+    keywords: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": placement}
+    if wrap.reshard is not None:
+        keywords["reshard_after_forward"] = wrap.reshard
+    if wrap.low:
+        keywords["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if wrap.each:
+        for layer in model.children():
+            if next(layer.parameters(), None) is not None:
+                fully_shard(layer, **keywords)
+    return fully_shard(model, **keywords)
+
+
+def started(rank: int, world: int, case: Case, **keywords: Any) -> tuple[nn.Module, Any]:
+    """A sharded model and its optimizer."""
+    model = fully_sharded(case.model(device_of(rank)), rank, world, case.wrap)
+    comm = STRATEGIES[case.strategy]() if case.strategy else None
+    return model, case.optimizer(model, comm, **keywords)
+
+
+def whole(t: Tensor) -> Tensor:
+    """All of a tensor, on every rank; all ranks call it."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters in one vector ``[P]`` on the CPU; all ranks call it."""
+    return torch.cat([whole(p.detach()).flatten() for p in model.parameters()]).cpu()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def descend(model: nn.Module, optimizer: Any, batch: Batch, case: Case) -> None:
+    """Backward passes of a step, and the step; the mean over micro-batches of what each has as its loss."""
+    optimizer.zero_grad()
+    device = next(model.parameters()).device
+    for part in range(case.micro):
+        inputs, targets = (t.to(device) for t in shard(batch, part, case.micro))
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(case.sync or part == case.micro - 1)
+        (case.loss(model(inputs), targets) / case.micro).backward()
+    optimizer.step()
+
+
+def train(
+    model: nn.Module, optimizer: Any, case: Case, first: int, last: int, rank: int = 0, world: int = 1
+) -> list[Tensor]:
+    """Parameters after each of the steps ``[P]``."""
+    path = []
+    for step in range(first, last):
+        if step == case.thaw:
+            case.freeze(model, False)
+        descend(model, optimizer, shard(case.batch(step), rank, world), case)
+        path.append(flat(model))
+    return path
+
+
+@cache
+def _alone(key: Any) -> Tensor:
+    case = _cases[key]
+    model = case.model()
+    return torch.stack(train(model, case.optimizer(model), case, 0, case.steps))
+
+
+_cases: dict[Any, Case] = {}
+
+
+def alone(case: Case) -> Tensor:
+    """The path of one process on the joined batches ``[steps, P]``."""
+    key = (
+        case.method, case.task, repr(sorted(case.keywords.items())), case.frozen, case.thaw, case.steps, case.micro,
+        case.split,
+    )  # fmt: skip
+    _cases.setdefault(key, case)
+    return _alone(key)
+
+
+def sharded_path(rank: int, world: int, case: Case) -> Tensor:
+    """The path of a rank ``[steps, P]``."""
+    model, optimizer = started(rank, world, case)
+    path = torch.stack(train(model, optimizer, case, 0, case.steps, rank, world))
+    optimizer.close()
+    return path
+
+
+def assert_like_one_process(pool: Pool, case: Case, world: int, tolerance: float = 1e-9) -> None:
+    """All ranks see the parameters of one process, after every step."""
+    assert_same_path(pool.run(sharded_path, case, world=world), alone(case), tolerance)

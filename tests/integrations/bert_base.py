@@ -1,0 +1,94 @@
+"""Three steps of one method on a BERT of the true base shape; prints what they took as one line of JSON.
+
+    python -m tests.integrations.bert_base kfac
+    python -m tests.integrations.bert_base sparse_mfac
+
+It is a process of its own, so that its peak of memory is that of this method alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from secondorder import EKFAC, KFAC, HyLo, SparseMFAC
+from tests.integrations import bert_sizes
+
+EXAMPLES, TOKENS, LABELS, STEPS, WINDOW = 2, 128, 2, 3, 1024
+
+FACTORS: dict[str, Any] = {"lr": 1e-4, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 100}
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kfac": (KFAC, FACTORS),
+    "kfac_cholesky": (KFAC, FACTORS | {"inverse_method": "cholesky"}),
+    "ekfac": (EKFAC, FACTORS),
+    "hylo": (HyLo, {"lr": 1e-4, "graft": "adam"}),
+    "sparse_mfac": (SparseMFAC, {"lr": 1e-4, "window_size": WINDOW}),
+}
+
+
+def expected(method: str, shapes: bert_sizes.Shapes) -> dict[str, int]:
+    """Bytes by the formula; nothing for a method that has none at this size."""
+    if method in {"kfac", "ekfac"}:
+        return bert_sizes.kronecker(shapes, scale=method == "ekfac")
+    return bert_sizes.window(shapes, WINDOW) if method == "sparse_mfac" else {}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, vocabulary: int) -> float:
+    """One step on random words; its loss."""
+    words = torch.randint(5, vocabulary, (EXAMPLES, TOKENS))
+    labels = torch.arange(EXAMPLES) % LABELS
+    optimizer.zero_grad()
+    loss = model(input_ids=words, attention_mask=torch.ones_like(words), labels=labels).loss
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def touch(optimizer: torch.optim.Optimizer) -> None:
+    """Write to every page of the state: zeros that nobody has written yet take no memory, and would not be counted."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.add_(0)
+
+
+def peak() -> int:
+    """Most bytes that this process has had in memory."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=list(METHODS))
+    method = parser.parse_args().method
+    torch.manual_seed(0)
+    config = BertConfig(num_labels=LABELS)
+    model = BertForSequenceClassification(config)
+    cls, keywords = METHODS[method]
+    found: dict[str, Any] = {"method": method, "before": peak()}
+    optimizer = cls(model, **keywords)
+    touch(optimizer)
+    found |= {"built": peak(), "losses": [], "seconds": []}
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        found["losses"].append(step(model, optimizer, config.vocab_size))
+        found["seconds"].append(round(time.perf_counter() - start, 1))
+    found["fallback"] = [row.split()[0] for row in optimizer.describe().splitlines() if "fallback:" in row]
+    found["finite"] = all(math.isfinite(float(p.detach().sum())) for p in model.parameters())
+    found["parameters"] = sum(p.numel() for p in model.parameters())
+    found["held"] = optimizer.memory_usage()
+    found["expected"] = expected(method, bert_sizes.shapes_of(config, outputs=LABELS, pooler=True))
+    found["peak"] = peak()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

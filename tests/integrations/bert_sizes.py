@@ -1,0 +1,91 @@
+"""Bytes that an optimizer holds for a BERT, worked out from the numbers of its configuration alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of the layers of one BERT with its head.
+
+    Args:
+        linear: `(n_a, n_g)` of every linear layer: inputs and the 1 of the bias, outputs.
+        tables: `(rows, width)` of every embedding.
+        norms: Width of every layer norm.
+    """
+
+    linear: list[tuple[int, int]] = field(default_factory=list)
+    tables: list[tuple[int, int]] = field(default_factory=list)
+    norms: list[int] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> list[int]:
+        """Number of entries of every parameter."""
+        weights = [n for a, g in self.linear for n in ((a - 1) * g, g)]
+        return weights + [n * h for n, h in self.tables] + [h for h in self.norms for _ in range(2)]
+
+    @property
+    def entries(self) -> int:
+        """Number of all entries, d."""
+        return sum(self.tensors)
+
+    @property
+    def blocks(self) -> int:
+        """Layers with parameters."""
+        return len(self.linear) + len(self.tables) + len(self.norms)
+
+
+def shapes_of(config: Any, *, outputs: int, pooler: bool) -> Shapes:
+    """Of a `BertForQuestionAnswering` (two outputs) or a `BertForSequenceClassification` (one per label, a pooler)."""
+    h, i = config.hidden_size, config.intermediate_size
+    attention = [(h + 1, h)] * 4  # query, key, value and what follows them
+    linear = (attention + [(h + 1, i), (i + 1, h)]) * config.num_hidden_layers
+    linear += [(h + 1, h)] * pooler + [(h + 1, outputs)]
+    tables = [(n, h) for n in (config.vocab_size, config.max_position_embeddings, config.type_vocab_size)]
+    return Shapes(linear, tables, [h] * (1 + 2 * config.num_hidden_layers))
+
+
+def kronecker(shapes: Shapes, *, scale: bool = False, moments: int = 2) -> dict[str, int]:
+    """Of KFAC with eigenvectors, and of EKFAC with its `scale`; `moments` are what the update rule keeps per entry.
+
+    An embedding's A is a diagonal, which is its own eigenvalues. A layer norm has a 2×2 block for gain and shift of each
+    unit, next to an A of 1×1.
+    """
+    factors = sum(a * a + g * g for a, g in shapes.linear)
+    factors += sum(n + h * h for n, h in shapes.tables) + sum(h * (1 + 4) for h in shapes.norms)
+    bases = sum(a * a + a + g * g + g for a, g in shapes.linear)
+    bases += sum(n + h * h + h for n, h in shapes.tables) + sum(h * (1 + 4 + 1 + 2) for h in shapes.norms)
+    sizes = {"factors": 4 * factors, "second_order": 4 * bases, "momentum": 4 * moments * shapes.entries}
+    return sizes | ({"scale": 4 * shapes.entries} if scale else {})
+
+
+def rows(shapes: Shapes, examples: int, *, fraction: float = 0.1, moments: int = 2) -> dict[str, int]:
+    """Of HyLo with the means over positions, for vocabularies that are short enough to be rows (8192 at most)."""
+    r = math.ceil(fraction * examples)
+    numbers = (
+        sum(a + g for a, g in shapes.linear) + sum(n + h for n, h in shapes.tables) + sum(2 * h for h in shapes.norms)
+    )
+    kernel = shapes.blocks * 8 * (r * r + 1)  # and λ
+    return {"rows": 4 * r * numbers, "kernel": kernel, "momentum": 4 * moments * shapes.entries}
+
+
+def window(shapes: Shapes, m: int, *, density: float = 0.01, block: int = 4096, moments: int = 0) -> dict[str, int]:
+    """Of SparseMFAC: m rows of the largest entries of each block, with a value of 4 bytes and an index of 2."""
+    kept = 0
+    for entries in shapes.tensors:
+        full, rest = divmod(entries, block)
+        kept += full * 8 * round(density * block / 8) + math.ceil(density * rest)
+    gram = 8 * m * (m + 1) // 2
+    return {"window": 6 * m * kept, "error": 4 * shapes.entries, "gram": gram, "momentum": 4 * moments * shapes.entries}
+
+
+def differences(held: Mapping[str, int], expected: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Kinds whose bytes are not as expected: what is held, what was expected. Other kinds may hold counts only."""
+    found = {kind: (held.get(kind, 0), size) for kind, size in expected.items() if held.get(kind, 0) != size}
+    at_rest = held["total"] - held.get("workspace", 0) - held.get("buffers", 0)
+    total = sum(expected.values())
+    return found if at_rest == total else found | {"total": (at_rest, total)}

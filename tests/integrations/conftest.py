@@ -1,0 +1,45 @@
+"""Settings of the tests with real trainers and loggers: on the CPU, from nothing but what a test makes.
+
+They run in an environment of their own (``make test-integrations``). Whatever a test starts inherits the variables.
+"""
+
+import atexit
+import os
+import shutil
+import socket
+import tempfile
+from typing import Any
+
+import pytest
+
+_HOME = tempfile.mkdtemp(prefix="secondorder-integrations-")
+atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
+
+# Read when the libraries are imported, so set before: nobody asks a hub, and no cache of the user is looked at.
+os.environ.update(
+    HF_HOME=f"{_HOME}/hf",
+    HF_HUB_OFFLINE="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    TOKENIZERS_PARALLELISM="false",  # or tokenizers warn in every process that is forked
+    WANDB_MODE="offline",
+    WANDB_SILENT="true",
+    WANDB_DIR=_HOME,
+    WANDB_CACHE_DIR=f"{_HOME}/wandb-cache",
+    WANDB_CONFIG_DIR=f"{_HOME}/wandb-config",
+    WANDB_DATA_DIR=f"{_HOME}/wandb-data",
+    CUDA_VISIBLE_DEVICES="",
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse connections to other machines."""
+    connect = socket.socket.connect
+
+    def connect_here(self: socket.socket, address: Any) -> None:
+        assert self.family == socket.AF_UNIX or address[0] in {"127.0.0.1", "::1", "localhost"}, f"goes to {address}"
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_here)

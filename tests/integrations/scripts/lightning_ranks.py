@@ -1,0 +1,118 @@
+"""Lightning under torchrun: training that saves, is killed on the first attempt, and goes on from what was saved.
+
+Arguments: folder, strategy of the optimizer. Every rank writes what it found to ``answer-<rank>.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from secondorder import CommOpt, MemOpt
+from secondorder.integrations.lightning import SecondOrderCallback
+from tests.integrations.lightning_models import METHODS, Module, batches, network, parameters, trainer
+
+STRATEGIES = {"comm": CommOpt, "mem": MemOpt}
+EPOCHS, KILLED_AT = 4, 8  # three steps per epoch and rank
+
+
+class Mortal(Module):
+    """The last rank dies in the middle of an epoch of the first attempt."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and self.global_step == KILLED_AT and self.global_rank == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+class Unaware(DDPStrategy):
+    """A strategy that collects the state of optimizers in its own way."""
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        return optimizer.state_dict()
+
+
+def fit(
+    module: Module,
+    epochs: int,
+    *,
+    folder: Path | None = None,
+    callback: bool = True,
+    strategy: Callable[[], Any] = DDPStrategy,
+) -> Module:
+    """Train, from the last checkpoint of the folder if there is one."""
+    callbacks: list[Any] = [SecondOrderCallback()] if callback else []
+    callbacks += [ModelCheckpoint(folder, save_last=True)] if folder else []
+    saves = folder is not None
+    fitted = trainer(epochs, devices=2, strategy=strategy(), callbacks=callbacks, enable_checkpointing=saves)
+    last = None if folder is None or not (folder / "last.ckpt").exists() else folder / "last.ckpt"
+    fitted.fit(module, batches(), ckpt_path=last, weights_only=True if last else None)
+    return module
+
+
+def same(found: nn.Module, expected: nn.Module) -> bool:
+    theirs = parameters(expected)
+    return all(torch.equal(value, theirs[name]) for name, value in parameters(found).items())
+
+
+def killed_and_resumed(folder: Path, make: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    resumed = fit(Mortal(make), EPOCHS, folder=folder / "killed")
+    whole = fit(Module(make), EPOCHS)
+    return {
+        "first step": 3 * EPOCHS - len(resumed.losses),
+        "same losses": resumed.losses == whole.losses[-len(resumed.losses) :],
+        "same bits": same(resumed.network, whole.network),
+    }
+
+
+def saved_and_resumed(folder: Path, make: Callable[[nn.Module], Any], **how: Any) -> bool:
+    """Whether a run in two parts ends as one in one part."""
+    begun = fit(Module(make), 2, folder=folder, **how)
+    resumed = fit(Module(make), EPOCHS, folder=folder, **how)
+    whole = fit(Module(make), EPOCHS)
+    return begun.losses + resumed.losses == whole.losses and same(resumed.network, whole.network)
+
+
+def without_the_callback(folder: Path, make: Callable[[nn.Module], Any]) -> dict[str, Any]:
+    """What a strategy saves that knows nothing of state in parts."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(Module(make), 2, folder=folder, callback=False, strategy=Unaware)
+    advice = [str(w.message) for w in caught if "consolidate_state_dict" in str(w.message)]
+    other = make(network())
+    refused = ""
+    if dist.get_rank() == 1:
+        try:
+            other.load_state_dict(torch.load(folder / "last.ckpt", weights_only=True)["optimizer_states"][0])
+        except RuntimeError as error:
+            refused = str(error)
+    return {"warnings": len(advice), "refused": refused}
+
+
+def main(folder: Path, strategy: str) -> None:
+    makers = {name: lambda m, make=make: make(m, comm=STRATEGIES[strategy]()) for name, make in METHODS.items()}
+    answer: dict[str, Any] = {"killed": killed_and_resumed(folder, makers["KFAC"])}
+    for name in ("EKFAC", "SparseMFAC", "HyLo"):
+        # Without the callback: Lightning's own strategy has the state gathered.
+        answer[name] = saved_and_resumed(folder / name, makers[name], callback=False)
+    answer["unaware"] = saved_and_resumed(folder / "unaware", makers["KFAC"], strategy=Unaware)
+    answer["without"] = without_the_callback(folder / "without", makers["KFAC"])
+    (folder / f"answer-{dist.get_rank()}.json").write_text(json.dumps(answer), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

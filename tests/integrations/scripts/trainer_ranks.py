@@ -1,0 +1,229 @@
+"""Trainer and Accelerate under torchrun: train to the end; train again until a rank is killed; go on from its files.
+
+    torchrun --max-restarts 1 --nproc-per-node 2 tests/integrations/scripts/trainer_ranks.py FOLDER
+
+On the first attempt the last run dies with its process and takes the others with it, which stopped without an end. The
+second attempt has their files, and nothing else. Every rank writes what it saw.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import GradientState
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from secondorder import KFAC, CommOpt, MemOpt
+from secondorder.integrations.accelerate import consolidate_before_save
+from secondorder.integrations.transformers import SecondOrderCallback, decay_groups
+from tests.integrations.sentences import Sentences, classifier
+
+STEPS, EVERY, END = 8, 3, 5
+CASES = [(framework, strategy) for framework in ("transformers", "accelerate") for strategy in ("comm", "mem")]
+STRATEGIES: dict[str, Callable[[], Any]] = {"comm": CommOpt, "mem": MemOpt}
+
+
+class GoneError(Exception):
+    """Stands for the death of a process that has other runs to begin."""
+
+
+def arguments(folder: Path, **changed: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True,
+        "log_level": "error", "per_device_train_batch_size": 4, "max_steps": STEPS, "logging_steps": 1,
+        "save_strategy": "steps", "save_steps": EVERY, "gradient_accumulation_steps": 2, "warmup_steps": 2,
+    }  # fmt: skip
+    return TrainingArguments(**settings | changed)
+
+
+def optimizer_of(model: nn.Module, strategy: str) -> KFAC:
+    options: dict[str, Any] = {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}
+    return KFAC(decay_groups(model, 0.1), module=model, comm=STRATEGIES[strategy](), **options)
+
+
+class EndAt(TrainerCallback):
+    """Ends a run after a step."""
+
+    def __init__(self, step: int, end: Callable[[], None]) -> None:
+        self.step, self.end = step, end
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.end()
+
+
+def with_trainer(folder: Path, strategy: str, end: Callable[[], None] | None, *, resume: bool) -> dict[str, Any]:
+    args = arguments(folder)
+    model = classifier()
+    optimizer = optimizer_of(model, strategy)
+    callbacks: list[TrainerCallback] = [SecondOrderCallback()]
+    if end is not None:
+        callbacks.append(EndAt(END, end))
+    trainer = Trainer(model, args, train_dataset=Sentences(64), optimizers=(optimizer, None), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{EVERY}") if resume else None)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return outcome(model, optimizer, losses)
+
+
+def with_accelerate(folder: Path, strategy: str, end: Callable[[], None] | None, *, resume: bool) -> dict[str, Any]:
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    bare = classifier()
+    optimizer = optimizer_of(bare, strategy)
+    data = Sentences(64)
+    tensors = data.batch(0, len(data))
+    loader = DataLoader(TensorDataset(*tensors.values()), batch_size=4)
+    schedule = LinearLR(optimizer, 1.0, 0.1, total_iters=2 * STEPS)
+    model, prepared, loader, schedule = accelerator.prepare(bare, optimizer, loader, schedule)
+    consolidate_before_save(accelerator, prepared)
+    if resume:
+        accelerator.load_state(str(folder / f"step-{EVERY}"))
+    losses = []
+    for step, batch in enumerate(loader):
+        if step < (EVERY if resume else 0):
+            continue
+        if end is not None and step == END:
+            end()
+        loss = model(**dict(zip(tensors, batch, strict=True))).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        prepared.step()
+        schedule.step()
+        prepared.zero_grad()
+        losses.append(accelerator.gather(loss.detach()[None]).mean().item())
+        if step + 1 == EVERY:
+            accelerator.save_state(str(folder / f"step-{EVERY}"))
+    return outcome(bare, optimizer, losses)
+
+
+def outcome(model: nn.Module, optimizer: KFAC, losses: list[float]) -> dict[str, Any]:
+    """What a run came to on this rank."""
+    model.eval()
+    data = Sentences(16, seed=1)
+    with torch.no_grad():
+        loss = model(**data.batch(0, len(data))).loss.item()
+    found = {
+        "loss": loss,
+        "losses": losses,
+        "parameters": float(sum(p.detach().double().abs().sum() for p in model.parameters())),
+        "step": optimizer.diagnostics()["step"],
+        "second_order": optimizer.memory_usage()["second_order"],
+        "refreshes": max(s.get("refreshes", 0) for s in optimizer.state.values()),
+        "fallback": sum("fallback" in line for line in optimizer.describe().splitlines()),
+    }
+    optimizer.close()
+    return found
+
+
+RUNS = {"transformers": with_trainer, "accelerate": with_accelerate}
+
+
+SAVES: dict[str, dict[str, Any]] = {
+    "epoch": {"save_strategy": "epoch", "per_device_train_batch_size": 16},
+    "best": {
+        "save_strategy": "best", "metric_for_best_model": "loss", "greater_is_better": True,
+        "eval_strategy": "steps", "eval_steps": 2,
+    },
+}  # fmt: skip
+
+
+def saved_by(folder: Path, kind: str) -> list[int]:
+    """Steps of the whole states that a run leaves, each loaded by every rank."""
+    model = classifier()
+    args = arguments(folder, **{"max_steps": 4, "gradient_accumulation_steps": 1, **SAVES[kind]})
+    optimizer = optimizer_of(model, "mem")
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=Sentences(64),
+        eval_dataset=Sentences(16, seed=1),
+        optimizers=(optimizer, None),
+        callbacks=[SecondOrderCallback()],
+    )
+    trainer.train()
+    dist.barrier()
+    steps = []
+    for checkpoint in sorted(folder.glob("checkpoint-*")):
+        other = optimizer_of(classifier(), "mem")
+        other.load_state_dict(torch.load(checkpoint / "optimizer.pt", weights_only=True))
+        steps.append(other.diagnostics()["step"])
+        other.close()
+    optimizer.close()
+    return steps
+
+
+def without_callback(folder: Path) -> dict[str, Any]:
+    """Two saves of a part each: what is warned of, and what becomes of it."""
+    model = classifier()
+    args = arguments(folder, max_steps=2, save_steps=1)
+    optimizer = optimizer_of(model, "mem")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen: list[int] = []
+        callback = EndAt(1, lambda: seen.extend(1 for w in caught if "is partial" in str(w.message)))
+        trainer = Trainer(model, args, train_dataset=Sentences(64), optimizers=(optimizer, None), callbacks=[callback])
+        trainer.train()
+    told = [str(w.message) for w in caught if "is partial" in str(w.message)]
+    dist.barrier()
+    saved = torch.load(folder / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    other = optimizer_of(classifier(), "mem")
+    refused = ""
+    try:
+        other.load_state_dict(saved)
+    except RuntimeError as error:
+        refused = str(error)
+    for each in (optimizer, other):
+        each.close()
+    return {"told": told, "after_the_first_save": len(seen), "refused": refused}
+
+
+def die() -> None:
+    """As a process dies that nobody asked: not even its files are closed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    raise GoneError
+
+
+def main(folder: Path) -> None:
+    arguments(folder)  # makes the process group
+    rank, first = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    whole, answers = folder / f"whole-{rank}.json", {}
+    if first:
+        for framework, strategy in CASES:
+            name = f"{framework}-{strategy}"
+            answers[name] = RUNS[framework](folder / f"{name}-whole", strategy, None, resume=False)
+        answers["saves"] = {kind: saved_by(folder / kind, kind) for kind in SAVES}
+        answers["without callback"] = without_callback(folder / "partial")
+        whole.write_text(json.dumps(answers), encoding="utf-8")
+        dist.barrier()
+        for framework, strategy in CASES:
+            last = (framework, strategy) == CASES[-1]
+            end = die if last and rank == 1 else stop if not last else None
+            with suppress(GoneError):
+                RUNS[framework](folder / f"{framework}-{strategy}", strategy, end, resume=False)
+        raise AssertionError("a rank should have died")
+    for framework, strategy in CASES:
+        name = f"{framework}-{strategy}"
+        answers[name] = RUNS[framework](folder / name, strategy, None, resume=True)
+    (folder / f"resumed-{rank}.json").write_text(json.dumps(answers), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,100 @@
+"""A task for Hugging Face models that a test makes within a second: sentences, their tokenizer, tiny models.
+
+A sentence is about the last animal in it, and its label is that animal.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
+
+ANIMALS = ("cat", "dog", "owl")
+WORDS = ("a", "the", "small", "old", "grey", "saw", "met", "heard", "then", "and")
+LONGEST = 12
+
+
+def sentences(number: int, seed: int = 0) -> list[str]:
+    """Sentences of 3 to 10 words."""
+    draw = random.Random(seed)
+    return [
+        " ".join([*draw.choices(WORDS + ANIMALS, k=draw.randint(2, 9)), draw.choice(ANIMALS)]) for _ in range(number)
+    ]
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer that was trained on sentences."""
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    words = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.train_from_iterator(
+        sentences(100), trainers.WordPieceTrainer(vocab_size=60, special_tokens=[*special.values()])
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
+
+
+class Sentences(Dataset[dict[str, Any]]):
+    """Sentences as a ``Trainer`` takes them; ``padded`` all to one length."""
+
+    def __init__(self, number: int, *, seed: int = 0, padded: bool = True) -> None:
+        self.texts = sentences(number, seed)
+        pad = {"padding": "max_length", "max_length": LONGEST} if padded else {}
+        self.tokens = tokenizer()(self.texts, truncation=True, return_token_type_ids=False, **pad)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        label = ANIMALS.index(self.texts[index].split()[-1])
+        return {**{name: rows[index] for name, rows in self.tokens.items()}, "labels": label}
+
+    def batch(self, first: int, size: int) -> dict[str, Tensor]:
+        """Examples from ``first`` on, stacked."""
+        rows = [self[i % len(self)] for i in range(first, first + size)]
+        return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+def classifier(seed: int = 0) -> BertForSequenceClassification:
+    """A BERT of one layer without dropout, from random weights."""
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(tokenizer()), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=LONGEST, type_vocab_size=1, num_labels=len(ANIMALS), pad_token_id=1,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def language_model(seed: int = 0) -> GPT2LMHeadModel:
+    """A GPT-2 of one layer without dropout, from random weights; its embedding is tied to its head."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=len(tokenizer()), n_embd=16, n_layer=1, n_head=2, n_positions=LONGEST,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=2, eos_token_id=3,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Copies by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """All parameters are equal bit by bit."""
+    assert found.keys() == expected.keys()
+    differ = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert not differ

@@ -1,0 +1,219 @@
+"""Accelerate on one process: ``prepare``, ``accumulate``, ``save_state`` and ``load_state``, steps that are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LinearLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from secondorder import EKFAC, KFAC, HyLo, SparseMFAC
+from secondorder.integrations.accelerate import consolidate_before_save
+from secondorder.optimizer import SecondOrderOptimizer
+from tests.integrations.sentences import assert_same, parameters
+
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kfac": (KFAC, {"lr": 0.1, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}),
+    "ekfac": (EKFAC, {"lr": 0.1, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}),
+    "sparse_mfac": (SparseMFAC, {"lr": 0.01, "window_size": 4}),
+    "hylo": (HyLo, {"lr": 0.1, "update_steps": 2}),
+}
+SIZE, ACCUMULATED, EPOCHS = 8, 2, 2
+
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """An ``Accelerator`` takes over what an earlier one of the process was told."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def loader(shuffle: bool = False) -> DataLoader[Any]:
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(48, 6, generator=draw)
+    return DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=SIZE, shuffle=shuffle)
+
+
+def make(name: str, model: nn.Module, **changed: Any) -> SecondOrderOptimizer:
+    method, options = METHODS[name]
+    return method(model, **options | changed)
+
+
+class Run:
+    """A script with Accelerate, in the words of its documentation."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, **settings)
+        self.bare = network()
+        self.optimizer = make(name, self.bare)
+        scheduler = LinearLR(self.optimizer, 1.0, 0.1, total_iters=8)
+        self.model, self.prepared, self.loader, self.scheduler = self.accelerator.prepare(
+            self.bare, self.optimizer, loader(), scheduler
+        )
+
+    def train(self, epochs: int) -> list[float]:
+        losses = []
+        for _ in range(epochs):
+            for inputs, targets in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = nn.functional.cross_entropy(self.model(inputs), targets)
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.prepared.step()
+                    self.scheduler.step()
+                    self.prepared.zero_grad()
+                losses.append(loss.item())
+        return losses
+
+
+def by_hand(name: str) -> tuple[nn.Module, SecondOrderOptimizer]:
+    model = network()
+    optimizer = make(name, model)
+    scheduler = LinearLR(optimizer, 1.0, 0.1, total_iters=8)
+    for _ in range(EPOCHS):
+        for i, (inputs, targets) in enumerate(loader()):
+            (nn.functional.cross_entropy(model(inputs), targets) / ACCUMULATED).backward()
+            if (i + 1) % ACCUMULATED == 0:
+                clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return model, optimizer
+
+
+@every_method
+def test_prepared_and_accumulated_is_as_by_hand(name: str) -> None:
+    run = Run(name)
+    run.train(EPOCHS)
+    model, optimizer = by_hand(name)
+    assert_same(parameters(run.bare), parameters(model))
+    assert run.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] < 0.05
+    assert not any("fallback" in line for line in run.optimizer.describe().splitlines()[2:])
+    counts = [s.get("refreshes", s.get("count", 0)) for s in run.optimizer.state.values()]
+    assert max(counts) > 0
+
+
+@every_method
+def test_the_wrapper_changes_nothing_in_the_middle_of_training(name: str) -> None:
+    """It loads the optimizer's own state into it."""
+    wrapped, plain = network(), network()
+    optimizers = [make(name, wrapped), make(name, plain)]
+    accelerator = Accelerator(cpu=True)
+    prepared: list[Any] = list(optimizers)
+    for step in range(6):
+        if step == 3:
+            prepared[0] = accelerator.prepare(optimizers[0])
+        for model, optimizer in zip((wrapped, plain), prepared, strict=True):
+            draw = torch.Generator().manual_seed(step)
+            nn.functional.cross_entropy(model(torch.randn(8, 6, generator=draw)), torch.arange(8) % 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(parameters(wrapped), parameters(plain))
+
+
+@every_method
+def test_a_loaded_state_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    whole = Run(name)
+    before = whole.train(1)
+    whole.accelerator.save_state(str(tmp_path / "state"))
+    after = whole.train(1)
+    saved = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)
+    assert saved["state"][0]["step"] == len(before) / ACCUMULATED
+    resumed = Run(name)
+    with torch.no_grad():
+        resumed.bare[0].weight.zero_()  # comes from the state, too
+    resumed.accelerator.load_state(str(tmp_path / "state"))
+    assert resumed.train(1) == after
+    assert_same(parameters(resumed.bare), parameters(whole.bare))
+
+
+def test_saving_gathers_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = Run("kfac"), []
+    monkeypatch.setattr(run.optimizer, "consolidate_state_dict", lambda to=0: seen.append(f"gather to {to}"))
+    run.optimizer.register_state_dict_pre_hook(lambda _: seen.append("state"))
+    handle = consolidate_before_save(run.accelerator, run.prepared)
+    run.accelerator.save_state(str(tmp_path / "first"))
+    assert seen == ["gather to 0", "state"]
+    run.accelerator.project_configuration.save_on_each_node = True
+    run.accelerator.save_state(str(tmp_path / "second"))
+    assert seen[2:] == ["gather to None", "state"]
+    handle.remove()
+    run.accelerator.save_state(str(tmp_path / "third"))
+    assert seen[4:] == ["state"]
+
+
+def test_other_optimizers_are_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(torch.optim.SGD(network().parameters(), lr=0.1))
+    with pytest.raises(TypeError, match="got SGD"):
+        consolidate_before_save(accelerator, optimizer)
+
+
+# ---------------------------------------------------------------------- float16
+class HalfRun(Run):
+    """In float16: on a CPU Accelerate makes no scaler, so it is given one; all else is its own doing."""
+
+    def __init__(self, name: str) -> None:
+        made = Accelerator.__init__
+
+        def with_scaler(self: Accelerator, *args: Any, **settings: Any) -> None:
+            made(self, *args, **settings)
+            self.scaler, self.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**10), True
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Accelerator, "__init__", with_scaler)
+            super().__init__(name, mixed_precision="fp16")
+
+
+@every_method
+def test_a_batch_that_overflows_is_no_step(name: str) -> None:
+    run = HalfRun(name)
+    skipped = []
+    for i, (inputs, targets) in enumerate(run.loader):
+        with run.accelerator.accumulate(run.model):
+            outputs = run.model(inputs)
+            loss = nn.functional.cross_entropy(outputs, targets)
+            run.accelerator.backward(loss * (float("inf") if i == 2 else 1.0))
+            if run.accelerator.sync_gradients:
+                run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
+            before = parameters(run.bare)
+            run.prepared.step()
+            run.scheduler.step()
+            run.prepared.zero_grad()
+            if run.accelerator.sync_gradients:
+                skipped.append(run.accelerator.optimizer_step_was_skipped)
+                assert skipped[-1] == all(torch.equal(before[n], p) for n, p in run.bare.named_parameters())
+    assert outputs.dtype == torch.float32  # Accelerate converts what leaves the model
+    assert skipped == [False, True, False]
+    assert run.optimizer.diagnostics()["step"] == 2
+    assert run.optimizer.grad_scaler is run.accelerator.scaler or name == "sparse_mfac"
+    assert run.scheduler.get_last_lr() == [pytest.approx(METHODS[name][1]["lr"] * (1 - 0.9 * 2 / 8))]  # of two steps
+    for state in run.optimizer.state.values():  # where HyLo decides on modes, NaN stands for what is not known yet
+        numbers = [v for key, v in state.items() if isinstance(v, torch.Tensor) and key != "switch_state"]
+        assert all(torch.isfinite(v).all() for v in numbers)
+
+
+def test_float16_trains_as_float32() -> None:
+    half = HalfRun("kfac")
+    half.optimizer.grad_scaler = half.accelerator.scaler  # or the statistics of the first batch are left out
+    half.train(EPOCHS)
+    full, _ = by_hand("kfac")
+    for mine, theirs in zip(half.bare.parameters(), full.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-3)

@@ -1,0 +1,30 @@
+"""Lightning on two ranks: killed, resumed and saved with curvature in parts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launching import ROOT, launch, torchrun
+
+SCRIPT = ROOT / "tests" / "integrations" / "scripts" / "lightning_ranks.py"
+SECONDS = 280  # for a program that takes twenty, on a machine that is busy
+
+
+@pytest.mark.parametrize("strategy", ["mem", pytest.param("comm", marks=pytest.mark.slow)])
+def test_a_killed_rank_comes_back_and_checkpoints_are_whole(strategy: str, tmp_path: Path) -> None:
+    words = ("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2")
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+    ended = launch(torchrun(*words, *rendezvous, str(SCRIPT), str(tmp_path), strategy), tmp_path, SECONDS)
+    assert ended.returncode == 0, ended.stdout
+    answers = [json.loads((tmp_path / f"answer-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    for rank, answer in enumerate(answers):
+        assert answer["killed"] == {"first step": 6, "same losses": True, "same bits": True}
+        assert [answer[name] for name in ("EKFAC", "SparseMFAC", "HyLo", "unaware")] == [True] * 4
+        if strategy == "mem":
+            assert answer["without"]["warnings"] == 1
+            assert rank == 0 or "partial" in answer["without"]["refused"]
+        else:
+            assert answer["without"] == {"warnings": 0, "refused": ""}

@@ -1,0 +1,65 @@
+"""Trainer and Accelerate on two ranks: a run whose ranks die and start again ends as one that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launching import ROOT, launch, torchrun
+
+SCRIPT = ROOT / "tests" / "integrations" / "scripts" / "trainer_ranks.py"
+SECONDS, WORLD = 240, 2  # for a program that takes thirty, on a machine that is busy
+STEPS, EVERY = 8, 3
+
+
+def test_killed_and_resumed_with_either_strategy(tmp_path: Path) -> None:
+    words = ("--nproc-per-node", str(WORLD), "--max-restarts", "1", "--monitor-interval", "0.2")
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+    ended = launch(torchrun(*words, *rendezvous, str(SCRIPT), str(tmp_path)), tmp_path, SECONDS)
+    assert ended.returncode == 0, ended.stdout
+    assert "is partial" not in ended.stdout  # Accelerate asks every rank for its state
+    whole, resumed = ([read(tmp_path, f"{name}-{rank}") for rank in range(WORLD)] for name in ("whole", "resumed"))
+    for name in resumed[0]:
+        before, after = [run[name] for run in whole], [run[name] for run in resumed]
+        assert [run["step"] for run in before + after] == [STEPS] * 2 * WORLD
+        assert before[0]["parameters"] == before[1]["parameters"]
+        assert [run["parameters"] for run in after] == [run["parameters"] for run in before]
+        assert after[0]["loss"] == before[0]["loss"]
+        assert after[0]["losses"][-(STEPS - EVERY) :] == before[0]["losses"][EVERY:]
+        assert [run["fallback"] for run in before + after] == [0] * 2 * WORLD
+        assert min(run["refreshes"] for run in before + after) > 0
+        assert_spread(before, name.endswith("mem"))
+        assert_spread(after, name.endswith("mem"))
+    for run in whole:
+        assert run["saves"]["epoch"] == [2, 4]
+        assert 2 in run["saves"]["best"]  # the first one is the best so far
+    assert_refused([run["without callback"] for run in whole])
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def assert_spread(ranks: list[dict[str, Any]], spread: bool) -> None:
+    """Bases are on one rank each, or on both."""
+    held = [run["second_order"] for run in ranks]
+    assert all(held)
+    assert (held[0] == held[1]) != spread
+
+
+def assert_refused(ranks: list[dict[str, Any]]) -> None:
+    """The rank that saves is warned at the first save, once; another rank cannot load that file."""
+    first, second = ranks
+    (text,) = first["told"]
+    assert first["after_the_first_save"] == 1
+    assert "consolidate_state_dict() on all ranks" in text
+    assert "callbacks of secondorder.integrations" in text
+    assert second["told"] == []
+    assert "consolidate_state_dict() on all ranks" in second["refused"]
+    assert first["refused"] == ""  # its own part
+
+
+pytestmark = pytest.mark.timeout(SECONDS + 60)

@@ -1,0 +1,372 @@
+"""Hugging Face ``Trainer`` on one process: what it trains is what a loop written by hand trains, bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from transformers import SchedulerType, Trainer, TrainerCallback, TrainingArguments, get_scheduler
+
+from secondorder import EKFAC, KFAC, HyLo, SparseMFAC
+from secondorder.integrations.transformers import SecondOrderCallback, decay_groups, optimizer_factory
+from secondorder.optimizer import SecondOrderOptimizer
+from tests.integrations import sentences
+from tests.integrations.sentences import Sentences, assert_same, classifier, parameters
+
+SIZE, STEPS, CLIP = 8, 6, 0.5
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kfac": (KFAC, {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}),
+    "ekfac": (EKFAC, {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}),
+    "sparse_mfac": (SparseMFAC, {"lr": 0.01, "graft": "adam", "window_size": 4}),
+    "hylo": (HyLo, {"lr": 0.03, "graft": "adam", "update_steps": 2}),
+}
+# One embedding of all positions is looked up for the whole batch: nothing is known of an example there.
+AFTERWARDS_BY_FALLBACK = {"ekfac": {"bert.embeddings.position_embeddings.weight"}}
+AFTERWARDS_BY_FALLBACK["hylo"] = AFTERWARDS_BY_FALLBACK["ekfac"]
+
+every_method = pytest.mark.parametrize("name", METHODS)
+pytestmark = pytest.mark.filterwarnings("ignore:.*nothing was captured for layers.*position_embeddings")
+
+
+def make(name: str, model: nn.Module, **changed: Any) -> SecondOrderOptimizer:
+    method, options = METHODS[name]
+    return method(model, **options | changed)
+
+
+def arguments(folder: Path, **changed: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "log_level": "error",
+        "per_device_train_batch_size": SIZE, "max_steps": STEPS, "logging_steps": 1, "max_grad_norm": CLIP,
+        "save_strategy": "no", "train_sampling_strategy": "sequential",
+    }  # fmt: skip
+    return TrainingArguments(**settings | changed)
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def trained(model: nn.Module, args: TrainingArguments, optimizer: Any = None, **more: Any) -> Trainer:
+    given = {} if optimizer is None else {"optimizers": (optimizer, None)}
+    trainer = Trainer(model, args, train_dataset=more.pop("train_dataset", Sentences(32)), **given, **more)
+    trainer.train()
+    return trainer
+
+
+def by_hand(model: nn.Module, optimizer: SecondOrderOptimizer, accumulate: int = 1, warmup: int = 0) -> list[float]:
+    """The same in plain PyTorch: sequential batches, summed losses, clipping, a linear schedule."""
+    data, found = Sentences(32), []
+    scheduler = get_scheduler("linear", optimizer, warmup, STEPS)
+    model.train()
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(accumulate):
+            loss = model(**data.batch((step * accumulate + micro) * SIZE, SIZE)).loss
+            loss.backward()
+            total += loss.item()
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        scheduler.step()
+        model.zero_grad()
+        found.append(total)
+    return found
+
+
+def assert_covered(optimizer: SecondOrderOptimizer, expected: set[str] = frozenset()) -> None:
+    """Only the named parameters follow the fallback, and curvature was in use."""
+    rows = [line.split()[0] for line in optimizer.describe().splitlines() if "fallback" in line]
+    assert set(rows) == expected
+    used = [s.get("refreshes", s.get("count")) for s in optimizer.state.values() if {"refreshes", "count"} & s.keys()]
+    assert used
+    assert max(used) > 0
+
+
+# ---------------------------------------------------------------------- the two ways in
+@every_method
+def test_optimizers_trains_as_a_loop_by_hand(name: str, tmp_path: Path) -> None:
+    model, ours = classifier(), classifier()
+    args = arguments(tmp_path, gradient_accumulation_steps=2, warmup_steps=2)
+    optimizer = make(name, model)
+    trainer = trained(model, args, optimizer)
+    expected = by_hand(ours, make(name, ours), accumulate=2, warmup=2)
+    assert_same(parameters(model), parameters(ours))
+    assert losses(trainer) == pytest.approx(expected, rel=1e-6)
+    assert_covered(optimizer, AFTERWARDS_BY_FALLBACK.get(name, set()))
+
+
+@every_method
+def test_class_and_options_train_in_groups_with_and_without_decay(name: str, tmp_path: Path) -> None:
+    method, options = METHODS[name]
+    model, ours = classifier(), classifier()
+    args = arguments(tmp_path, weight_decay=0.1)
+    trainer = trained(model, args, optimizer_cls_and_kwargs=(method, {"module": model, **options}))
+    optimizer = trainer.optimizer.optimizer
+    assert type(optimizer) is method
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    by_hand(ours, method(decay_groups(ours, 0.1), module=ours, **options))
+    assert_same(parameters(model), parameters(ours))
+    assert_covered(optimizer, AFTERWARDS_BY_FALLBACK.get(name, set()))
+
+
+def test_a_model_among_the_options_comes_first(tmp_path: Path) -> None:
+    method, options = METHODS["kfac"]
+    model, ours = classifier(), classifier()
+    trainer = trained(model, arguments(tmp_path), optimizer_cls_and_kwargs=(method, {"model": model, **options}))
+    by_hand(ours, make("kfac", ours))
+    assert_same(parameters(model), parameters(ours))
+    assert_covered(trainer.optimizer.optimizer)
+
+
+@pytest.mark.parametrize("name", ["kfac", "sparse_mfac"])
+def test_a_factory_waits_for_the_model(name: str, tmp_path: Path) -> None:
+    method, options = METHODS[name]
+    ours = classifier()
+    factory = (optimizer_factory(method), {**options, "weight_decay": 0.1})
+    trainer = trained(None, arguments(tmp_path), model_init=lambda: classifier(), optimizer_cls_and_kwargs=factory)
+    by_hand(ours, method(decay_groups(ours, 0.1), module=ours, **options))
+    assert_same(parameters(trainer.model), parameters(ours))
+    assert_covered(trainer.optimizer.optimizer)
+
+
+def test_groups_are_those_of_the_trainer(tmp_path: Path) -> None:
+    model = classifier()
+    trainer = Trainer(model, arguments(tmp_path, weight_decay=0.1))
+    theirs, ours = trainer.create_optimizer().param_groups, decay_groups(model, 0.1)
+    assert [g["weight_decay"] for g in ours] == [g["weight_decay"] for g in theirs]
+    assert [list(map(id, g["params"])) for g in ours] == [list(map(id, g["params"])) for g in theirs]
+
+
+# ---------------------------------------------------------------------- what a trainer does around the steps
+def test_accumulated_tokens_are_weighted_as_one_batch(tmp_path: Path) -> None:
+    """Language models divide by the tokens of all micro-batches, which differ in number."""
+    data = Sentences(32, padded=False)
+    args = arguments(tmp_path, gradient_accumulation_steps=2, lr_scheduler_type="constant")
+    model, ours = sentences.language_model(), sentences.language_model()
+    optimizer = make("kfac", model)
+    trainer = trained(model, args, optimizer, train_dataset=data, data_collator=to_predict)
+    reference, expected = make("kfac", ours), []
+    for step in range(STEPS):
+        batches = [to_predict([data[(2 * step + m) * SIZE % 32 + i] for i in range(SIZE)]) for m in range(2)]
+        tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        expected.append(0.0)
+        for batch in batches:
+            logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum")
+            (loss / tokens).backward()
+            expected[-1] += loss.item() / tokens
+        clip_grad_norm_(ours.parameters(), CLIP)
+        reference.step()
+        ours.zero_grad()
+    assert losses(trainer) == pytest.approx(expected, rel=1e-4)
+    for mine, theirs in zip(model.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+    assert optimizer.diagnostics()["step"] == STEPS
+
+
+def to_predict(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Padded rows whose own tokens are the labels."""
+    padded = sentences.tokenizer().pad([{k: r[k] for k in ("input_ids", "attention_mask")} for r in rows])
+    batch = {key: torch.tensor(value) for key, value in padded.items() if key != "token_type_ids"}
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    labels[:, 0] = -100  # nothing predicts it; whether a trainer counts it depends on the model
+    return {**batch, "labels": labels}
+
+
+@pytest.mark.parametrize("name", ["kfac", "ekfac", "sparse_mfac", "hylo"])
+def test_bfloat16(name: str, tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = make(name, model)
+    trainer = trained(model, arguments(tmp_path, bf16=True, max_steps=16, per_device_train_batch_size=16), optimizer)
+    assert sum(losses(trainer)[-4:]) < sum(losses(trainer)[:4])
+    assert_covered(optimizer, AFTERWARDS_BY_FALLBACK.get(name, set()))
+    floats = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
+    assert {v.dtype for v in floats if v.is_floating_point()} <= {torch.float32, torch.float64}
+
+
+def test_evaluation_and_checkpointed_activations_change_nothing(tmp_path: Path) -> None:
+    plain, other = classifier(), classifier()
+    trained(plain, arguments(tmp_path), make("kfac", plain))
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1, gradient_checkpointing=True)
+    trainer = trained(other, args, make("kfac", other), eval_dataset=Sentences(8, seed=1))
+    assert sum("eval_loss" in line for line in trainer.state.log_history) == STEPS
+    assert_same(parameters(other), parameters(plain))
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_covered(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = make("kfac", model)
+    args = arguments(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    trained(model, args, optimizer)
+    ours = classifier()
+    by_hand(ours, make("kfac", ours))
+    assert_covered(optimizer)
+    for mine, theirs in zip(model.parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
+
+
+SCHEDULE_OPTIONS: dict[str, dict[str, Any]] = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 4},
+}
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in SchedulerType])
+def test_every_schedule_moves_the_rates_as_those_of_sgd(kind: str) -> None:
+    def rates(make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]) -> Iterator[list[float]]:
+        model = nn.Linear(2, 1)
+        optimizer = make_optimizer(model)
+        scheduler = get_scheduler(kind, optimizer, 2, 10, SCHEDULE_OPTIONS.get(kind))
+        for step in range(10):
+            model(torch.ones(4, 2)).sum().backward()
+            optimizer.step()
+            with_metric = kind in {"reduce_lr_on_plateau", "greedy"}
+            scheduler.step(float(step)) if with_metric else scheduler.step()
+            yield [group["lr"] for group in optimizer.param_groups]
+
+    ours = list(rates(lambda model: KFAC(decay_groups(model, 0.1), module=model, lr=0.1)))
+    assert ours == list(rates(lambda model: torch.optim.SGD(decay_groups(model, 0.1), lr=0.1)))
+
+
+# ---------------------------------------------------------------------- checkpoints
+@every_method
+def test_a_resumed_run_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Shuffled batches, a schedule, groups; the trainer loads with ``weights_only``."""
+
+    def run(**resume: Any) -> Trainer:
+        model = classifier()
+        method, options = METHODS[name]
+        optimizer = method(decay_groups(model, 0.1), module=model, **options)
+        args = arguments(
+            tmp_path, max_steps=8, save_strategy="steps", save_steps=3, train_sampling_strategy="random", warmup_steps=2
+        )
+        trainer = Trainer(model, args, train_dataset=Sentences(32), optimizers=(optimizer, None))
+        trainer.train(**resume)
+        return trainer
+
+    whole, resumed = run(), run(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    saved = torch.load(tmp_path / "checkpoint-3" / "optimizer.pt", weights_only=True)
+    assert "partial" not in saved
+    assert saved["state"][0]["step"] == 3
+    assert_same(parameters(resumed.model), parameters(whole.model))
+    assert losses(resumed)[-5:] == losses(whole)[-5:]
+    assert resumed.optimizer.optimizer.diagnostics()["step"] == 8
+
+
+class Events(TrainerCallback):
+    """What happened in which order: gathers and saves, with their steps."""
+
+    def __init__(self, optimizer: SecondOrderOptimizer) -> None:
+        self.seen: list[tuple[str, int]] = []
+        self._step = 0
+        optimizer.consolidate_state_dict = lambda to=0: self.seen.append((f"gather to {to}", self._step))
+        optimizer.register_state_dict_pre_hook(lambda _: self.seen.append(("state", self._step)))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step = state.global_step
+
+
+SAVES: dict[str, tuple[dict[str, Any], set[int]]] = {
+    "steps": ({"save_strategy": "steps", "save_steps": 2}, {2, 4, 6}),
+    "epoch": ({"save_strategy": "epoch", "per_device_train_batch_size": 16}, {2, 4, 6}),
+    "best": (
+        {"save_strategy": "best", "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 3},
+        {3},
+    ),
+    "steps, best kept": (
+        {"save_steps": 3, "save_strategy": "steps", "load_best_model_at_end": True}
+        | {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 3},
+        {3, 6},
+    ),
+    "the model only": ({"save_strategy": "steps", "save_steps": 2, "save_only_model": True}, set()),
+}
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_the_state_is_gathered_before_every_save(kind: str, tmp_path: Path) -> None:
+    settings, expected = SAVES[kind]
+    model = classifier()
+    optimizer = make("kfac", model)
+    events = Events(optimizer)
+    args = arguments(tmp_path, **settings)
+    callbacks = [events, SecondOrderCallback(log=False)]
+    trained(model, args, optimizer, eval_dataset=Sentences(8, seed=1), callbacks=callbacks)
+    saves = [(i, step) for i, (what, step) in enumerate(events.seen) if what == "state" and step]
+    assert {step for _, step in saves} >= expected
+    assert bool(saves) == bool(expected)
+    for i, step in saves:
+        assert events.seen[i - 1] == ("gather to 0", step)
+    gathers = [event for event in events.seen if event[0] != "state"]
+    assert len(gathers) == len(set(gathers))  # once for each
+
+
+def test_where_every_node_saves_every_rank_gathers(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = make("kfac", model)
+    events = Events(optimizer)
+    args = arguments(tmp_path, save_strategy="steps", save_steps=3, save_on_each_node=True)
+    trained(model, args, optimizer, callbacks=[events, SecondOrderCallback(log=False)])
+    assert [event for event in events.seen if event[0] != "state"] == [("gather to None", 3), ("gather to None", 6)]
+
+
+# ---------------------------------------------------------------------- the log
+class Reporter(TrainerCallback):
+    """Comes before the callbacks of the user, as the built-in reporters do."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.lines.append(dict(logs))
+
+
+def test_figures_stand_beside_every_training_loss(tmp_path: Path) -> None:
+    model = classifier()
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=3)
+    more = {"eval_dataset": Sentences(8, seed=1), "callbacks": [SecondOrderCallback()]}
+    lines = trained(model, args, make("kfac", model), **more).state.log_history
+    assert [line["secondorder/step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    assert not any("secondorder/step" in line for line in lines if "loss" not in line)
+    assert all(isinstance(value, float) for line in lines for key, value in line.items() if key.startswith("second"))
+
+
+def test_reporters_get_the_figures_of_a_named_trainer(tmp_path: Path) -> None:
+    model, reporter = classifier(), Reporter()
+    args = arguments(tmp_path, logging_steps=2)
+    trainer = Trainer(
+        model, args, train_dataset=Sentences(32), optimizers=(make("kfac", model), None), callbacks=[reporter]
+    )
+    trainer.add_callback(SecondOrderCallback(trainer=trainer, by_layer=True))
+    trainer.train()
+    found = [line for line in reporter.lines if "secondorder/step" in line]
+    assert [line["secondorder/step"] for line in found] == [2, 4, 6]
+    assert sum("loss" in line for line in reporter.lines) == 3
+    assert [line["step"] for line in trainer.state.log_history if "secondorder/step" in line] == [2, 4, 6]
+
+
+def test_figures_of_layers_are_left_out_unless_asked_for(tmp_path: Path) -> None:
+    def keys(**options: Any) -> set[str]:
+        model = classifier()
+        optimizer = make("kfac", model)
+        optimizer.diagnostics = lambda: {"step": 1, "by_layer": {"a": 2.0}}
+        trainer = trained(
+            model, arguments(tmp_path, max_steps=1), optimizer, callbacks=[SecondOrderCallback(**options)]
+        )
+        return {key for line in trainer.state.log_history for key in line if key.startswith("secondorder/")}
+
+    assert keys() == {"secondorder/step"}
+    assert keys(by_layer=True) == {"secondorder/step", "secondorder/by_layer/a"}
+    assert keys(log=False) == set()
+
+
+def test_a_callback_without_its_optimizer_says_so(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="optimizer of secondorder is needed, got SGD"):
+        trained(model, arguments(tmp_path), optimizer, callbacks=[SecondOrderCallback()])

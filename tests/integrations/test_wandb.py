@@ -1,0 +1,82 @@
+"""What an offline run of Weights & Biases has on disk of an optimizer that trained."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import wandb
+from torch import nn
+from wandb.proto import wandb_internal_pb2
+
+from secondorder import KFAC
+from secondorder.diagnostics import flat
+from secondorder.integrations.wandb import WandbCallback
+
+BLOCK, HEAD, MAGIC = 32768, 7, 7  # of LevelDB's log format, behind ":W&B" and a version
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Records of a run's file: chunks of ``checksum, length, type``, where types 2, 3 and 4 make one record."""
+    data, at, parts = path.read_bytes(), MAGIC, b""
+    while at + HEAD <= len(data):
+        if at % BLOCK > BLOCK - HEAD:
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + HEAD : at + HEAD + length]
+        at += HEAD + length
+        if kind in {1, 4}:
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(parts)
+            parts = b""
+            yield record
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    """Rows that were logged."""
+    rows = [record.history.item for record in records(path) if record.WhichOneof("record_type") == "history"]
+    return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in rows]
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def test_an_offline_run_has_every_number(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = KFAC(model, lr=0.01)
+    expected: dict[int, dict[str, float]] = {}
+    quiet = wandb.Settings(console="off", x_disable_meta=True, x_disable_stats=True)
+    run = wandb.init(project="test", mode="offline", dir=tmp_path, settings=quiet)
+    with WandbCallback(optimizer, run, every=3):
+        for step in range(1, 8):
+            train(model, optimizer)
+            run.log({"loss": float(step)})  # a script that logs its own
+            expected[step] = flat(optimizer.diagnostics())
+    train(model, optimizer, 3)
+    run.finish()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    rows = history(path)
+    assert [row["loss"] for row in rows if "loss" in row] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    ours = [row for row in rows if any(key.startswith("secondorder/") for key in row)]
+    assert [row["secondorder/step"] for row in ours] == [3.0, 6.0]
+    for row in ours:
+        found = {key.removeprefix("secondorder/"): v for key, v in row.items() if key.startswith("secondorder/")}
+        assert found == pytest.approx(expected[int(row["secondorder/step"])])
+    metrics = [record.metric for record in records(path) if record.WhichOneof("record_type") == "metric"]
+    assert ("secondorder/*", "secondorder/step") in {(m.glob_name, m.step_metric) for m in metrics}
+
+
+def test_what_is_refused() -> None:
+    model = nn.Linear(4, 2)
+    with pytest.raises(TypeError, match=r"wandb\.init"):
+        WandbCallback(KFAC(model, lr=0.1), "run")  # type: ignore[arg-type]
