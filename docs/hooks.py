@@ -1,4 +1,4 @@
-"""Part of the site build: stop it where the package offers a name that the documentation does not explain.
+"""Parts of the site build: names of docstrings become links, and a public name that nobody explains stops it.
 
 Public are the names in ``__all__`` of the modules below; without ``__all__``, what a module defines and does not begin
 with an underscore. Modules of ``secondorder.integrations`` are read, not imported: what they integrate may be missing.
@@ -15,6 +15,8 @@ from typing import Any
 
 API_PAGE = Path(__file__).parent / "api.md"
 ROOT = Path(__file__).resolve().parent.parent
+#: A name in a docstring, as Sphinx would have it: ``:class:`~package.Name```.
+ROLE = re.compile(r":(?:class|meth|func|attr|mod|data|exc):<code>(~?)([\w.]+)</code>")
 MODULES = ("secondorder", *(f"secondorder.{m}" for m in ("comm", "diagnostics", "nn", "schedule", "switching")))
 INTEGRATIONS = "secondorder.integrations"
 #: Modules there that only the others use.
@@ -140,3 +142,16 @@ def on_config(config: Any) -> Any:
     if missing:
         raise PluginError("public names without documentation:\n  " + "\n  ".join(missing))
     return config
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by mkdocs for each page: references in docstrings, linked where the page has what they name."""
+    ids = re.findall(r'id="(secondorder\.[\w.]+)"', html)
+
+    def linked(match: re.Match[str]) -> str:
+        short, name = match.groups()
+        words = f"<code>{name.rpartition('.')[2] if short else name}</code>"
+        found = next((i for i in ids if i == name or i.endswith("." + name.rpartition(".")[2])), None)
+        return f'<a href="#{found}">{words}</a>' if found else words
+
+    return ROLE.sub(linked, html)

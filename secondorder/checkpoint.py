@@ -86,6 +86,7 @@ class Checkpointing(Lifecycle):
         Returns:
             The state.
         """
+        self._follow_replaced()
         for p, group in self._group.items():
             if p.requires_grad and self._signature:  # a copy without its module does not know its rules
                 self._init_rule(p, group)
@@ -134,7 +135,7 @@ class Checkpointing(Lifecycle):
             stacklevel=depth_of_caller(),
         )
 
-    def consolidate_state_dict(self, to: int | None = 0) -> None:
+    def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = False) -> None:
         """Gather the curvature of all ranks on one, whose ``state_dict()`` is complete until the next step.
 
         To be called on all ranks. The copies are kept on the CPU, and only on the rank that asked for them.
@@ -142,6 +143,9 @@ class Checkpointing(Lifecycle):
         Args:
             to: The rank; None for all of them. Checkpoints that all ranks write and read together need that for windows
                 in parts, if they are to be read in another world: there before the state dict to read into is made too.
+            pieces: Of parameters that ``fully_shard`` has cut, gather momentum and moments too, for ``torch.save`` on one
+                rank. The functions of ``torch.distributed.checkpoint`` gather these themselves, on all ranks together:
+                leave it out there.
 
         Raises:
             ValueError: If there is no such rank.
@@ -157,7 +161,8 @@ class Checkpointing(Lifecycle):
         self._join_ranks()
         with torch.no_grad():
             self._gathered, self._gathered_at = self._collect(to), self._t
-            self._collect_pieces(to)
+            if pieces:
+                self._collect_pieces(to)
 
     def _collect_pieces(self, to: int | None) -> None:
         """Add what is cut as its parameter is; all ranks call it."""
@@ -217,6 +222,7 @@ class Checkpointing(Lifecycle):
                 layer method that was not attached to a module yet.
         """
         self._require_loadable()
+        self._follow_replaced()
         state_dict = dict(state_dict)
         for pre in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre(self, state_dict)

@@ -320,14 +320,17 @@ class FactoredOptimizer(ObservingOptimizer):
         return {**super().__getstate__(), "_mode_by_default": self._mode_by_default, "_fisher": self._fisher}
 
     def _warn_intervals(self) -> None:
-        for i, group in enumerate(self.param_groups):
-            refresh, update = group["inv_update_steps"], group["factor_update_steps"]
-            if refresh % update:
-                warnings.warn(
-                    f"group {i}: inv_update_steps={refresh} is not a multiple of factor_update_steps={update}: some "
-                    "refreshes will use factors that are a few steps old",
-                    stacklevel=depth_of_caller(),
-                )
+        pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups)
+        odd = [
+            f"inv_update_steps={refresh} is not a multiple of factor_update_steps={update}"
+            for refresh, update in pairs
+            if refresh % update
+        ]
+        if odd:
+            warnings.warn(
+                f"{'; '.join(odd)}: some refreshes will use factors that are a few steps old. Make it a multiple",
+                stacklevel=depth_of_caller(),
+            )
 
 
 def _chosen(options_of: type, given: Mapping[str, Any]) -> dict[str, Any]:

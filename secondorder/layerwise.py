@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from secondorder import update
 from secondorder.capturing import LayerOptions
 from secondorder.comm import CommStrategy, Parcel
-from secondorder.comm.resharding import NOTHING, Spans, local
+from secondorder.comm.resharding import local
 from secondorder.curvature.block import Block, find_name
 from secondorder.curvature.capture import Captured
 from secondorder.curvature.extremes import Extremes, numbers
@@ -146,13 +146,15 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             self._warned.update(name for names in missed.values() for name in names)
             self._warned |= {UNKNOWN} & set(missed)  # it holds for every layer, also for those that are due later
             lines = "; ".join(f"{some_of(names)}: {reason}" for reason, names in missed.items())
-            causes = (
-                " Usual causes: the model was in eval mode, or torch.compile ran it before the optimizer was made "
-                "(then make it first, or call torch.compiler.reset())."
-            )
+            mend = " Name them in skip_layers if that is meant."
+            if "hooks did not run" in lines:
+                mend = (
+                    " Usual causes: the model was in eval mode, or torch.compile ran it before the optimizer was made "
+                    "(then make it first, or call torch.compiler.reset()). Name layers in skip_layers that are meant."
+                )
             warnings.warn(
                 f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
-                f"fallback or an old estimate ({lines}).{causes if 'hooks did not run' in lines else ''}",
+                f"fallback or an old estimate ({lines}).{'' if set(missed) == {UNKNOWN} else mend}",
                 stacklevel=depth_of_caller(),
             )
 
@@ -224,19 +226,18 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             wholes = self._whole_gradients(some, source)
             ours = [b for b in some if self.comm.preconditions(b.index)]
             done = {p: d for b in ours for p, d in zip(b.params, self._directions_of(b, wholes), strict=True)}
-            found |= self._cut(params, done, [self._holders(b, p) for b in some for p in b.params])
+            found |= self._cut(params, done, self._ranks_of(some))
         return found
 
     def _whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
         """What to precondition of some blocks, whole on the ranks that precondition them."""
         params = [p for b in blocks for p in b.params]
         pieces = {p: source[p] if p in source else self._room_of(p) for p in params}
-        return self._wholes(params, pieces, [self._holders(b, p) for b in blocks for p in b.params])
+        return self._wholes(params, pieces, self._ranks_of(blocks))
 
-    def _holders(self, block: Block, p: nn.Parameter) -> Spans:
-        """By rank all entries of a parameter of a block where that is preconditioned, else nothing."""
-        there = self.comm.preconditioners(block.index)
-        return tuple((0, p.numel()) if rank in there else NOTHING for rank in range(self.comm.world))
+    def _ranks_of(self, blocks: Sequence[Block]) -> list[Sequence[int]]:
+        """Where the parameters of some blocks are preconditioned."""
+        return [self.comm.preconditioners(b.index) for b in blocks for _ in b.params]
 
     def _portions(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
         """Blocks whose directions make messages worth sending before the others are known."""

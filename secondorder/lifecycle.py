@@ -261,6 +261,11 @@ class Lifecycle(Optimizer):
         if self._layout() != self._signature:
             self._follow(self._rebuild())
 
+    def _follow_replaced(self) -> None:
+        """Follow parameters that a trainer has put in the place of others since the last step."""
+        if self._signature and any(p not in self._group for group in self.param_groups for p in group["params"]):
+            self._synchronize()
+
     def _warn_uncovered(self) -> None:
         """Name once, by reason, the parameters that get no curvature without the user having asked for it."""
         by_reason: dict[str, list[str]] = {}

@@ -64,6 +64,11 @@ def anywhere(function: Callable[..., Any], *tensors: Tensor, **keywords: Any) ->
 
     Returns:
         What it returns, on the device of the arguments.
+
+    Raises:
+        LinAlgError: As the function does.
+        OutOfMemoryError: As the function does.
+        RuntimeError: As the function does on the CPU, ``NotImplementedError`` too.
     """
     try:
         return function(*tensors, **keywords)

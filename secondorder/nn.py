@@ -383,7 +383,11 @@ def expose(model: M) -> M:
         module.__class__ = _exposed_class(_EXPOSED[plain], type(module))
         module._add_projections()
     if left:
-        warnings.warn(f"expose() leaves as they are: {', '.join(left)}", stacklevel=2)
+        warnings.warn(
+            f"expose() leaves as they are: {', '.join(left)}. Build them from the classes of secondorder.nn if they "
+            "are to have curvature, or name them in skip_layers",
+            stacklevel=2,
+        )
     return model
 
 

@@ -127,6 +127,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
     def _why_not_joinable(self) -> str | None:
         if not self.comm.takes_joiners:
             return f"{type(self.comm).__name__} has ranks without data; let those with data take equally many steps"
+        if self._is_cut:
+            return "fully_shard computes no forward without all ranks; give them equally many batches"
         if self.grad_scaler is not None and self.grad_scaler.is_enabled():
             return "its grad_scaler leaves steps out where there is data; train in bfloat16, which needs no scaler"
         return super()._why_not_joinable()

@@ -8,14 +8,14 @@ the ranks, and the curvature of a layer, which takes the whole gradient of that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from secondorder import update
 from secondorder.comm import CommStrategy, default_strategy
-from secondorder.comm.resharding import NOTHING, Layout, Spans, is_cut, layout_of, local, route
+from secondorder.comm.resharding import NOTHING, Layout, Route, is_cut, layout_of, local, route
 from secondorder.lifecycle import Directions, Lifecycle
 
 
@@ -25,6 +25,7 @@ class Pieces(Lifecycle):
     def _rebuild(self) -> bool:
         params = [p for group in self.param_groups for p in group["params"]]
         self._layouts: dict[nn.Parameter, Layout] = {}
+        self._ways: dict[Hashable, Route] = {}
         if any(is_cut(p) for p in params):
             names = {**self._names, **self._inside()}
             self._layouts = {
@@ -34,7 +35,7 @@ class Pieces(Lifecycle):
 
     def _begin_life(self, comm: CommStrategy | None) -> None:
         super()._begin_life(comm)
-        self._layouts = {}
+        self._layouts, self._ways = {}, {}
         self._is_default_strategy = comm is None
 
     def _fit_strategy(self, module: nn.Module | None) -> None:
@@ -108,41 +109,41 @@ class Pieces(Lifecycle):
         return self.comm.sum_pieces((~finite).to(torch.float64).reshape(1))[0] == 0
 
     # ------------------------------------------------------------------ whole tensors where they are needed
-    def _wholes(self, params: Sequence[nn.Parameter], pieces: Directions, wanted: Sequence[Spans]) -> Directions:
+    def _wholes(self, params: Sequence[nn.Parameter], pieces: Directions, ranks: Sequence[Sequence[int]]) -> Directions:
         """Whole tensors on the ranks that want them.
 
         Args:
             params: Of which, the same on every rank.
             pieces: This rank's pieces; zeros for what is not there.
-            wanted: For each parameter by rank all of it, or nothing.
+            ranks: For each parameter those that want it.
 
         Returns:
             The whole tensors that this rank wants.
         """
         layouts, rank = [self._layouts[p] for p in params], self.comm.rank
-        ways = [route(one.spans, want, one.mates) for one, want in zip(layouts, wanted, strict=True)]
+        ways = [self._way(p, there, False) for p, there in zip(params, ranks, strict=True)]
         flat = [one.flat(pieces[p].to(self._precision(p))) for p, one in zip(params, layouts, strict=True)]
         found: Directions = {}
         for chosen in self._alike(params):
-            arrived = self.comm.reshard([flat[i] for i in chosen], [ways[i] for i in chosen], "gradients")
+            arrived = self.comm.reshard([flat[i] for i in chosen], [ways[i] for i in chosen], "gradients", exact=True)
             for i, x in zip(chosen, arrived, strict=True):
-                if wanted[i][rank] != NOTHING or not layouts[i].numel:
+                if rank in ranks[i]:
                     found[params[i]] = layouts[i].whole(x)
         return found
 
-    def _cut(self, params: Sequence[nn.Parameter], wholes: Directions, holders: Sequence[Spans]) -> Directions:
+    def _cut(self, params: Sequence[nn.Parameter], wholes: Directions, ranks: Sequence[Sequence[int]]) -> Directions:
         """Pieces of whole tensors, from the ranks that have them.
 
         Args:
             params: Of which, the same on every rank.
             wholes: The whole tensors that this rank has.
-            holders: For each parameter by rank all of it, or nothing.
+            ranks: For each parameter those that have it.
 
         Returns:
             This rank's piece of each.
         """
         layouts, rank = [self._layouts[p] for p in params], self.comm.rank
-        ways = [route(have, one.spans, one.mates) for one, have in zip(layouts, holders, strict=True)]
+        ways = [self._way(p, there, True) for p, there in zip(params, ranks, strict=True)]
         flat = [
             one.flat(wholes[p]) if p in wholes else torch.empty(0, dtype=self._precision(p), device=p.device)
             for p, one in zip(params, layouts, strict=True)
@@ -152,6 +153,16 @@ class Pieces(Lifecycle):
             arrived = self.comm.reshard([flat[i] for i in chosen], [ways[i] for i in chosen], "directions")
             found |= {params[i]: layouts[i].piece(x, rank) for i, x in zip(chosen, arrived, strict=True)}
         return found
+
+    def _way(self, p: nn.Parameter, ranks: Sequence[int], back: bool) -> Route:
+        """From the pieces of a parameter to ranks that want it whole, or back."""
+        key = p, ranks if isinstance(ranks, range) else tuple(ranks), back
+        if key not in self._ways:
+            one, there = self._layouts[p], set(ranks)
+            spans = tuple((0, one.numel) if r in there else NOTHING for r in range(self.comm.world))
+            ends = (spans, one.spans) if back else (one.spans, spans)
+            self._ways[key] = route(*ends, one.mates, self.comm.rank)
+        return self._ways[key]
 
     def _alike(self, params: Sequence[nn.Parameter]) -> list[list[int]]:
         """Positions of parameters that travel together: of one precision on one device."""

@@ -51,25 +51,20 @@ class RecutWindows(Windowing, Pieces):
 
     def _gathered_pieces(self, wanted: Sequence[Tensors | None]) -> list[Tensor]:
         """Of every parameter of every window what belongs to this rank's rows, zeros where nothing was given."""
-        sent, ways, rank = [], [], self.comm.rank
-        for unit, rows, given in zip(self._units, self._rows_by_rank(), wanted, strict=True):
+        sent, ways, members = [], [], []
+        for index, (unit, given) in enumerate(zip(self._units, wanted, strict=True)):
             for i, p in enumerate(unit.params):
-                layout, want = self._layouts[p], rows[i]
-                if layout.dim:  # all of it wherever a part is wanted
-                    want = tuple((0, layout.numel) if start < stop else NOTHING for start, stop in want)
                 x = None if given is None else given[i]
-                sent.append(layout.flat(self._room_of(p).to(p.dtype) if x is None else x.to(p.dtype)))
-                ways.append(route(layout.spans, want, layout.mates))
-        members = [(unit, i) for unit in self._units for i in range(len(unit.params))]
-        return [
-            self._as_rows(unit, i, x, way.want[rank] != NOTHING)
-            for (unit, i), way, x in zip(members, ways, self._moved(sent, ways, "gradients"), strict=True)
-        ]
+                sent.append(self._layouts[p].flat((self._room_of(p) if x is None else x).to(p.dtype)))
+                ways.append(self._way_of_rows(index, i, False))
+                members.append((unit, i))
+        arrived = self._moved(sent, ways, "gradients", exact=True)
+        return [self._as_rows(unit, i, x) for (unit, i), x in zip(members, arrived, strict=True)]
 
-    def _as_rows(self, unit: Unit, i: int, x: Tensor, there: bool) -> Tensor:
+    def _as_rows(self, unit: Unit, i: int, x: Tensor) -> Tensor:
         """What has arrived, as the window takes it."""
         layout = self._layouts[unit.params[i]]
-        if not there:
+        if not x.numel():
             return x
         if not layout.dim:
             return x.view(unit.window.places[i].shape)
@@ -86,12 +81,13 @@ class RecutWindows(Windowing, Pieces):
             By window a tensor per parameter.
         """
         sent, ways = [], []
-        for unit, rows, own in zip(self._units, self._rows_by_rank(), found, strict=True):
-            for i, (p, have) in enumerate(zip(unit.params, rows, strict=True)):
-                layout, (start, stop) = self._layouts[p], have[self.comm.rank]
-                x = torch.zeros(stop - start, device=p.device) if own is None else own[i].reshape(-1)
+        for index, (unit, own) in enumerate(zip(self._units, found, strict=True)):
+            for i, p in enumerate(unit.params):
+                way = self._way_of_rows(index, i, True)
+                size = way.have[1] - way.have[0]
+                x = torch.zeros(size, device=p.device) if own is None else own[i].reshape(-1)
                 sent.append(x.to(unit.window.dtype_of(i)))
-                ways.append(route(have, layout.everywhere if layout.dim else layout.spans, layout.mates))
+                ways.append(way)
         arrived = iter(self._moved(sent, ways, "directions"))
         return [[self._piece_of(p, next(arrived)) for p in unit.params] for unit in self._units]
 
@@ -104,32 +100,36 @@ class RecutWindows(Windowing, Pieces):
         return layout.piece(x, rank)
 
     # ------------------------------------------------------------------ who has what
-    def _rows_by_rank(self) -> Iterator[list[Spans]]:
-        """By window, and parameter of it, the entries that each rank has rows of."""
-        for index, unit in enumerate(self._units):
-            if unit.part is None:
-                there = set(self.comm.preconditioners(index))
-                spans = [
-                    [(0, p.numel()) if r in there else NOTHING for r in range(self.comm.world)] for p in unit.params
-                ]
-            else:
-                parts = self.comm.shards(index)
-                spans = [[unit.part.span(i, k) for k in parts] for i in range(len(unit.params))]
-            yield [tuple(own if own[0] < own[1] else NOTHING for own in of_ranks) for of_ranks in spans]
+    def _way_of_rows(self, index: int, i: int, back: bool) -> Route:
+        """From the pieces of parameter i of a window to the rows of each rank, or back."""
+        unit = self._units[index]
+        key = unit, i, back
+        if key not in self._ways:
+            layout, rows = self._layouts[unit.params[i]], self._rows_by_rank(index, i)
+            if back:
+                ends = rows, layout.everywhere if layout.dim else layout.spans
+            else:  # of one that is cut along another dimension all of it, wherever a part is wanted
+                ends = layout.spans, tuple((0, layout.numel) if layout.dim and r != NOTHING else r for r in rows)
+            self._ways[key] = route(*ends, layout.mates, self.comm.rank)
+        return self._ways[key]
 
-    def _moved(self, tensors: Sequence[Tensor], ways: Sequence[Route], stage: str) -> list[Tensor]:
+    def _rows_by_rank(self, index: int, i: int) -> Spans:
+        """By rank the entries of parameter i of a window that it has rows of."""
+        unit, ranks = self._units[index], range(self.comm.world)
+        if unit.part is None:
+            there = set(self.comm.preconditioners(index))
+            return tuple((0, unit.params[i].numel()) if r in there else NOTHING for r in ranks)
+        spans = [unit.part.span(i, k) for k in self.comm.shards(index)]
+        return tuple(span if span[0] < span[1] else NOTHING for span in spans)
+
+    def _moved(self, tensors: Sequence[Tensor], ways: Sequence[Route], stage: str, exact: bool = False) -> list[Tensor]:
         """Bring flat tensors from one cut to another, in messages of bounded size."""
         found: list[Tensor] = list(tensors)
-        for chosen in _portions(tensors, [_numel(way) for way in ways], _PORTION * self.comm.world):
-            arrived = self.comm.reshard([tensors[i] for i in chosen], [ways[i] for i in chosen], stage)
+        for chosen in _portions(tensors, [way.numel for way in ways], _PORTION * self.comm.world):
+            arrived = self.comm.reshard([tensors[i] for i in chosen], [ways[i] for i in chosen], stage, exact)
             for i, x in zip(chosen, arrived, strict=True):
                 found[i] = x
         return found
-
-
-def _numel(way: Route) -> int:
-    """Entries that are somewhere."""
-    return max(stop for _, stop in way.have)
 
 
 def _portions(tensors: Sequence[Tensor], sizes: Sequence[int], nbytes: int) -> Iterator[list[int]]:

@@ -331,10 +331,10 @@ class Reducing(Capturing):
         self._settle()
         return super().state_dict()
 
-    def consolidate_state_dict(self, to: int | None = 0) -> None:
+    def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = False) -> None:
         """See the base class."""
         self._settle()
-        super().consolidate_state_dict(to)  # type: ignore[misc]
+        super().consolidate_state_dict(to, pieces=pieces)  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies keep."""

@@ -94,7 +94,12 @@ class Refreshing(Reducing):
                 continue
             count = self._failures[block.name] = self._failures.get(block.name, 0) + 1
             self._failed_refreshes += 1
-            log.warning("refresh of layer %r failed (%d in a row); its last good one stays", block.name, count)
+            log.warning(
+                "refresh of layer %r failed (%d in a row); its last good one stays. If that goes on, raise damping, "
+                "lower lr, or leave the layer out with skip_layers",
+                block.name,
+                count,
+            )
             if count >= self._layer_options.max_failures:
                 raise RuntimeError(
                     f"the factors of layer '{block.name}' could not be factorised {count} times in a row, even with "

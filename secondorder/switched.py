@@ -57,8 +57,14 @@ class SwitchedOptimizer(GatheringOptimizer):
         if found != self._auto_mode:
             if not self._switches or self._switches[-1][1] != found:
                 self._switches.append((self._t, found))
-            log.info(
-                "%s: step %d: %s from now on (%s)", type(self).__name__, self._t, found.upper(), self.switch.reason
+            level = logging.DEBUG if self._auto_mode is None else logging.INFO  # to begin with one is no news
+            log.log(
+                level,
+                "%s: step %d: %s from now on (%s)",
+                type(self).__name__,
+                self._t,
+                found.upper(),
+                self.switch.reason,
             )
             self._auto_mode = found
 

@@ -76,8 +76,8 @@ def _benchmarks(words: list[str]) -> None:
     """The command line accepts the words; an ellipsis stands for any value."""
     filled = []
     for before, word in zip(["", *words], words, strict=False):
-        if word in ("…", "..."):
-            assert before in OPEN, f"say in tests/test_docs.py what may stand for the ellipsis after {before!r}"
+        if word in ("…", "...", "NAME"):
+            assert before in OPEN, f"say in tests/test_docs.py what may stand for the value of {before!r}"
             word = OPEN[before]
         filled.append(word.replace("…", "1"))
     if not filled or filled == ["--help"]:
@@ -229,6 +229,12 @@ def test_a_module_that_is_only_read_is_looked_at(hooks: ModuleType) -> None:
         "A has no docstring",
         "A.f has no docstring",
     ]
+
+
+def test_names_in_docstrings_become_links(hooks: ModuleType) -> None:
+    page = '<h3 id="secondorder.KFAC.observe"></h3> by :meth:<code>observe</code>, :class:<code>~torch.nn.Linear</code>'
+    found = hooks.on_page_content(page, page=None)
+    assert 'by <a href="#secondorder.KFAC.observe"><code>observe</code></a>, <code>Linear</code>' in found
 
 
 def test_no_page_waits_for_a_server_of_others() -> None:

@@ -20,6 +20,7 @@ from benchmarks import events, report
 from benchmarks.commands.options import Common
 from benchmarks.commands.train import Schedule, make_schedule
 from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
+from benchmarks.live import Board
 from benchmarks.plot_analysis import plot_analysis
 from benchmarks.recipes import METHODS, Settings
 from benchmarks.runner import Trainer
@@ -91,11 +92,11 @@ class Analyse(Common):
         for stem in events.FILES:
             for suffix in (".jsonl", ".png"):
                 (self.out_dir / f"{stem}{suffix}").unlink(missing_ok=True)
-        with report.progress_bar() as progress:
-            task = progress.add_task(f"{self.workload}, {self.method}", total=self.steps * len(trainers))
-            for index, (trainer, epoch_steps) in enumerate(zip(trainers, epochs, strict=True)):
+        for index, (trainer, epoch_steps) in enumerate(zip(trainers, epochs, strict=True)):
+            title = f"{self.workload}, {self.method}, batch {trainer.workload.batch_size}"
+            with Board(title, [trainer], self.steps, timed=False) as board:
                 for _ in self._train(trainer, epoch_steps, rank_only=index > 0):
-                    progress.advance(task)
+                    board.update(trainer)
         self._report(trainers[0])
         return int(any(trainer.diverged for trainer in trainers))
 

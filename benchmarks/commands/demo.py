@@ -11,6 +11,7 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.options import Common
+from benchmarks.live import Board
 from benchmarks.plot import plot_losses
 from benchmarks.recipes import METHODS, VARIANTS, MethodName
 from benchmarks.runner import WINDOW, Trainer, optimizer_bytes, race
@@ -54,9 +55,8 @@ class Demo(Common):
         steps = workload.steps["full"] if self.steps is None else self.steps
         target = TARGETS[self.workload] if self.target is None else self.target
         trainers = [self._trainer(name, workload) for name in self.optimizers]
-        with report.progress_bar() as progress:
-            task = progress.add_task(f"{self.workload}: {len(trainers)} optimizers", total=steps * len(trainers))
-            race(trainers, steps, lambda _: progress.advance(task))
+        with Board(f"{self.workload}: {len(trainers)} optimizers", trainers, steps) as board:
+            race(trainers, steps, board.update)
         results = [_summary(trainer, workload, target, trainers[0]) for trainer in trainers]
         report.save(self.out_dir, "demo", [_table(self.workload, steps, workload, target, results)], {
             "workload": self.workload, "seed": self.seed, "target": target, "results": results,

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LRScheduler
 
 from benchmarks import report
 from benchmarks.commands.options import Common
+from benchmarks.live import Board
 from benchmarks.ranks import RankFigures, Ranks, joined
 from benchmarks.recipes import AliasName, MethodName, Settings, find_method
 from benchmarks.runner import WINDOW, History, Trainer, memory_usage, race
@@ -100,9 +101,8 @@ class Train(Common):
         make = partial(method.build, workload=recipe, changes=changes)
         schedule = partial(make_schedule, self.schedule, steps)
         trainer = Trainer(method.label, workload, make, self.seed, schedule, closure, ranks)
-        with report.progress_bar(ranks.first) as progress:
-            task = progress.add_task(f"{self.workload}, {method.label}", total=steps)
-            mine = _train(trainer, ranks, steps, lambda _: progress.advance(task))
+        with Board(f"{self.workload}, {method.label}", [trainer], steps, ranks.first) as board:
+            mine = _train(trainer, ranks, steps, board.update)
         figures = ranks.gather(mine)
         trainer.history.losses = _mean_losses(figures)
         if ranks.first:

@@ -277,38 +277,39 @@ class Collectives:
         return call.work
 
     @torch.no_grad()
-    def reshard(self, tensors: Sequence[Tensor], routes: Sequence[Route], *, group: Any, stage: str) -> Work:
+    def reshard(
+        self, tensors: Sequence[Tensor], routes: Sequence[Route], *, group: Any, stage: str, exact: bool = False
+    ) -> Work:
         """Bring tensors from one cut to another, all of one dtype, in one message.
 
         Args:
             tensors: What this rank has of each, flat, possibly empty.
-            routes: Of each.
+            routes: Of each, as this rank sees it.
             group: Of ranks; None for all.
             stage: Under which the message is counted.
+            exact: Whether numbers travel as they are, whatever the wire dtype.
 
         Returns:
             The work; its ``wait()`` returns what this rank shall have of each, flat.
         """
         call = self._call(group, stage)
-        me, dtype = call.rank, tensors[0].dtype
-        wire = self.wire_dtype if self.wire_dtype is not None and dtype == torch.float32 else dtype
-        found = [x.new_empty(r.want[me][1] - r.want[me][0]) for x, r in zip(tensors, routes, strict=True)]
+        wire = self._wire([Item(tensors[0])], exact)
+        found = [x.new_empty(way.want[1] - way.want[0]) for x, way in zip(tensors, routes, strict=True)]
         call.work.result = lambda: found
         outgoing: list[list[Tensor]] = [[] for _ in range(call.size)]
         incoming: list[list[Tensor]] = [[] for _ in range(call.size)]
-        travels = False
         for x, result, way in zip(tensors, found, routes, strict=True):
-            first, start = way.have[me][0], way.want[me][0]
-            for source, target, begin, end in way.moves:
-                travels |= source != target
-                if source == target == me:  # rounded too: the same bits for all who want them
-                    result[begin - start : end - start].copy_(x[begin - first : end - first].to(wire))
-                elif source == me:
-                    outgoing[target].append(x[begin - first : end - first])
-                elif target == me:
-                    incoming[source].append(result[begin - start : end - start])
+            first, start = way.have[0], way.want[0]
+            for target, (begin, end) in way.gives:
+                outgoing[target].append(x[begin - first : end - first])
+            for source, (begin, end) in way.takes:
+                incoming[source].append(result[begin - start : end - start])
+            begin, end = way.keeps
+            if begin < end:  # rounded too: the same bits for all who want them
+                result[begin - start : end - start].copy_(x[begin - first : end - first].to(wire))
+        travels = sum(way.travels for way in routes)
         if travels:
-            call.exchange(outgoing, incoming, wire, tensors[0])
+            call.exchange(outgoing, incoming, wire, tensors[0], travels)
         return call.work
 
     @torch.no_grad()

@@ -298,14 +298,16 @@ class Call:
         incoming: Sequence[Sequence[Tensor]],
         wire: torch.dtype,
         like: Tensor,
+        travels: int,
     ) -> None:
-        """Send flat tensors to each rank, and fill flat tensors from each."""
+        """Send flat tensors to each rank, and fill flat tensors from each; so many elements travel in all."""
         sends, takes = [x for to in outgoing for x in to], [x for of in incoming for x in of]
         sizes, wanted = ([sum(x.numel() for x in part) for part in parts] for parts in (outgoing, incoming))
         send, recv = (self.buffers.take(self.group, sum(n), wire, like.device) for n in (sizes, wanted))
         if sends:
             torch._foreach_copy_(list(send.view.split([x.numel() for x in sends])), sends)
-        handle = self._all_to_all(recv.view, send.view, wanted, sizes)
+        # Counted as parts of equal size, whose bytes on the wire are the mean over the ranks.
+        handle = self._all_to_all(recv.view, send.view, wanted, sizes, -(-travels // (self.size - 1)))
 
         def then() -> None:
             if takes:

@@ -451,11 +451,14 @@ class RankGrid(CommStrategy):
             self.collectives.broadcast({source: list(tensors)}, group=self._world, stage="copies", exact=True).wait()
 
     # ------------------------------------------------------------------ verbs of parameters that are cut over ranks
-    def reshard(self, tensors: Sequence[Tensor], routes: Sequence[Route], stage: str) -> list[Tensor]:
+    def reshard(
+        self, tensors: Sequence[Tensor], routes: Sequence[Route], stage: str, exact: bool = False
+    ) -> list[Tensor]:
         """Bring tensors of one dtype from one cut to another, in one exchange between all ranks."""
         if not self.combines:
-            return super().reshard(tensors, routes, stage)
-        found: list[Tensor] = self.collectives.reshard(tensors, routes, group=self._world, stage=stage).wait()
+            return super().reshard(tensors, routes, stage, exact)
+        work = self.collectives.reshard(tensors, routes, group=self._world, stage=stage, exact=exact)
+        found: list[Tensor] = work.wait()
         return found
 
     def sum_pieces(self, values: Tensor) -> Tensor:

@@ -5,13 +5,14 @@
     parameter, flat    0 ──── rank 0 ──── rank 1 ──── rank 2 ──── n      spans ((0, a), (a, b), (b, n))
     its owner alone    0 ──────────────── rank 1 ──────────────── n      spans ((0, 0), (0, n), (0, 0))
 
-Which entries travel from where to where is arithmetic on spans: every rank finds the same moves without a message.
+Which entries travel from where to where is arithmetic on spans: ranks agree on it without a message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -82,27 +83,27 @@ class Layout(NamedTuple):
         return ((0, self.numel),) * len(self.spans)
 
 
-class Move(NamedTuple):
-    """Entries that go from a rank to a rank, or stay where they are."""
-
-    source: int
-    target: int
-    start: int
-    stop: int
-
-
-class Route(NamedTuple):
-    """One tensor's way from one cut to another.
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One tensor's way from one cut to another, as one rank sees it.
 
     Attributes:
-        have: By rank what it has.
-        want: By rank what it shall have.
-        moves: In one order on all ranks.
+        have: What the rank has.
+        want: What it shall have.
+        keeps: What of that it has already.
+        gives: Other ranks, and what goes to each.
+        takes: Other ranks, and what comes from each.
+        travels: Entries that go from any rank to another; the same number on all ranks.
+        numel: Entries of the whole.
     """
 
-    have: Spans
-    want: Spans
-    moves: tuple[Move, ...]
+    have: Span
+    want: Span
+    keeps: Span
+    gives: tuple[tuple[int, Span], ...]
+    takes: tuple[tuple[int, Span], ...]
+    travels: int
+    numel: int
 
 
 def is_cut(x: Any) -> bool:
@@ -186,46 +187,56 @@ def _cut_layout(shape: torch.Size, dim: int, axis: int, mesh: Tensor) -> Layout:
     return Layout(shape, dim, tuple(spans), tuple(mates), tuple(counts))
 
 
-@lru_cache(maxsize=4096)
-def route(have: Spans, want: Spans, mates: tuple[tuple[int, ...], ...]) -> Route:
-    """Moves that bring a tensor from one cut to another, each wanted entry once.
+def route(have: Spans, want: Spans, mates: Sequence[Sequence[int]], rank: int) -> Route:
+    """How a tensor comes from one cut to another, each wanted entry from one rank.
 
-    A rank takes what it has itself, then what its mates have, then what others have, the next in rank order first.
+    A rank takes what it has itself; what several others have from one of its mates, else from the next in rank order.
 
     Args:
-        have: By rank what it has.
+        have: By rank what it has. The spans of two ranks are equal, or have nothing in common.
         want: By rank what it shall have.
         mates: By rank those that are near.
+        rank: The rank that asks.
 
     Returns:
-        The route.
+        Its route.
 
     Raises:
-        ValueError: If nobody has an entry that is wanted.
+        ValueError: If nobody has an entry that is wanted, or if spans overlap.
     """
-    world, moves = len(have), []
-    for target, span in enumerate(want):
-        missing = [span] if span[0] < span[1] else []
-        near = set(mates[target])
-        order = sorted(range(world), key=lambda r: (r != target, r not in near, (r - target) % world))
-        for source in order if missing else ():
-            taken, missing = _split(missing, have[source])
-            moves += [Move(source, target, *found) for found in taken]
-            if not missing:
-                break
-        if missing:
-            raise ValueError(f"no rank has the entries {missing} that rank {target} wants")
-    return Route(have, want, tuple(moves))
+    holders: dict[Span, list[int]] = {}
+    for r, span in enumerate(have):
+        if span[0] < span[1]:
+            holders.setdefault(span, []).append(r)
+    spans = sorted(holders)
+    numel = max((stop for _, stop in spans), default=0)
+    if any(one[1] > other[0] for one, other in zip(spans, spans[1:], strict=False)):
+        raise ValueError(f"ranks have {spans}, which overlap")
+    if any(_length(w) > sum(_length(_common(w, h)) for h in _near(spans, w)) for w in set(want)):
+        raise ValueError(f"ranks want {sorted(set(want))}, and have {spans}")
+
+    def chosen(target: int, span: Span) -> int:
+        return min(holders[span], key=lambda r: (r != target, mates[r] != mates[target], (r - target) % len(have)))
+
+    wanted = [(r, _common(w, have[rank])) for r, w in enumerate(want) if r != rank]
+    gives = [(r, x) for r, x in wanted if x != NOTHING and have[r] != have[rank] and chosen(r, have[rank]) == rank]
+    others = [span for span in _near(spans, want[rank]) if span != have[rank]]
+    takes = [(chosen(rank, span), _common(want[rank], span)) for span in others]
+    travels = sum(_length(w) - _length(_common(w, h)) for w, h in zip(want, have, strict=True))
+    return Route(have[rank], want[rank], _common(want[rank], have[rank]), tuple(gives), tuple(takes), travels, numel)
 
 
-def _split(missing: Iterable[Span], span: Span) -> tuple[list[Span], list[Span]]:
-    """What a span covers of others, and what it leaves."""
-    covered, left = [], []
-    for start, stop in missing:
-        first, last = max(start, span[0]), min(stop, span[1])
-        if first >= last:
-            left.append((start, stop))
-            continue
-        covered.append((first, last))
-        left += [found for found in ((start, first), (last, stop)) if found[0] < found[1]]
-    return covered, left
+def _length(span: Span) -> int:
+    return span[1] - span[0]
+
+
+def _common(one: Span, other: Span) -> Span:
+    start, stop = max(one[0], other[0]), min(one[1], other[1])
+    return (start, stop) if start < stop else NOTHING
+
+
+def _near(spans: Sequence[Span], span: Span) -> Sequence[Span]:
+    """Those of sorted spans that have something in common with one."""
+    if span[0] >= span[1]:
+        return ()
+    return spans[bisect_right(spans, span[0], key=lambda s: s[1]) : bisect_left(spans, span[1], key=lambda s: s[0])]

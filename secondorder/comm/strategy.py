@@ -321,18 +321,21 @@ class CommStrategy(ABC):
         self.post_directions(parcels).wait()
 
     # ------------------------------------------------------------------ verbs of parameters that are cut over ranks
-    def reshard(self, tensors: Sequence[Tensor], routes: Sequence[Route], stage: str) -> list[Tensor]:
+    def reshard(
+        self, tensors: Sequence[Tensor], routes: Sequence[Route], stage: str, exact: bool = False
+    ) -> list[Tensor]:
         """Bring tensors of one dtype from one cut to another.
 
         Args:
             tensors: What this rank has of each, flat, possibly empty.
             routes: Of each.
             stage: Under which the message is counted.
+            exact: Whether numbers travel as they are, whatever the wire dtype.
 
         Returns:
             What this rank shall have of each, flat.
         """
-        return [x[r.want[0][0] : r.want[0][1]] for x, r in zip(tensors, routes, strict=True)]
+        return [x[way.want[0] : way.want[1]] for x, way in zip(tensors, routes, strict=True)]
 
     def sum_pieces(self, values: Tensor) -> Tensor:
         """Sum of a vector over all ranks, the same bits on each."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +32,7 @@ from secondorder.curvature.losscale import UNKNOWN, inverse_scale, multiplies
 from secondorder.curvature.observation import Observation
 from secondorder.curvature.passes import Pass
 from secondorder.curvature.projections import WatchedAttention
+from secondorder.curvature.roots import Roots
 from secondorder.curvature.taps import (
     CAPTURES,
     SECOND_BACKWARD,
@@ -144,20 +145,13 @@ class Capture(Observation):
         self._void: set[int] = set()
         self._nodes: dict[int, Any] = {}
         self._pending: dict[int, Statistic] = {}
-        #: Examples by root: each part of a model sees all of them.
-        self._examples: dict[int, int] = {}
         self._own_examples: dict[int, int] = {}
         self._taps: list[LayerHook] = []
         self._tap_handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
-        #: Forwards of each root since the last step, and the first of those that belong to one batch.
-        self._begun: dict[int, int] = {}
-        self._batches: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
-        #: By site, the roots that its taps are in.
-        self._places: list[frozenset[int]] = []
-        self._roots: list[weakref.ref[nn.Module]] = []
-        for number, root in enumerate(roots):
-            self._roots.append(weakref.ref(root))
+        modules = list(roots)
+        self._roots = Roots(modules)
+        for number, root in enumerate(modules):
             self._root_handles += [
                 root.register_forward_pre_hook(RootEnter(self.switch, number), with_kwargs=True),
                 root.register_forward_hook(RootLeave(self.switch, number), always_call=True),
@@ -182,15 +176,13 @@ class Capture(Observation):
         self.refused.clear()
         self.sites = list(sites)
         self._taps.clear()
-        roots = [root() for root in self._roots]
-        inside = [set() if root is None else set(root.modules()) for root in roots]
-        self._places = [_places(site, inside) for site in self.sites]
+        self._roots.locate(self.sites)
         for i, site in enumerate(self.sites):
             for module, part in site.taps:
                 tap = LayerHook(self.switch, i, site.adapter, part)
                 self._taps.append(tap)
                 # A root that is a layer itself: its output is tapped before the pass is closed.
-                first = any(module is root for root in roots)
+                first = module in self._roots
                 self._tap_handles.append(module.register_forward_hook(tap, with_kwargs=True, prepend=first))
         switch = self.switch
         for attention in watched:
@@ -236,9 +228,8 @@ class Capture(Observation):
 
     def discard(self) -> None:
         """Forget the pending statistics (their gradients were discarded)."""
-        self._pending, self._examples, self._own_examples = {}, {}, {}
-        self._begun.clear()
-        self._batches.clear()
+        self._pending, self._own_examples = {}, {}
+        self._roots.clear()
         self._backward_ran = self.scale_is_unknown = False
         self._terms = None
         self._void.clear()
@@ -294,9 +285,8 @@ class Capture(Observation):
     def take(self) -> Captured:
         """Hand over the pending statistics and start anew."""
         self._flush()
-        examples = {i: self._examples_of(self._places[i]) + self._own_examples.get(i, 0) for i in self._pending}
-        total = self._examples_of(self._examples)
-        taken = Captured(self._pending, examples, frozenset(self.idle), self._terms, total)
+        examples = {i: self._roots.examples_of(i) + self._own_examples.get(i, 0) for i in self._pending}
+        taken = Captured(self._pending, examples, frozenset(self.idle), self._terms, self._roots.examples)
         self.idle.clear()
         for index in self._pending:
             self.refused.pop(index, None)
@@ -305,9 +295,6 @@ class Capture(Observation):
         self.discard()
         return taken
 
-    def _examples_of(self, roots: Iterable[int]) -> int:
-        return max((self._examples.get(root, 0) for root in roots), default=0)
-
     # ------------------------------------------------------------------ forward
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's).
@@ -315,7 +302,7 @@ class Capture(Observation):
         Not of parameters that ``fully_shard`` has cut: their gradients are elsewhere until they are reduced.
         """
         if (
-            (self._pending or self._examples)
+            (self._pending or self._roots.examples)
             and self._backward_ran
             and all(site.owner.grad is None and not _is_cut(site.owner) for site in self.sites)
         ):
@@ -324,27 +311,18 @@ class Capture(Observation):
     def open_pass(self, shape: torch.Size, holds_indices: bool, root: int = 0) -> int:
         """Begin a forward of a root whose first input has this shape, and may hold indices; returns its id."""
         number = next(self._pass_ids)
-        for old in self.observable()[: -_WAITING_PASSES * max(1, len(self._roots))]:
+        for old in self.observable()[: -_WAITING_PASSES * len(self._roots)]:
             if old.is_dropped:
                 old.edges.clear()  # a forward that nobody will observe must not keep its graph
         current = self._passes[number] = Pass(shape, self.batch_dim, self._keep, holds_indices, root)
         if not in_backward():
             self._flush()
             self._latest = current
-            self._join_batch(current)
+            self._roots.join(current)
         if len(self._passes) > _MAX_PASSES:
             # Forwards without a backward: the oldest can no longer matter.
             self._passes.pop(next(iter(self._passes)))
         return number
-
-    def _join_batch(self, current: Pass) -> None:
-        """The k-th forwards of all parts are those of one batch: together they have all calls of a shared layer."""
-        if len(self._roots) < 2:
-            return
-        place = self._begun[current.root] = self._begun.get(current.root, -1) + 1
-        first = self._batches.setdefault(place, current)
-        if first is not current:
-            current.join(first)
 
     def find_pass(self, token: Tensor | None) -> Pass | None:
         """The pass that a token names; without one, None in forward and the latest pass in a recomputation."""
@@ -447,7 +425,7 @@ class Capture(Observation):
         with self._lock:
             if not current.counted:
                 current.counted = True
-                self._examples[current.root] = self._examples.get(current.root, 0) + (current.examples or 0)
+                self._roots.count(current)
 
     def _flush(self) -> None:
         """Add calls that waited for others of their pass (a branch without backward, a recomputed layer)."""
@@ -478,15 +456,6 @@ def _retire(switch: Switch, *handles: list[RemovableHandle]) -> None:
 
 #: Stands for the gradient of a parameter that is cut over ranks: its pieces get theirs behind autograd's back.
 _ALWAYS = object()
-
-
-def _places(site: Site, inside: Sequence[set[nn.Module]]) -> frozenset[int]:
-    """Numbers of the roots that the taps of a site are in."""
-    if len(inside) < 2:
-        return frozenset([0])
-    found = {i for module, _ in site.taps for i, modules in enumerate(inside) if module in modules}
-    # The inner maps of attention are in no module: the name begins with the number of the part.
-    return frozenset(found or {int(site.name.partition(".")[0])})
 
 
 def _is_cut(parameter: nn.Parameter) -> bool:

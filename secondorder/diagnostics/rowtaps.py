@@ -48,7 +48,7 @@ class RowCapture(Capture):
 
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone, and be armed or not as the optimizer's own capture is."""
-        waiting = self._pending or self._examples
+        waiting = self._pending or self._roots.examples
         if waiting and self._backward_ran and all(_is_gone(site.owner.grad) for site in self.sites):
             self.discard()
         self.switch.armed = bool(self._due) and not self._is_held()

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-Instant = float | torch.cuda.Event
+#: Seconds of the host, or an event in the stream of a CUDA device.
+Instant = Any
 
 
 #: Spans that are kept one by one until somebody takes them: times of a device are not waited for.

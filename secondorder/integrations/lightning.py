@@ -29,6 +29,7 @@ class SecondOrderCallback(pl.Callback):
         consolidate: Whether to complete checkpoints.
         log_every_n_steps: Steps between two reports to the loggers, 0 for none. Reading the figures may wait for the
             device.
+        by_layer: Whether to report what there is by layer in full; else the largest of each sort, as ``…/max``.
 
     Raises:
         ValueError: If ``log_every_n_steps`` is negative or no whole number.
@@ -37,12 +38,13 @@ class SecondOrderCallback(pl.Callback):
         >>> trainer = Trainer(callbacks=[SecondOrderCallback()])  # doctest: +SKIP
     """
 
-    def __init__(self, *, consolidate: bool = True, log_every_n_steps: int = 50) -> None:
+    def __init__(self, *, consolidate: bool = True, log_every_n_steps: int = 50, by_layer: bool = False) -> None:
         super().__init__()
         if isinstance(log_every_n_steps, bool) or not isinstance(log_every_n_steps, int) or log_every_n_steps < 0:
             raise ValueError(f"log_every_n_steps must be a whole number from 0 on, got {log_every_n_steps!r}")
         self.consolidate = consolidate
         self.log_every_n_steps = log_every_n_steps
+        self.by_layer = by_layer
         self._trainer: pl.Trainer | None = None
         self._logged_at = 0
 
@@ -85,7 +87,7 @@ class SecondOrderCallback(pl.Callback):
             return
         self._logged_at = step
         if trainer.is_global_zero and trainer.loggers:
-            numbers = _numbers(trainer)
+            numbers = _numbers(trainer, self.by_layer)
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=step)
 
@@ -102,9 +104,9 @@ def _optimizers(trainer: pl.Trainer) -> Iterator[tuple[int, SecondOrderOptimizer
             yield i, optimizer
 
 
-def _numbers(trainer: pl.Trainer) -> Mapping[str, float]:
+def _numbers(trainer: pl.Trainer, by_layer: bool) -> Mapping[str, float]:
     found: dict[str, float] = {}
     for i, optimizer in _optimizers(trainer):
         place = f"secondorder/{i}/" if len(trainer.optimizers) > 1 else "secondorder/"
-        found |= {key.replace("secondorder/", place, 1): value for key, value in figures(optimizer).items()}
+        found |= {key.replace("secondorder/", place, 1): value for key, value in figures(optimizer, by_layer).items()}
     return found

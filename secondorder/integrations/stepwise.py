@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch.optim import Optimizer
@@ -34,9 +35,28 @@ def unwrapped(optimizer: Any) -> SecondOrderOptimizer:
     return optimizer
 
 
-def figures(optimizer: SecondOrderOptimizer) -> dict[str, float]:
-    """The numbers of ``diagnostics()``, by keys that begin with ``secondorder/``."""
-    return {PREFIX + key: value for key, value in flat(optimizer.diagnostics()).items()}
+def figures(optimizer: SecondOrderOptimizer, by_layer: bool = False) -> dict[str, float]:
+    """The numbers of ``diagnostics()`` for a logger.
+
+    Args:
+        optimizer: The optimizer.
+        by_layer: Whether to give what there is by layer, or window, in full; else the largest of each sort stands for
+            all, as ``…/max``, and windows are left out unless there is one.
+
+    Returns:
+        Numbers by keys that begin with ``secondorder/``.
+    """
+    found = optimizer.diagnostics()
+    if not by_layer:
+        found = {key: _shortened(key, value) if isinstance(value, Mapping) else value for key, value in found.items()}
+    return {PREFIX + key: value for key, value in flat(found).items()}
+
+
+def _shortened(key: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
+    if key == "stage_ms" or (key == "units" and len(value) == 1):
+        return value
+    numbers = {} if key == "units" else flat(value)
+    return {"max": max(numbers.values())} if numbers else {}
 
 
 class StepwiseCallback(ABC):
@@ -45,16 +65,17 @@ class StepwiseCallback(ABC):
     Args:
         optimizer: The optimizer, or the wrapper that a trainer made of it.
         every: Steps between two reports; reading the figures may wait for the device.
+        by_layer: Whether to report what there is by layer in full; else the largest of each sort, as ``…/max``.
 
     Raises:
         TypeError: If it is no optimizer of this package.
         ValueError: If ``every`` is no positive whole number.
     """
 
-    def __init__(self, optimizer: Optimizer, every: int = 50) -> None:
+    def __init__(self, optimizer: Optimizer, every: int = 50, *, by_layer: bool = False) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a positive whole number, got {every!r}")
-        self.every = every
+        self.every, self.by_layer = every, by_layer
         self._steps = 0
         self._handle = unwrapped(optimizer).register_step_post_hook(self._after_step)
 
@@ -65,7 +86,7 @@ class StepwiseCallback(ABC):
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
         if self._steps % self.every == 0:
-            numbers = figures(unwrapped(optimizer))
+            numbers = figures(unwrapped(optimizer), self.by_layer)
             self._write(numbers, int(numbers[PREFIX + "step"]))
 
     def close(self) -> None:

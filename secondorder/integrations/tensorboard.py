@@ -26,6 +26,7 @@ class TensorBoardCallback(StepwiseCallback):
         writer: A ``torch.utils.tensorboard.SummaryWriter``, or anything else with its ``add_scalar``; it stays yours to
             close.
         every: Steps between two reports; reading the figures may wait for the device.
+        by_layer: Whether to report what there is by layer in full; else the largest of each sort, as ``…/max``.
 
     Raises:
         TypeError: If it is no optimizer of this package, or the writer none.
@@ -41,11 +42,11 @@ class TensorBoardCallback(StepwiseCallback):
         >>> callback = TensorBoardCallback(optimizer, writer, every=50)  # doctest: +SKIP
     """
 
-    def __init__(self, optimizer: Optimizer, writer: ScalarWriter, every: int = 50) -> None:
+    def __init__(self, optimizer: Optimizer, writer: ScalarWriter, every: int = 50, *, by_layer: bool = False) -> None:
         if not callable(getattr(writer, "add_scalar", None)):
             raise TypeError(f"writer must have add_scalar, as a SummaryWriter does, got {type(writer).__name__}")
         self._writer = writer
-        super().__init__(optimizer, every)
+        super().__init__(optimizer, every, by_layer=by_layer)
 
     def _write(self, numbers: dict[str, float], step: int) -> None:
         for key, value in numbers.items():

@@ -32,6 +32,7 @@ class WandbCallback(StepwiseCallback):
         optimizer: The optimizer, or the wrapper that a trainer made of it.
         run: What ``wandb.init`` returned; it stays yours to finish.
         every: Steps between two reports; reading the figures may wait for the device.
+        by_layer: Whether to report what there is by layer in full; else the largest of each sort, as ``…/max``.
 
     Raises:
         TypeError: If it is no optimizer of this package, or the run none.
@@ -47,11 +48,11 @@ class WandbCallback(StepwiseCallback):
         >>> callback = WandbCallback(optimizer, run, every=50)  # doctest: +SKIP
     """
 
-    def __init__(self, optimizer: Optimizer, run: Run, every: int = 50) -> None:
+    def __init__(self, optimizer: Optimizer, run: Run, every: int = 50, *, by_layer: bool = False) -> None:
         if not (callable(getattr(run, "log", None)) and callable(getattr(run, "define_metric", None))):
             raise TypeError(f"run must be what wandb.init returned, got {type(run).__name__}")
         self._run = run
-        super().__init__(optimizer, every)
+        super().__init__(optimizer, every, by_layer=by_layer)
         run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
 
     def _write(self, numbers: dict[str, float], step: int) -> None:

@@ -29,6 +29,7 @@ EACH = Wrap()
 LAYERS = {
     "kfac": Case(),
     "ekfac": Case("ekfac_intra", keywords={"graft": "adam", "lr": 0.01}),
+    "momentum": Case("ekfac_running", keywords={"momentum_mode": "pre", "power": 0.5, "lr": 0.01}),
     "cholesky": Case("kfac_cholesky", keywords={"fallback": "adamw"}),
 }
 WINDOWS = {
@@ -144,8 +145,8 @@ def test_windows_go_everywhere_once_gathered(pool: Pool, tmp_path: Path, world: 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def broken_off(rank: int, world: int, names: list[str]) -> dict[str, tuple[Any, Any, Tensor]]:
-    """State of a rank through a file, its model, and the path that follows."""
+def broken_off(rank: int, world: int, names: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The path after a break, and that of a copy which has read its own file."""
     found = {}
     for name in names:
         case = CASES[name]
@@ -161,7 +162,7 @@ def broken_off(rank: int, world: int, names: list[str]) -> dict[str, tuple[Any, 
         assert len(twin.comm.collectives.counter.records) == sent  # loading sends nothing
         expected = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
         path = torch.stack(train(twin_model, twin, case, BREAK, END, rank, world))
-        found[name] = torch.equal(path, expected), distance(path, alone(case)[BREAK:])
+        found[name] = expected, path
         optimizer.close()
         twin.close()
     return found
@@ -170,65 +171,73 @@ def broken_off(rank: int, world: int, names: list[str]) -> dict[str, tuple[Any, 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_rank_goes_on_from_its_own_file(pool: Pool, world: int) -> None:
     for of_rank in pool.run(broken_off, list(CASES), world=world):
-        for name, (same, error) in of_rank.items():
-            assert same, name
-            assert error <= 1e-9, name
+        for name, (expected, path) in of_rank.items():
+            assert torch.equal(path, expected), name
+            assert distance(path, alone(CASES[name])[BREAK:]) <= 1e-9, name
 
 
-def of_another_rank(rank: int, world: int, names: list[str]) -> list[tuple[str, str]]:
-    """What a rank says to the state of its neighbour."""
-    answers = []
-    for name in names:
-        case = CASES[name]
-        model, optimizer = started(rank, world, case)
-        train(model, optimizer, case, 0, 1, rank, world)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*partial")
-            own = optimizer.state_dict()
-        own["partial"] = {f"rank {1 - rank} of 2 under MemOpt()": True} if name in LAYERS else own["partial"]
-        before = flat(model)
-        if name in LAYERS:
-            answers.append(raised(optimizer.load_state_dict, own))
-        assert torch.equal(flat(model), before)
-        optimizer.close()
-    return answers
+def of_another_rank(rank: int, world: int, name: str) -> tuple[tuple[str, str], bool]:
+    """What a rank says to the state of another one, and whether it stays as it is."""
+    model, optimizer = started(rank, world, CASES[name])
+    train(model, optimizer, CASES[name], 0, 1, rank, world)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*partial")
+        own = optimizer.state_dict()
+    mine, theirs = (f"rank {r} of {world} under MemOpt()" for r in (rank, (rank + 1) % world))
+    assert own["partial"] == {mine: {}}
+    before = flat(model)
+    answer = raised(optimizer.load_state_dict, {**own, "partial": {theirs: {}}})
+    optimizer.close()
+    return answer, torch.equal(flat(model), before)
 
 
-def test_state_of_another_rank_is_refused(pool: Pool) -> None:
-    for answers in pool.run(of_another_rank, ["kfac"], world=2):
-        for kind, text in answers:
-            assert kind == "RuntimeError"
-            assert "consolidate_state_dict()" in text
+@pytest.mark.parametrize("name", ["kfac", "sparse"])
+def test_state_of_another_rank_is_refused(pool: Pool, name: str) -> None:
+    for (kind, text), same in pool.run(of_another_rank, name, world=2):
+        assert kind == "RuntimeError"
+        assert "consolidate_state_dict()" in text
+        assert same
 
 
-def full_state(rank: int, world: int, names: list[str]) -> dict[str, Any]:
-    """``full_state_dict=True`` on rank 0, with curvature gathered there; and the path that follows."""
+def on_one_rank(rank: int, world: int, names: list[str], by_torch: bool) -> dict[str, Any]:
+    """Whole state on rank 0, through a file; and the path that follows.
+
+    Either torch gathers what is cut as parameters are, or this is asked of the optimizer.
+    """
     found = {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     for name in names:
         case = CASES[name]
         model, optimizer = started(rank, world, case)
         train(model, optimizer, case, 0, BREAK, rank, world)
-        optimizer.consolidate_state_dict()
+        optimizer.consolidate_state_dict(pieces=not by_torch)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*partial")
-            state = get_optimizer_state_dict(model, optimizer, options=options)
-        whole = get_model_state_dict(model, options=options)
-        path = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
-        found[name] = (through_a_file([whole, state]), path) if rank == 0 else None
+            if by_torch:
+                state = get_optimizer_state_dict(model, optimizer, options=options)
+            else:
+                state = optimizer.state_dict()
+        weights = get_model_state_dict(model, options=options)
+        saved = through_a_file([weights, state]) if rank == 0 else None
+        found[name] = saved, torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
         optimizer.close()
     return found
 
 
-def test_a_whole_checkpoint_of_rank_0_goes_on_in_one_process(pool: Pool) -> None:
-    """A file of plain tensors, which needs no process group to be read."""
-    found = pool.run(full_state, list(CASES), world=2)[0]
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_a_file_of_one_rank_goes_on_in_one_process(pool: Pool, by_torch: bool) -> None:
+    """It has plain tensors alone, and no process group is needed to read it."""
+    found = pool.run(on_one_rank, list(CASES), by_torch, world=2)[0]
     for name, case in CASES.items():
         (weights, state), expected = found[name]
         model = shifted(case.model())
         model.load_state_dict(weights)
         optimizer = case.optimizer(model)
-        set_optimizer_state_dict(model, optimizer, state)
+        if by_torch:
+            set_optimizer_state_dict(model, optimizer, state)
+        else:
+            assert "partial" not in state
+            optimizer.load_state_dict(state)
         path = torch.stack(train(model, optimizer, case, BREAK, END))
         assert distance(path[:1], expected[:1]) <= 1e-12, name
         assert distance(path, expected) <= 1e-9, name

@@ -74,6 +74,8 @@ OPTIONS = {
     "kfac skipped": Case(keywords={"skip_layers": ["conv", "squeeze"]}),
     "accumulated": Case(micro=3),
     "accumulated and reduced": Case("ekfac_running", micro=3, sync=True),
+    "momentum before": Case("ekfac_running", keywords={"momentum_mode": "pre", "power": 0.5, "lr": 0.01}),
+    "examples in new bases": Case("ekfac_intra", keywords={"transport": "recompute", "scale_update_steps": 2}),
     "frozen": Case(frozen="mix"),
     "thawed": Case(frozen="mix", thaw=4),
     "window, fallback": Case("mfac", keywords={"skip_biases": True, "skip_norm_layers": True, "fallback": "adamw"}),
@@ -135,9 +137,10 @@ def test_replicas_of_a_sharded_model(pool: Pool, name: str) -> None:
     assert_like_one_process(pool, REPLICATED[name], 4)
 
 
+@pytest.mark.parametrize("world", [3, 1])
 @pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
-def test_three_ranks(pool: Pool, method: str) -> None:
-    assert_like_one_process(pool, Case(method), 3)
+def test_other_numbers_of_ranks(pool: Pool, method: str, world: int) -> None:
+    assert_like_one_process(pool, Case(method), world)
 
 
 @pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_kid", "hylo_kis", "mfac_sparse", "ggt"])

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC, TopK
+from secondorder import EKFAC, GGT, KFAC, MFAC, ChiefOnly, HyLo, LocalFactors, MemOpt, SparseMFAC, TopK
 from tests.distributed.oracle import assert_replicas, distance, mean_loss, shard
 from tests.distributed.pool import Pool, device_of
 from tests.distributed.saving import raised
-from tests.fsdp.wrapping import Case, descend, flat, started, train, whole
+from tests.fsdp.wrapping import Case, Wrap, descend, flat, fully_sharded, started, train, whole
 
 POISONED = 4
 
@@ -27,11 +27,11 @@ POISONED = 4
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def poison(model: nn.Module, rank: int, bad: int) -> None:
+def poison(model: nn.Module, rank: int, bad: int, now: bool) -> None:
     """One entry of the gradient of the last rows is not a number, on the rank that has them."""
-    grad = next(p.grad for p in model.parameters() if p.grad is not None)
+    grad = dict(model.named_parameters())["mix.weight"].grad
     own = grad.to_local() if isinstance(grad, DTensor) else grad
-    if rank == bad and own.numel():
+    if now and rank == bad:
         own.view(-1)[-1] = torch.nan
 
 
@@ -44,7 +44,7 @@ def poisoned(rank: int, world: int, case: Case, bad: int) -> tuple[Tensor, int]:
         optimizer = case.optimizer(model)
     path = []
     for step in range(case.steps):
-        hook = optimizer.register_step_pre_hook(lambda *_, step=step: step == POISONED and poison(model, rank, bad))
+        hook = optimizer.register_step_pre_hook(lambda *_, step=step: poison(model, rank, bad, step == POISONED))
         descend(model, optimizer, shard(case.batch(step), rank, world), case)
         hook.remove()
         path.append(flat(model))
@@ -229,23 +229,64 @@ def test_layer_methods_refuse_tensor_parallel_layers_by_name(pool: Pool) -> None
                 assert word in text, text
 
 
+def in_two_ways(rank: int, world: int) -> list[tuple[str, str]]:
+    """Shared by pairs of ranks, and each share cut over two of those."""
+    torch.manual_seed(0)
+    model = Parallel().to(device_of(rank), torch.float64)
+    mesh = init_device_mesh(device_of(rank).type, (2, 2), mesh_dim_names=("data", "parallel"))
+    parallelize_module(model, mesh["parallel"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    return [raised(MFAC, model), raised(KFAC, model, skip_layers=["up", "down"])]
+
+
+def test_parameters_that_are_cut_in_two_ways_are_refused_by_name(pool: Pool) -> None:
+    for answers in pool.run(in_two_ways, world=4):
+        for kind, text in answers:
+            assert kind == "NotImplementedError"
+            assert "parameter '" in text
+
+
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "averages": ({"comm": lambda: MemOpt(average_gradients=True)}, "average_gradients"),
+    "chief": ({"comm": ChiefOnly}, "ChiefOnly"),
+    "local": ({"comm": LocalFactors}, "LocalFactors"),
+    "trial": ({"reject_steps": True}, "reject_steps"),
+    "adaptive": ({"adaptive_damping": True}, "adaptive_damping"),
+    "model": ({"quadratic_model": True}, "quadratic_model"),
+}
+
+
+def unfit(rank: int, world: int, name: str) -> tuple[str, str]:
+    case = Case(task="mlp")
+    model = fully_sharded(case.model(device_of(rank)), rank, world, Wrap())
+    keywords = {key: value() if key == "comm" else value for key, value in UNFIT[name][0].items()}
+    return raised(KFAC, model, **keywords)
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(pool: Pool, name: str) -> None:
+    for kind, text in pool.run(unfit, name, world=2):
+        assert kind == "NotImplementedError", text
+        assert UNFIT[name][1] in text
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # FSDP1
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Wrapped(FullyShardedDataParallel):
-    """As FSDP1 leaves a module; its own constructor wants an accelerator."""
-
-    def __init__(self, module: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.module_inside = module
+def wrapped(module: nn.Module) -> nn.Module:
+    """As the first FSDP leaves a module; its own constructor wants an accelerator."""
+    found = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(found)
+    found._fsdp_wrapped_module, found.training_state = module, None
+    return found
 
 
 @pytest.mark.parametrize("cls", [KFAC, EKFAC, HyLo, MFAC, SparseMFAC, GGT])
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_first_fsdp_is_refused_with_the_mend(cls: Any, inside: bool) -> None:
-    model: nn.Module = Wrapped(nn.Linear(4, 3))
+    model = wrapped(nn.Linear(4, 3))
     kind, text = raised(cls, nn.Sequential(model) if inside else model)
     assert kind == "NotImplementedError"
     assert "FullyShardedDataParallel" in text

@@ -52,8 +52,8 @@ def shapes_of(config: Any, *, outputs: int, pooler: bool) -> Shapes:
 def kronecker(shapes: Shapes, *, scale: bool = False, moments: int = 2) -> dict[str, int]:
     """Of KFAC with eigenvectors, and of EKFAC with its `scale`; `moments` are what the update rule keeps per entry.
 
-    An embedding's A is a diagonal, which is its own eigenvalues. A layer norm has a 2×2 block for gain and shift of each
-    unit, next to an A of 1×1.
+    An embedding's A is a diagonal, which is its own eigenvalues. A layer norm has a 2×2 block for gain and shift of
+    each unit, next to an A of 1×1.
     """
     factors = sum(a * a + g * g for a, g in shapes.linear)
     factors += sum(n + h * h for n, h in shapes.tables) + sum(h * (1 + 4) for h in shapes.norms)
@@ -83,9 +83,14 @@ def window(shapes: Shapes, m: int, *, density: float = 0.01, block: int = 4096, 
     return {"window": 6 * m * kept, "error": 4 * shapes.entries, "gram": gram, "momentum": 4 * moments * shapes.entries}
 
 
-def differences(held: Mapping[str, int], expected: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """Kinds whose bytes are not as expected: what is held, what was expected. Other kinds may hold counts only."""
+def differences(held: Mapping[str, int], expected: Mapping[str, int], blocks: int) -> dict[str, tuple[int, int]]:
+    """Kinds whose bytes are not as expected: what is held, what was expected.
+
+    Beside them there may be counts, a few numbers per block, and between steps what temporaries reuse.
+    """
     found = {kind: (held.get(kind, 0), size) for kind, size in expected.items() if held.get(kind, 0) != size}
-    at_rest = held["total"] - held.get("workspace", 0) - held.get("buffers", 0)
-    total = sum(expected.values())
+    counts = held.get("buffers", 0)
+    if counts > 32 * blocks + 128:
+        found["buffers"] = (counts, 32 * blocks + 128)
+    at_rest, total = held["total"] - held.get("workspace", 0) - counts, sum(expected.values())
     return found if at_rest == total else found | {"total": (at_rest, total)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -54,10 +53,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Task]]
     datasets.enable_progress_bars()
 
 
-def expected_bytes(method: str, model: nn.Module) -> dict[str, int]:
+def shapes_of(model: nn.Module) -> bert_sizes.Shapes:
     answers = not isinstance(model, BertForSequenceClassification)
-    outputs = 2 if answers else model.config.num_labels
-    shapes = bert_sizes.shapes_of(model.config, outputs=outputs, pooler=not answers)
+    return bert_sizes.shapes_of(model.config, outputs=2 if answers else model.config.num_labels, pooler=not answers)
+
+
+def expected_bytes(method: str, shapes: bert_sizes.Shapes) -> dict[str, int]:
     if method in {"kfac", "ekfac"}:
         return bert_sizes.kronecker(shapes, scale=method == "ekfac")
     if method == "hylo":
@@ -82,10 +83,14 @@ def test_the_loss_falls_and_everything_is_covered(task: str, method: str, tasks:
     assert found.keys() == dict(model.named_parameters()).keys()
     assert not [name for name, how in found.items() if "fallback" in how]
     if method != "sparse_mfac":  # a window holds parameters, whatever layer they belong to
-        layers = {f"{name}.{own}": f"block '{name}' (Linear)" for name in linear_layers(model) for own in ("weight", "bias")}
+        layers = {
+            f"{name}.{own}": f"block '{name}' (Linear)" for name in linear_layers(model) for own in ("weight", "bias")
+        }
         assert {name: found[name] for name in layers} == layers
         assert len(layers) == 2 * (6 * 2 + (1 if task.startswith("squad") else 2))
-    assert bert_sizes.differences(optimizer.memory_usage(), expected_bytes(method, model)) == {}
+    shapes = shapes_of(model)
+    assert shapes.entries == sum(p.numel() for p in model.parameters())
+    assert bert_sizes.differences(optimizer.memory_usage(), expected_bytes(method, shapes), shapes.blocks) == {}
 
 
 @every_method
@@ -143,7 +148,9 @@ def test_statistics_are_those_without_padding(masked: bool) -> None:
             optimizer.step()
         found.append(factors(optimizer))
     assert len(found[0]) == 2 * (14 + 3 + 5)
-    differ = {name for name, value in found[0].items() if not torch.allclose(value, found[1][name], rtol=1e-9, atol=1e-14)}
+    differ = {
+        name for name, value in found[0].items() if not torch.allclose(value, found[1][name], rtol=1e-9, atol=1e-14)
+    }
     inputs = {name for name in found[0] if name.endswith(".weight factor_a")}
     after = {"bert.pooler.dense.weight factor_a", "classifier.weight factor_a"}
     norms = {name for name in inputs if "LayerNorm" in name}  # their A is the number 1

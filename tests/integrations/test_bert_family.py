@@ -1,4 +1,4 @@
-"""Relatives of BERT: every linear layer has a block, the `Conv1D` of GPT-2 too, and nothing is warned of for nothing."""
+"""Relatives of BERT: every linear layer has a block, the `Conv1D` of GPT-2 too, and no warning is given."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from secondorder import EKFAC, KFAC, HyLo, SparseMFAC
-from secondorder.diagnostics import flat
+from secondorder.diagnostics import StageClock, flat
 from secondorder.integrations.tensorboard import TensorBoardCallback
 
 METHODS = {"KFAC": KFAC, "EKFAC": EKFAC, "HyLo": HyLo, "SparseMFAC": SparseMFAC}
@@ -32,7 +32,7 @@ def test_every_number_is_there_at_every_third_step(method: str, tmp_path: Path) 
     model = nn.Linear(4, 2)
     optimizer = METHODS[method](model, lr=0.01)
     expected: dict[int, dict[str, float]] = {}
-    with SummaryWriter(tmp_path) as writer, TensorBoardCallback(optimizer, writer, every=3) as callback:
+    with SummaryWriter(tmp_path) as writer, TensorBoardCallback(optimizer, writer, every=3, by_layer=True) as callback:
         for step in range(1, 8):
             train(model, optimizer, 1)
             expected[step] = flat(optimizer.diagnostics())
@@ -45,6 +45,31 @@ def test_every_number_is_there_at_every_third_step(method: str, tmp_path: Path) 
         for event in events.Scalars(tag):
             assert event.step in {3, 6}
             assert event.value == pytest.approx(expected[event.step][tag.removeprefix("secondorder/")], rel=1e-6)
+
+
+def test_layers_are_summed_up_unless_they_are_wanted(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    optimizer = KFAC(model, lr=0.01, inv_update_steps=1, factor_update_steps=1)
+    optimizer.time_stages(StageClock())
+    with SummaryWriter(tmp_path) as writer, TensorBoardCallback(optimizer, writer, every=2):
+        train(model, optimizer, 2)
+    found = optimizer.diagnostics()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"secondorder/damping/0", "secondorder/stage_ms/update", "secondorder/kl_clip_factor"} <= tags
+    assert not [tag for tag in tags if tag.startswith("secondorder/condition_number/") and not tag.endswith("/max")]
+    (largest,) = events.Scalars("secondorder/condition_number/max")
+    assert largest.value == pytest.approx(max(found["condition_number"].values()))
+
+
+def test_the_only_window_is_reported_in_full(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = SparseMFAC(model, lr=0.01)
+    with SummaryWriter(tmp_path) as writer, TensorBoardCallback(optimizer, writer, every=2):
+        train(model, optimizer, 2)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (angle,) = events.Scalars("secondorder/units/all/angle")
+    assert angle.value == pytest.approx(optimizer.diagnostics()["units"]["all"]["angle"])
 
 
 def test_steps_are_those_of_the_optimizer_after_a_checkpoint_too(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import SchedulerType, Trainer, TrainerCallback, TrainingArguments, get_scheduler
@@ -30,7 +31,10 @@ AFTERWARDS_BY_FALLBACK = {"ekfac": {"bert.embeddings.position_embeddings.weight"
 AFTERWARDS_BY_FALLBACK["hylo"] = AFTERWARDS_BY_FALLBACK["ekfac"]
 
 every_method = pytest.mark.parametrize("name", METHODS)
-pytestmark = pytest.mark.filterwarnings("ignore:.*nothing was captured for layers.*position_embeddings")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*nothing was captured for layers.*position_embeddings"),
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning"),  # the name in 5.20, too
+]
 
 
 def make(name: str, model: nn.Module, **changed: Any) -> SecondOrderOptimizer:
@@ -175,6 +179,42 @@ def to_predict(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     labels[:, 0] = -100  # nothing predicts it; whether a trainer counts it depends on the model
     return {**batch, "labels": labels}
+
+
+def test_losses_of_a_classifier_are_summed_unless_told_otherwise(tmp_path: Path) -> None:
+    """As the documentation says: it takes the number of items of all micro-batches, and does not divide by it."""
+
+    def first(accumulated: int, told: bool) -> float:
+        model = classifier()
+        args = arguments(tmp_path, gradient_accumulation_steps=accumulated, max_steps=1)
+        trainer = Trainer(model, args, train_dataset=Sentences(32), optimizers=(make("kfac", model), None))
+        if told:
+            trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+        return losses(trainer)[0]
+
+    assert first(2, told=False) == pytest.approx(2 * first(2, told=True))
+    assert first(1, told=False) == pytest.approx(first(2, told=True), rel=0.05)
+
+
+def test_the_callback_tells_of_the_loss_scaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate, which the trainer uses, makes none on a CPU: it is given one."""
+    made = Accelerator.__init__
+
+    def with_scaler(self: Accelerator, *args: Any, **settings: Any) -> None:
+        made(self, *args, **settings)
+        self.scaler, self.native_amp = torch.amp.GradScaler("cpu", init_scale=2.0**10), True
+
+    monkeypatch.setattr(Accelerator, "__init__", with_scaler)
+    model = classifier()
+    optimizer = make("kfac", model)
+    settings = {"fp16": True, "per_device_train_batch_size": 16, "max_steps": 16, "gradient_accumulation_steps": 1}
+    seen: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(optimizer.grad_scaler))
+    trainer = trained(model, arguments(tmp_path, **settings), optimizer, callbacks=[SecondOrderCallback()])
+    assert seen[0] is trainer.accelerator.scaler  # before the optimizer looks for it
+    assert sum(losses(trainer)[-4:]) < sum(losses(trainer)[:4])
+    assert optimizer.diagnostics()["skipped_statistics"] == 0
 
 
 @pytest.mark.parametrize("name", ["kfac", "ekfac", "sparse_mfac", "hylo"])

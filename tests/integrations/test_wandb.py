@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,11 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """Rows that were logged."""
+    """Rows that were logged, once the process that writes the file is through."""
+    deadline = time.monotonic() + 60
+    while not any(record.WhichOneof("record_type") == "exit" for record in records(path)):
+        assert time.monotonic() < deadline, "the run has no end"
+        time.sleep(0.05)
     rows = [record.history.item for record in records(path) if record.WhichOneof("record_type") == "history"]
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in rows]
 
@@ -57,7 +62,7 @@ def test_an_offline_run_has_every_number(tmp_path: Path) -> None:
     expected: dict[int, dict[str, float]] = {}
     quiet = wandb.Settings(console="off", x_disable_meta=True, x_disable_stats=True)
     run = wandb.init(project="test", mode="offline", dir=tmp_path, settings=quiet)
-    with WandbCallback(optimizer, run, every=3):
+    with WandbCallback(optimizer, run, every=3, by_layer=True):
         for step in range(1, 8):
             train(model, optimizer)
             run.log({"loss": float(step)})  # a script that logs its own

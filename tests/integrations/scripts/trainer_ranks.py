@@ -1,6 +1,6 @@
 """Trainer and Accelerate under torchrun: train to the end; train again until a rank is killed; go on from its files.
 
-    torchrun --max-restarts 1 --nproc-per-node 2 tests/integrations/scripts/trainer_ranks.py FOLDER
+    torchrun --max-restarts 1 --nproc-per-node 2 tests/integrations/scripts/trainer_ranks.py FOLDER [METHOD]
 
 On the first attempt the last run dies with its process and takes the others with it, which stopped without an end. The
 second attempt has their files, and nothing else. Every rank writes what it saw.
@@ -27,14 +27,24 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from secondorder import KFAC, CommOpt, MemOpt
+from secondorder import EKFAC, KFAC, CommOpt, HyLo, MemOpt, SparseMFAC
 from secondorder.integrations.accelerate import consolidate_before_save
 from secondorder.integrations.transformers import SecondOrderCallback, decay_groups
+from secondorder.optimizer import SecondOrderOptimizer
 from tests.integrations.sentences import Sentences, classifier
 
 STEPS, EVERY, END = 8, 3, 5
 CASES = [(framework, strategy) for framework in ("transformers", "accelerate") for strategy in ("comm", "mem")]
 STRATEGIES: dict[str, Callable[[], Any]] = {"comm": CommOpt, "mem": MemOpt}
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kfac": (KFAC, {"lr": 0.03, "factor_update_steps": 1, "inv_update_steps": 2}),
+    "ekfac": (EKFAC, {"lr": 0.03, "factor_update_steps": 1, "inv_update_steps": 2}),
+    "hylo": (HyLo, {"lr": 0.03, "update_steps": 2}),
+    "sparse_mfac": (SparseMFAC, {"lr": 0.01, "window_size": 4}),
+}
+#: Kinds of memory that strategies spread over the ranks.
+HELD = {"second_order", "kernel", "window", "error"}
+CHOSEN = sys.argv[2] if len(sys.argv) > 2 else "kfac"
 
 
 class GoneError(Exception):
@@ -50,9 +60,9 @@ def arguments(folder: Path, **changed: Any) -> TrainingArguments:
     return TrainingArguments(**settings | changed)
 
 
-def optimizer_of(model: nn.Module, strategy: str) -> KFAC:
-    options: dict[str, Any] = {"lr": 0.03, "graft": "adam", "factor_update_steps": 1, "inv_update_steps": 2}
-    return KFAC(decay_groups(model, 0.1), module=model, comm=STRATEGIES[strategy](), **options)
+def optimizer_of(model: nn.Module, strategy: str) -> SecondOrderOptimizer:
+    method, options = METHODS[CHOSEN]
+    return method(decay_groups(model, 0.1), module=model, comm=STRATEGIES[strategy](), graft="adam", **options)
 
 
 class EndAt(TrainerCallback):
@@ -110,7 +120,7 @@ def with_accelerate(folder: Path, strategy: str, end: Callable[[], None] | None,
     return outcome(bare, optimizer, losses)
 
 
-def outcome(model: nn.Module, optimizer: KFAC, losses: list[float]) -> dict[str, Any]:
+def outcome(model: nn.Module, optimizer: SecondOrderOptimizer, losses: list[float]) -> dict[str, Any]:
     """What a run came to on this rank."""
     model.eval()
     data = Sentences(16, seed=1)
@@ -121,8 +131,8 @@ def outcome(model: nn.Module, optimizer: KFAC, losses: list[float]) -> dict[str,
         "losses": losses,
         "parameters": float(sum(p.detach().double().abs().sum() for p in model.parameters())),
         "step": optimizer.diagnostics()["step"],
-        "second_order": optimizer.memory_usage()["second_order"],
-        "refreshes": max(s.get("refreshes", 0) for s in optimizer.state.values()),
+        "held": sum(n for key, n in optimizer.memory_usage().items() if key in HELD),
+        "used": max(s.get("refreshes", s.get("count", 0)) for s in optimizer.state.values()),
         "fallback": sum("fallback" in line for line in optimizer.describe().splitlines()),
     }
     optimizer.close()

@@ -29,7 +29,7 @@ from secondorder import (
     SparseMFAC,
     TopK,
 )
-from secondorder.diagnostics import Analysis, flat, time_stages
+from secondorder.diagnostics import Analysis, StageClock, flat
 
 
 def network() -> nn.Sequential:
@@ -50,15 +50,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
 def methods() -> list[SecondOrderOptimizer]:
     """Each method, from a model, from parameters or from groups."""
     model, parameters = network(), list(network().parameters())
-    groups: list[dict[str, Any]] = [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:], "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": parameters[:2], "lr": 0.1},
+        {"params": parameters[2:], "weight_decay": 0.0},
+    ]
     return [
         KFAC(model, lr=0.1, momentum=0.9, damping=1e-3, comm=CommOpt()),
         KFAC(model.parameters(), lr=torch.tensor(0.1), module=model, graft="adam", decoupled_weight_decay=True),
         KFAC(model.named_parameters(), lr=0.1, module=model),
         EKFAC(model, lr=0.1, estimator="running", power=0.5, momentum_mode="pre", comm=MemOpt()),
         HyLo(model, lr=0.1, mode="kis"),
-        MFAC(groups, lr=1e-3, window_size=4, comp=LowRank(rank=2)),
-        SparseMFAC(parameters, lr=1e-3, window_size=4, comp=TopK(k_percent=10.0)),
+        MFAC(groups, lr=1e-3, window_size=4, compression=LowRank(rank=2)),
+        SparseMFAC(parameters, lr=1e-3, window_size=4, compression=TopK(density=0.1)),
         GGT(model.parameters(), lr=1e-3, window_size=4),
         secondorder.create("kfac", model, lr=0.1),
     ]
@@ -94,10 +97,13 @@ def observed(model: nn.Module) -> None:
 def looked_at(model: nn.Module, optimizer: KFAC, folder: Path) -> None:
     assert_type(optimizer.describe(), str)
     assert_type(flat(optimizer.diagnostics()), dict[str, float])
-    print(optimizer.describe(), optimizer.memory_usage(), optimizer.plan(world_size=4))
-    with Analysis(optimizer, folder), time_stages() as clock:
+    assert_type(optimizer.plan(world_size=4).notes, list[str])
+    clock = StageClock()
+    optimizer.time_stages(clock)
+    train(model, optimizer)
+    optimizer.time_stages(None)
+    with Analysis(optimizer, folder):
         train(model, optimizer)
-    print(clock)
 
 
 def saved(optimizer: KFAC, path: Path) -> None:

@@ -1,0 +1,92 @@
+"""What a run shows while it runs: a table on a terminal, plain lines anywhere else."""
+
+import io
+import json
+from functools import partial
+
+from rich.console import Console
+
+from benchmarks.cli import main
+from benchmarks.live import COLUMNS, LINES, Board
+from benchmarks.recipes import METHODS
+from benchmarks.runner import Trainer, race
+from benchmarks.workloads import make_workload
+
+
+def trainer(name, changes=()):
+    workload = make_workload("digits", None, "smoke", None, {})
+    method = METHODS[name]
+    return Trainer(method.label, workload, partial(method.build, workload="digits", changes=dict(changes)))
+
+
+def terminal():
+    return Console(file=io.StringIO(), record=True, force_terminal=True, width=140)
+
+
+def show(runs, steps, console, now):
+    with Board("digits", runs, steps, console=console, now=now) as board:
+        race(runs, steps, board.update)
+    return board
+
+
+def test_a_terminal_gets_a_table_with_every_figure():
+    clock = iter(range(1000))
+    runs = [trainer("kfac", {"graft": None, "kl_clip": 1e-4}), trainer("mfac"), trainer("sgd")]
+    console = terminal()
+    board = show(runs, 6, console, lambda: float(next(clock)))
+    shown = console.export_text(clear=False)
+    for word in (*COLUMNS, "capture", "precondition", "Milliseconds of the last step", "18/18"):
+        assert word in shown
+    last = Console(record=True, width=140, file=io.StringIO())
+    last.print(board.render())
+    (kfac,) = [line for line in last.export_text().splitlines() if "KFAC" in line and "6" in line.split("│")[2]]
+    cells = [cell.strip() for cell in kfac.split("│")[1:-1]]
+    found = runs[0].optimizer.diagnostics()
+    assert cells[2] == f"{runs[0].history.loss_at(6):.4g}"
+    assert cells[5] == f"{found['kl_clip_factor']:.3g}"
+    assert cells[6] == str(max(found["staleness"].values()))
+    assert runs[0].optimizer._clock is None
+
+
+def test_looks_are_rare_and_the_last_step_is_always_shown():
+    console, run = terminal(), trainer("sgd")
+    show([run], 40, console, lambda: 0.0)  # no time passes
+    shown = console.export_text()
+    assert shown.count("kl factor") <= 4  # the first, the last, and what closes the table
+    assert "40/40" in shown
+
+
+def test_a_pipe_gets_a_few_plain_lines():
+    out = io.StringIO()
+    run = trainer("kfac")
+    show([run], 23, Console(file=out, width=120), lambda: 0.0)
+    lines = out.getvalue().splitlines()
+    assert 5 <= len(lines) <= LINES
+    assert lines[-1].startswith("KFAC: step 23/23, loss ")
+    for name in ("lr 0.02", "damping ", "staleness ", "ms/step "):
+        assert name in lines[-1]
+    assert "\x1b" not in out.getvalue()
+    assert run.optimizer.diagnostics()["stage_ms"] == {}
+
+
+def test_a_run_that_diverged_says_nothing_more():
+    out, run = io.StringIO(), trainer("sgd", {"lr": 1e30})
+    show([run], 40, Console(file=out, width=120), lambda: 0.0)
+    assert len(run.history.losses) < 40
+    lines = out.getvalue().splitlines()
+    assert len(set(lines)) == len(lines)
+
+
+def test_a_process_that_leaves_the_talking_to_another_is_silent():
+    out, run = io.StringIO(), trainer("sgd")
+    with Board("digits", [run], 4, shown=False, console=Console(file=out)) as board:
+        race([run], 4, board.update)
+    assert not out.getvalue()
+
+
+def test_the_command_prints_lines_into_a_pipe(tmp_path, capsys):
+    words = ["train", "--steps", "4", "--optimizer", "kfac", "--size", "smoke", "--threads", "1"]
+    assert main([*words, "--out-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("KFAC: step 4/4, loss ") for line in lines)
+    assert json.loads(next(tmp_path.glob("*.json")).read_text())

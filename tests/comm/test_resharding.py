@@ -1,0 +1,126 @@
+"""Ways between two cuts of a tensor: every wanted entry comes once, and ranks agree on it without a message."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from secondorder.comm.resharding import NOTHING, Layout, Route, Spans, layout_of, route
+
+
+@st.composite
+def cuts(draw: st.DrawFn, world: int, numel: int) -> Spans:
+    """Spans of ranks that together hold all, as pieces in any order, as copies of pieces, or on some ranks whole."""
+    parts = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    ends = sorted(draw(st.lists(st.integers(0, numel), min_size=parts - 1, max_size=parts - 1)))
+    bounds = [0, *ends, numel]
+    pieces = [(a, b) if a < b else NOTHING for a, b in zip(bounds, bounds[1:], strict=False)]
+    if parts == 1:
+        holders = draw(st.sets(st.integers(0, world - 1), min_size=1))
+        return tuple((0, numel) if numel and r in holders else NOTHING for r in range(world))
+    return tuple(pieces[k] for k in draw(st.permutations([r % parts for r in range(world)])))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[int, Spans, Spans, tuple[tuple[int, ...], ...]]:
+    world, numel = draw(st.integers(1, 6)), draw(st.integers(0, 12))
+    near = draw(st.sampled_from([n for n in range(1, world + 1) if world % n == 0]))
+    mates = tuple(tuple(range(r - r % near, r - r % near + near)) for r in range(world))
+    return numel, draw(cuts(world, numel)), draw(cuts(world, numel)), mates
+
+
+def ways_of(have: Spans, want: Spans, mates: tuple[tuple[int, ...], ...]) -> list[Route]:
+    return [route(have, want, mates, rank) for rank in range(len(have))]
+
+
+@given(problems())
+def test_every_wanted_entry_arrives_once(problem: tuple[int, Spans, Spans, tuple[tuple[int, ...], ...]]) -> None:
+    numel, have, want, mates = problem
+    whole = torch.arange(1, numel + 1)
+    ways = ways_of(have, want, mates)
+    for rank, way in enumerate(ways):
+        found = torch.zeros(want[rank][1] - want[rank][0], dtype=torch.int64)
+        for source, (start, stop) in [(rank, way.keeps), *way.takes]:
+            first = have[source][0]
+            found[start - want[rank][0] : stop - want[rank][0]] += whole[slice(*have[source])][
+                start - first : stop - first
+            ]
+        assert torch.equal(found, whole[slice(*want[rank])])
+
+
+@given(problems())
+def test_what_one_rank_gives_another_one_takes(problem: tuple[int, Spans, Spans, tuple[tuple[int, ...], ...]]) -> None:
+    _, have, want, mates = problem
+    ways = ways_of(have, want, mates)
+    given_away = {(r, to, span) for r, way in enumerate(ways) for to, span in way.gives}
+    taken = {(of, r, span) for r, way in enumerate(ways) for of, span in way.takes}
+    assert given_away == taken
+    assert {way.travels for way in ways} == {sum(stop - start for _, _, (start, stop) in taken)}
+    assert all(len(dict(way.gives)) == len(way.gives) for way in ways)
+
+
+def test_mates_are_asked_before_others() -> None:
+    """Two copies of two pieces: rank 3 wants all, and takes the first piece from its own copy."""
+    have, want = ((0, 4), (4, 8), (0, 4), (4, 8)), (NOTHING, NOTHING, NOTHING, (0, 8))
+    mates = ((0, 1), (0, 1), (2, 3), (2, 3))
+    assert [way.gives for way in ways_of(have, want, mates)] == [(), (), ((3, (0, 4)),), ()]
+    assert route(have, want, mates, 3).keeps == (4, 8)
+    apart = tuple((r,) for r in range(4))
+    assert [way.gives for way in ways_of(have, want, apart)] == [((3, (0, 4)),), (), (), ()]
+
+
+def test_spans_that_overlap_are_refused() -> None:
+    with pytest.raises(ValueError, match="overlap"):
+        route(((0, 5), (4, 8)), ((0, 8), NOTHING), ((0, 1), (0, 1)), 0)
+
+
+def test_entries_that_nobody_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="ranks want"):
+        route(((0, 3), (4, 8)), ((0, 8), NOTHING), ((0, 1), (0, 1)), 0)
+
+
+def test_a_thousand_ranks_take_no_work_per_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a thousand pieces to one rank, back, and to a thousand other pieces: counted by looks at spans."""
+    from secondorder.comm import resharding
+
+    world = 1024
+    looks = 0
+    original = resharding._common
+
+    def counted(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+        nonlocal looks
+        looks += 1
+        return original(one, other)
+
+    monkeypatch.setattr(resharding, "_common", counted)
+    pieces = tuple((r * 10, r * 10 + 10) for r in range(world))
+    ends = [0, *accumulate([9] * (world - 1)), world * 10]
+    others = tuple(zip(ends, ends[1:], strict=False))
+    owner = tuple((0, world * 10) if r == 7 else NOTHING for r in range(world))
+    everyone = (tuple(range(world)),) * world
+    for have, want in ((pieces, owner), (owner, pieces), (pieces, others)):
+        for rank in (0, 7, 1023):
+            route(have, want, everyone, rank)
+    assert looks < 9 * 6 * world
+
+
+def test_a_layout_counts_entries_with_the_cut_dimension_first() -> None:
+    x = torch.arange(24).view(2, 4, 3)
+    layout = Layout(x.shape, 1, ((0, 12), (12, 24)), ((0, 1), (0, 1)), (True, True))
+    flat = layout.flat(x)
+    pieces = [layout.piece(flat[slice(*span)], rank) for rank, span in enumerate(layout.spans)]
+    assert torch.equal(torch.cat(pieces, 1), x)
+    assert torch.equal(layout.whole(flat), x)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(3, 4), torch.zeros(()), torch.zeros(0, 3)])
+def test_a_plain_tensor_is_whole_on_every_rank(x: Tensor) -> None:
+    layout = layout_of(x, "weight", 3)
+    assert layout.spans == ((0, x.numel()),) * 3
+    assert layout.counts == (True, False, False)
+    assert layout.piece(layout.flat(x), 0).shape == x.shape

@@ -1,0 +1,150 @@
+"""Warnings are few, come once and say what to do; a run in which nothing is wrong says nothing at all."""
+
+import ast
+import copy
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from secondorder import KFAC, ParamScheduler, create
+from secondorder.nn import expose
+
+PACKAGE = Path(__file__).resolve().parents[2] / "secondorder"
+NAMES = ["kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "inverse", "lrmfac", "ksggt", "kis", "sngd"]
+
+
+def plain_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 3),
+    )
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 1, 6, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_normal_run_neither_warns_nor_logs(name, caplog, capsys):
+    with warnings.catch_warnings(), caplog.at_level(logging.DEBUG, "secondorder"):
+        warnings.simplefilter("error")
+        model = plain_model()
+        opt = create(name, model, lr=1e-3, weight_decay=1e-4)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=1e-3, total_steps=16)
+        for step in range(12):
+            x, y = batch(step)
+            for half in (slice(0, 4), slice(4, 8)):  # accumulation
+                (F.cross_entropy(model(x[half]), y[half]) / 2).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            opt.step()
+            schedule.step()
+            opt.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
+        opt.diagnostics(), opt.describe(), opt.memory_usage()
+        other = create(name, plain_model(), lr=1e-3, weight_decay=1e-4)
+        other.load_state_dict(opt.state_dict())
+        copied = copy.deepcopy((model, opt))
+        copied[1].attach(copied[0])
+        opt.close()
+    assert [r.getMessage() for r in caplog.records if r.levelno > logging.DEBUG] == []
+    assert capsys.readouterr() == ("", "")
+
+
+def caught(action):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        action()
+    return [(str(w.message), w.filename) for w in found]
+
+
+def test_parameters_without_curvature_are_named_once_and_blamed_on_the_caller():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.scale = nn.Parameter(torch.ones(3))
+
+    model = nn.Sequential(Scaled(), nn.Linear(3, 2))
+    opt = []
+    ((text, file),) = caught(lambda: opt.append(KFAC(model)))
+    assert "0.scale" in text
+    assert "skip_layers" in text
+    assert file == __file__
+
+    def train():
+        for _ in range(3):
+            opt[0].zero_grad()
+            model(torch.randn(5, 4)).sum().backward()
+            opt[0].step()
+
+    assert caught(train) == []
+    assert caught(lambda: KFAC(model, skip_layers=["0"])) == []
+
+
+def test_layers_that_were_not_seen_are_named_once_for_each_reason():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    opt = KFAC(model, factor_update_steps=1, inv_update_steps=1)
+    model.eval()
+
+    def train():
+        for _ in range(3):
+            opt.zero_grad()
+            model(torch.randn(5, 4)).sum().backward()
+            opt.step()
+
+    ((text, file),) = caught(train)
+    assert "(0, 1, 2: its hooks did not run)" in text
+    assert "eval mode" in text
+    assert file == __file__
+
+
+def test_intervals_that_do_not_fit_are_told_once_for_all_groups():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    (found,) = caught(lambda: KFAC(groups, module=model, factor_update_steps=3, inv_update_steps=10))
+    assert "inv_update_steps=10 is not a multiple of factor_update_steps=3" in found[0]
+    assert "Make it a multiple" in found[0]
+
+
+def test_what_expose_leaves_is_told_with_a_mend():
+    class Own(nn.LSTM):
+        def forward(self, x):
+            return super().forward(x)
+
+    (found,) = caught(lambda: expose(nn.Sequential(Own(3, 4))))
+    assert "secondorder.nn" in found[0]
+    assert "skip_layers" in found[0]
+
+
+def test_scheduled_damping_of_a_mode_by_default_is_told_with_a_mend():
+    opt = KFAC(nn.Linear(3, 2))
+    (found,) = caught(lambda: ParamScheduler(opt, damping=lambda _: 0.1))
+    assert "Build the optimizer with damping=" in found[0]
+
+
+def test_the_package_logs_by_its_own_name_and_never_prints():
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))]
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if not isinstance(node, ast.Call):
+            continue
+        function = ast.unparse(node.func)
+        assert function not in {"print", "pprint", "logging.warning", "logging.info", "logging.basicConfig"}
+        assert not function.startswith(("sys.stdout", "sys.stderr"))
+        if function == "logging.getLogger":
+            assert ast.literal_eval(node.args[0]).split(".")[0] == "secondorder"
+        if function == "warnings.warn":
+            assert {keyword.arg for keyword in node.keywords} >= {"stacklevel"}

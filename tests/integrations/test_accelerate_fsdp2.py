@@ -1,0 +1,135 @@
+"""Accelerate with its FSDP2 plugin, which puts sharded parameters in the place of those that an optimizer has.
+
+Accelerate itself shards on accelerators only. Here it is told on a CPU that it does; all else is its own doing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from secondorder import EKFAC, KFAC, CommOpt, MemOpt, SparseMFAC
+from tests.distributed.pool import Pool
+
+WORLD, STEPS, SAVED = 2, 6, 3
+FACTORS: dict[str, Any] = {"lr": 0.1, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}
+METHODS: dict[str, Callable[[nn.Module], Any]] = {
+    "kfac, mem": lambda model: KFAC(model, comm=MemOpt(), **FACTORS),
+    "kfac, comm": lambda model: KFAC(model, comm=CommOpt(), **FACTORS),
+    "ekfac, mem": lambda model: EKFAC(model, comm=MemOpt(), **FACTORS),
+    "sparse_mfac, mem": lambda model: SparseMFAC(model.parameters(), lr=0.01, window_size=4, comm=MemOpt()),
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
+    inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+    return nn.functional.cross_entropy(model(inputs), inputs[:, :3].argmax(1))
+
+
+@contextmanager
+def sharding(rank: int, world: int, kind: str) -> Iterator[Accelerator]:
+    """An accelerator that shards, as it would on accelerators."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    before = dict(os.environ)
+    os.environ.update({key: str(value) for key, value in told.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    try:
+        accelerator = Accelerator(cpu=True)
+        assert accelerator.num_processes == world
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=False, state_dict_type=kind,
+            auto_wrap_policy="size_based_wrap", min_num_params=10,
+        )  # fmt: skip
+        for state in (PartialState._shared_state, AcceleratorState._shared_state):
+            state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+        yield accelerator
+    finally:
+        for known in (AcceleratorState, PartialState, GradientState):
+            known._reset_state()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def sharded(rank: int, world: int, name: str, kind: str, folder: Path, *, resume: bool) -> tuple[Any, list[Any]]:
+    """Losses, and the whole parameters at the end; saves on the way, or begins with what was saved."""
+    with sharding(rank, world, kind) as accelerator:
+        bare = network()
+        optimizer = METHODS[name](bare)
+        model, prepared = accelerator.prepare(bare, optimizer)
+        assert {type(p).__name__ for p in model.parameters()} == {"DTensor"}
+        if resume:
+            accelerator.load_state(str(folder))
+        losses = []
+        for step in range(SAVED if resume else 0, STEPS):
+            loss = loss_of(model, step, rank)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            prepared.step()
+            prepared.zero_grad()
+            losses.append(loss.item())
+            if step + 1 == SAVED and not resume:
+                if kind == "FULL_STATE_DICT":
+                    optimizer.consolidate_state_dict(to=0)
+                accelerator.save_state(str(folder))
+        whole = [p.full_tensor().detach().numpy() for p in model.parameters()]  # type: ignore[attr-defined]
+        assert not any("fallback" in line for line in optimizer.describe().splitlines())
+        optimizer.close()
+        return losses, whole
+
+
+def replicated(rank: int, world: int, name: str) -> list[Any]:
+    model = network()
+    wrapped, optimizer = DistributedDataParallel(model), METHODS[name](model)
+    for step in range(STEPS):
+        loss_of(wrapped, step, rank).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return [p.detach().numpy() for p in model.parameters()]
+
+
+def both(rank: int, world: int, name: str, kind: str, folder: Path) -> dict[str, Any]:
+    losses, trained = sharded(rank, world, name, kind, folder, resume=False)
+    later, resumed = sharded(rank, world, name, kind, folder, resume=True)
+    return {"losses": losses, "trained": trained, "later": later, "resumed": resumed} | {
+        "replicated": replicated(rank, world, name)
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*is partial")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("kfac, mem", "SHARDED_STATE_DICT"),
+        ("kfac, mem", "FULL_STATE_DICT"),
+        ("sparse_mfac, mem", "SHARDED_STATE_DICT"),
+        ("ekfac, mem", "SHARDED_STATE_DICT"),
+        ("kfac, comm", "SHARDED_STATE_DICT"),
+        ("kfac, comm", "FULL_STATE_DICT"),
+    ],
+)
+def test_sharded_parameters_train_as_replicated_ones_and_resume(
+    pool: Pool, tmp_path: Path, name: str, kind: str
+) -> None:
+    for found in pool.run(both, name, kind, tmp_path / "state", world=WORLD, timeout=120):
+        assert found["later"] == found["losses"][SAVED:]
+        for ours, again, theirs in zip(found["trained"], found["resumed"], found["replicated"], strict=True):
+            assert (ours == again).all()
+            assert abs(ours - theirs).max() < 1e-6
