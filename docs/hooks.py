@@ -17,6 +17,7 @@ API_PAGE = Path(__file__).parent / "api.md"
 ROOT = Path(__file__).resolve().parent.parent
 #: A name in a docstring, as Sphinx would have it: ``:class:`~package.Name```.
 ROLE = re.compile(r":(?:class|meth|func|attr|mod|data|exc):<code>(~?)([\w.]+)</code>")
+PROMPT = '<span class="gp">$ </span>'
 MODULES = ("secondorder", *(f"secondorder.{m}" for m in ("comm", "diagnostics", "nn", "schedule", "switching")))
 INTEGRATIONS = "secondorder.integrations"
 #: Modules there that only the others use.
@@ -145,7 +146,11 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Called by mkdocs for each page: references in docstrings, linked where the page has what they name."""
+    """Called by mkdocs for each page: references in docstrings, linked where the page has what they name.
+
+    And prompts of commands become decoration, so that the button beside them copies the command alone.
+    """
+    html = html.replace(PROMPT, '<span class="prompt"></span>')
     ids = re.findall(r'id="(secondorder\.[\w.]+)"', html)
 
     def linked(match: re.Match[str]) -> str:

@@ -36,7 +36,7 @@ from secondorder.linalg import full_precision
 from secondorder.rowwise import Batch, Fresh, Kept, Raw, Sizes, filled, inputs_of
 from secondorder.substituting import SubstitutingOptimizer
 
-log = logging.getLogger("secondorder")
+log: logging.Logger = logging.getLogger("secondorder")
 
 #: Words that every rank has for itself, of every block: examples, rows, positions.
 _BY_RANK = 3

@@ -30,7 +30,7 @@ _ALIGNMENT = 16
 
 Factorisation = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
-log = logging.getLogger("secondorder")
+log: logging.Logger = logging.getLogger("secondorder")
 #: Functions that a kind of device did not have: what happened there is logged once.
 _elsewhere: set[tuple[str, str]] = set()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -274,9 +274,10 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         if not chosen:
             return
         members = [p for _, params in chosen for p in params]
-        wanted = [self._adam_step(p) if rule == "adam" else raw[p] for rule, params in chosen for p in params]
+        # One at a time: Adam's steps together would be as large as the model.
+        wanted = (self._adam_step(p) if rule == "adam" else raw[p] for rule, params in chosen for p in params)
         found = [directions[p] for p in members]
-        sizes, lengths = self._norms([*members, *members], [*wanted, *found]).chunk(2)
+        sizes, lengths = self._norms([*members, *members], chain(wanted, found)).chunk(2)
         counts = [len(params) for _, params in chosen]
         parts = zip(chosen, _split(found, counts), sizes.split(counts), lengths.split(counts), strict=True)
         for (_, params), own, size, length in parts:

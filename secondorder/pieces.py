@@ -8,7 +8,7 @@ the ranks, and the curvature of a layer, which takes the whole gradient of that 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -95,9 +95,9 @@ class Pieces(Lifecycle):
         own = torch.where(torch.tensor(mine, device=values.device), values, torch.zeros_like(values))
         return self.comm.sum_pieces(own)
 
-    def _norms(self, params: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> Tensor:
+    def _norms(self, params: Sequence[nn.Parameter], tensors: Iterable[Tensor]) -> Tensor:
         """Norm of one tensor for each parameter ``[len(params)]``, of the whole ones if they are cut."""
-        found = update.norms(list(tensors))
+        found = update.norms(tensors)
         if not self._layouts:
             return found
         return self._sum_pieces(found.to(torch.float64).square(), params).sqrt()

@@ -31,7 +31,7 @@ from secondorder.curvature.statistics import all_finite
 from secondorder.lifecycle import Directions, State
 from secondorder.linalg import full_precision
 
-log = logging.getLogger("secondorder")
+log: logging.Logger = logging.getLogger("secondorder")
 
 Spec = Callable[[Block], Mapping[str, Tensor]]
 

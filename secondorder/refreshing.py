@@ -12,7 +12,7 @@ from secondorder.curvature.block import Block
 from secondorder.linalg import full_precision
 from secondorder.reducing import Reducing
 
-log = logging.getLogger("secondorder")
+log: logging.Logger = logging.getLogger("secondorder")
 
 
 class Refreshing(Reducing):

@@ -107,7 +107,7 @@ class PeriodMeans(Memory):
 
     def __init__(self) -> None:
         super().__init__(start=0.0, norm_sum=0.0, norm_count=0.0, last_norm=math.nan, norm_before=math.nan)
-        self.ended = Latest("ended_norm")
+        self.ended: Latest = Latest("ended_norm")
         self._running: Tensor | None = None  # norm_sum and norm_count while norms are added
 
     def enter(self, step: int, period: int) -> None:

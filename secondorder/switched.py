@@ -18,7 +18,7 @@ from secondorder.lifecycle import Directions, Group, State
 from secondorder.rehearsing_rows import RehearsedRows
 from secondorder.switching import MODES, Always, SwitchPolicy
 
-log = logging.getLogger("secondorder")
+log: logging.Logger = logging.getLogger("secondorder")
 
 _ANSWERS = ("auto", *MODES)
 

@@ -6,7 +6,7 @@ Operation by operation as ``torch.optim.SGD`` and ``AdamW``, so that a parameter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -143,9 +143,10 @@ def kl_clip_factor(products: Tensors, lrs: Sequence[Scalar], limit: float) -> Te
     return (total.abs() / limit).clamp(min=1).rsqrt()
 
 
-def norms(tensors: Tensors) -> Tensor:
-    """Euclidean norm of each tensor, stacked ``[len(tensors)]``, in float32 or better."""
-    found = [torch.linalg.vector_norm(t, dtype=_accurate(t.dtype)) for t in _as_real(tensors)]
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """Euclidean norm of each tensor, stacked ``[k]``, in float32 or better; tensors are looked at one by one."""
+    real = (torch.view_as_real(t) if t.is_complex() else t for t in tensors)
+    found = [torch.linalg.vector_norm(t, dtype=_accurate(t.dtype)) for t in real]
     return torch.stack([n.to(found[0].device, torch.promote_types(n.dtype, found[0].dtype)) for n in found])
 
 

@@ -119,9 +119,9 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
     def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
         """Undamped curvature ``[n, n]`` of the columns ``[t, n]`` of a window, float64."""
 
-    @abstractmethod
-    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor]:
-        """λ of a window, and the largest eigenvalue of its undamped curvature, 0-dim."""
+    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor] | None:
+        """λ of a window, and the largest eigenvalue of its undamped curvature, 0-dim; None if nobody knows."""
+        return None
 
     # ------------------------------------------------------------------ stages 1 to 3: the window
     def _require_ready(self) -> None:
@@ -377,7 +377,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         if held:  # counted in the state, so that copies and checkpoints keep it
             found["skipped_steps"] = max(int(unit.window.counters["skipped"]) for unit in held)
         found["solve_failures"] = sum(int(unit.window.counters["solve_failures"]) for unit in held)
-        found["damping"] = [float(g["damping" if "damping" in g else "eps"]) for g in self.param_groups]
+        found["damping"] = [g.get("damping", g.get("eps")) for g in self.param_groups]
         first = {unit.name: next((p for p in unit.params if p in self._graft_factors), None) for unit in held}
         found["graft_factor"] = {name: float(self._graft_factors[p]) for name, p in first.items() if p is not None}
         found["units"] = {unit.name: dict(self._unit_metrics(unit)) for unit in held}
@@ -389,9 +389,10 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         yield "count", int(window.counters["count"])
         if unit.a is None:
             return
-        damping, largest = (float(x) for x in self.extremes(unit))
-        yield "damping", damping
-        yield "condition_number", (largest + damping) / damping
+        if (known := self.extremes(unit)) is not None:
+            damping, largest = map(float, known)
+            yield "damping", damping
+            yield "condition_number", (largest + damping) / damping
         numbers = gram.metrics(window.lower(), unit.a, window.newest)
         square = window.residual_square() if unit.part is None else None
         if square is not None:

@@ -66,6 +66,29 @@ ONE_IN = {
     "test_the_end_comes_at_any_step_of_any_role": 2,
     "test_sngd_of_unequal_batches_is_that_of_the_joined_batch": 3,
     "test_checkpoints_go_on_in_every_world": 2,
+    "test_every_method_does_what_one_process_does": 7,
+    "test_every_option_means_what_it_means_in_one_process": 9,
+    "test_the_strategy_changes_nothing_in_the_result": 9,
+    "test_parameters_may_be_cut_and_kept_in_any_way": 5,
+    "test_replicas_of_a_sharded_model": 4,
+    "test_other_numbers_of_ranks": 3,
+    "test_sharded_and_replicated_models_take_the_same_steps": 5,
+    "test_bfloat16_passes_keep_float32_curvature": 2,
+    "test_layers_go_on_in_every_world": 8,
+    "test_layers_of_four_ranks_go_on_with_fewer": 8,
+    "test_windows_go_on_with_the_same_ranks": 8,
+    "test_windows_go_everywhere_once_gathered": 7,
+    "test_every_rank_goes_on_from_its_own_file": 9,
+    "test_a_file_of_one_rank_goes_on_in_one_process": 9,
+    "test_a_gradient_is_gathered_once_and_only_where_it_is_preconditioned": 4,
+    "test_windows_move_what_their_cut_and_that_of_the_parameters_differ_in": 5,
+    "test_curvature_of_layers_is_on_its_owner_alone": 3,
+    "test_windows_are_cut_over_the_ranks": 3,
+    "test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all": 4,
+    "test_layers_that_are_not_used_wait": 4,
+    "test_windows_take_tensor_parallel_modules": 5,
+    "test_layer_methods_leave_tensor_parallel_layers_to_the_fallback_when_asked": 3,
+    "test_what_cannot_serve_sharded_parameters_is_refused_at_construction": 3,
 }
 
 
@@ -76,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name = getattr(item, "originalname", None) or item.name
         folder = item.path.parent.name
-        if folder in ("distributed", "window") and name in ONE_IN and not item.get_closest_marker("slow"):
+        if folder in ("distributed", "window", "fsdp") and name in ONE_IN and not item.get_closest_marker("slow"):
             seen[name] = seen.get(name, -1) + 1
             if seen[name] % ONE_IN[name]:
                 item.add_marker(pytest.mark.slow)

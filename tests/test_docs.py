@@ -237,6 +237,10 @@ def test_names_in_docstrings_become_links(hooks: ModuleType) -> None:
     assert 'by <a href="#secondorder.KFAC.observe"><code>observe</code></a>, <code>Linear</code>' in found
 
 
+def test_a_prompt_is_not_copied(hooks: ModuleType) -> None:
+    assert "$" not in hooks.on_page_content('<code><span class="gp">$ </span>make test</code>', page=None)
+
+
 def test_no_page_waits_for_a_server_of_others() -> None:
     """Fonts and scripts come with the site: it reads the same without a network."""
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

@@ -59,9 +59,9 @@ class Collectives:
     ) -> None:
         self.wire_dtype = wire_dtype
         self.bucket_bytes = bucket_bytes
-        self.device = torch.device(device)
-        self.counter = Counter()
-        self.buffers = Buffers()
+        self.device: torch.device = torch.device(device)
+        self.counter: Counter = Counter()
+        self.buffers: Buffers = Buffers()
 
     @property
     def nbytes(self) -> int:

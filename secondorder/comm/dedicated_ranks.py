@@ -29,7 +29,7 @@ from secondorder.comm.dedicated_links import GO, LOST, STOP, Links, Worker, cont
 from secondorder.comm.lockstep import DELAY, ends_epoch
 from secondorder.comm.words import SilenceError
 
-log = logging.getLogger("secondorder")
+log: logging.Logger = logging.getLogger("secondorder")
 
 
 @dataclass(frozen=True)

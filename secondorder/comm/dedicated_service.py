@@ -14,7 +14,7 @@ from secondorder.comm.dedicated_links import GO, LOST, STOP, Worker, contents, f
 from secondorder.comm.dedicated_ranks import Rank
 from secondorder.comm.lockstep import ends_epoch, shuffled
 
-log = logging.getLogger("secondorder")
+log: logging.Logger = logging.getLogger("secondorder")
 
 
 @dataclass

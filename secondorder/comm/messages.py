@@ -91,10 +91,10 @@ class Call:
         self.stage = stage
         self.counter = counter
         self.buffers = buffers
-        self.work = Work(limit)
+        self.work: Work = Work(limit)
         there = dist.is_available() and dist.is_initialized()
-        self.size = dist.get_world_size(group) if there else 1
-        self.rank = dist.get_rank(group) if there else 0
+        self.size: int = dist.get_world_size(group) if there else 1
+        self.rank: int = dist.get_rank(group) if there else 0
 
     # ------------------------------------------------------------------ ranks, staging, counting
     def local(self, rank: int) -> int:

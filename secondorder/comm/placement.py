@@ -41,9 +41,9 @@ class Grid:
             raise ValueError(f"{workers} gradient workers do not divide {world} ranks; possible are {_words(world, 1)}")
         self.world = world
         self.workers = workers
-        self.width = world // workers
-        self.rows = [tuple(range(i * self.width, (i + 1) * self.width)) for i in range(workers)]
-        self.columns = [tuple(range(i, world, self.width)) for i in range(self.width)]
+        self.width: int = world // workers
+        self.rows: list[tuple[int, ...]] = [tuple(range(i * self.width, (i + 1) * self.width)) for i in range(workers)]
+        self.columns: list[tuple[int, ...]] = [tuple(range(i, world, self.width)) for i in range(self.width)]
 
     def row_of(self, rank: int) -> tuple[int, ...]:
         """Ranks that share directions with this one, itself included."""

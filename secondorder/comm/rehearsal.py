@@ -36,9 +36,9 @@ class Imagined:
     """
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
-        self.size = len(ranks)
-        self.places = {member: place for place, member in enumerate(ranks)}
-        self.rank = self.places[rank]
+        self.size: int = len(ranks)
+        self.places: dict[int, int] = {member: place for place, member in enumerate(ranks)}
+        self.rank: int = self.places[rank]
 
 
 class DryCounter(Counter):
@@ -171,8 +171,8 @@ class Rehearsal(CommStrategy):
     ) -> None:
         self._strategy, self._units = strategy, list(units)
         self.is_real = is_real
-        self.owners = strategy.owners_of(units, world, homes)
-        self.grid = Grid(world, strategy.workers(world))
+        self.owners: list[int] = strategy.owners_of(units, world, homes)
+        self.grid: Grid = Grid(world, strategy.workers(world))
         self._played: dict[int, RankGrid] = {}
         self._collectives: dict[int, DryCollectives] = {}
         self._reduced: dict[Hashable, tuple[list[Record], int]] = {}

@@ -37,10 +37,10 @@ class RoleRehearsal(Rehearsal):
     def __init__(self, strategy: DedicatedWorkers, units: Sequence[Unit], world: int, is_real: bool = False) -> None:
         self._arguments, self._units, self.is_real = strategy._arguments, list(units), is_real
         self.roles = resolve(world, self._arguments.roles, self._arguments.allow_colocated)
-        self.period = self._arguments.period_of([unit.interval for unit in units])
-        self.grid = Grid(world, 1)
+        self.period: int = self._arguments.period_of([unit.interval for unit in units])
+        self.grid: Grid = Grid(world, 1)
         loads = [Load(unit.refresh_flops / unit.interval, unit.nbytes) for unit in units]
-        self.owners = assign(loads, Grid(world, world), only=self.roles.inverse)
+        self.owners: list[int] = assign(loads, Grid(world, world), only=self.roles.inverse)
         self._groups: dict[str, tuple[Sequence[int], DryCollectives]] = {}
         self._name("gradients", self.roles.gradient)
         self._name("factors", self.roles.factor)

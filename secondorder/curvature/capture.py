@@ -130,7 +130,7 @@ class Capture(Observation):
         #: Weak reference to the optimizer: taps in an old graph may outlive it.
         self.owner: Callable[[], object | None] = lambda: self
         self.before_forward: Callable[[], Callable[[], None] | None] = lambda: None
-        self.switch = Switch(next(_KEYS))
+        self.switch: Switch = Switch(next(_KEYS))
         CAPTURES[self.switch.key] = self
         self._passes: dict[int, Pass] = {}
         self._pass_ids = itertools.count()

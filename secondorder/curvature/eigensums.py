@@ -44,7 +44,7 @@ class ScaleSums:
     ) -> None:
         self._adapter, self._bases = adapter, (basis_a, basis_g)
         self._kept, self._generator = kept, generator
-        self.total = torch.zeros_like(like)
+        self.total: Tensor = torch.zeros_like(like)
         self._tokens = None
         if tokens and adapter.positions_are_tokens:
             lead = (adapter.groups, 1, 1) if adapter.groups > 1 else (1, 1)

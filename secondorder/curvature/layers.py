@@ -305,7 +305,7 @@ class ConvAdapter(Adapter):
         self.kernel: tuple[int, ...] = tuple(module.kernel_size)
         self.stride: tuple[int, ...] = tuple(module.stride)
         self.dilation: tuple[int, ...] = tuple(module.dilation)
-        self.padding = [_padding(module, axis) for axis in range(len(self.kernel))]
+        self.padding: list[tuple[int, int]] = [_padding(module, axis) for axis in range(len(self.kernel))]
         self.padding_mode = module.padding_mode
         self.d_in = module.in_channels // self.groups * math.prod(self.kernel)
         self.d_out = module.out_channels // self.groups

@@ -110,7 +110,7 @@ class LowRankRows(Rows):
         self.restart()
         self._whole = [i for i, shape in enumerate(shapes) if not rule.of(shape)]
         columns = sum(math.prod(shape) for shape in wholes if not rule.of(shape))
-        self.dense = DenseRows([shapes[i] for i in self._whole], m, working, device, dtype, columns=columns)
+        self.dense: DenseRows = DenseRows([shapes[i] for i in self._whole], m, working, device, dtype, columns=columns)
 
     def restart(self) -> None:
         generator, mine = torch.Generator().manual_seed(self._seed), {f.tensor: f for f in self.factors}

@@ -330,7 +330,7 @@ class WatchedAttention:
 
     def __init__(self, module: nn.MultiheadAttention) -> None:
         self.module = module
-        self.projections = _PROJECTIONS.setdefault(module, AttentionProjections())
+        self.projections: AttentionProjections = _PROJECTIONS.setdefault(module, AttentionProjections())
 
     def linear_parts(self) -> list[Part]:
         """The parts of the module; see :func:`attention_parts`."""

@@ -182,8 +182,8 @@ class DenseRows(Rows):
         d = sum(math.prod(shape) for shape in shapes)
         exact = m * (d if columns is None else columns) <= EXACT
         super().__init__(shapes, m, torch.float64 if exact else working, device)
-        self.flat = torch.zeros(m, d, dtype=dtype, device=device)
-        self.error = torch.zeros(d, dtype=working, device=device) if feedback and dtype != working else None
+        self.flat: Tensor = torch.zeros(m, d, dtype=dtype, device=device)
+        self.error: Tensor | None = torch.zeros(d, dtype=working, device=device) if feedback and dtype != working else None
         self._written: Tensor | None = None
 
     def state(self, i: int) -> dict[str, Tensor]:

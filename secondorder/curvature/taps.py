@@ -167,7 +167,7 @@ class EagerTap:
     def __init__(self, capture: Capture, seen: Seen, current: Pass | None) -> None:
         self.capture, self.current = capture, current
         self.seen: Seen | None = seen
-        self.fired = seen.site
+        self.fired: int = seen.site
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Record the gradient at the layer output."""

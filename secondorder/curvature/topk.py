@@ -122,14 +122,14 @@ class TopKRows(Rows):
         super().__init__(shapes, m, working, device)
         self.rule = rule
         # float64 gradients keep float64 values: rows are exact there.
-        self.value_dtype = working if rule.value_dtype == torch.float32 else rule.value_dtype
+        self.value_dtype: torch.dtype = working if rule.value_dtype == torch.float32 else rule.value_dtype
         members: dict[int, list[tuple[int, int, int, int]]] = {}
         count: dict[int, int] = {}
         for i, shape in enumerate(shapes):
             for length, start, n in _cut(math.prod(shape), rule.block_size):
                 members.setdefault(length, []).append((i, start, count.get(length, 0), n))
                 count[length] = count.get(length, 0) + n
-        self.panels = [self._panel(length, count[length], members[length]) for length in sorted(members, reverse=True)]
+        self.panels: list[Panel] = [self._panel(length, count[length], members[length]) for length in sorted(members, reverse=True)]
 
     def _panel(self, length: int, n: int, members: list[tuple[int, int, int, int]]) -> Panel:
         k, bits = self.rule.kept(length), self.rule.error_bits

@@ -89,14 +89,14 @@ class GradientWindow:
 
     def __init__(self, places: Sequence[Place], form: Form, momentum: bool = False) -> None:
         self.places, self.form, self.m = list(places), form, form.m
-        self.device = places[0].device
+        self.device: torch.device = places[0].device
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, place in enumerate(places):
             kinds.setdefault((place.device, place.working), []).append(i)
         self._parts = [_Part(form.rows([places[i] for i in members]), members) for members in kinds.values()]
         self._home = {i: (part.rows, k) for part in self._parts for k, i in enumerate(part.members)}
-        self.gram = torch.zeros(gram.packed_size(self.m), dtype=torch.float64, device=self.device)
-        self.counters = {
+        self.gram: Tensor = torch.zeros(gram.packed_size(self.m), dtype=torch.float64, device=self.device)
+        self.counters: dict[str, Tensor] = {
             key: torch.zeros((), dtype=torch.int64, device=self.device)
             for key in ("pos", "count", "skipped", "solve_failures")
         }
@@ -105,9 +105,9 @@ class GradientWindow:
             self.keep_outside()
         #: Most rows that can be filled, as far as the host knows.
         self.filled = 0
-        self.noise = max(part.rows.noise for part in self._parts)
+        self.noise: float = max(part.rows.noise for part in self._parts)
         #: Whether some tensors are slices: then dots are a part of the sum that they should be.
-        self.sliced = any(place.whole is not None for place in places)
+        self.sliced: bool = any(place.whole is not None for place in places)
         #: Whether the Gram matrix waits for sums over all slices; it holds NaN so long.
         self.stale = False
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger("secondorder")
+log: logging.Logger = logging.getLogger("secondorder")
 
 
 class EventFile:
@@ -27,7 +27,7 @@ class EventFile:
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        self.columns = tuple(columns)
+        self.columns: tuple[str, ...] = tuple(columns)
         self.count = 0
         broken = _ends_in_mid_line(path)
         self._file = path.open("a", encoding="utf-8", newline="\n")

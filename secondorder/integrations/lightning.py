@@ -19,8 +19,9 @@ class SecondOrderCallback(pl.Callback):
     """For a trainer whose module has optimizers of this package; others beside them are left alone.
 
     * Where curvature is spread over the ranks (``MemOpt()``), a checkpoint has all of it, whichever strategy collects
-      the state. Lightning's own strategies for one device and for DistributedDataParallel have that done by themselves.
-      The others get a copy of everything on the CPU of every rank; with ``save_weights_only=True`` nothing is gathered.
+      the state: rank 0 gathers it on its CPU. Lightning's own strategies for one device and for DistributedDataParallel
+      have that done by themselves. With ``save_weights_only=True`` nothing is gathered, nor is it for distributed
+      checkpoints, into which every rank writes what it has.
     * The loss scaler of ``precision="16-mixed"`` is made known to the optimizers.
     * ``diagnostics()`` goes to the loggers of the trainer, as numbers under ``secondorder/``; of several optimizers
       under ``secondorder/0/`` and so on. It is what rank 0 knows, over ``trainer.global_step``.
@@ -74,7 +75,9 @@ class SecondOrderCallback(pl.Callback):
         """
         if self.consolidate and self._trainer is not None and not _consolidates(self._trainer.strategy):
             for _, optimizer in _optimizers(self._trainer):
-                optimizer.consolidate_state_dict(to=None)
+                if not getattr(self._trainer.strategy, "_save_distributed_checkpoint", False):
+                    optimizer.consolidate_state_dict()
+                optimizer._warned_of_partial = True  # that of the other ranks is not what is saved, or saved by each
         return {}
 
     def on_train_batch_end(

@@ -53,7 +53,7 @@ class SecondOrderCallback(TrainerCallback):
         log: bool = True,
         by_layer: bool = False,
     ) -> None:
-        self.optimizer = None if optimizer is None else unwrapped(optimizer)
+        self.optimizer: SecondOrderOptimizer | None = None if optimizer is None else unwrapped(optimizer)
         self.trainer = trainer
         self.consolidate = consolidate
         self.log = log

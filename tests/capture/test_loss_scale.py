@@ -13,6 +13,7 @@ from torch import nn
 
 import secondorder.capturing
 from secondorder import EKFAC, KFAC, MFAC, HyLo
+from secondorder.diagnostics import Analysis, read_events
 
 METHODS = {
     "kfac": lambda model, **k: KFAC(model, lr=0.0, damping=0.1, factor_update_steps=1, inv_update_steps=1, **k),
@@ -275,3 +276,20 @@ def test_a_copy_looks_for_the_scaler_again():
         scaled_step(opt_copy, model_copy, other)
     assert opt_copy.grad_scaler is other
     assert_alike(curvature(opt_copy), reference("kfac", 1))
+
+
+def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
+    """Its own taps learn of the scaler in the step that finds it."""
+    found = {}
+    for scaled in (False, True):
+        model, scaler = make_model(), make_scaler(enabled=scaled)
+        opt = METHODS["kfac"](model)
+        with Analysis(opt, tmp_path / str(scaled), ("rank",), every=1):
+            for _ in range(3):
+                scaled_step(opt, model, scaler, half=False)
+        events = read_events(tmp_path / str(scaled) / "rank.jsonl")
+        found[scaled] = {(event["step"], event["layer"]): event["sigma_max"] for event in events}
+    assert {step for step, _ in found[False]} == {0, 1, 2}
+    assert {step for step, _ in found[True]} == {1, 2}
+    for key, value in found[True].items():
+        assert value == pytest.approx(found[False][key], rel=1e-4)

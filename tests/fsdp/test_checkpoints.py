@@ -25,7 +25,7 @@ from tests.distributed.saving import raised, shifted, through_a_file
 from tests.fsdp.wrapping import Case, Wrap, alone, flat, started, train
 
 BREAK, END = 5, 9
-EACH = Wrap()
+EACH, HSDP = Wrap(), Wrap(replicas=2)
 LAYERS = {
     "kfac": Case(),
     "ekfac": Case("ekfac_intra", keywords={"graft": "adam", "lr": 0.01}),
@@ -54,90 +54,83 @@ def _state(model: nn.Module, optimizer: Any, form: str) -> dict[str, Any]:
 
 
 def save(
-    rank: int, world: int, names: list[str], form: str, folder: str, gathered: bool, wrap: Wrap = EACH
-) -> dict[str, Tensor]:
+    rank: int, world: int, name: str, form: str, folder: Path, gathered: bool = False, wrap: Wrap = EACH
+) -> Tensor:
     """Train, save, and train on."""
-    paths = {}
-    for name in names:
-        case = replace(CASES[name], wrap=wrap)
-        model, optimizer = started(rank, world, case)
-        train(model, optimizer, case, 0, BREAK, rank, world)
-        if gathered:
-            optimizer.consolidate_state_dict(to=None)
-        checkpoint.save(_state(model, optimizer, form), checkpoint_id=str(Path(folder, name)))
-        paths[name] = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
-        optimizer.close()
-    return paths
+    case = replace(CASES[name], wrap=wrap)
+    model, optimizer = started(rank, world, case)
+    train(model, optimizer, case, 0, BREAK, rank, world)
+    if gathered:
+        optimizer.consolidate_state_dict(to=None)
+    checkpoint.save(_state(model, optimizer, form), checkpoint_id=str(folder))
+    path = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
+    optimizer.close()
+    return path
 
 
 def go_on(
-    rank: int, world: int, names: list[str], form: str, folder: str, gathered: bool, wrap: Wrap | None = EACH
-) -> dict[str, Tensor]:
+    rank: int, world: int, name: str, form: str, folder: Path, gathered: bool = False, wrap: Wrap | None = EACH
+) -> Tensor:
     """Read into a model that is sharded, or whole on every rank, and train on."""
-    paths = {}
-    for name in names:
-        if wrap is None:
-            case = replace(CASES[name], strategy="mem")
-            model = case.model()
-            optimizer = case.optimizer(model, STRATEGIES["mem"](average_gradients=True))
-        else:
-            case = replace(CASES[name], wrap=wrap)
-            model, optimizer = started(rank, world, case)
-        shifted(model)
-        if gathered:
-            optimizer.consolidate_state_dict(to=None)
-        state = _state(model, optimizer, form)
-        checkpoint.load(state, checkpoint_id=str(Path(folder, name)))
-        set_model_state_dict(model, state["model"])
-        set_optimizer_state_dict(model, optimizer, state["optim"], options=_options(form))
-        paths[name] = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
-        optimizer.close()
-    return paths
+    case = replace(CASES[name], wrap=wrap or EACH)
+    if wrap is None:
+        model = case.model()
+        optimizer = case.optimizer(model, STRATEGIES["mem"](average_gradients=True))
+    else:
+        model, optimizer = started(rank, world, case)
+    shifted(model)
+    if gathered:
+        optimizer.consolidate_state_dict(to=None)
+    state = _state(model, optimizer, form)
+    checkpoint.load(state, checkpoint_id=str(folder))
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"], options=_options(form))
+    path = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
+    optimizer.close()
+    return path
 
 
-def _judge(found: list[dict[str, Tensor]], saved: dict[str, Tensor], exact: bool = False) -> None:
-    for name, expected in saved.items():
-        assert_replicas([paths[name] for paths in found])
-        path = found[0][name]
-        assert not exact or torch.equal(path, expected), name
-        assert distance(path[:1], expected[:1]) <= 1e-12, name
-        assert distance(path, expected) <= 1e-9, name
-        assert distance(path, alone(CASES[name])[BREAK:]) <= 1e-9, name
+def _judge(found: list[Tensor], saved: Tensor, name: str, exact: bool = False) -> None:
+    assert_replicas(found)
+    assert not exact or torch.equal(found[0], saved)
+    assert distance(found[0][:1], saved[:1]) <= 1e-12
+    assert distance(found[0], saved) <= 1e-9
+    assert distance(found[0], alone(CASES[name])[BREAK:]) <= 1e-9
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_layers_go_on_in_every_world(pool: Pool, tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_go_on_in_every_world(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
     """Saved by two sharded ranks; read by two, four and one, and by two that hold the model whole."""
-    names = list(LAYERS)
-    saved = pool.run(save, names, form, str(tmp_path), False, world=2)[0]
-    _judge(pool.run(go_on, names, form, str(tmp_path), False, world=2), saved, exact=True)
-    _judge(pool.run(go_on, names, form, str(tmp_path), False, world=4), saved)
-    _judge(pool.run(go_on, names, form, str(tmp_path), False, None, world=2), saved)
-    _judge(pool.run(go_on, names, form, str(tmp_path), False, None, world=1), saved)
+    saved = pool.run(save, name, form, tmp_path, world=2)[0]
+    _judge(pool.run(go_on, name, form, tmp_path, world=2), saved, name, exact=True)
+    _judge(pool.run(go_on, name, form, tmp_path, world=4), saved, name)
+    _judge(pool.run(go_on, name, form, tmp_path, wrap=None, world=2), saved, name)
+    _judge(pool.run(go_on, name, form, tmp_path, wrap=None, world=1), saved, name)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_layers_of_four_ranks_go_on_with_fewer(pool: Pool, tmp_path: Path, form: str) -> None:
-    names = list(LAYERS)
-    saved = pool.run(save, names, form, str(tmp_path), False, Wrap(replicas=2), world=4)[0]
-    _judge(pool.run(go_on, names, form, str(tmp_path), False, Wrap(replicas=2), world=4), saved, exact=True)
-    _judge(pool.run(go_on, names, form, str(tmp_path), False, Wrap(each=False), world=2), saved)
-    _judge(pool.run(go_on, names, form, str(tmp_path), False, world=3), saved)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_four_ranks_go_on_with_fewer(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
+    saved = pool.run(save, name, form, tmp_path, wrap=HSDP, world=4)[0]
+    _judge(pool.run(go_on, name, form, tmp_path, wrap=HSDP, world=4), saved, name, exact=True)
+    _judge(pool.run(go_on, name, form, tmp_path, wrap=Wrap(each=False), world=2), saved, name)
+    _judge(pool.run(go_on, name, form, tmp_path, world=3), saved, name)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_windows_go_on_with_the_same_ranks(pool: Pool, tmp_path: Path, form: str) -> None:
-    names = list(WINDOWS)
-    saved = pool.run(save, names, form, str(tmp_path), False, world=2)[0]
-    _judge(pool.run(go_on, names, form, str(tmp_path), False, world=2), saved, exact=True)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_go_on_with_the_same_ranks(pool: Pool, tmp_path: Path, name: str, form: str) -> None:
+    saved = pool.run(save, name, form, tmp_path, world=2)[0]
+    _judge(pool.run(go_on, name, form, tmp_path, world=2), saved, name, exact=True)
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_windows_go_everywhere_once_gathered(pool: Pool, tmp_path: Path, world: int) -> None:
-    names = list(WINDOWS)
-    saved = pool.run(save, names, "nested", str(tmp_path), True, world=world)[0]
-    _judge(pool.run(go_on, names, "nested", str(tmp_path), True, world=6 - world), saved)
-    _judge(pool.run(go_on, names, "nested", str(tmp_path), False, None, world=1), saved)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_go_everywhere_once_gathered(pool: Pool, tmp_path: Path, name: str, world: int) -> None:
+    saved = pool.run(save, name, "nested", tmp_path, True, world=world)[0]
+    _judge(pool.run(go_on, name, "nested", tmp_path, True, world=6 - world), saved, name)
+    _judge(pool.run(go_on, name, "nested", tmp_path, wrap=None, world=1), saved, name)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -145,35 +138,32 @@ def test_windows_go_everywhere_once_gathered(pool: Pool, tmp_path: Path, world: 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def broken_off(rank: int, world: int, names: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
+def broken_off(rank: int, world: int, name: str) -> tuple[Tensor, Tensor]:
     """The path after a break, and that of a copy which has read its own file."""
-    found = {}
-    for name in names:
-        case = CASES[name]
-        model, optimizer = started(rank, world, case)
-        train(model, optimizer, case, 0, BREAK, rank, world)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*partial")
-            own = through_a_file([model.state_dict(), optimizer.state_dict()])
-        twin_model, twin = started(rank, world, case)
-        shifted(twin_model).load_state_dict(own[0])
-        sent = len(twin.comm.collectives.counter.records)
-        twin.load_state_dict(own[1])
-        assert len(twin.comm.collectives.counter.records) == sent  # loading sends nothing
-        expected = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
-        path = torch.stack(train(twin_model, twin, case, BREAK, END, rank, world))
-        found[name] = expected, path
-        optimizer.close()
-        twin.close()
-    return found
+    case = CASES[name]
+    model, optimizer = started(rank, world, case)
+    train(model, optimizer, case, 0, BREAK, rank, world)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*partial")
+        own = through_a_file([model.state_dict(), optimizer.state_dict()])
+    twin_model, twin = started(rank, world, case)
+    shifted(twin_model).load_state_dict(own[0])
+    sent = len(twin.comm.collectives.counter.records)
+    twin.load_state_dict(own[1])
+    assert len(twin.comm.collectives.counter.records) == sent  # loading sends nothing
+    pairs = ((model, optimizer), (twin_model, twin))
+    expected, path = (torch.stack(train(*pair, case, BREAK, END, rank, world)) for pair in pairs)
+    optimizer.close()
+    twin.close()
+    return expected, path
 
 
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_goes_on_from_its_own_file(pool: Pool, world: int) -> None:
-    for of_rank in pool.run(broken_off, list(CASES), world=world):
-        for name, (expected, path) in of_rank.items():
-            assert torch.equal(path, expected), name
-            assert distance(path, alone(CASES[name])[BREAK:]) <= 1e-9, name
+def test_every_rank_goes_on_from_its_own_file(pool: Pool, world: int, name: str) -> None:
+    for expected, path in pool.run(broken_off, name, world=world):
+        assert torch.equal(path, expected)
+        assert distance(path, alone(CASES[name])[BREAK:]) <= 1e-9
 
 
 def of_another_rank(rank: int, world: int, name: str) -> tuple[tuple[str, str], bool]:
@@ -199,45 +189,42 @@ def test_state_of_another_rank_is_refused(pool: Pool, name: str) -> None:
         assert same
 
 
-def on_one_rank(rank: int, world: int, names: list[str], by_torch: bool) -> dict[str, Any]:
+def on_one_rank(rank: int, world: int, name: str, by_torch: bool) -> tuple[Any, Tensor]:
     """Whole state on rank 0, through a file; and the path that follows.
 
     Either torch gathers what is cut as parameters are, or this is asked of the optimizer.
     """
-    found = {}
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    for name in names:
-        case = CASES[name]
-        model, optimizer = started(rank, world, case)
-        train(model, optimizer, case, 0, BREAK, rank, world)
-        optimizer.consolidate_state_dict(pieces=not by_torch)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*partial")
-            if by_torch:
-                state = get_optimizer_state_dict(model, optimizer, options=options)
-            else:
-                state = optimizer.state_dict()
-        weights = get_model_state_dict(model, options=options)
-        saved = through_a_file([weights, state]) if rank == 0 else None
-        found[name] = saved, torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
-        optimizer.close()
-    return found
-
-
-@pytest.mark.parametrize("by_torch", [True, False])
-def test_a_file_of_one_rank_goes_on_in_one_process(pool: Pool, by_torch: bool) -> None:
-    """It has plain tensors alone, and no process group is needed to read it."""
-    found = pool.run(on_one_rank, list(CASES), by_torch, world=2)[0]
-    for name, case in CASES.items():
-        (weights, state), expected = found[name]
-        model = shifted(case.model())
-        model.load_state_dict(weights)
-        optimizer = case.optimizer(model)
+    case, options = CASES[name], StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optimizer = started(rank, world, case)
+    train(model, optimizer, case, 0, BREAK, rank, world)
+    optimizer.consolidate_state_dict(pieces=not by_torch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*partial")
         if by_torch:
-            set_optimizer_state_dict(model, optimizer, state)
+            state = get_optimizer_state_dict(model, optimizer, options=options)
         else:
-            assert "partial" not in state
-            optimizer.load_state_dict(state)
-        path = torch.stack(train(model, optimizer, case, BREAK, END))
-        assert distance(path[:1], expected[:1]) <= 1e-12, name
-        assert distance(path, expected) <= 1e-9, name
+            state = optimizer.state_dict()
+    weights = get_model_state_dict(model, options=options)
+    saved = through_a_file([weights, state]) if rank == 0 else None
+    path = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
+    optimizer.close()
+    return saved, path
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_a_file_of_one_rank_goes_on_in_one_process(pool: Pool, by_torch: bool, name: str) -> None:
+    """It has plain tensors alone, and no process group is needed to read it."""
+    case = CASES[name]
+    (weights, state), expected = pool.run(on_one_rank, name, by_torch, world=2)[0]
+    model = shifted(case.model())
+    model.load_state_dict(weights)
+    optimizer = case.optimizer(model)
+    if by_torch:
+        set_optimizer_state_dict(model, optimizer, state)
+    else:
+        assert "partial" not in state
+        optimizer.load_state_dict(state)
+    path = torch.stack(train(model, optimizer, case, BREAK, END))
+    assert distance(path[:1], expected[:1]) <= 1e-12
+    assert distance(path, expected) <= 1e-9

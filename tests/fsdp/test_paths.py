@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from secondorder import LowRank, TopK
-from tests.distributed.oracle import METHODS, Run, distance, together
+from tests.distributed.oracle import METHODS, Run, assert_replicas, distance, together
 from tests.distributed.pool import Pool
 from tests.fsdp.wrapping import Case, Wrap, alone, assert_like_one_process, sharded_path
 
@@ -143,12 +143,19 @@ def test_other_numbers_of_ranks(pool: Pool, method: str, world: int) -> None:
     assert_like_one_process(pool, Case(method), world)
 
 
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra", "hylo_kid", "hylo_kis", "mfac_sparse", "ggt"])
-def test_sharded_and_replicated_models_take_the_same_steps(pool: Pool, method: str) -> None:
-    """Under DDP with the same strategy."""
-    case = Case(method, strategy="mem")
+REPLICAS = [
+    *((method, "mem") for method in ("kfac_eigen", "ekfac_intra", "hylo_kid", "hylo_kis", "mfac_sparse", "ggt")),
+    *(("kfac_eigen", strategy) for strategy in ("local_factors", "chief", "chief_inverses", "chief_own")),
+]
+
+
+@pytest.mark.parametrize(("method", "strategy"), REPLICAS)
+def test_sharded_and_replicated_models_take_the_same_steps(pool: Pool, method: str, strategy: str) -> None:
+    """Under DDP with the same strategy, also where that is not what one process does."""
+    case = Case(method, strategy=strategy)
     sharded = pool.run(sharded_path, case, world=2)
-    replicated = pool.run(together, "mem", Run("odd", method, steps=case.steps), world=2)
+    replicated = pool.run(together, strategy, Run("odd", method, steps=case.steps), world=2)
+    assert_replicas(sharded)
     assert distance(sharded[0], replicated[0]) <= 1e-9
 
 

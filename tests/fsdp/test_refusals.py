@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from secondorder import EKFAC, GGT, KFAC, MFAC, ChiefOnly, HyLo, LocalFactors, MemOpt, SparseMFAC, TopK
+from secondorder import EKFAC, GGT, KFAC, MFAC, DedicatedWorkers, HyLo, MemOpt, SparseMFAC, TopK
 from tests.distributed.oracle import assert_replicas, distance, mean_loss, shard
 from tests.distributed.pool import Pool, device_of
 from tests.distributed.saving import raised
@@ -248,8 +248,7 @@ def test_parameters_that_are_cut_in_two_ways_are_refused_by_name(pool: Pool) -> 
 
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
     "averages": ({"comm": lambda: MemOpt(average_gradients=True)}, "average_gradients"),
-    "chief": ({"comm": ChiefOnly}, "ChiefOnly"),
-    "local": ({"comm": LocalFactors}, "LocalFactors"),
+    "roles": ({"comm": DedicatedWorkers}, "DedicatedWorkers"),
     "trial": ({"reject_steps": True}, "reject_steps"),
     "adaptive": ({"adaptive_damping": True}, "adaptive_damping"),
     "model": ({"quadratic_model": True}, "quadratic_model"),
@@ -265,7 +264,7 @@ def unfit(rank: int, world: int, name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(pool: Pool, name: str) -> None:
-    for kind, text in pool.run(unfit, name, world=2):
+    for kind, text in pool.run(unfit, name, world=3 if name == "roles" else 2):
         assert kind == "NotImplementedError", text
         assert UNFIT[name][1] in text
 

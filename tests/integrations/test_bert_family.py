@@ -44,7 +44,7 @@ def batch(family: str, head: str) -> Batch:
     return found | {"labels": words if head == "LMHeadModel" else torch.arange(N) % 2}
 
 
-def trained(model: nn.Module, optimizer: Any, data: Batch, steps: int = 12) -> list[float]:
+def trained(model: nn.Module, optimizer: Any, data: Batch, steps: int = 8) -> list[float]:
     """Losses of steps on one batch, with whatever is warned of as an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.launching import ROOT, launch, torchrun
 
-SCRIPT = ROOT / "tests" / "integrations" / "scripts" / "lightning_ranks.py"
+SCRIPTS = ROOT / "tests" / "integrations" / "scripts"
 SECONDS = 280  # for a program that takes twenty, on a machine that is busy
 
 
@@ -17,7 +17,9 @@ SECONDS = 280  # for a program that takes twenty, on a machine that is busy
 def test_a_killed_rank_comes_back_and_checkpoints_are_whole(strategy: str, tmp_path: Path) -> None:
     words = ("--nproc-per-node", "2", "--max-restarts", "1", "--monitor-interval", "0.2")
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
-    ended = launch(torchrun(*words, *rendezvous, str(SCRIPT), str(tmp_path), strategy), tmp_path, SECONDS)
+    ended = launch(
+        torchrun(*words, *rendezvous, str(SCRIPTS / "lightning_ranks.py"), str(tmp_path), strategy), tmp_path, SECONDS
+    )
     assert ended.returncode == 0, ended.stdout
     answers = [json.loads((tmp_path / f"answer-{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     for rank, answer in enumerate(answers):
@@ -28,3 +30,14 @@ def test_a_killed_rank_comes_back_and_checkpoints_are_whole(strategy: str, tmp_p
             assert rank == 0 or "partial" in answer["without"]["refused"]
         else:
             assert answer["without"] == {"warnings": 0, "refused": ""}
+
+
+@pytest.mark.slow
+def test_sharded_models_resume_from_one_file_and_from_a_folder(tmp_path: Path) -> None:
+    """FSDP2, where Lightning collects the state of optimizers itself: the callback completes it."""
+    script = SCRIPTS / "lightning_sharded.py"
+    ended = launch(torchrun("--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)), tmp_path, SECONDS)
+    assert ended.returncode == 0, ended.stdout
+    for rank in range(2):
+        answer = json.loads((tmp_path / f"answer-{rank}.json").read_text(encoding="utf-8"))
+        assert answer == {"KFAC-False": True, "KFAC-True": True, "SparseMFAC-True": True}

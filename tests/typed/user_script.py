@@ -67,9 +67,10 @@ def methods() -> list[SecondOrderOptimizer]:
     ]
 
 
-def schedules(optimizer: KFAC) -> None:
+def schedules(model: nn.Module, optimizer: KFAC) -> None:
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
     damping = ParamScheduler(optimizer, damping=lambda step: 0.99**step)
+    train(model, optimizer)
     cosine.step()
     damping.step()
 
@@ -114,8 +115,7 @@ def saved(optimizer: KFAC, path: Path) -> None:
 
 def main(folder: Path) -> None:
     model = network()
-    with KFAC(model, lr=0.1) as optimizer:
-        train(model, optimizer)
-        schedules(optimizer)
+    with KFAC(model, lr=0.1, damping=1e-3) as optimizer:
+        schedules(model, optimizer)
         looked_at(model, optimizer, folder)
         saved(optimizer, folder / "optimizer.pt")

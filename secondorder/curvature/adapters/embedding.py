@@ -33,7 +33,7 @@ class EmbeddingAdapter(Adapter):
     def __init__(self, module: nn.Embedding | nn.EmbeddingBag, has_weight: bool, has_bias: bool = False) -> None:
         super().__init__(module, has_weight, has_bias)
         self.d_in, self.d_out = module.num_embeddings, module.embedding_dim
-        self.padding_idx = module.padding_idx
+        self.padding_idx: int | None = module.padding_idx
 
     @staticmethod
     def refusal(module: nn.Module) -> str:
@@ -185,8 +185,8 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
 
     def __init__(self, module: nn.EmbeddingBag, has_weight: bool, has_bias: bool = False) -> None:
         super().__init__(module, has_weight, has_bias)
-        self.mean = module.mode == "mean"
-        self.include_last_offset = bool(module.include_last_offset)
+        self.mean: bool = module.mode == "mean"
+        self.include_last_offset: bool = bool(module.include_last_offset)
 
     @staticmethod
     def refusal(module: nn.Module) -> str:

@@ -195,7 +195,7 @@ class GroupNormAdapter(ChannelNormAdapter):
 
     def __init__(self, module: nn.GroupNorm, has_weight: bool, has_bias: bool, norm_curvature: str = "unit") -> None:
         super().__init__(module, has_weight, has_bias, module.num_channels, module.eps, norm_curvature)
-        self.channel_groups = module.num_groups
+        self.channel_groups: int = module.num_groups
 
     def normalized(self, x: Tensor) -> Tensor:
         return F.group_norm(widened(x), self.channel_groups, eps=self._eps)
@@ -212,7 +212,7 @@ class InstanceNormAdapter(ChannelNormAdapter):
         norm_curvature: str = "unit",
     ) -> None:
         super().__init__(module, has_weight, has_bias, module.num_features, module.eps, norm_curvature)
-        self.unbatched_dim = module._get_no_batch_dim()
+        self.unbatched_dim: int = module._get_no_batch_dim()
 
     def is_unbatched(self, x: Tensor) -> bool:
         return x.dim() == self.unbatched_dim

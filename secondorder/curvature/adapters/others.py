@@ -18,7 +18,7 @@ class BilinearAdapter(Adapter):
 
     def __init__(self, module: nn.Bilinear, has_weight: bool, has_bias: bool) -> None:
         super().__init__(module, has_weight, has_bias)
-        self.sizes = module.in1_features, module.in2_features
+        self.sizes: tuple[int, int] = module.in1_features, module.in2_features
         self.d_in, self.d_out = module.in1_features * module.in2_features, module.out_features
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

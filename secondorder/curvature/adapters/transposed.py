@@ -35,13 +35,13 @@ class ConvTransposeAdapter(ConvAdapter):
         has_bias: bool,
     ) -> None:
         super().__init__(module, has_weight, has_bias)  # type: ignore[arg-type]
-        self.spread = self.stride
+        self.spread: tuple[int, ...] = self.stride
         self.stride = (1,) * len(self.kernel)
         self.output_padding: tuple[int, ...] = tuple(module.output_padding)
         margins = [
             d * (k - 1) - before for d, k, (before, _) in zip(self.dilation, self.kernel, self.padding, strict=True)
         ]
-        self.padding = [(margin, margin) for margin in margins]
+        self.padding: list[tuple[int, int]] = [(margin, margin) for margin in margins]
 
     # ------------------------------------------------------------------ rows
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

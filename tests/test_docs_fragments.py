@@ -1,0 +1,136 @@
+"""Pieces of the documentation that cannot run alone: each runs in surroundings that are made here."""
+
+import datetime
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+import secondorder
+from secondorder import KFAC, DedicatedWorkers, HybridOpt
+from tests.code_blocks import PAGES, ROOT, examples, name_of
+from tests.distributed.pool import Pool
+
+
+def _fragments() -> dict[str, list[str]]:
+    """Code of the fragments, by page."""
+    found = {name_of(page): [b.code for b in examples(page) if "fragment" in b.marks] for page in PAGES}
+    return {page: codes for page, codes in found.items() if codes}
+
+
+def _fragment(page: str, number: int = 0) -> Any:
+    code = [b.code for b in examples(ROOT / page) if "fragment" in b.marks][number]
+    return compile(code, f"{page}, fragment {number}", "exec")
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def test_every_fragment_runs_here() -> None:
+    assert {page: len(codes) for page, codes in _fragments().items()} == {
+        "SECURITY.md": 1,
+        "docs/quickstart.md": 1,
+        "docs/nodes.md": 2,
+        "docs/strategies.md": 1,
+    }
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled:UserWarning")
+def test_a_scaler_is_handed_over() -> None:
+    names: dict[str, Any] = {"torch": torch, "KFAC": KFAC, "model": _model()}
+    exec(_fragment("docs/quickstart.md"), names)
+    assert names["opt"].grad_scaler is names["scaler"]
+    names["opt"].close()
+
+
+def test_a_checkpoint_loads_without_code(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    opt = KFAC(_model())
+    torch.save(opt.state_dict(), "checkpoint.pt")
+    names: dict[str, Any] = {"torch": torch}
+    exec(_fragment("SECURITY.md"), names)
+    opt.load_state_dict(names["state"])
+    opt.close()
+
+
+def _script_of_a_rank(rank: int, world: int) -> tuple[int, int]:
+    """The group of the pool is there already; two ranks are a node."""
+    names: dict[str, Any] = {
+        "dist": SimpleNamespace(init_process_group=lambda *args, **kwargs: None),
+        "gpu": False,
+        "device": "cpu",
+        "make_model": _model,
+        "data": range(12),
+        "os": os,
+        "secondorder": secondorder,
+        "HybridOpt": HybridOpt,
+        "timedelta": datetime.timedelta,
+        "DistributedDataParallel": DistributedDataParallel,
+        "DistributedSampler": DistributedSampler,
+    }
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        exec(_fragment("docs/nodes.md"), names)
+    opt = names["opt"]
+    names["wrapped"](torch.randn(5, 4)).square().mean().backward()
+    opt.step()
+    found = opt.comm.grid.workers, len(list(names["sampler"]))
+    opt.close()
+    return found
+
+
+def _on_a_mesh(rank: int, world: int) -> tuple[int, int]:
+    names: dict[str, Any] = {
+        "init_device_mesh": lambda device, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs),
+        "nodes": 2,
+        "ranks_per_node": 2,
+        "model": _model(),
+        "KFAC": KFAC,
+        "HybridOpt": HybridOpt,
+    }
+    exec(_fragment("docs/nodes.md", 1), names)
+    names["model"](torch.randn(5, 4)).square().mean().backward()
+    for p in names["model"].parameters():
+        torch.distributed.all_reduce(p.grad)
+    names["opt"].step()
+    found = names["opt"].comm.grid.workers, 3
+    names["opt"].close()
+    return found
+
+
+@pytest.mark.parametrize("script", [_script_of_a_rank, _on_a_mesh])
+def test_ranks_of_two_nodes(pool: Pool, script: Any) -> None:
+    assert pool.run(script, world=4) == [(2, 3)] * 4  # one gradient worker in each node; a quarter of the data each
+
+
+def _with_roles(rank: int, world: int) -> tuple[str, list[float]]:
+    def part_of_the_data(rank: int, world: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(6):
+            yield torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
+
+    names: dict[str, Any] = {
+        "DedicatedWorkers": DedicatedWorkers,
+        "KFAC": KFAC,
+        "model": _model(),
+        "part_of_the_data": part_of_the_data,
+        "cross_entropy": cross_entropy,
+    }
+    exec(_fragment("docs/strategies.md"), names)
+    return names["comm"].role, torch.cat([p.flatten() for p in names["model"].parameters()]).tolist()
+
+
+def test_ranks_of_three_roles(pool: Pool) -> None:
+    found = pool.run(_with_roles, world=4)
+    assert [role for role, _ in found] == ["gradient", "gradient", "factor", "inverse"]
+    assert found[0][1] == found[1][1]
