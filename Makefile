@@ -47,6 +47,7 @@ endif
 	@$(PIP) -c constraints.txt torch
 	@$(PIP) --no-deps --only-binary :all: $(PINS:%=-r %)
 	@$(PIP) --no-deps --no-build-isolation -e .
+	@test ! -x $(BIN)/pyright || $(BIN)/pyright --version >/dev/null  # fetches its program now, not during the tests
 	@touch $@
 
 demo: $(STAMP) ## Train on handwritten digits with SGD, AdamW and every method; table and plot (under 2 minutes)

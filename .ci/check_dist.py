@@ -4,8 +4,9 @@
    it takes to test, document and build the package.
 2. Metadata: valid by the rules of the package index, and as complete as pyproject.toml.
 3. Tests: the wheel alone is installed in a new virtual environment, and the tests of the source distribution run
-   there, in a folder outside the repository from which the package has been removed. The other packages, torch first,
-   are those of the environment that runs this program; they are made visible after the installation.
+   there, in a folder outside the repository from which the package has been removed; before them mypy looks at a script
+   of a user. The other packages, torch first, are those of the environment that runs this program; they become visible
+   after the installation.
 
 Usage: python .ci/check_dist.py dist [--public] [further arguments of pytest]
 """
@@ -13,6 +14,7 @@ Usage: python .ci/check_dist.py dist [--public] [further arguments of pytest]
 import argparse
 import email.parser
 import os
+import shutil
 import subprocess
 import sysconfig
 import tarfile
@@ -27,12 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 #: The fast half of the suite: every promise of torch.optim for every method, and factors, bases and directions against
 #: independent mathematics. No process groups, no benchmarks, no site.
 FAST_HALF = ["tests/contract", "tests/oracle", "tests/schedule", "tests/static", "tests/test_factory.py"]
+USER_SCRIPT = "tests/typed/user_script.py"
 IN_WHEEL = ["secondorder/py.typed", "secondorder/__init__.py", "secondorder/methods/kfac.py"]
 IN_SDIST = [
     "LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "CONTRIBUTING.md", "Makefile",
     "pyproject.toml", "constraints.txt", "mkdocs.yml", "docs/index.md", "docs/hooks.py", "docs/images/demo.png",
     "docs/multinode/train.py", "benchmarks/__main__.py", "tests/conftest.py", "tests/contract/methods.py",
-    "secondorder/py.typed",
+    "tests/typed/user_script.py", "secondorder/py.typed",
 ]  # fmt: skip
 CONFTEST = '''"""The package under test is the installed wheel."""
 
@@ -131,16 +134,26 @@ def install(wheel: Path, folder: Path) -> Path:
     return python
 
 
-def run_tests(sdist: Path, folder: Path, python: Path, arguments: list[str]) -> None:
-    """Tests of the source distribution, without its package, in that environment."""
+def outside_tree(sdist: Path, folder: Path, python: Path) -> Path:
+    """The source distribution without its package, in a folder outside the repository.
+
+    Returns:
+        The folder.
+    """
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data") if extracts_safely() else archive.extractall(folder)
     (tree,) = [path for path in folder.iterdir() if path.is_dir()]
-    (tree / "secondorder").rename(folder / "not-imported")
+    shutil.rmtree(tree / "secondorder")
     (tree / "conftest.py").write_text(CONFTEST.format(prefix=str(python.parent.parent.resolve())), encoding="utf-8")
+    return tree
+
+
+def run(python: Path, tree: Path, *words: str) -> None:
+    """Run a module of Python in that folder; a failure ends the program with its status."""
     env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *FAST_HALF, *arguments]
-    subprocess.run(command, check=True, cwd=tree, env={**env, "OMP_NUM_THREADS": "1"})
+    status = subprocess.run([str(python), "-m", *words], cwd=tree, env={**env, "OMP_NUM_THREADS": "1"}).returncode
+    if status:
+        raise SystemExit(status)
 
 
 def extracts_safely() -> bool:
@@ -176,7 +189,10 @@ def main() -> None:
         outside = Path(place)
         python = install(wheel, outside / "environment")
         (outside / "source").mkdir()
-        run_tests(sdist, outside / "source", python, arguments)
+        tree = outside_tree(sdist, outside / "source", python)
+        # torch has no annotations of its own for backward(), which every script calls.
+        run(python, tree, "mypy", "--strict", "--untyped-calls-exclude=torch", "--config-file=", USER_SCRIPT)
+        run(python, tree, "pytest", "-q", "-p", "no:cacheprovider", *FAST_HALF, *arguments)
     print(f"{wheel.name}: passes its tests outside the repository")
 
 

@@ -17,7 +17,7 @@ API_PAGE = Path(__file__).parent / "api.md"
 ROOT = Path(__file__).resolve().parent.parent
 #: A name in a docstring, as Sphinx would have it: ``:class:`~package.Name```.
 ROLE = re.compile(r":(?:class|meth|func|attr|mod|data|exc):<code>(~?)([\w.]+)</code>")
-PROMPT = '<span class="gp">$ </span>'
+PROMPT = re.compile(r'<span class="gp">([^<]*)</span>')
 MODULES = ("secondorder", *(f"secondorder.{m}" for m in ("comm", "diagnostics", "nn", "schedule", "switching")))
 INTEGRATIONS = "secondorder.integrations"
 #: Modules there that only the others use.
@@ -150,7 +150,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
     And prompts of commands become decoration, so that the button beside them copies the command alone.
     """
-    html = html.replace(PROMPT, '<span class="prompt"></span>')
+    html = PROMPT.sub(r'<span class="prompt" data-prompt="\1"></span>', html)
     ids = re.findall(r'id="(secondorder\.[\w.]+)"', html)
 
     def linked(match: re.Match[str]) -> str:

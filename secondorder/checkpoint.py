@@ -135,7 +135,7 @@ class Checkpointing(Lifecycle):
             stacklevel=depth_of_caller(),
         )
 
-    def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = False) -> None:
+    def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = True) -> None:
         """Gather the curvature of all ranks on one, whose ``state_dict()`` is complete until the next step.
 
         To be called on all ranks. The copies are kept on the CPU, and only on the rank that asked for them.
@@ -143,9 +143,8 @@ class Checkpointing(Lifecycle):
         Args:
             to: The rank; None for all of them. Checkpoints that all ranks write and read together need that for windows
                 in parts, if they are to be read in another world: there before the state dict to read into is made too.
-            pieces: Of parameters that ``fully_shard`` has cut, gather momentum and moments too, for ``torch.save`` on one
-                rank. The functions of ``torch.distributed.checkpoint`` gather these themselves, on all ranks together:
-                leave it out there.
+            pieces: Of parameters that ``fully_shard`` has cut, gather momentum and moments too. False before the
+                functions of ``torch.distributed.checkpoint``, which all ranks call and which gather these themselves.
 
         Raises:
             ValueError: If there is no such rank.
@@ -295,7 +294,35 @@ class Checkpointing(Lifecycle):
                 f"({'; '.join(elsewhere[:3])}, …): it was saved on one rank of several. {_MEND}"
             )
         self._refuse(lines + elsewhere)
+        self._require_estimates(loaded, groups)
         return loaded
+
+    def _require_estimates(self, loaded: Mapping[nn.Parameter, Mapping[str, Any]], groups: list[Group]) -> None:
+        """Refuse estimates that are empty although they were updated.
+
+        ``set_optimizer_state_dict`` fills in what a file lacks from the optimizer that loads it. That of one rank of
+        several, whose mark as partial it does not keep, would so be taken for whole.
+
+        Raises:
+            RuntimeError: If there is one.
+        """
+        windows: list[Tensor] = []
+        for p, _, given in self._numbered({"param_groups": groups}):
+            state, kept = loaded.get(p, {}), given["checkpoint_curvature"] != "none"
+            tensors = {k.partition("@")[0]: v for k, v in state.items() if kept and isinstance(v, Tensor) and v.numel()}
+            estimate = [v for k, v in tensors.items() if self.kinds.get(k) in ("factors", "rows")]
+            if any(state.get(k, 0) for k in ("factor_updates", "refreshes")) and _are_zero(estimate):
+                self._refuse_empty(self._names[p])
+            if float(state.get("step", 0)) > 0:
+                windows += [v for k, v in tensors.items() if self.kinds.get(k) == "window"]
+        if _are_zero(windows):
+            self._refuse_empty("all parameters")
+
+    def _refuse_empty(self, whose: str) -> None:
+        raise RuntimeError(
+            f"this state_dict tells of updates, and the curvature of {whose} in it is empty: it was saved on one rank "
+            f"of several, without the others' part, and {self.comm.standing} needs that. {_MEND}"
+        )
 
     def _absent(self, theirs: Mapping[str, Any], required: State) -> list[str]:
         """Tensors that a rank without them left out: all of a sort, while the numbers, which all have, are there."""
@@ -402,6 +429,11 @@ def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
         shaped = key in RULE_KEYS or key in CUT_KEYS
         return cut_like(found, parameter) if shaped and is_cut(parameter) and not is_cut(found) else found
     return value
+
+
+def _are_zero(tensors: Sequence[Tensor]) -> bool:
+    """Whether there are tensors, and all entries of all are 0."""
+    return bool(tensors) and not any(bool(x.any()) for x in tensors)
 
 
 def _by_number(found: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -275,9 +275,14 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
         """
         products = {p: update.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
-        if self._is_cut:
-            summed = self._sum_pieces(torch.stack([x.to(torch.float64) for x in products.values()]), list(products))
-            products = dict(zip(products, summed.unbind(), strict=True))
+        squares: Directions = {}
+        if self._is_cut:  # in one message: where a device computes, both are wanted
+            squares = {
+                p: update.inner_product(x, x) for p, x in ((p, source[p].to(d.dtype)) for p, d in directions.items())
+            }
+            found = torch.stack([x.to(torch.float64) for x in (*products.values(), *squares.values())])
+            sums = self._sum_pieces(found, [*products, *products]).chunk(2)
+            products, squares = (dict(zip(products, own.unbind(), strict=True)) for own in sums)
         finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
         if finite.device.type == "cpu" and all_true_on_cpu(finite):
             return products
@@ -286,7 +291,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             for p in block.params:
                 plain = source[p].to(directions[p].dtype)
                 directions[p] = torch.where(good, directions[p], plain)
-                own = self._norms([p], [plain])[0].square() if self._is_cut else update.inner_product(plain, plain)
+                own = squares[p] if squares else update.inner_product(plain, plain)
                 products[p] = torch.where(good, products[p], own)
         return products
 

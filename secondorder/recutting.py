@@ -6,8 +6,10 @@
     its part of the window    0 ─ rank 0 ─ rank 1 ──────────── 20       at block boundaries, of nearly equal cost
 
 Gradients go to where the rows are, directions to where the parameters are; what is in both cuts of a rank stays where
-it is. So a window does not depend on how parameters are cut: rows, sums and checkpoints are those of replicas. A
-parameter that is cut along another dimension than its first travels whole: ranges of its rows are no ranges of it.
+it is. Dense rows are cut as the parameters are, if there are as many pieces as parts: then nothing travels. Blocks of
+sparse rows are never cut, so there the two cuts differ by less than a block, where that leaves parts even enough.
+What a window stores does not depend on its cut: rows, sums and gathered checkpoints are those of replicas. A parameter
+that is cut along another dimension than its first travels whole: ranges of its rows are no ranges of it.
 """
 
 from __future__ import annotations
@@ -18,18 +20,40 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.comm.resharding import NOTHING, Route, Spans, route
+from secondorder.curvature.shards import Bounds, Cutting
 from secondorder.pieces import Pieces
 from secondorder.units import Unit
 from secondorder.windowing import Windowing
 
 #: Bytes of whole tensors that travel together, for each rank.
 _PORTION = 32 * 2**20
+#: Blocks of sparse rows that every part must have of a parameter, if it is to be cut as the parameter is.
+_BLOCKS = 8
 
 Tensors = Sequence[Tensor | None]
 
 
 class RecutWindows(Windowing, Pieces):
     """Brings gradients from the cut of the parameters to that of the windows, and directions back."""
+
+    def _wished_bounds(self, index: int, p: nn.Parameter, cutting: Cutting) -> Bounds | None:
+        layout, parts = self._layouts.get(p), self.comm.shards(index)
+        if layout is None or layout.dim or not cutting.grain or p.is_complex():
+            return None
+        spans = dict(zip(parts, layout.spans, strict=True))
+        if any(spans[k] != span for k, span in zip(parts, layout.spans, strict=True)):
+            return None
+        bounds = [0]
+        for k in range(len(spans)):
+            start, stop = spans[k] if spans[k] != NOTHING else (bounds[-1], bounds[-1])
+            if start != bounds[-1]:
+                return None
+            bounds.append(stop)
+        if cutting.blocked and p.numel() < _BLOCKS * len(spans) * cutting.grain:
+            return None  # evenness matters more
+        grain = cutting.grain if cutting.blocked else 1
+        inside = [min(p.numel(), round(b / grain) * grain) for b in bounds[1:-1]]
+        return (0, *inside, p.numel()) if bounds[-1] == p.numel() else None
 
     def _own(self, wanted: Sequence[Tensors | None]) -> Iterator[list[Tensor | None] | None]:
         """What belongs to this rank's rows.

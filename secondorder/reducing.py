@@ -331,7 +331,7 @@ class Reducing(Capturing):
         self._settle()
         return super().state_dict()
 
-    def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = False) -> None:
+    def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = True) -> None:
         """See the base class."""
         self._settle()
         super().consolidate_state_dict(to, pieces=pieces)  # type: ignore[misc]

@@ -15,7 +15,7 @@ from secondorder.curvature.block import unwrap
 from secondorder.curvature.form import Form, Place
 from secondorder.curvature.gram import packed_size
 from secondorder.curvature.memory import free_bytes
-from secondorder.curvature.shards import Bounds, Part, plain
+from secondorder.curvature.shards import Bounds, Cutting, Part, plain
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import LAG, SHARED, SLOT_DIM, GradientWindow
 from secondorder.diagnostics.describe import human_bytes
@@ -151,6 +151,7 @@ class Windowing(Partitioning):
             kept = [self._bounds.get(p) for p in params]
             if any(b is not None and (len(b) != size + 1 or b[-1] != n) for b, n in zip(kept, sizes, strict=True)):
                 kept = [None] * len(params)  # another world
+            kept = [b or self._wished_bounds(index, p, cutting) for b, p in zip(kept, params, strict=True)]
             part = Part(rank, size, cutting.bounds(sizes, costs, size, kept), cutting)
             window = self._meta_window(params, whole.form, whole.outside is not None, part)
         dtypes = [
@@ -158,6 +159,10 @@ class Windowing(Partitioning):
         ]
         held = size > 1 or self.comm.preconditions(index)
         return Unit(name, params, window, self._group[params[0]], held=held, part=part, dtypes=dtypes)
+
+    def _wished_bounds(self, index: int, p: nn.Parameter, cutting: Cutting) -> Bounds | None:
+        """Where a parameter of a window had best be cut; None for no preference."""
+        return None
 
     def _places(
         self, params: Sequence[nn.Parameter], part: Part | None, device: torch.device | None = None

@@ -162,7 +162,7 @@ class RankGrid(CommStrategy):
     def _make_groups(self, device: torch.device) -> None:
         """Own groups, in one order on all ranks: the world, then rows, then columns, as far as they are neither."""
         wait = default_timeout(device) if self._timeout is None else datetime.timedelta(seconds=self._timeout)
-        self.collectives: Collectives = Collectives(wire_dtype=self._wire_dtype, device=device)
+        self.collectives = Collectives(wire_dtype=self._wire_dtype, device=device)
         self._world = dist.new_group(list(range(self._grid.world)), timeout=wait)
         # Which groups come next depends on the strategy: ranks that disagree would wait for each other.
         require_equal(self.collectives, {"strategy": [repr(self)]}, self._world)

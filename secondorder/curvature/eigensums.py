@@ -260,7 +260,8 @@ class EigenSums:
         keep_calls: bool = False,
         kept: int | None = None,
     ) -> None:
-        self.factors, self.scales = factors, scales
+        self.factors: KroneckerSums | None = factors
+        self.scales: ScaleSums | None = scales
         self._adapter, self._by_example = adapter, by_example
         self.calls: list[tuple[list[Call], int]] = []
         self.rows = 0.0

@@ -89,7 +89,8 @@ class KroneckerSums:
         self._reduce = approx == "reduce" or adapter.is_exact
         self._sampler = sampler
         self._constant_g = constant_g
-        self.a, self.g = torch.zeros_like(like_a), torch.zeros_like(like_g)
+        self.a: Tensor = torch.zeros_like(like_a)
+        self.g: Tensor = torch.zeros_like(like_g)
         lead = int(adapter.groups > 1)
         self._diagonal_a, self._diagonal_g = self.a.dim() == 1 + lead, self.g.dim() == 1 + lead
         self._rows: float | Tensor = 0.0

@@ -47,7 +47,10 @@ class Rows(ABC):
     """
 
     def __init__(self, shapes: Sequence[torch.Size], m: int, working: torch.dtype, device: torch.device) -> None:
-        self.shapes, self.m, self.working, self.device = list(shapes), m, working, device
+        self.shapes: list[torch.Size] = list(shapes)
+        self.m: int = m
+        self.working: torch.dtype = working
+        self.device: torch.device = device
 
     @property
     def noise(self) -> float:
@@ -183,7 +186,9 @@ class DenseRows(Rows):
         exact = m * (d if columns is None else columns) <= EXACT
         super().__init__(shapes, m, torch.float64 if exact else working, device)
         self.flat: Tensor = torch.zeros(m, d, dtype=dtype, device=device)
-        self.error: Tensor | None = torch.zeros(d, dtype=working, device=device) if feedback and dtype != working else None
+        self.error: Tensor | None = (
+            torch.zeros(d, dtype=working, device=device) if feedback and dtype != working else None
+        )
         self._written: Tensor | None = None
 
     def state(self, i: int) -> dict[str, Tensor]:

@@ -129,7 +129,9 @@ class TopKRows(Rows):
             for length, start, n in _cut(math.prod(shape), rule.block_size):
                 members.setdefault(length, []).append((i, start, count.get(length, 0), n))
                 count[length] = count.get(length, 0) + n
-        self.panels: list[Panel] = [self._panel(length, count[length], members[length]) for length in sorted(members, reverse=True)]
+        self.panels: list[Panel] = [
+            self._panel(length, count[length], members[length]) for length in sorted(members, reverse=True)
+        ]
 
     def _panel(self, length: int, n: int, members: list[tuple[int, int, int, int]]) -> Panel:
         k, bits = self.rule.kept(length), self.rule.error_bits

@@ -88,7 +88,9 @@ class GradientWindow:
     """
 
     def __init__(self, places: Sequence[Place], form: Form, momentum: bool = False) -> None:
-        self.places, self.form, self.m = list(places), form, form.m
+        self.places: list[Place] = list(places)
+        self.form: Form = form
+        self.m: int = form.m
         self.device: torch.device = places[0].device
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for i, place in enumerate(places):

@@ -36,6 +36,6 @@ def consolidate_before_save(accelerator: Accelerator, *optimizers: Optimizer) ->
     def gather(models: Any, weights: Any, output_dir: str) -> None:
         everywhere = accelerator.project_configuration.save_on_each_node
         for optimizer in meant:
-            optimizer.consolidate_state_dict(to=None if everywhere else 0)
+            optimizer.consolidate_state_dict(to=None if everywhere else 0, pieces=False)
 
     return accelerator.register_save_state_pre_hook(gather)

@@ -59,7 +59,7 @@ class SecondOrderCallback(TrainerCallback):
         self.log = log
         self.by_layer = by_layer
         self._consolidated_at = -1
-        self._in_log = False
+        self._in_training = self._in_log = False
 
     # ------------------------------------------------------------------ events, in the order of a step
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -69,6 +69,11 @@ class SecondOrderCallback(TrainerCallback):
         if scaler is not None and optimizer.grad_scaler is None:
             optimizer.grad_scaler = scaler
         self._consolidated_at = -1
+        self._in_training = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave evaluations alone that are not part of training."""
+        self._in_training = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Complete the state, if it is saved after this step."""
@@ -103,10 +108,12 @@ class SecondOrderCallback(TrainerCallback):
 
     def _complete(self, wanted: bool, args: Any, state: Any, event: Mapping[str, Any]) -> None:
         """Gather what other ranks hold, once per step; all ranks come here with the same answers."""
-        if not (wanted and self.consolidate) or args.save_only_model or self._consolidated_at == state.global_step:
+        if not (wanted and self.consolidate and self._in_training) or args.save_only_model:
+            return
+        if self._consolidated_at == state.global_step:
             return
         self._consolidated_at = state.global_step
-        self._optimizer(event).consolidate_state_dict(to=None if args.save_on_each_node else 0)
+        self._optimizer(event).consolidate_state_dict(to=None if args.save_on_each_node else 0, pieces=False)
 
     def _figures(self, optimizer: SecondOrderOptimizer) -> dict[str, float]:
         found = optimizer.diagnostics()

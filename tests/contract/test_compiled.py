@@ -60,6 +60,7 @@ def test_compiled_step(method: Method, mlp: Task) -> None:
     assert dynamo.utils.counters["stats"]["unique_graphs"] == 0
 
 
+@pytest.mark.option("inverse_method")  # one method is enough: the step is that of all
 def test_a_compiled_model_stays_compiled_in_a_closure(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model)

@@ -10,19 +10,18 @@ from tests.distributed.oracle import METHODS, Run, assert_replicas, distance, to
 from tests.distributed.pool import Pool
 from tests.fsdp.wrapping import Case, Wrap, alone, assert_like_one_process, sharded_path
 
-EACH, ROOT, HSDP = Wrap(), Wrap(each=False), Wrap(replicas=2)
-_EKFAC = {"factor_update_steps": 1, "inv_update_steps": 3}
+EACH, HSDP = Wrap(), Wrap(replicas=2)
 
 #: Every method, as it shards by itself.
 PLAIN = {
-    f"{method} {task}": Case(method, task)
+    f"{method} {task}": Case(method, task, wrap=EACH)
     for method in METHODS
     for task in ("odd", "cnn")
     if method not in ("hylo_kid", "hylo_kis")  # each rank chooses rows among its own
 }
 
 WRAPPED = {
-    "root only": Case(wrap=ROOT),
+    "root only": Case(wrap=Wrap(each=False)),
     "kept after the forward": Case(wrap=Wrap(reshard=False), method="ekfac_running"),
     "sharded after the forward": Case(wrap=Wrap(reshard=True), method="kfac_cholesky"),
     "columns": Case(wrap=Wrap(columns=True), task="even"),
@@ -72,8 +71,8 @@ OPTIONS = {
     "diagonal factors": Case(keywords={"max_factor_dim": 5}),
     "damping of the trace": Case(keywords={"damping_split": "pi"}),
     "kfac skipped": Case(keywords={"skip_layers": ["conv", "squeeze"]}),
-    "accumulated": Case(micro=3),
-    "accumulated and reduced": Case("ekfac_running", micro=3, sync=True),
+    "accumulated": Case(micro=3, wrap=EACH),
+    "accumulated and reduced": Case("ekfac_running", micro=3, sync=True, wrap=EACH),
     "momentum before": Case("ekfac_running", keywords={"momentum_mode": "pre", "power": 0.5, "lr": 0.01}),
     "examples in new bases": Case("ekfac_intra", keywords={"transport": "recompute", "scale_update_steps": 2}),
     "frozen": Case(frozen="mix"),

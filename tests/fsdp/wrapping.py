@@ -115,7 +115,7 @@ class Case:
     task: str = "odd"
     keywords: Mapping[str, Any] = field(default_factory=dict, hash=False)
     strategy: str | None = None
-    wrap: Wrap = Wrap()
+    wrap: Wrap = Wrap(each=False)
     frozen: str | None = None
     thaw: int | None = None
     steps: int = 9
@@ -220,13 +220,30 @@ def train(
     model: nn.Module, optimizer: Any, case: Case, first: int, last: int, rank: int = 0, world: int = 1
 ) -> list[Tensor]:
     """Parameters after each of the steps ``[P]``."""
-    path = []
+    seen = []
     for step in range(first, last):
         if step == case.thaw:
             case.freeze(model, False)
         descend(model, optimizer, shard(case.batch(step), rank, world), case)
-        path.append(flat(model))
-    return path
+        seen.append([_piece(p).clone() for p in model.parameters()])
+    params = list(model.parameters())
+    return list(torch.cat([_path_of(p, [own[i] for own in seen]) for i, p in enumerate(params)], 1).cpu())
+
+
+def _piece(p: Tensor) -> Tensor:
+    return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+
+
+def _path_of(p: Tensor, pieces: list[Tensor]) -> Tensor:
+    """A parameter after each step, flat ``[steps, n]``, from this rank's pieces: gathered at once, for speed."""
+    found = torch.stack(pieces)
+    if isinstance(p, DTensor):
+        moved = [Shard(at.dim + 1) if isinstance(at, Shard) else at for at in p.placements]
+        shape = torch.Size((len(pieces), *p.shape))
+        like = torch.empty(shape, device="meta")
+        whole_one = DTensor.from_local(found, p.device_mesh, moved, run_check=False, shape=shape, stride=like.stride())
+        found = whole_one.full_tensor()
+    return found.flatten(1)
 
 
 @cache

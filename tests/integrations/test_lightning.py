@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -325,3 +328,62 @@ def test_one_process_with_a_strategy_has_nothing_to_complete(tmp_path: Path) -> 
     fitted.fit(Module(make), batches())
     fitted.save_checkpoint(tmp_path / "one.ckpt")
     assert "partial" not in torch.load(tmp_path / "one.ckpt", weights_only=True)["optimizer_states"][0]
+
+
+@pytest.mark.slow
+def test_the_older_name_of_the_library_has_its_own_callback() -> None:
+    """`pytorch_lightning` is another package with other classes, and its trainer wants its own."""
+    program = (
+        "import pytorch_lightning; from secondorder.integrations.lightning import SecondOrderCallback;"
+        "assert issubclass(SecondOrderCallback, pytorch_lightning.Callback)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside it
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_a_moving_average_of_the_weights_leaves_training_alone(make: Make, tmp_path: Path) -> None:
+    """The callback copies the whole module, hooks included."""
+    plain, averaged = Module(make), Module(make)
+    trainer(3).fit(plain, batches())
+    fitted = trainer(3, callbacks=[EMAWeightAveraging(decay=0.5)])
+    fitted.fit(averaged, batches())
+    assert averaged.losses == plain.losses
+    assert any(not torch.equal(a, b) for a, b in zip(averaged.parameters(), plain.parameters(), strict=True))
+
+
+@every_method
+def test_stochastic_weight_averaging_trains_on(make: Make) -> None:
+    module = Module(make)
+    trainer(4, callbacks=[StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=2, annealing_epochs=1)]).fit(
+        module, batches()
+    )
+    assert sum(module.losses[-BATCHES:]) < sum(module.losses[:BATCHES])
+
+
+@every_method
+def test_fabric_trains_saves_and_resumes(make: Make, tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+
+    def begin() -> tuple[Any, Any]:
+        return fabric.setup(net := network(), make(net))
+
+    def train(model: Any, optimizer: Any) -> None:
+        for inputs, targets in batches():
+            optimizer.zero_grad()
+            fabric.backward(cross_entropy(model(inputs), targets))
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+
+    model, optimizer = begin()
+    train(model, optimizer)
+    fabric.save(tmp_path / "state.ckpt", {"model": model, "optimizer": optimizer})
+    train(model, optimizer)
+    resumed, other = begin()
+    fabric.load(tmp_path / "state.ckpt", {"model": resumed, "optimizer": other}, weights_only=True)
+    train(resumed, other)
+    assert_same_bits(resumed, model)

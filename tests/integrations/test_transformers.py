@@ -346,6 +346,25 @@ def test_the_state_is_gathered_before_every_save(kind: str, tmp_path: Path) -> N
     assert len(gathers) == len(set(gathers))  # once for each
 
 
+def test_an_evaluation_outside_of_training_gathers_nothing(tmp_path: Path) -> None:
+    model = classifier()
+    args = arguments(tmp_path, **SAVES["best"][0], max_steps=3)
+    method, options = METHODS["kfac"]
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=Sentences(32),
+        eval_dataset=Sentences(8, seed=1),
+        optimizer_cls_and_kwargs=(method, {"module": model, **options}),
+        callbacks=[SecondOrderCallback()],
+    )
+    trainer.evaluate()  # when there is no optimizer yet
+    trainer.train()
+    events = Events(trainer.optimizer.optimizer)
+    trainer.evaluate()
+    assert events.seen == []
+
+
 def test_where_every_node_saves_every_rank_gathers(tmp_path: Path) -> None:
     model = classifier()
     optimizer = make("kfac", model)

@@ -132,7 +132,7 @@ def outcome(model: nn.Module, optimizer: SecondOrderOptimizer, losses: list[floa
         "parameters": float(sum(p.detach().double().abs().sum() for p in model.parameters())),
         "step": optimizer.diagnostics()["step"],
         "held": sum(n for key, n in optimizer.memory_usage().items() if key in HELD),
-        "used": max(s.get("refreshes", s.get("count", 0)) for s in optimizer.state.values()),
+        "used": max(int(s.get("refreshes", s.get("count", 0))) for s in optimizer.state.values()),
         "fallback": sum("fallback" in line for line in optimizer.describe().splitlines()),
     }
     optimizer.close()
