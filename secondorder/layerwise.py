@@ -99,7 +99,8 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them the statistics captured since the last step.
 
-        Between ``observe`` and the backward of the same forward there are no gradients of it yet: what was observed stays.
+        Between ``observe`` and the backward of the same forward there are no gradients of it yet: what was observed
+        stays.
         """
         super().zero_grad(set_to_none)
         if self._capture is None or not self._capture.awaits_backward:

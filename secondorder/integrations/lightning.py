@@ -76,7 +76,7 @@ class SecondOrderCallback(pl.Callback):
         if self.consolidate and self._trainer is not None and not _consolidates(self._trainer.strategy):
             for _, optimizer in _optimizers(self._trainer):
                 if not getattr(self._trainer.strategy, "_save_distributed_checkpoint", False):
-                    optimizer.consolidate_state_dict()
+                    optimizer.consolidate_state_dict(pieces=False)
                 optimizer._warned_of_partial = True  # that of the other ranks is not what is saved, or saved by each
         return {}
 
