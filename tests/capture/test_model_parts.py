@@ -218,6 +218,10 @@ def alone_in_a_group():
     dist.destroy_process_group()
 
 
+@pytest.mark.skipif(
+    "_PipelineScheduleRuntime" not in [base.__name__ for base in ScheduleInterleaved1F1B.__mro__],
+    reason="in torch 2.8 a rank sends to itself from stage to stage, which gloo refuses",
+)
 @pytest.mark.parametrize("method", ["kfac", "hylo"])
 @pytest.mark.filterwarnings("default:.*:FutureWarning", "default:.*:UserWarning:torch")
 def test_the_schedules_of_torch_drive_several_stages(method, alone_in_a_group):

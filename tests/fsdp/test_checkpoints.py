@@ -93,7 +93,7 @@ def go_on(
 def _judge(found: list[Tensor], saved: Tensor, name: str, exact: bool = False) -> None:
     assert_replicas(found)
     assert not exact or torch.equal(found[0], saved)
-    assert distance(found[0][:1], saved[:1]) <= 1e-12
+    assert distance(found[0][:1], saved[:1]) <= 1e-11
     assert distance(found[0], saved) <= 1e-9
     assert distance(found[0], alone(CASES[name])[BREAK:]) <= 1e-9
 

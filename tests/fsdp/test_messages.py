@@ -117,10 +117,17 @@ def of_windows(rank: int, world: int, case: Case) -> dict[str, Any]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     "case",
-    [Case("mfac"), Case("mfac_sparse"), Case("mfac", keywords={"partition": "layer"}), Case("ggt", strategy="comm")],
+    [
+        Case("mfac_sparse"),
+        Case("mfac", keywords={"partition": "layer"}),
+        Case("ggt", strategy="comm"),
+        Case("mfac", wrap=Wrap(replicas=2)),
+    ],
 )
 def test_windows_move_what_their_cut_and_that_of_the_parameters_differ_in(pool: Pool, world: int, case: Case) -> None:
     """Gradients to the part of the window, directions back; what is in both cuts stays where it is."""
+    if world % 4 and case.wrap.replicas > 1:
+        pytest.skip("replicas of two ranks")
     for answer in pool.run(of_windows, case, world=world):
         gradients, directions = both(answer)
         assert gradients[1] == answer["taken"]
@@ -131,9 +138,7 @@ def rounded(rank: int, world: int, method: str) -> list[tuple[str, str, torch.dt
     """Exchanges of float32 training whose messages may be rounded, and whose ranks compare them."""
     case = Case(method, "cnn")
     model = fully_sharded(case.model(device_of(rank)).float(), rank, world, Wrap())
-    # Rows of a dense window this small would be multiplied, and travel, in float64.
-    keywords = {"window_size": 6000} if method == "mfac" else {}
-    optimizer = case.optimizer(model, MemOpt(wire_dtype=torch.bfloat16, verify_every=1), **keywords)
+    optimizer = case.optimizer(model, MemOpt(wire_dtype=torch.bfloat16, verify_every=1))
     for step in range(3):
         inputs, targets = shard(case.batch(step), rank, world)
         descend(model, optimizer, (inputs.float(), targets), case)
@@ -142,13 +147,28 @@ def rounded(rank: int, world: int, method: str) -> list[tuple[str, str, torch.dt
     return found
 
 
-@pytest.mark.parametrize("method", ["kfac_eigen", "mfac"])
+@pytest.mark.parametrize("method", ["kfac_eigen", "mfac_sparse"])
 def test_directions_are_rounded_where_that_was_asked_for_and_gradients_never(pool: Pool, method: str) -> None:
     """And all ranks count the same messages, whatever each of them gives."""
     answers = pool.run(rounded, method, world=2)
     assert answers[0] == answers[1]
     wire = {stage: {dtype for s, kind, dtype in answers[0] if s == stage and kind == "all_to_all"} for stage in STAGES}
     assert wire == {"gradients": {torch.float32}, "directions": {torch.bfloat16}}
+
+
+@pytest.mark.parametrize(
+    ("case", "world"),
+    [
+        (Case("mfac"), 2),
+        (Case("ggt"), 4),
+        (Case("mfac", wrap=Wrap(replicas=2), strategy="hybrid_half"), 4),
+    ],
+)
+def test_dense_rows_are_cut_as_parameters_are_and_nothing_travels(pool: Pool, case: Case, world: int) -> None:
+    """But dots and norms."""
+    for answer in pool.run(of_windows, case, world=world):
+        assert answer["found"] == []
+        assert set(answer["stages"]) <= {"dots", "norms"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

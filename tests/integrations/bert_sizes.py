@@ -63,14 +63,13 @@ def kronecker(shapes: Shapes, *, scale: bool = False, moments: int = 2) -> dict[
     return sizes | ({"scale": 4 * shapes.entries} if scale else {})
 
 
-def rows(shapes: Shapes, examples: int, *, fraction: float = 0.1, moments: int = 2) -> dict[str, int]:
-    """Of HyLo with the means over positions, for vocabularies that are short enough to be rows (8192 at most)."""
+def rows(shapes: Shapes, examples: int, length: int, *, fraction: float = 0.1, moments: int = 2) -> dict[str, int]:
+    """Of HyLo with the means over positions; of a table with more than 8192 vectors it keeps the indices instead."""
     r = math.ceil(fraction * examples)
-    numbers = (
-        sum(a + g for a, g in shapes.linear) + sum(n + h for n, h in shapes.tables) + sum(2 * h for h in shapes.norms)
-    )
+    size = 4 * sum(a + g for a, g in shapes.linear) + 4 * sum(2 * h for h in shapes.norms)
+    size += sum(4 * (n + h) if n <= 8192 else length * (8 + 4 * h) for n, h in shapes.tables)
     kernel = shapes.blocks * 8 * (r * r + 1)  # and λ
-    return {"rows": 4 * r * numbers, "kernel": kernel, "momentum": 4 * moments * shapes.entries}
+    return {"rows": r * size, "kernel": kernel, "momentum": 4 * moments * shapes.entries}
 
 
 def window(shapes: Shapes, m: int, *, density: float = 0.01, block: int = 4096, moments: int = 0) -> dict[str, int]:

@@ -62,7 +62,7 @@ def expected_bytes(method: str, shapes: bert_sizes.Shapes) -> dict[str, int]:
     if method in {"kfac", "ekfac"}:
         return bert_sizes.kronecker(shapes, scale=method == "ekfac")
     if method == "hylo":
-        return bert_sizes.rows(shapes, BATCH)
+        return bert_sizes.rows(shapes, BATCH, bert_data.LENGTH)
     return bert_sizes.window(shapes, WINDOW, density=DENSITY, moments=2)
 
 

@@ -38,7 +38,7 @@ def test_the_formulas_at_the_base_shape() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("method", ["kfac", "sparse_mfac"])
+@pytest.mark.parametrize("method", ["kfac", "hylo", "sparse_mfac"])
 def test_three_steps_fit_and_take_what_the_formula_says(method: str) -> None:
     found = run(method)
     assert found["parameters"] == 109_483_778
