@@ -7,6 +7,7 @@ from the model and the options. A rank loads the part of it that it holds. Where
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,6 +126,8 @@ class Checkpointing(Lifecycle):
         if self._t == 0 or self._warned_of_partial:  # before training, wrappers of optimizers look at the state too
             return
         if self._gathered_at == self._t:  # another rank has everything, and trainers ask all ranks for their state
+            return
+        if _is_saved_in_parts():
             return
         self._warned_of_partial = True
         warnings.warn(
@@ -429,6 +432,16 @@ def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
         shaped = key in RULE_KEYS or key in CUT_KEYS
         return cut_like(found, parameter) if shaped and is_cut(parameter) and not is_cut(found) else found
     return value
+
+
+def _is_saved_in_parts() -> bool:
+    """Whether torch's distributed checkpoints ask, into which every rank writes its part."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict" and "info" in frame.f_locals:
+            return getattr(frame.f_locals["info"], "full_state_dict", True) is False
+        frame = frame.f_back
+    return False
 
 
 def _are_zero(tensors: Sequence[Tensor]) -> bool:

@@ -182,8 +182,13 @@ def full_state(rank: int, world: int, strategy: str, first: bool, flat: str) -> 
 def test_full_state_of_one_rank_needs_consolidation(pool: Pool, form: str) -> None:
     """torch takes the keys of rank 0 alone: what is lost with those of the others is noticed where it is missed."""
     (_, refused), (_, kept) = (pool.run(full_state, "mem", first, form, world=2) for first in (False, True))
-    assert refused[0][0] == "RuntimeError"
-    assert "consolidate_state_dict() on all ranks" in refused[0][1]
+    kind, message = refused[0]
+    if kind == "KeyError":  # torch misses the key itself, before the optimizer is asked
+        assert form == "flat"
+        assert torch.__version__ < "2.9"
+    else:
+        assert kind == "RuntimeError"
+        assert "consolidate_state_dict() on all ranks" in message
     answer, (silent, loaded) = kept
     assert answer == ("", "")
     assert torch.equal(silent, loaded)

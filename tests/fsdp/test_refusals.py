@@ -35,13 +35,15 @@ def poison(model: nn.Module, rank: int, bad: int, now: bool) -> None:
         own.view(-1)[-1] = torch.nan
 
 
-def poisoned(rank: int, world: int, case: Case, bad: int) -> tuple[Tensor, int]:
-    """Path, and number of steps that were left out."""
+def poisoned(rank: int, world: int, case: Case, bad: int, on_device: bool = False) -> tuple[Tensor, int]:
+    """Path, and number of steps that were left out; they are gated as on a device, or not taken."""
     if world > 1:
         model, optimizer = started(rank, world, case)
     else:
         model = case.model()
         optimizer = case.optimizer(model)
+    if on_device:
+        optimizer._inspect = lambda gradients: (True, optimizer._acceptable(gradients))
     path = []
     for step in range(case.steps):
         hook = optimizer.register_step_pre_hook(lambda *_, step=step: poison(model, rank, bad, step == POISONED))
@@ -61,6 +63,18 @@ def test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all(pool: Pool, world:
     found = pool.run(poisoned, case, world - 1, world=world)
     assert_replicas([path for path, _ in found])
     assert [count for _, count in found] == [one] * world == [1] * world
+    path = found[0][0]
+    assert torch.equal(path[POISONED], path[POISONED - 1])
+    assert distance(path, reference) <= 1e-9
+
+
+@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_running", "mfac", "mfac_sparse", "ggt"])
+def test_a_gate_that_is_closed_on_the_device_changes_nothing(pool: Pool, method: str) -> None:
+    """A device is not waited for: the step is taken, and has no effect on parameters; as in one process."""
+    case = Case(method, keywords={"weight_decay": 0.1, "nesterov": method == "mfac"})
+    reference, _ = pool.run(poisoned, case, 0, True, world=1)[0]
+    found = pool.run(poisoned, case, 1, True, world=2)
+    assert_replicas([path for path, _ in found])
     path = found[0][0]
     assert torch.equal(path[POISONED], path[POISONED - 1])
     assert distance(path, reference) <= 1e-9
@@ -244,6 +258,33 @@ def test_parameters_that_are_cut_in_two_ways_are_refused_by_name(pool: Pool) -> 
         for kind, text in answers:
             assert kind == "NotImplementedError"
             assert "parameter '" in text
+
+
+def made_before(rank: int, world: int, name: str) -> tuple[str, str]:
+    model = Parallel().to(device_of(rank), torch.float64)
+    cls, keywords = METHODS[name]
+    optimizer = cls(model, **keywords)
+    fully_shard(model)
+    model(torch.ones(3, 4, dtype=torch.float64, device=device_of(rank))).sum().backward()
+    return raised(optimizer.step)
+
+
+@pytest.mark.parametrize("name", ["kfac", "mfac"])
+def test_an_optimizer_made_before_sharding_says_so_at_its_first_step(pool: Pool, name: str) -> None:
+    for kind, text in pool.run(made_before, name, world=2):
+        assert kind == "RuntimeError"
+        assert "make it after fully_shard()" in text
+
+
+def planned(rank: int, world: int) -> tuple[str, str]:
+    model, optimizer = started(rank, world, Case(task="mlp"))
+    return raised(optimizer.plan)
+
+
+def test_a_plan_is_made_before_sharding(pool: Pool) -> None:
+    (kind, text), _ = pool.run(planned, world=2)
+    assert kind == "NotImplementedError"
+    assert "before fully_shard" in text
 
 
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {

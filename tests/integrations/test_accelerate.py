@@ -146,7 +146,9 @@ def test_a_loaded_state_goes_on_with_the_same_bits(name: str, tmp_path: Path) ->
 
 def test_saving_gathers_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, seen = Run("kfac"), []
-    monkeypatch.setattr(run.optimizer, "consolidate_state_dict", lambda to=0: seen.append(f"gather to {to}"))
+    monkeypatch.setattr(
+        run.optimizer, "consolidate_state_dict", lambda to=0, pieces=True: seen.append(f"gather to {to}")
+    )
     run.optimizer.register_state_dict_pre_hook(lambda _: seen.append("state"))
     handle = consolidate_before_save(run.accelerator, run.prepared)
     run.accelerator.save_state(str(tmp_path / "first"))

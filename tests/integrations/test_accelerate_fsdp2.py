@@ -85,7 +85,7 @@ def sharded(rank: int, world: int, name: str, kind: str, folder: Path, *, resume
             losses.append(loss.item())
             if step + 1 == SAVED and not resume:
                 if kind == "FULL_STATE_DICT":
-                    optimizer.consolidate_state_dict(to=0)
+                    optimizer.consolidate_state_dict(pieces=False)
                 accelerator.save_state(str(folder))
         whole = [p.full_tensor().detach().numpy() for p in model.parameters()]  # type: ignore[attr-defined]
         assert not any("fallback" in line for line in optimizer.describe().splitlines())

@@ -305,7 +305,7 @@ class Events(TrainerCallback):
     def __init__(self, optimizer: SecondOrderOptimizer) -> None:
         self.seen: list[tuple[str, int]] = []
         self._step = 0
-        optimizer.consolidate_state_dict = lambda to=0: self.seen.append((f"gather to {to}", self._step))
+        optimizer.consolidate_state_dict = lambda to=0, pieces=True: self.seen.append((f"gather to {to}", self._step))
         optimizer.register_state_dict_pre_hook(lambda _: self.seen.append(("state", self._step)))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
