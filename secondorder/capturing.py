@@ -268,9 +268,17 @@ class Capturing(Lifecycle):
 
     def _follow_schedule(self) -> None:
         """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
-        self._synchronize()
+        if not self._is_gathered():
+            self._synchronize()
         if self._schedule() != self._armed_for:
             self._arm()
+
+    def _is_gathered(self) -> bool:
+        """Whether the module has whole parameters now, in the place of those that ``fully_shard`` has cut."""
+        if self._layout() == self._signature or not any(is_cut(p) for p in self._group):
+            return False
+        inside = self._inside()
+        return any(is_cut(p) and p not in inside for p in self._group)
 
     def _capture_is_due(self, block: Block) -> bool:
         group = block.group

@@ -88,6 +88,7 @@ ONE_IN = {
     "test_join_is_refused": 2,
     "test_curvature_of_layers_is_on_its_owner_alone": 3,
     "test_windows_are_cut_over_the_ranks": 3,
+    "test_sparse_windows_are_cut_evenly_too": 2,
     "test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all": 6,
     "test_a_gate_that_is_closed_on_the_device_changes_nothing": 5,
     "test_layers_that_are_not_used_wait": 6,

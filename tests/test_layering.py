@@ -57,7 +57,8 @@ MAY_IMPORT = {
     "units": {"lifecycle", "curvature"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
     "optimizer": {
-        "checkpoint", "planner", "pieces", "comm", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options",
+        "checkpoint", "planner", "pieces",
+        "comm", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options",
     },
     # parameters that are cut over ranks, and windows of their gradients
     "pieces": {"comm", "lifecycle", "update"},

@@ -152,8 +152,10 @@ class Capture(Observation):
         modules = list(roots)
         self._roots = Roots(modules)
         for number, root in enumerate(modules):
+            # Before that of fully_shard, which puts whole parameters in the place of those that are trained.
+            first = any(_is_cut(p) for p in root.parameters())
             self._root_handles += [
-                root.register_forward_pre_hook(RootEnter(self.switch, number), with_kwargs=True),
+                root.register_forward_pre_hook(RootEnter(self.switch, number), with_kwargs=True, prepend=first),
                 root.register_forward_hook(RootLeave(self.switch, number), always_call=True),
             ]
         # A model may outlive its optimizer: its hooks then go.

@@ -128,7 +128,7 @@ def test_wrong_checkpoint_is_refused_by_name_and_changes_nothing(method: Method,
 
 
 def test_an_estimate_that_is_empty_though_it_was_updated_is_refused(method: Method, mlp: Task) -> None:
-    """torch's functions make such a state from the file of one rank of several: what it lacks they take from a new run."""
+    """torch's functions make such a state from the file of one rank of several: they fill it from a new optimizer."""
     saved = own(method, mlp)
     empty = copy.deepcopy(saved)
     for state in empty["state"].values():

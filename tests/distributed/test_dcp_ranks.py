@@ -185,7 +185,7 @@ def test_full_state_of_one_rank_needs_consolidation(pool: Pool, form: str) -> No
     kind, message = refused[0]
     if kind == "KeyError":  # torch misses the key itself, before the optimizer is asked
         assert form == "flat"
-        assert torch.__version__ < "2.9"
+        assert torch.__version__ < "2.13"
     else:
         assert kind == "RuntimeError"
         assert "consolidate_state_dict() on all ranks" in message

@@ -61,7 +61,7 @@ def save(
     model, optimizer = started(rank, world, case)
     train(model, optimizer, case, 0, BREAK, rank, world)
     if gathered:
-        optimizer.consolidate_state_dict(to=None)
+        optimizer.consolidate_state_dict(to=None, pieces=False)
     checkpoint.save(_state(model, optimizer, form), checkpoint_id=str(folder))
     path = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
     optimizer.close()
@@ -80,7 +80,7 @@ def go_on(
         model, optimizer = started(rank, world, case)
     shifted(model)
     if gathered:
-        optimizer.consolidate_state_dict(to=None)
+        optimizer.consolidate_state_dict(to=None, pieces=False)
     state = _state(model, optimizer, form)
     checkpoint.load(state, checkpoint_id=str(folder))
     set_model_state_dict(model, state["model"])
@@ -226,5 +226,5 @@ def test_a_file_of_one_rank_goes_on_in_one_process(pool: Pool, by_torch: bool, n
         assert "partial" not in state
         optimizer.load_state_dict(state)
     path = torch.stack(train(model, optimizer, case, BREAK, END))
-    assert distance(path[:1], expected[:1]) <= 1e-12
+    assert distance(path[:1], expected[:1]) <= 1e-11
     assert distance(path, expected) <= 1e-9

@@ -218,3 +218,13 @@ def test_windows_are_cut_over_the_ranks(pool: Pool, method: str, world: int) -> 
     for usage, pieces in found:
         assert abs(usage["window"] - 6 * entries * 8 / world) <= 6 * 16 * 8
         assert usage["momentum"] == pieces * 8
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sparse_windows_are_cut_evenly_too(pool: Pool, world: int) -> None:
+    """Between blocks: with two ranks layers have enough of them to be cut as parameters are, with four not."""
+    whole = Case("mfac_sparse").optimizer(tower()).memory_usage()
+    found = pool.run(stored, "mfac_sparse", {}, world=world)
+    for kind in ("window", "error"):
+        assert sum(usage[kind] for usage, _ in found) == whole[kind]
+        assert all(usage[kind] <= 1.05 / world * whole[kind] for usage, _ in found)

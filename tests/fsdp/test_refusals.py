@@ -121,6 +121,29 @@ class Optional(nn.Module):
         return self.head(torch.tanh(self.sometimes(hidden)) if self.on else hidden)
 
 
+def thawed_between(rank: int, world: int) -> list[list[str]]:
+    """Names of blocks before and after a layer is unfrozen while parameters are whole."""
+    case = Case(frozen="mix", wrap=Wrap(each=False, reshard=False))
+    model, optimizer = started(rank, world, case)
+    inputs, targets = shard(case.batch(0), rank, world)
+    names = [list(optimizer.blocks)]
+    model(inputs)
+    case.freeze(model, False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        mean_loss(model(inputs), targets).backward()
+        optimizer.step()
+    names.append(list(optimizer.blocks))
+    optimizer.close()
+    return names
+
+
+def test_a_layer_that_is_thawed_between_two_forwards_joins_the_others(pool: Pool) -> None:
+    """A forward that was not followed by a backward has left whole parameters in the module."""
+    for before, after in pool.run(thawed_between, world=2):
+        assert set(after) == {*before, "mix"}
+
+
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac": (KFAC, {"lr": 0.05, "damping": 0.1, "inv_update_steps": 2, "factor_update_steps": 1}),
     "ekfac": (EKFAC, {"lr": 0.05, "damping": 0.1, "inv_update_steps": 2, "factor_update_steps": 1}),
