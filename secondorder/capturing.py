@@ -98,6 +98,8 @@ class Capturing(Lifecycle):
         self._refreshed_at: dict[str, int] = {}
         self._learned_at: dict[str, int] = {}
         self._looked_for_scaler: set[str] = set()
+        #: The loss scaler, if it was found and not given.
+        self._found_scaler: Any = None
         self._armed_for: list[tuple[Any, ...]] = []
         #: Shapes of the whole curvature of each parameter, wherever it is.
         self._specs: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
@@ -275,7 +277,7 @@ class Capturing(Lifecycle):
 
     def _is_gathered(self) -> bool:
         """Whether the module has whole parameters now, in the place of those that ``fully_shard`` has cut."""
-        if self._layout() == self._signature or not any(is_cut(p) for p in self._group):
+        if not self._is_cut or self._layout() == self._signature:
             return False
         inside = self._inside()
         return any(is_cut(p) and p not in inside for p in self._group)
@@ -300,17 +302,22 @@ class Capturing(Lifecycle):
     def _infer_scaler(self) -> None:
         """Adopt the loss scaler that calls this step, where none was given; what was captured before is left out.
 
-        The stack is looked through in the first step, and in the first that finds float16 gradients: not in every one.
+        The stack is looked through in the first step, in the first that finds float16 gradients, and in those that use
+        a scaler which was found: where it does not call any more, it does not multiply the loss either.
         """
         capture = self._capture
-        if capture is None or self._scaler is not None or not (capture.pending or capture.scale_is_unknown):
+        if capture is None or not (capture.pending or capture.scale_is_unknown):
+            return
+        if self._scaler is not None:
+            if self._scaler is self._found_scaler and calling_scaler() is not self._scaler:
+                self.grad_scaler = self._found_scaler = None
             return
         wanted = {"first", "float16"} if capture.scale_is_unknown else {"first"}
         if wanted <= self._looked_for_scaler:
             return
         self._looked_for_scaler |= wanted
         if (found := calling_scaler()) is not None:
-            self.grad_scaler = found
+            self.grad_scaler = self._found_scaler = found
 
     def detach(self) -> None:
         """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""

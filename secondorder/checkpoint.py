@@ -39,6 +39,8 @@ _DTYPES = (
     torch.uint8, torch.bool,
 )  # fmt: skip
 _MOST_DIMS = 8
+#: Where torch collects and distributes the state of optimizers.
+_CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 #: Momentum that is kept with curvature, shaped like the parameter.
 CUT_KEYS = ("gradient_momentum",)
 
@@ -271,6 +273,7 @@ class Checkpointing(Lifecycle):
         lines: list[str] = []
         elsewhere: list[str] = []
         loaded: dict[nn.Parameter, dict[str, Any]] = {}
+        filled_in = _filled_in()
         for p, i, given in self._numbered({"param_groups": groups}):
             # torch's flattened checkpoints put an empty dict where a key was left out.
             theirs = {k: v for k, v in found.get(i, {}).items() if not (isinstance(v, dict) and not v)}
@@ -278,6 +281,8 @@ class Checkpointing(Lifecycle):
             held = self._held(p, spec)
             required = {k: v for k, v in held.items() if not self._may_lack(k, given)}
             absent = self._absent(theirs, required)
+            curvature = [k for k in theirs if k.partition("@")[0] in self.kinds and not self._may_lack(k, given)]
+            absent += [k for k in curvature if id(theirs[k]) in filled_in]
             elsewhere += [f"{label}: {key} is missing" for key in absent]
             shapes = {k: shape_of(v) for k, v in required.items() if k not in absent}
             shapes.update({k: shape_of(v) for k, v in spec.items() if k in theirs})
@@ -297,35 +302,7 @@ class Checkpointing(Lifecycle):
                 f"({'; '.join(elsewhere[:3])}, …): it was saved on one rank of several. {_MEND}"
             )
         self._refuse(lines + elsewhere)
-        self._require_estimates(loaded, groups)
         return loaded
-
-    def _require_estimates(self, loaded: Mapping[nn.Parameter, Mapping[str, Any]], groups: list[Group]) -> None:
-        """Refuse estimates that are empty although they were updated.
-
-        ``set_optimizer_state_dict`` fills in what a file lacks from the optimizer that loads it. That of one rank of
-        several, whose mark as partial it does not keep, would so be taken for whole.
-
-        Raises:
-            RuntimeError: If there is one.
-        """
-        windows: list[Tensor] = []
-        for p, _, given in self._numbered({"param_groups": groups}):
-            state, kept = loaded.get(p, {}), given["checkpoint_curvature"] != "none"
-            tensors = {k.partition("@")[0]: v for k, v in state.items() if kept and isinstance(v, Tensor) and v.numel()}
-            estimate = [v for k, v in tensors.items() if self.kinds.get(k) in ("factors", "rows")]
-            if any(state.get(k, 0) for k in ("factor_updates", "refreshes")) and _are_zero(estimate):
-                self._refuse_empty(self._names[p])
-            if float(state.get("step", 0)) > 0:
-                windows += [v for k, v in tensors.items() if self.kinds.get(k) == "window"]
-        if _are_zero(windows):
-            self._refuse_empty("all parameters")
-
-    def _refuse_empty(self, whose: str) -> None:
-        raise RuntimeError(
-            f"this state_dict tells of updates, and the curvature of {whose} in it is empty: it was saved on one rank "
-            f"of several, without the others' part, and {self.comm.standing} needs that. {_MEND}"
-        )
 
     def _absent(self, theirs: Mapping[str, Any], required: State) -> list[str]:
         """Tensors that a rank without them left out: all of a sort, while the numbers, which all have, are there."""
@@ -438,15 +415,28 @@ def _is_saved_in_parts() -> bool:
     """Whether torch's distributed checkpoints ask, into which every rank writes its part."""
     frame = sys._getframe(1).f_back
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict" and "info" in frame.f_locals:
+        if frame.f_globals.get("__name__") == _CHECKPOINTS and "info" in frame.f_locals:
             return getattr(frame.f_locals["info"], "full_state_dict", True) is False
         frame = frame.f_back
     return False
 
 
-def _are_zero(tensors: Sequence[Tensor]) -> bool:
-    """Whether there are tensors, and all entries of all are 0."""
-    return bool(tensors) and not any(bool(x.any()) for x in tensors)
+def _filled_in() -> set[int]:
+    """Ids of the tensors that ``set_optimizer_state_dict``, if it calls, has not from the file but from the optimizer.
+
+    With ``full_state_dict=True`` it takes what a file lacks from the state of the optimizer that loads it, and drops
+    the mark of a partial state: the file of one rank of several would be taken for whole.
+
+    Returns:
+        The ids, none where something else calls.
+    """
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _CHECKPOINTS and "flatten_local_osd" in frame.f_locals:
+            own = frame.f_locals.get("local_state_dict", {}).get("state", {})
+            return {id(value) for state in own.values() for value in state.values() if isinstance(value, Tensor)}
+        frame = frame.f_back
+    return set()
 
 
 def _by_number(found: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -103,7 +103,9 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         stays.
         """
         super().zero_grad(set_to_none)
-        if self._capture is None or not self._capture.awaits_backward:
+        if self._capture is not None and self._capture.awaits_backward:
+            self._capture.spare()
+        else:
             self._discard()
 
     def _take(self) -> Captured:

@@ -127,12 +127,25 @@ class Lifecycle(Optimizer):
             self.state[self._first].setdefault("global_step", self._t)
         return changed
 
+    @property
+    def _is_cut(self) -> bool:
+        """Whether parameters are cut over ranks."""
+        return False
+
     def _forget_replaced(self) -> None:
         """Drop the state of parameters in whose place others have come under the same names (as a trainer may do)."""
         names = {self._names[p] for p in self._group}
-        for p in [p for p, name in self._names.items() if p not in self._group and name in names]:
+        replaced = {p: n for p, n in self._names.items() if p not in self._group and n in names}
+        for p in replaced:
             del self._names[p]
             self.state.pop(p, None)
+        if replaced and self._t:
+            warnings.warn(
+                f"{type(self).__name__}: after {self._t} steps other parameters have come in the place of "
+                f"{some_of(list(replaced.values()))}; their curvature and momentum begin anew. Replace parameters "
+                "before training, or carry the state over with state_dict() and load_state_dict()",
+                stacklevel=depth_of_caller(),
+            )
 
     def _inside(self) -> dict[nn.Parameter, str]:
         """Names of the module's parameters, if there is a module."""

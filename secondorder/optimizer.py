@@ -228,7 +228,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    grad = local(p.grad)
+                    grad = local(p.grad) if self._is_cut else p.grad
                     grad = grad.to_dense() if grad.layout != torch.strided else grad.resolve_conj()
                     found[p] = -grad if group["maximize"] else grad
         return found
@@ -324,7 +324,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
     def _apply_rule(
         self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
     ) -> None:
-        tensors = [local(p) for p in params]
+        tensors = [local(p) for p in params] if self._is_cut else cast("list[Tensor]", params)
         decay = group["weight_decay"]
         if rule in ("adamw", "fallback_adamw"):
             means, squares = self._moments(params)

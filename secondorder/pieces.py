@@ -27,10 +27,15 @@ class Pieces(Lifecycle):
         self._layouts: dict[nn.Parameter, Layout] = {}
         self._ways: dict[Hashable, Route] = {}
         if any(is_cut(p) for p in params):
-            names = {**self._names, **self._inside()}
-            self._layouts = {
-                p: layout_of(p, names.get(p, f"of shape {tuple(p.shape)}"), self.comm.world) for p in params
-            }
+            known = {**self._names, **self._inside()}
+            names = {p: known.get(p, f"of shape {tuple(p.shape)}") for p in params}
+            self._layouts = {p: layout_of(p, names[p], self.comm.world) for p in params}
+            if found := [names[p] for p in params if p.is_complex()]:
+                raise NotImplementedError(
+                    f"parameter '{found[0]}' is complex and others are cut over the ranks (fully_shard): train complex "
+                    "parameters in an optimizer of their own, or use DistributedDataParallel"
+                )
+            self._require_fitting_strategy()
         return super()._rebuild()
 
     def _begin_life(self, comm: CommStrategy | None) -> None:

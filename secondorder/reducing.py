@@ -82,7 +82,7 @@ class Reducing(Capturing):
         return self._keys_of(block, "curvature")
 
     def _keys_of(self, block: Block, place: str) -> list[str]:
-        held = self.state[block.owner].items()
+        held = sorted(self.state[block.owner].items())  # a loaded state may have another order on each rank
         return [k for k, v in held if isinstance(v, Tensor) and self.place_of(block, k) == place]
 
     # ------------------------------------------------------------------ stage 2: statistics

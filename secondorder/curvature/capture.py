@@ -37,6 +37,7 @@ from secondorder.curvature.taps import (
     CAPTURES,
     SECOND_BACKWARD,
     LayerHook,
+    Reduced,
     RootEnter,
     RootLeave,
     Switch,
@@ -120,6 +121,8 @@ class Capture(Observation):
         self._scaler: Any = None
         #: Whether float16 gradients came of which nobody knows the scale.
         self.scale_is_unknown = False
+        #: Whether gradients were reset while something was observed that no backward has reached.
+        self._is_spared = False
         #: Whether statistics come from :meth:`observe` instead of the backward pass of the loss.
         self.observes = False
         self.batch_dim = 0
@@ -186,6 +189,8 @@ class Capture(Observation):
                 # A root that is a layer itself: its output is tapped before the pass is closed.
                 first = module in self._roots
                 self._tap_handles.append(module.register_forward_hook(tap, with_kwargs=True, prepend=first))
+            if _is_cut(site.owner):
+                self._tap_handles.append(site.owner.register_post_accumulate_grad_hook(Reduced(self.switch)))
         switch = self.switch
         for attention in watched:
             self._tap_handles += attention.install(lambda: switch.armed)
@@ -232,7 +237,7 @@ class Capture(Observation):
         """Forget the pending statistics (their gradients were discarded)."""
         self._pending, self._own_examples = {}, {}
         self._roots.clear()
-        self._backward_ran = self.scale_is_unknown = False
+        self._backward_ran = self.scale_is_unknown = self.switch.reduced = self._is_spared = False
         self._terms = None
         self._void.clear()
         self._passes = {i: p for i, p in self._passes.items() if not p.counted}
@@ -246,6 +251,10 @@ class Capture(Observation):
     def awaits_backward(self) -> bool:
         """Whether forwards are observed, and no gradient has been computed since the last step."""
         return self.observes and not self._backward_ran
+
+    def spare(self) -> None:
+        """Keep what was observed though gradients are reset, if a backward comes before the next forward."""
+        self._is_spared = True
 
     @property
     def due(self) -> frozenset[int]:
@@ -301,12 +310,12 @@ class Capture(Observation):
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's).
 
-        Not of parameters that ``fully_shard`` has cut: their gradients are elsewhere until they are reduced.
+        Those of parameters that ``fully_shard`` has cut are elsewhere until they are reduced.
         """
         if (
             (self._pending or self._roots.examples)
             and self._backward_ran
-            and all(site.owner.grad is None and not _is_cut(site.owner) for site in self.sites)
+            and all(s.owner.grad is None and (self.switch.reduced or not _is_cut(s.owner)) for s in self.sites)
         ):
             self.discard()
 
@@ -318,6 +327,8 @@ class Capture(Observation):
                 old.edges.clear()  # a forward that nobody will observe must not keep its graph
         current = self._passes[number] = Pass(shape, self.batch_dim, self._keep, holds_indices, root)
         if not in_backward():
+            if self._is_spared and self.awaits_backward:
+                self.discard()  # no backward came: the batch was given up
             self._flush()
             self._latest = current
             self._roots.join(current)

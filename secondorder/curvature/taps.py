@@ -39,6 +39,8 @@ class Switch:
         self.key = key
         self.armed = False
         self.depth = 0
+        #: Whether a gradient of parameters that are cut over ranks has come since the last step.
+        self.reduced = False
         self.token: Tensor | None = None
 
 
@@ -121,6 +123,23 @@ class LayerHook:
         if capture is not None and not _in_transform():
             _tap(capture, self.index, self.part, x.detach(), output)
         return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return Inert, ()
+
+
+class Reduced:
+    """Hook on a parameter that is cut over ranks: its gradient has come."""
+
+    def __init__(self, switch: Switch) -> None:
+        self.switch = switch
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Note that."""
+        self.switch.reduced = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()

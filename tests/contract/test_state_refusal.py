@@ -127,22 +127,6 @@ def test_wrong_checkpoint_is_refused_by_name_and_changes_nothing(method: Method,
     assert_identical(values(model), values(twin))
 
 
-def test_an_estimate_that_is_empty_though_it_was_updated_is_refused(method: Method, mlp: Task) -> None:
-    """torch's functions make such a state from the file of one rank of several: they fill it from a new optimizer."""
-    saved = own(method, mlp)
-    empty = copy.deepcopy(saved)
-    for state in empty["state"].values():
-        for key, value in state.items():
-            if key.startswith(("factor_", "rows_", "window", "tail_")) and isinstance(value, torch.Tensor):
-                value.zero_()
-    optimizer = method.build(mlp.model())
-    before = snapshot(optimizer)
-    with pytest.raises(RuntimeError, match=r"empty.*consolidate_state_dict"):
-        optimizer.load_state_dict(empty)
-    assert_identical(snapshot(optimizer), before)
-    optimizer.load_state_dict(saved)
-
-
 @pytest.mark.option("inverse_method")
 def test_inverse_method_comes_from_the_checkpoint_like_every_group_value(method: Method, mlp: Task) -> None:
     """It is no mismatch: the loaded groups say what the loaded state is, and training goes on exactly."""
