@@ -144,7 +144,7 @@ def test_reduce_does_not_average_over_padding_unsaid():
         if block_state(opt, name)["factor_updates"]:
             check_block(opt, name, rows[name])
         else:
-            assert any(f"{name}: " in str(w.message) and "padded" in str(w.message) for w in told)
+            assert any(name in str(w.message) and "padded" in str(w.message) for w in told)
             assert_close(moved, 0.1 * gradient)
     check_block(opt, "head", rows["head"])
 
