@@ -296,6 +296,7 @@ class Capturing(Lifecycle):
             self._capture.clock = clock
 
     def _follow_scaler(self) -> None:
+        self._found_scaler = None  # whoever sets one decides; it is noted below where this class does
         if self._capture is not None:
             self._capture.grad_scaler = self._scaler
 

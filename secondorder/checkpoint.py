@@ -434,7 +434,8 @@ def _filled_in() -> set[int]:
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and "flatten_local_osd" in frame.f_locals:
             own = frame.f_locals.get("local_state_dict", {}).get("state", {})
-            return {id(value) for state in own.values() for value in state.values() if isinstance(value, Tensor)}
+            tensors = [v for state in own.values() for v in state.values() if isinstance(v, Tensor)]
+            return {id(v) for v in tensors if not is_cut(v)}  # into those that are cut, it copies the file's
         frame = frame.f_back
     return set()
 

@@ -293,3 +293,39 @@ def test_an_observer_never_sees_rows_that_carry_the_scale(tmp_path):
     assert {step for step, _ in found[True]} == {1, 2}
     for key, value in found[True].items():
         assert value == pytest.approx(found[False][key], rel=1e-4)
+
+
+@methods
+@pytest.mark.parametrize("half", [True, False])
+def test_a_scaler_that_was_found_is_given_up_once_it_does_not_step_any_more(method, half):
+    """Statistics of a loss that nothing scales, divided by the scale, would be too small by its square."""
+    model, scaler, disabled = make_model(), make_scaler(), make_scaler(enabled=False)
+    opt = METHODS[method](model)
+    for _ in range(2):
+        scaled_step(opt, model, scaler, half=half)
+    assert opt.grad_scaler is scaler
+    for _ in range(4):
+        scaled_step(opt, model, disabled, half=False, step=lambda o: o.step())
+        assert opt.grad_scaler is None
+    assert_alike(curvature(opt), reference(method, 5))
+
+
+@methods
+@pytest.mark.parametrize("way", ["given", "late", "after it was found"])
+def test_a_scaler_that_was_given_stays_whoever_steps(method, way):
+    model, scaler = make_model(), make_scaler()
+    opt = METHODS[method](model, **({"grad_scaler": scaler} if way == "given" else {}))
+    found = 2 if way == "after it was found" else 0
+    for _ in range(found):
+        scaled_step(opt, model, scaler, half=False)
+    if way != "given":
+        opt.grad_scaler = scaler
+
+    def by_hand(optimizer):
+        scaler.unscale_(optimizer)
+        optimizer.step()
+
+    for _ in range(3):
+        scaled_step(opt, model, scaler, half=False, step=by_hand)
+        assert opt.grad_scaler is scaler
+    assert_alike(curvature(opt), reference(method, 3 + max(found - 1, 0)), 1e-5)

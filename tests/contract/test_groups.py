@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -303,3 +306,34 @@ def test_group_dicts_that_are_replaced_are_followed(method: Method, mlp: Task) -
         train(model, optimizer, mlp, 5, start=1)
         results.append([p.detach().clone() for p in model.parameters()])
     assert_identical(*results)
+
+
+def replaced(model: nn.Module, optimizer: Any, path: str) -> None:
+    """A new parameter in the place of another one, in the module and in the groups, as some trainers do."""
+    module, _, name = path.rpartition(".")
+    old = model.get_parameter(path)
+    new = nn.Parameter(old.detach().clone())
+    setattr(model.get_submodule(module), name, new)
+    for group in optimizer.param_groups:
+        group["params"][:] = [new if p is old else p for p in group["params"]]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Task, steps: int) -> None:
+    """Their curvature and momentum begin anew: before the first step there is none to lose."""
+    model = mlp.model()
+    optimizer = method.build(model)
+    train(model, optimizer, mlp, steps)
+    for path in ("first.weight", "second.weight"):
+        replaced(model, optimizer, path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, mlp, 3, start=steps)
+    told = [str(w.message) for w in caught if "other parameters have come" in str(w.message)]
+    assert len(told) == bool(steps)
+    for text in told:
+        assert f"after {steps} steps" in text
+        assert "first.weight" in text
+        assert "second.weight" in text
+        assert "first.bias" not in text
+    assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_identical, covered_layers, snapshot, train, values
+from tests.contract.tasks import CLASSES, Task, assert_identical, covered_layers, snapshot, train, values
 
 # Refreshes every 4 steps: the first break is inside an interval, and the last goes over two more. Windows of 4 rows:
 # the first break is inside the second turn of the ring, and the last goes over two more.
@@ -375,3 +376,44 @@ def load_twice(method: Method, variant: Variant, mlp: Task, kind: str) -> None:
     train(other, second, mlp, 4, start=MIDDLE)
     train(used, third, mlp, 4, start=MIDDLE)
     assert_identical(values(used), values(other))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Curvature that is zero, and not missing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_step_whose_gradients_are_all_zero_can_be_resumed(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model)
+    (mlp.loss(model, 0) * 0).backward()
+    optimizer.step()
+    other, second = resumed(method, mlp, model, optimizer)
+    for net, opt in ((model, optimizer), (other, second)):
+        train(net, opt, mlp, 3, start=1)
+    assert_identical(values(other), values(model))
+
+
+class Closed(nn.Module):
+    """A branch between two gates that are closed: its layer sees inputs and gradients of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.branch, self.second = nn.Linear(5, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, CLASSES)
+        self.entry, self.exit = (nn.Parameter(torch.zeros(())) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        return self.second(hidden + self.exit * self.branch(self.entry * hidden))
+
+
+def test_a_layer_that_sees_zeros_alone_can_be_resumed(method: Method, mlp: Task) -> None:
+    task = replace(mlp, build=Closed)
+    model = task.model()
+    optimizer = method.build(model)
+    train(model, optimizer, task, 3)
+    assert not model.get_parameter("branch.weight").grad.any()
+    other, second = resumed(method, task, model, optimizer)
+    for net, opt in ((model, optimizer), (other, second)):
+        train(net, opt, task, 2, start=3)
+    assert_identical(values(other), values(model))

@@ -247,6 +247,27 @@ def test_gradients_may_be_reset_between_observe_and_backward(fisher):
     assert_factors(*found)
 
 
+@fishers
+@both
+def test_a_batch_that_was_observed_and_given_up_is_in_no_estimate(fisher, method):
+    """No backward followed its ``zero_grad``, as where a loop skips a batch whose loss is not finite."""
+    model, one, other = mlp(), vectors(6), vectors(3, seed=1)
+    expected = exact_factors(twin(model), *other)
+    opt = still(model, fisher, METHODS[method])
+    opt.observe(model(100 * one[0]), "categorical")
+    opt.zero_grad()
+    outputs = model(other[0])
+    opt.observe(outputs, "categorical")
+    F.cross_entropy(outputs, other[1]).backward()
+    opt.step()
+    assert float(layer_state(opt, model, "0")["factor_weight"]) == 3
+    found = all_factors(opt, model)
+    for name, (A, _) in expected.items():
+        assert_close(found[name][0], A, 1e-9, name)
+    if fisher == "exact":  # the others draw numbers
+        assert_factors(found, expected)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Several heads
 # ---------------------------------------------------------------------------------------------------------------------

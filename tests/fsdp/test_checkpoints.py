@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
@@ -228,3 +229,49 @@ def test_a_file_of_one_rank_goes_on_in_one_process(pool: Pool, by_torch: bool, n
     path = torch.stack(train(model, optimizer, case, BREAK, END))
     assert distance(path[:1], expected[:1]) <= 1e-11
     assert distance(path, expected) <= 1e-9
+
+
+def broadcast(rank: int, world: int, name: str, gathered: bool) -> tuple[tuple[str, str], Tensor, Tensor | None]:
+    """The file of rank 0 alone, which torch deals out to new models: the answer, and the paths that follow."""
+    case, options = CASES[name], StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model, optimizer = started(rank, world, case)
+    train(model, optimizer, case, 0, BREAK, rank, world)
+    if gathered:
+        optimizer.consolidate_state_dict(pieces=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*partial")
+        state = get_optimizer_state_dict(model, optimizer, options=options)
+    weights = get_model_state_dict(model, options=options)
+    weights, state = through_a_file([weights, state]) if rank == 0 else ({}, {})
+    expected = torch.stack(train(model, optimizer, case, BREAK, END, rank, world))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    other, second = started(rank, world, case)
+    set_model_state_dict(shifted(other), weights, options=options)
+    if gathered and name in WINDOWS:
+        second.consolidate_state_dict(to=None, pieces=False)  # torch leaves out what a rank has no key for
+    answer = raised(set_optimizer_state_dict, other, second, state, options=options)
+    dist.barrier()  # only some ranks may have refused it
+    path = torch.stack(train(other, second, case, BREAK, END, rank, world)) if gathered else None
+    optimizer.close()
+    second.close()
+    return answer, expected, path
+
+
+@pytest.mark.parametrize("name", ["kfac", pytest.param("mfac", marks=pytest.mark.slow)])
+def test_a_file_that_lacks_the_part_of_other_ranks_is_refused_by_them(pool: Pool, name: str) -> None:
+    """torch fills in what is missing from the optimizer that loads: zeros, which must not pass for curvature."""
+    answers = [answer for answer, _, _ in pool.run(broadcast, name, False, world=2)]
+    assert answers[1][0] == "RuntimeError"
+    for kind, text in answers:
+        assert kind in ("", "RuntimeError"), text
+        assert not kind or "consolidate_state_dict" in text
+
+
+@pytest.mark.parametrize("name", ["kfac", "momentum", pytest.param("mfac", marks=pytest.mark.slow)])
+def test_a_gathered_file_of_one_rank_goes_on_with_all(pool: Pool, name: str) -> None:
+    found = pool.run(broadcast, name, True, world=2)
+    for answer, expected, path in found:
+        assert answer == ("", ""), answer[1]
+        assert distance(path[:1], expected[:1]) <= 1e-11
+        assert distance(path, expected) <= 1e-9
+    assert_replicas([path for _, _, path in found])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from secondorder import LowRank, TopK
-from tests.distributed.oracle import METHODS, Run, assert_replicas, distance, together
-from tests.distributed.pool import Pool
-from tests.fsdp.wrapping import Case, Wrap, alone, assert_like_one_process, sharded_path
+from tests.distributed.oracle import METHODS, Run, assert_replicas, distance, shard, together
+from tests.distributed.pool import Pool, device_of
+from tests.fsdp.wrapping import Case, Wrap, alone, assert_like_one_process, flat, sharded_path, started
 
 EACH, HSDP = Wrap(), Wrap(replicas=2)
 
@@ -165,3 +168,28 @@ def test_bfloat16_passes_keep_float32_curvature(pool: Pool, method: str) -> None
     paths = pool.run(sharded_path, case, world=2)
     assert distance(paths[0], alone(case)) < 0.05
     assert not torch.equal(paths[0], alone(case))
+
+
+def discarded(rank: int, world: int, case: Case) -> list[tuple[Tensor, dict[Any, Any]]]:
+    """Parameters and state after some steps: without a batch that is given up before each of them, and with it."""
+    found = []
+    for disturbed in (False, True):
+        model, optimizer = started(rank, world, case)
+        for step in range(3):
+            batches = [case.batch(100 + step)] * disturbed + [case.batch(step)]
+            for inputs, targets in (shard(batch, rank, world) for batch in batches):
+                model.zero_grad()
+                case.loss(model(inputs.to(device_of(rank))), targets.to(device_of(rank))).backward()
+            optimizer.step()
+            model.zero_grad()
+        optimizer.consolidate_state_dict(to=None)
+        found.append((flat(model), optimizer.state_dict()["state"]))
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("method", ["kfac_eigen", pytest.param("ekfac_intra", marks=pytest.mark.slow)])
+def test_a_batch_that_the_model_s_zero_grad_discards_is_in_no_estimate(pool: Pool, method: str) -> None:
+    for plain, disturbed in pool.run(discarded, Case(method, wrap=EACH), world=2):
+        assert torch.equal(disturbed[0], plain[0])
+        torch.testing.assert_close(disturbed[1], plain[1], rtol=0, atol=0)

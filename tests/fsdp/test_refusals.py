@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from secondorder import EKFAC, GGT, KFAC, MFAC, DedicatedWorkers, HyLo, MemOpt, SparseMFAC, TopK
+from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo, MemOpt, SparseMFAC, TopK
 from tests.distributed.oracle import assert_replicas, distance, mean_loss, shard
 from tests.distributed.pool import Pool, device_of
 from tests.distributed.saving import raised
@@ -329,6 +329,60 @@ def test_what_cannot_serve_sharded_parameters_is_refused_at_construction(pool: P
     for kind, text in pool.run(unfit, name, world=3 if name == "roles" else 2):
         assert kind == "NotImplementedError", text
         assert UNFIT[name][1] in text
+
+
+class Complex(nn.Module):
+    """A layer, and a phase beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3, dtype=torch.float64)
+        self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.phase).abs()
+
+
+def with_complex(rank: int, world: int) -> list[tuple[str, str]]:
+    """The phase is whole on every rank, or cut like the layer."""
+    found = []
+    for whole_model in (False, True):
+        model = Complex().to(device_of(rank))
+        fully_shard(model if whole_model else model.layer, mesh=init_device_mesh(device_of(rank).type, (world,)))
+        found += [raised(cls, model, lr=0.1) for cls in (MFAC, KFAC)]
+    return found
+
+
+def test_complex_parameters_beside_cut_ones_are_refused_by_name(pool: Pool) -> None:
+    for answers in pool.run(with_complex, world=2):
+        for kind, text in answers:
+            assert kind == "NotImplementedError", text
+            assert "'phase' is complex" in text
+
+
+def swapped(rank: int, world: int, name: str) -> tuple[str, str]:
+    """Made on plain parameters, under a strategy that averages gradients; then they are cut, in the groups too."""
+    model = Parallel().to(device_of(rank), torch.float64)
+    names = {p: path for path, p in model.named_parameters()}
+    cls, keywords = METHODS[name]
+    optimizer = cls(model, comm=CommOpt(average_gradients=True), **keywords)
+    fully_shard(model)
+    cut = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"][:] = [cut[names[p]] for p in group["params"]]
+
+    def step() -> None:
+        model(torch.ones(3, 4, dtype=torch.float64, device=device_of(rank))).sum().backward()
+        optimizer.step()
+
+    return raised(step)
+
+
+@pytest.mark.parametrize("name", ["kfac", pytest.param("mfac", marks=pytest.mark.slow)])
+def test_parameters_swapped_for_cut_ones_under_averages_are_refused(pool: Pool, name: str) -> None:
+    for kind, text in pool.run(swapped, name, world=2):
+        assert kind == "NotImplementedError", text
+        assert "average_gradients=True is for plain parameters" in text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
