@@ -114,20 +114,15 @@ def of_windows(rank: int, world: int, case: Case) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("world", [2, 4])
+RECUT = [Case("mfac_sparse"), Case("mfac", keywords={"partition": "layer"}), Case("ggt", strategy="comm")]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("mfac_sparse"),
-        Case("mfac", keywords={"partition": "layer"}),
-        Case("ggt", strategy="comm"),
-        Case("mfac", wrap=Wrap(replicas=2)),
-    ],
+    ("case", "world"),
+    [*((case, world) for case in RECUT for world in (2, 4)), (Case("mfac", wrap=Wrap(replicas=2)), 4)],
 )
 def test_windows_move_what_their_cut_and_that_of_the_parameters_differ_in(pool: Pool, world: int, case: Case) -> None:
     """Gradients to the part of the window, directions back; what is in both cuts stays where it is."""
-    if world % 4 and case.wrap.replicas > 1:
-        pytest.skip("replicas of two ranks")
     for answer in pool.run(of_windows, case, world=world):
         gradients, directions = both(answer)
         assert gradients[1] == answer["taken"]

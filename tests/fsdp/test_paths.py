@@ -122,8 +122,6 @@ def test_every_option_means_what_it_means_in_one_process(pool: Pool, world: int,
 @pytest.mark.parametrize("name", STRATEGIC)
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_strategy_changes_nothing_in_the_result(pool: Pool, world: int, name: str) -> None:
-    if STRATEGIC[name].strategy == "hybrid_half" and world % 2:
-        pytest.skip("half of the ranks")
     assert_like_one_process(pool, STRATEGIC[name], world)
 
 
