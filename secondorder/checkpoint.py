@@ -7,7 +7,6 @@ from the model and the options. A rank loads the part of it that it holds. Where
 
 from __future__ import annotations
 
-import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,13 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.comm.resharding import cut_equally, cut_like, is_cut, whole
-from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle, State, depth_of_caller, shape_of
+from secondorder.comm.resharding import cut_equally, is_cut, whole
+from secondorder.lifecycle import Group, Lifecycle, State, depth_of_caller, shape_of
+from secondorder.saved import (
+    adopt_value,
+    by_number,
+    compare_groups,
+    compare_states,
+    copied,
+    filled_in_by_torch,
+    is_saved_in_parts,
+)
 
 if TYPE_CHECKING:
     from secondorder.comm import CommStrategy
 
-Spec = dict[str, "tuple[int, ...] | None"]
 Tensors = dict[nn.Parameter, dict[str, Tensor]]
 
 _MEND = (
@@ -39,10 +46,6 @@ _DTYPES = (
     torch.uint8, torch.bool,
 )  # fmt: skip
 _MOST_DIMS = 8
-#: Where torch collects and distributes the state of optimizers.
-_CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
-#: Momentum that is kept with curvature, shaped like the parameter.
-CUT_KEYS = ("gradient_momentum",)
 
 
 class Checkpointing(Lifecycle):
@@ -129,7 +132,7 @@ class Checkpointing(Lifecycle):
             return
         if self._gathered_at == self._t:  # another rank has everything, and trainers ask all ranks for their state
             return
-        if _is_saved_in_parts():
+        if is_saved_in_parts():
             return
         self._warned_of_partial = True
         warnings.warn(
@@ -234,7 +237,7 @@ class Checkpointing(Lifecycle):
                 state_dict = replaced
         groups = [{**self._group_defaults(live), **given} for live, given in self._paired(state_dict)]
         self._require_own(state_dict.get("partial"))
-        loaded = self._checked_state(_by_number(state_dict["state"]), groups)
+        loaded = self._checked_state(by_number(state_dict["state"]), groups)
         self._gathered.clear()
         self._compared = False  # every rank must have loaded the same step
         for live, given in zip(self.param_groups, groups, strict=True):
@@ -242,7 +245,7 @@ class Checkpointing(Lifecycle):
             if "param_names" in live:
                 kept["param_names"] = live["param_names"]
             live.clear()
-            live.update({k: _copied(v) for k, v in given.items() if k != "param_names"}, **kept)
+            live.update({k: copied(v) for k, v in given.items() if k != "param_names"}, **kept)
         self._install(loaded)
         self._t = 0 if self._first is None else int(self.state[self._first].get("global_step", 0))
         self._finish_load()
@@ -273,7 +276,7 @@ class Checkpointing(Lifecycle):
         lines: list[str] = []
         elsewhere: list[str] = []
         loaded: dict[nn.Parameter, dict[str, Any]] = {}
-        filled_in = _filled_in()
+        filled_in = filled_in_by_torch()
         for p, i, given in self._numbered({"param_groups": groups}):
             # torch's flattened checkpoints put an empty dict where a key was left out.
             theirs = {k: v for k, v in found.get(i, {}).items() if not (isinstance(v, dict) and not v)}
@@ -344,111 +347,3 @@ class Checkpointing(Lifecycle):
             shown = "\n  ".join(lines[:20])
             more = f"\n  … and {len(lines) - 20} more" if len(lines) > 20 else ""
             raise ValueError(f"this state_dict does not fit the optimizer; nothing was loaded:\n  {shown}{more}")
-
-
-def compare_states(found: Mapping[str, Any], expected: Spec, shape: tuple[int, ...], label: str) -> list[str]:
-    """Differences between one parameter's loaded state and what the optimizer expects.
-
-    Args:
-        found: Loaded state of the parameter.
-        expected: Required keys with the shape of their tensor, None for a plain number.
-        shape: Shape of the parameter, which the state of a first-order rule must have.
-        label: What to call the parameter.
-
-    Returns:
-        One line per difference.
-    """
-    lines = [f"{label}: {key} is missing" for key in expected if key not in found]
-    for key, value in found.items():
-        wanted: tuple[int, ...] | None
-        if key in expected:
-            wanted = expected[key]
-        elif key in RULE_KEYS:
-            wanted = shape
-        else:
-            lines.append(f"{label}: {key} is unknown to this optimizer")
-            continue
-        if wanted is None or key == "step":
-            single = value.numel() == 1 if isinstance(value, Tensor) else options.is_number(value)
-            if not single:
-                lines.append(f"{label}: {key} is {_shown(value)}, expected a number")
-        elif not isinstance(value, Tensor) or tuple(value.shape) != tuple(wanted):
-            lines.append(f"{label}: {key} is {_shown(value)}, expected a tensor of shape {tuple(wanted)}")
-    return lines
-
-
-def compare_groups(found: list[dict[str, Any]], live: list[dict[str, Any]]) -> list[str]:
-    """Differences in the number and sizes of groups, and in names where both sides have them."""
-    if len(found) != len(live):
-        return [f"{len(found)} parameter groups, expected {len(live)}"]
-    lines = []
-    for i, (theirs, ours) in enumerate(zip(found, live, strict=True)):
-        if len(theirs["params"]) != len(ours["params"]):
-            lines.append(f"group {i} has {len(theirs['params'])} parameters, expected {len(ours['params'])}")
-        elif "param_names" in theirs and "param_names" in ours:
-            pairs = zip(theirs["param_names"], ours["param_names"], strict=True)
-            lines += [f"group {i}: parameter '{a}', expected '{b}'" for a, b in pairs if a != b]
-    return lines
-
-
-def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
-    """A private copy of a loaded value, on the right device and in the right dtype.
-
-    Curvature keeps its own precision whatever the parameter's dtype; ``step`` is a float32 CPU tensor as in torch.
-
-    Returns:
-        The copy.
-    """
-    if key == "step":
-        return torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().reshape(()).clone()
-    if isinstance(live, int) and not isinstance(live, bool):
-        return int(value)
-    if isinstance(value, Tensor):
-        like = live if isinstance(live, Tensor) else parameter
-        found = value.detach().to(device=parameter.device, dtype=like.dtype, copy=True)
-        shaped = key in RULE_KEYS or key in CUT_KEYS
-        return cut_like(found, parameter) if shaped and is_cut(parameter) and not is_cut(found) else found
-    return value
-
-
-def _is_saved_in_parts() -> bool:
-    """Whether torch's distributed checkpoints ask, into which every rank writes its part."""
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _CHECKPOINTS and "info" in frame.f_locals:
-            return getattr(frame.f_locals["info"], "full_state_dict", True) is False
-        frame = frame.f_back
-    return False
-
-
-def _filled_in() -> set[int]:
-    """Ids of the tensors that ``set_optimizer_state_dict``, if it calls, has not from the file but from the optimizer.
-
-    With ``full_state_dict=True`` it takes what a file lacks from the state of the optimizer that loads it, and drops
-    the mark of a partial state: the file of one rank of several would be taken for whole.
-
-    Returns:
-        The ids, none where something else calls.
-    """
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _CHECKPOINTS and "flatten_local_osd" in frame.f_locals:
-            own = frame.f_locals.get("local_state_dict", {}).get("state", {})
-            tensors = [v for state in own.values() for v in state.values() if isinstance(v, Tensor)]
-            return {id(v) for v in tensors if not is_cut(v)}  # into those that are cut, it copies the file's
-        frame = frame.f_back
-    return set()
-
-
-def _by_number(found: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """State by parameter; torch's distributed checkpoints load plain numbers to its number in words instead."""
-    texts = {k for k in found if isinstance(k, str) and k.isdecimal() and int(k) in found}
-    return {k: {**v, **found.get(str(k), {})} for k, v in found.items() if k not in texts} if texts else found
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _shown(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

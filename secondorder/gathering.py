@@ -29,9 +29,9 @@ from torch import Tensor
 from secondorder.comm import Parcel
 from secondorder.curvature import kernel, woodbury
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Captured
 from secondorder.curvature.examples import keeps_indices, multiplied_out, second_moments
 from secondorder.curvature.kernel import Rows, scaled
+from secondorder.curvature.sites import Captured
 from secondorder.linalg import full_precision
 from secondorder.rowwise import Batch, Fresh, Kept, Raw, Sizes, filled, inputs_of
 from secondorder.substituting import SubstitutingOptimizer

@@ -16,11 +16,11 @@ from secondorder.capturing import LayerOptions
 from secondorder.comm import CommStrategy, Parcel
 from secondorder.comm.resharding import local
 from secondorder.curvature.block import Block, find_name
-from secondorder.curvature.capture import Captured
 from secondorder.curvature.extremes import Extremes, numbers
 from secondorder.curvature.losscale import UNKNOWN
 from secondorder.curvature.measured import Measured
 from secondorder.curvature.projections import Projection
+from secondorder.curvature.sites import Captured
 from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of, some_of
 from secondorder.linalg import all_true_on_cpu, full_precision
 from secondorder.optimizer import SecondOrderOptimizer, rate

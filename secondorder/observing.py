@@ -12,9 +12,9 @@ from torch import Tensor
 from secondorder import options
 from secondorder.adaptive import AdaptiveOptimizer
 from secondorder.curvature.block import forwarded
-from secondorder.curvature.capture import Captured
 from secondorder.curvature.heads import Head
 from secondorder.curvature.likelihood import Likelihood, resolve
+from secondorder.curvature.sites import Captured
 
 #: Backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000

@@ -56,7 +56,7 @@ class Pieces(Lifecycle):
                 f"{type(self).__name__}: FullyShardedDataParallel glues the parameters of several layers together; use "
                 "torch.distributed.fsdp.fully_shard, which keeps them apart"
             )
-        if self._is_default_strategy and any(is_cut(p) for group in self.param_groups for p in group["params"]):
+        if self._is_default_strategy and any(is_cut(p) for p in params):
             self.comm = default_strategy(cut=True)
 
     def _require_fitting_strategy(self) -> None:

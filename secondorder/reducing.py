@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from secondorder.capturing import Capturing, LayerOptions
 from secondorder.comm import Parcel, Pending
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.measured import Measured, Part, counts_of, mean_of, weighted
+from secondorder.curvature.sites import Captured, Statistic
 from secondorder.curvature.statistics import all_finite
 from secondorder.lifecycle import Directions, State
 from secondorder.linalg import full_precision

@@ -19,8 +19,8 @@ from secondorder.comm import Parcel, Unit
 from secondorder.comm.planning import Holding, Work
 from secondorder.comm.rehearsal import Rehearsal
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Captured
 from secondorder.curvature.measured import Measured
+from secondorder.curvature.sites import Captured
 from secondorder.curvature.window import LAG, GradientWindow
 from secondorder.lifecycle import Directions, Lifecycle, State
 from secondorder.reducing import _WORDS, Spec

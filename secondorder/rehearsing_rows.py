@@ -14,7 +14,7 @@ from torch import Tensor
 
 from secondorder.comm.rehearsal import Rehearsal
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Captured
+from secondorder.curvature.sites import Captured
 from secondorder.gathering import Census, GatheringOptimizer
 from secondorder.rehearsing import RehearsedLayers
 from secondorder.rowwise import Batch, Kept, Sizes

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from secondorder.comm import Parcel, Unit
 from secondorder.curvature import factors
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Captured
 from secondorder.curvature.eigensums import EigenSums, ScaleRows, ScaleSums
 from secondorder.curvature.kernel import Rows
 from secondorder.curvature.measured import Measured, Part, counts_of, mean_of, weighted
@@ -44,6 +43,7 @@ from secondorder.curvature.shipping import (
     squares,
     tensors_of,
 )
+from secondorder.curvature.sites import Captured
 from secondorder.curvature.statistics import all_finite
 from secondorder.lifecycle import Group
 from secondorder.linalg import full_precision

@@ -18,10 +18,10 @@ from secondorder.comm import Unit
 from secondorder.curvature import kernel, statistics, woodbury
 from secondorder.curvature.adapters.embedding import EmbeddingAdapter
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.examples import ExampleRows, keeps_indices
 from secondorder.curvature.kernel import Rows, scaled
 from secondorder.curvature.measured import Measured
+from secondorder.curvature.sites import Captured, Statistic
 from secondorder.layerwise import LayerOptimizer
 from secondorder.lifecycle import Directions, Group, State
 from secondorder.linalg import all_true_on_cpu

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secondorder.comm import Parcel
 from secondorder.curvature.block import Block
-from secondorder.curvature.capture import Captured
+from secondorder.curvature.sites import Captured
 from secondorder.linalg import full_precision
 from secondorder.refreshing import Refreshing
 

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,12 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from secondorder.curvature.kronecker import Call
-from secondorder.curvature.layers import Adapter
 from secondorder.curvature.losscale import UNKNOWN, inverse_scale, multiplies
 from secondorder.curvature.observation import Observation
 from secondorder.curvature.passes import Pass
 from secondorder.curvature.projections import WatchedAttention
 from secondorder.curvature.roots import Roots
+from secondorder.curvature.sites import Captured, Site, Statistic
 from secondorder.curvature.taps import (
     CAPTURES,
     SECOND_BACKWARD,
@@ -56,53 +56,6 @@ _HIGHER_ORDER = (
     "a loss are not defined. Compute that term on a forward inside `with optimizer.pause_capture():`, leave the layer "
     "out with skip_layers, or use a method that needs no layer statistics."
 )
-
-
-class Statistic(Protocol):
-    """What a method accumulates per layer during backward."""
-
-    @property
-    def wants_whole_pass(self) -> bool:
-        """Whether all calls of one forward pass must arrive together."""
-
-    def add(self, calls: list[Call], examples: int) -> None:
-        """Take in calls of one forward pass."""
-
-
-class Site(NamedTuple):
-    """A layer to tap.
-
-    Attributes:
-        name: Module name, for messages.
-        taps: The modules whose calls are captured, and which of the Γ blocks each fills (-1 for all).
-        adapter: Its shapes and rows.
-        owner: The parameter whose gradient decides whether a backward counts.
-        new_statistic: Makes the pending statistic of a step.
-    """
-
-    name: str
-    taps: tuple[tuple[nn.Module, int], ...]
-    adapter: Adapter
-    owner: nn.Parameter
-    new_statistic: Callable[[], Statistic]
-
-
-class Captured(NamedTuple):
-    """What a step takes over.
-
-    Attributes:
-        statistics: By site index.
-        examples: N by site index: of all forwards whose backward ran, whether or not they reached the layer.
-        idle: Sites whose layer ran on no row at all.
-        terms: Loss terms that were observed, 0-dim, or None.
-        total: Examples of all forwards that were counted.
-    """
-
-    statistics: dict[int, Statistic]
-    examples: dict[int, int]
-    idle: frozenset[int] = frozenset()
-    terms: Tensor | None = None
-    total: int = 0
 
 
 class Capture(Observation):

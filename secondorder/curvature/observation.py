@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +15,8 @@ from torch.autograd.graph import GradientEdge
 
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.passes import Pass
+from secondorder.curvature.sites import Site
 from secondorder.curvature.taps import Seen
-
-if TYPE_CHECKING:
-    from secondorder.curvature.capture import Site
 
 _NOTHING_TO_OBSERVE = (
     "observe: no covered layer of a forward that was captured leads to these outputs. Pass what the model itself "

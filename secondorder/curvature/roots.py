@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from secondorder.curvature.passes import Pass
-
-if TYPE_CHECKING:
-    from secondorder.curvature.capture import Site
+from secondorder.curvature.sites import Site
 
 
 class Roots:

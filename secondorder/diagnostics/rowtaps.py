@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.curvature.block import Block, forwarded
-from secondorder.curvature.capture import Capture, Site
+from secondorder.curvature.capture import Capture
 from secondorder.curvature.examples import ExampleRows
 from secondorder.curvature.parts import watched_attention
+from secondorder.curvature.sites import Site
 
 
 class RowCapture(Capture):

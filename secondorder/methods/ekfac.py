@@ -38,12 +38,12 @@ from secondorder import linalg, options
 from secondorder.comm import CommStrategy
 from secondorder.curvature import scale, statistics
 from secondorder.curvature.block import Block, SkipRule
-from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
 from secondorder.curvature.extremes import Extremes, of_values
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured, Part
 from secondorder.curvature.shipping import BASES, ROWS
+from secondorder.curvature.sites import Captured, Statistic
 from secondorder.factored import Found, joint_ok
 from secondorder.lifecycle import Directions, Group, State
 from secondorder.routing import RoutingOptimizer

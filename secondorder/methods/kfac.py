@@ -32,11 +32,11 @@ from secondorder import linalg, options
 from secondorder.comm import CommStrategy
 from secondorder.curvature import factors, scale, statistics
 from secondorder.curvature.block import Block, SkipRule
-from secondorder.curvature.capture import Captured, Statistic
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured
+from secondorder.curvature.sites import Captured, Statistic
 from secondorder.factored import FactoredOptimizer, joint_ok, pack
 from secondorder.lifecycle import Group, State
 
