@@ -35,6 +35,8 @@ class History:
     label: str
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    processor_seconds: list[float] = field(default_factory=list)
+    """The same without the time in which the process did not run; of all its threads together."""
 
     @property
     def diverged(self) -> bool:
@@ -128,11 +130,12 @@ class Trainer:
             Seconds that the step took.
         """
         batch = next(self._batches)
-        start = time.perf_counter()
+        start, worked = time.perf_counter(), time.process_time()
         loss = self._train_on(batch)
-        seconds = time.perf_counter() - start
+        seconds, worked = time.perf_counter() - start, time.process_time() - worked
         self.history.losses.append(float(loss.detach()))
         self.history.step_seconds.append(seconds)
+        self.history.processor_seconds.append(worked)
         return seconds
 
     def _train_on(self, batch: Batch) -> Tensor:

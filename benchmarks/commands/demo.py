@@ -52,7 +52,7 @@ class Demo(Common):
         """
         torch.set_num_threads(self.threads)
         workload = make_workload(self.workload, self.data_dir)
-        steps = workload.steps["full"] if self.steps is None else self.steps
+        steps = workload.steps["cpu"] if self.steps is None else self.steps
         target = TARGETS[self.workload] if self.target is None else self.target
         trainers = [self._trainer(name, workload) for name in self.optimizers]
         with Board(f"{self.workload}: {len(trainers)} optimizers", trainers, steps) as board:

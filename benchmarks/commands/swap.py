@@ -102,7 +102,7 @@ class Swap(Common):
     """Check that changing the line which builds the optimizer is enough, on every workload."""
 
     size: Size = "smoke"
-    """smoke takes seconds and makes tiny data where files are missing; full takes the published sizes."""
+    """smoke takes seconds and makes tiny data where files are missing; cpu takes minutes."""
     workload: ScriptName | None = None
     """Which workload; unset: all that have a script."""
     method: SwapMethod = "kfac"

@@ -58,7 +58,7 @@ class Train(Common):
     """Fields of the workload that are changed, such as dice=0.5 of unet."""
     schedule: Schedule = "constant"
     """Learning rate over the run."""
-    size: Size = "full"
+    size: Size = "cpu"
     """Size of the model and of the batch."""
     batch_size: int | None = None
     """Examples per step; unset: the workload's own number."""

@@ -32,7 +32,7 @@ WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT | L
 def make_workload(
     name: WorkloadName,
     data_dir: Path,
-    size: Size = "full",
+    size: Size = "cpu",
     batch_size: int | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> Workload:

@@ -35,7 +35,7 @@ class Autoencoder(Supervised):
     likelihood: ClassVar[str | Likelihood] = "bernoulli"
     steps: ClassVar[dict[Size, int]] = {
         "smoke": 200,
-        "full": 300,
+        "cpu": 300,
     }  # the small one needs them to leave its first plateau
 
     @classmethod

@@ -15,8 +15,9 @@ from secondorder import Likelihood
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets of one optimizer step."""
 
-Size = Literal["smoke", "full"]
-"""``smoke``: a small model and a few steps, seconds on one core. ``full``: the published size."""
+Size = Literal["smoke", "cpu", "paper"]
+"""``smoke``: a small model and a few steps, seconds on one core. ``cpu``: minutes on two cores. ``paper``: the size and
+the length of the published run, for GPUs."""
 
 
 IGNORED = -100

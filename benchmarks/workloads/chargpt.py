@@ -89,7 +89,7 @@ class CharGPT(Classification):
 
     name: ClassVar[str] = "chargpt"
     metric: ClassVar[str] = "test loss"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "full": 150}
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150}
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "CharGPT":

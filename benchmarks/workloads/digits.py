@@ -27,7 +27,7 @@ class Digits(Classification):
 
     name: ClassVar[str] = "digits"
     metric: ClassVar[str] = "test accuracy"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 30, "full": 200}
+    steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 200}
 
     @classmethod
     def smoke(cls, data_dir: Path | None = None) -> "Digits":

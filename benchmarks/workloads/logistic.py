@@ -57,7 +57,7 @@ class Logistic(Classification):
 
     name: ClassVar[str] = "logistic"
     metric: ClassVar[str] = "test accuracy"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 30, "full": 468}  # the full number is one epoch
+    steps: ClassVar[dict[Size, int]] = {"smoke": 30, "cpu": 468}  # the second is one epoch
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Logistic":

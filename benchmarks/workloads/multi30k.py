@@ -115,7 +115,7 @@ class Multi30k(Classification):
 
     name: ClassVar[str] = "multi30k"
     metric: ClassVar[str] = "validation loss"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "full": 150}
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150}
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "Multi30k":

@@ -79,7 +79,7 @@ class ResNet20(Classification):
 
     name: ClassVar[str] = "resnet20"
     metric: ClassVar[str] = "test accuracy"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "full": 150}
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150}
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "ResNet20":

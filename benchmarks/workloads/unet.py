@@ -86,7 +86,7 @@ class UNet(Supervised):
     name: ClassVar[str] = "unet"
     metric: ClassVar[str] = "test Dice"
     likelihood: ClassVar[str | Likelihood] = Bernoulli(mean=True)
-    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "full": 100}
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100}
 
     def __post_init__(self) -> None:
         if self.crop % 2 ** (self.levels - 1):

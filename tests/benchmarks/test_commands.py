@@ -269,7 +269,7 @@ def test_swap_makes_data_only_in_the_small_size(tmp_path, capsys):
     words = ["swap", "--workload", "chargpt", "--base", "sgd", "--steps", "2", "--data-dir", str(tmp_path)]
     assert _run(*words, "--tolerance", "1", "--out-dir", str(tmp_path)) == 0
     assert "made-up data" in capsys.readouterr().out
-    assert _run(*words, "--size", "full", "--out-dir", str(tmp_path)) == 2
+    assert _run(*words, "--size", "cpu", "--out-dir", str(tmp_path)) == 2
     assert "missing data" in capsys.readouterr().err
 
 

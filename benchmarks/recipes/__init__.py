@@ -1,0 +1,76 @@
+"""The optimizers that the benchmarks compare, and the recipe of each on each workload.
+
+A method joins every command by adding one entry to :data:`METHODS`. A recipe is a set of constructor keywords with its
+source, its schedule and its rule for other numbers of ranks and examples. An optimizer may have further entries,
+:data:`VARIANTS`, where two ways to use it are to be compared.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from benchmarks.recipes.building import layer_keywords, second_order, window_keywords
+from benchmarks.recipes.tuned import OURS
+from benchmarks.recipes.types import (
+    CONSTANT,
+    COSINE,
+    Method,
+    MethodName,
+    Recipe,
+    Rule,
+    Schedule,
+    Setting,
+    Settings,
+)
+from secondorder.factory import ALIASES
+
+__all__ = [
+    "CONSTANT",
+    "COSINE",
+    "METHODS",
+    "VARIANTS",
+    "WINDOW_METHODS",
+    "AliasName",
+    "Method",
+    "MethodName",
+    "Recipe",
+    "Rule",
+    "Schedule",
+    "Setting",
+    "Settings",
+    "find_method",
+    "layer_keywords",
+    "window_keywords",
+]
+
+AliasName = Literal[
+    "eigen", "inverse", "eigen_dp", "inverse_dp", "dp_kfac", "kgmfac", "lrmfac", "r1mfac", "ksggt", "kdggt",
+    "kid", "kis", "sngd",
+]  # fmt: skip
+"""Names of :data:`secondorder.factory.ALIASES`."""
+VARIANTS: tuple[MethodName, ...] = ("ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive")
+"""Further recipes of optimizers that have an entry: EKFAC with either exponent, and damping that watches the loss."""
+WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")
+"""Methods that keep a window of past gradients."""
+METHODS: dict[MethodName, Method] = OURS
+
+
+def find_method(name: MethodName | AliasName) -> Method:
+    """Return a method by any of its names.
+
+    Args:
+        name: Key of :data:`METHODS`, or another name that ``secondorder.create`` takes, which then stands for its
+            options in place of the recipe's.
+
+    Returns:
+        The method.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    alias = ALIASES[name]
+    known = next(method for key, method in METHODS.items() if key == alias.method)
+    kept = {
+        workload: replace(recipe, settings={k: v for k, v in recipe.settings.items() if k not in alias.options})
+        for workload, recipe in known.recipes.items()
+    }
+    return replace(known, label=f"{known.label} ({name})", construct=partial(second_order, name), recipes=kept)

@@ -1,0 +1,103 @@
+"""From the plain values of a recipe or a command line to an optimizer."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from benchmarks.recipes.types import Setting, Settings
+from secondorder import LowRank, TopK, create
+from secondorder.factory import resolve
+
+_WINDOWED = ("mfac", "sparse_mfac", "ggt")
+
+
+def sgd(model: nn.Module, **settings: Any) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), **settings)
+
+
+def adamw(model: nn.Module, **settings: Any) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), **settings)
+
+
+def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
+    """Return a method of this package.
+
+    Args:
+        name: Any name that ``secondorder.create`` takes.
+        model: The model to train.
+        **settings: Keywords of a recipe or of a command line.
+
+    Returns:
+        The optimizer.
+    """
+    method = resolve(name).method
+    keywords = window_keywords(settings) if method in _WINDOWED else layer_keywords(settings)
+    if "kid_residual" in keywords:
+        keywords["kid_residual"] = keywords["kid_residual"] or "none"  # a word here, nothing on a command line
+    return create(name, model, **keywords)
+
+
+def layer_keywords(settings: Settings) -> dict[str, Any]:
+    """Turn the plain values of a recipe or a command line into the keywords of a layer method.
+
+    Args:
+        settings: Keywords of the constructor. ``skip_layers`` may be several rules with commas between them, and the
+            name of a class of ``torch.nn`` stands for it: ``skip_layers=LayerNorm,Embedding,head``.
+
+    Returns:
+        Keywords of the constructor.
+    """
+    keywords: dict[str, Any] = dict(settings)
+    if isinstance(keywords.get("skip_layers"), str):
+        rules = [rule.strip() for rule in keywords["skip_layers"].split(",")]
+        keywords["skip_layers"] = [_layer_type(rule) or rule for rule in rules if rule]
+    return keywords
+
+
+def _layer_type(name: str) -> type[nn.Module] | None:
+    found = getattr(nn, name, None)
+    return found if isinstance(found, type) and issubclass(found, nn.Module) else None
+
+
+_TOP_K = tuple(field.name for field in fields(TopK))
+_DTYPES = ("window_dtype", "value_dtype")
+_BETAS = {"beta1": 0.0, "beta2": 1.0}  # GGT's own defaults
+
+
+def window_keywords(settings: Settings) -> dict[str, Any]:
+    """Turn the plain values of a recipe or a command line into the keywords of a window method.
+
+    Args:
+        settings: Keywords of the constructor, and among them: those of ``TopK`` (``density=0.01``,
+            ``block_size=4096``, ``value_dtype=bfloat16``, ``error_bits=4``, ...), which ask for it; ``rank=4``, which
+            asks for ``LowRank``; ``beta1`` and ``beta2`` for ``betas``. A dtype is given by its name.
+
+    Returns:
+        Keywords of the constructor.
+
+    Raises:
+        ValueError: When both compressions are asked for, or a dtype is not one of torch.
+    """
+    keywords: dict[str, Any] = {key: _dtype(key, value) if key in _DTYPES else value for key, value in settings.items()}
+    top_k = {key: keywords.pop(key) for key in _TOP_K if key in keywords}
+    rank = keywords.pop("rank", None)
+    if top_k and rank is not None:
+        raise ValueError(f"rank={rank} asks for LowRank and {', '.join(top_k)} for TopK: give one of them")
+    if top_k:
+        keywords["compression"] = TopK(**top_k)
+    elif rank is not None:
+        keywords["compression"] = LowRank(rank)
+    betas = {key: keywords.pop(key, default) for key, default in _BETAS.items()}
+    if not betas.keys().isdisjoint(settings):
+        keywords["betas"] = (betas["beta1"], betas["beta2"])
+    return keywords
+
+
+def _dtype(key: str, value: Setting) -> torch.dtype | None:
+    found = getattr(torch, value, None) if isinstance(value, str) else None
+    if value is not None and not isinstance(found, torch.dtype):
+        raise ValueError(f"{key} must be the name of a dtype, such as bfloat16, got {value!r}")
+    return found

@@ -1,0 +1,229 @@
+"""Recipes that were tuned here, for the sizes ``smoke`` and ``cpu``: equal steps, constant rate, two cores.
+
+``python -m benchmarks train --set ...`` is how; what they reached stands in ``docs/recipes.md`` and
+``docs/evidence.md``.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+from benchmarks.recipes.building import adamw, second_order, sgd
+from benchmarks.recipes.types import Method, MethodName, Recipe, Rule, Settings
+
+_SOURCE = "tuned here"
+_BOTH = ("lr", "fallback_lr")
+
+
+def tuned(
+    tables: Mapping[str, Settings], rule: Rule = "sqrt", searched: tuple[str, ...] = ("lr",), source: str = _SOURCE
+) -> dict[str, Recipe]:
+    """Make recipes of plain tables of keywords.
+
+    Args:
+        tables: Keywords by workload.
+        rule: How their rates follow the examples of a step.
+        searched: Keywords that a search multiplies.
+        source: Who found them.
+
+    Returns:
+        Recipes by workload.
+    """
+    return {name: Recipe(dict(table), source, rule=rule, searched=searched) for name, table in tables.items()}
+
+
+# Absolute damping would have to follow the gradients, which shrink by orders of magnitude during a run.
+_DAMPED: Settings = {"damping": 1.0, "damping_mode": "relative"}
+
+_DECAYED: Settings = {"weight_decay": 1e-2, "decoupled_weight_decay": True}
+
+# Adam in the eigenbasis of the Fisher, refreshed often because a stale basis mixes what the scale tells apart.
+_WHITENING: Settings = {
+    "estimator": "running",
+    "power": 0.5,
+    "momentum_mode": "pre",
+    "momentum": 0.9,
+    "scale_decay": 0.95,
+    "kl_clip": None,
+    "factor_update_steps": 2,
+    "inv_update_steps": 10,
+    "fallback": "adamw",
+}
+_WHITEN: dict[str, Settings] = {
+    "digits": {"lr": 1e-2, "fallback_lr": 1e-2, **_WHITENING},
+    "autoencoder": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
+    "resnet20": {"lr": 1e-2, "fallback_lr": 3e-3, **_WHITENING},
+    "chargpt": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
+    "logistic": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
+    "multi30k": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
+    "unet": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
+}
+_NATURAL: dict[str, Settings] = {
+    "digits": {"lr": 0.02, "graft": "adam", "factor_update_steps": 5, "inv_update_steps": 10},
+    "autoencoder": {"lr": 1e-3, "graft": "adam"},
+    "resnet20": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+    "chargpt": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+    "logistic": {"lr": 1e-3, "graft": "adam"},
+    "multi30k": {"lr": 1e-3, "graft": "adam"},
+    "unet": {"lr": 3e-3, "graft": "adam"},
+}
+
+# Rate and momentum from the quadratic model of the loss, damping from how well it predicts.
+_WATCHFUL: Settings = {
+    "lr": 1.0,
+    "quadratic_model": True,
+    "adaptive_damping": True,
+    "damping_interval": 5,
+    "kl_clip": None,
+    "factor_update_steps": 1,
+    "inv_update_steps": 5,
+}
+
+_KFAC_ADAPTIVE: dict[str, Settings] = {
+    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 0.01},
+    "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 0.1},
+}
+_EKFAC_ADAPTIVE: dict[str, Settings] = {
+    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 0.01},
+    "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 1.0, "scale_decay": 0.8},
+}
+
+# A tenth of a batch of 128 on one rank is little; on many ranks the rows of all of them count.
+_HALF: Settings = {"rank_fraction": 0.5, "damping": 1e-3}
+
+OURS: dict[MethodName, Method] = {
+    "sgd": Method(
+        "SGD",
+        sgd,
+        tuned(
+            {
+                "digits": {"lr": 0.1, "momentum": 0.9},
+                "autoencoder": {"lr": 3e-3, "momentum": 0.9},
+                "resnet20": {"lr": 0.1, "momentum": 0.9},
+                "chargpt": {"lr": 0.3, "momentum": 0.9},
+                "logistic": {"lr": 0.01, "momentum": 0.9},
+                "multi30k": {"lr": 0.1, "momentum": 0.9},
+                "unet": {"lr": 0.1, "momentum": 0.9},
+            },
+            "linear",
+        ),
+        order="first",
+        ours=False,
+    ),
+    "adamw": Method(
+        "AdamW",
+        adamw,
+        tuned(
+            {
+                "digits": {"lr": 1e-2},
+                "autoencoder": {"lr": 1e-3},
+                "resnet20": {"lr": 3e-3},
+                "chargpt": {"lr": 3e-3},
+                "logistic": {"lr": 1e-3},
+                "multi30k": {"lr": 1e-3},
+                "unet": {"lr": 3e-3},
+            }
+        ),
+        order="first",
+        ours=False,
+    ),
+    "kfac": Method(
+        "KFAC",
+        partial(second_order, "kfac"),
+        tuned(
+            {
+                "digits": {
+                    "lr": 0.02,
+                    "graft": "adam",
+                    "inverse_method": "cholesky",
+                    "factor_update_steps": 5,
+                    "inv_update_steps": 10,
+                },
+                "autoencoder": {"lr": 1e-3, "graft": "adam"},
+                "resnet20": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+                "chargpt": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+                "logistic": {"lr": 1e-3, "graft": "adam"},
+                "multi30k": {"lr": 1e-3, "graft": "adam"},
+                "unet": {"lr": 3e-3, "graft": "adam"},
+            }
+        ),
+    ),
+    "ekfac": Method(
+        "EKFAC",
+        partial(second_order, "ekfac"),
+        # The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
+        tuned(
+            {**_NATURAL, **{name: _WHITEN[name] for name in ("resnet20", "chargpt", "multi30k")}},
+            searched=_BOTH,
+        ),
+    ),
+    "hylo": Method(
+        "HyLo",
+        partial(second_order, "hylo"),
+        tuned(
+            {
+                "digits": {"lr": 0.02, "graft": "adam", "damping": 1e-2},
+                # The curvature of its layers differs a thousandfold: one λ cannot fit them all.
+                "autoencoder": {"lr": 1e-3, "graft": "adam", "damping": 1.0, "damping_mode": "relative"},
+                "resnet20": {"lr": 3e-3, "graft": "adam", **_HALF, **_DECAYED},
+                "chargpt": {"lr": 3e-3, "graft": "adam", **_HALF, **_DECAYED},
+                "logistic": {"lr": 1e-3, "graft": "adam"},
+                "multi30k": {"lr": 1e-3, "graft": "adam", **_HALF, **_DAMPED},
+                # Eight examples a step are few enough to keep them all.
+                "unet": {"lr": 0.1, "damping": 0.1, "rank_fraction": 1.0},
+            }
+        ),
+    ),
+    "mfac": Method(
+        "M-FAC",
+        partial(second_order, "mfac"),
+        tuned(
+            {
+                "digits": {"lr": 0.3, "momentum": 0.9, "graft": "sgd", "window_size": 32, **_DAMPED},
+                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **_DAMPED},
+                "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **_DAMPED},
+                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
+                "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **_DAMPED},
+                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+            }
+        ),
+    ),
+    "sparse_mfac": Method(
+        "sparse M-FAC",
+        partial(second_order, "sparse_mfac"),
+        tuned(
+            {
+                "digits": {"lr": 1e-2, "graft": "adam", "window_size": 32, **_DAMPED},
+                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **_DAMPED},
+                "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **_DAMPED},
+                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
+                "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **_DAMPED},
+                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+            }
+        ),
+    ),
+    "ggt": Method(
+        "GGT",
+        partial(second_order, "ggt"),
+        tuned(
+            {
+                "digits": {"lr": 1e-2, "graft": "adam", "window_size": 128},
+                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 100},
+                "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 100},
+                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 100},
+                "logistic": {"lr": 1.0, "eps": 1e-5, "window_size": 100},
+                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32},
+                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100},
+            }
+        ),
+    ),
+    "ekfac_natural": Method("EKFAC, power 1", partial(second_order, "ekfac"), tuned(_NATURAL, searched=_BOTH)),
+    "ekfac_whiten": Method("EKFAC, power 1/2", partial(second_order, "ekfac"), tuned(_WHITEN, searched=_BOTH)),
+    "kfac_adaptive": Method(
+        "KFAC, adaptive", partial(second_order, "kfac"), tuned(_KFAC_ADAPTIVE, "constant", ("damping",))
+    ),
+    "ekfac_adaptive": Method(
+        "EKFAC, adaptive", partial(second_order, "ekfac"), tuned(_EKFAC_ADAPTIVE, "constant", ("damping",))
+    ),
+}
