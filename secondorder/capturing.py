@@ -176,11 +176,15 @@ class Capturing(Lifecycle):
             block.name,
             f"{blocks}×{g}×{a} {block.kind} " + ", ".join(f"{k} {shape_of(v)}" for k, v in spec.items()),
             refresh_flops=float(blocks * sum(flat)),
-            step_flops=2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g),
+            step_flops=2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g) + self.shaping_flops(block),
             nbytes=sum(v.numel() * v.element_size() for v in spec.values() if isinstance(v, Tensor)),
             interval=max(1, int(group[self.refresh_interval])),
             everywhere=self._needs_estimate_everywhere(block, group),
         )
+
+    def shaping_flops(self, block: Block) -> float:
+        """FLOPs of what a method does to a direction that is preconditioned."""
+        return 0.0
 
     def _needs_estimate_everywhere(self, block: Block, group: Mapping[str, Any]) -> bool:
         """Whether preconditioning uses the running estimate itself."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from secondorder import linalg, options
 from secondorder.capturing import LayerOptions
-from secondorder.curvature import factors, statistics
+from secondorder.curvature import factors, orthogonal, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
@@ -47,6 +47,7 @@ class FactoredOptimizer(ObservingOptimizer):
         "loss_terms": options.number(0.0, low_open=True),
         "kl_clip": options.number(0.0, low_open=True, optional=True),
         "power": options.number(0.0, 1.0, low_open=True),
+        "orthogonalize": options.flag,
         "max_factor_dim": options.optional_whole(1),
         "weighting": options.choice("samples", "update"),
         "burnin_steps": options.whole(0),
@@ -303,8 +304,37 @@ class FactoredOptimizer(ObservingOptimizer):
                 param_group.setdefault("damping_mode", "absolute")
         super().add_param_group(param_group)
 
+    # ------------------------------------------------------------------ directions
+    def shape_direction(self, block: Block, direction: Tensor) -> Tensor:
+        """The matrix itself, or with ``orthogonalize`` its polar factor."""
+        return orthogonal.step_of(direction) if self.is_orthogonalized(block) else direction
+
+    def is_orthogonalized(self, block: Block) -> bool:
+        """Whether directions of a block get a uniform spectrum: those that mix all inputs into all outputs do."""
+        adapter = block.adapter
+        mixes = not (adapter.one_hot or adapter.is_exact) and min(adapter.n_a, adapter.n_g) > 1
+        return bool(block.group["orthogonalize"]) and mixes
+
+    def shaping_flops(self, block: Block) -> float:
+        """FLOPs of :meth:`shape_direction`."""
+        adapter = block.adapter
+        each = orthogonal.flops(adapter.n_g, adapter.n_a) if self.is_orthogonalized(block) else 0.0
+        return adapter.groups * each
+
+    def _sets_length(self, p: torch.nn.Parameter) -> bool:
+        return self.is_orthogonalized(self._block_of[p])
+
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
+        if group["orthogonalize"]:
+            chosen = self._adaptation
+            judged = {
+                "adaptive_damping=True": chosen.adaptive_damping,
+                "calibrate_damping=True": chosen.calibrate_damping,
+                "quadratic_model=True": chosen.quadratic_model,
+            }
+            if found := options.clashing(judged):
+                raise ValueError(f"orthogonalize=True takes steps that no quadratic model describes: drop {found}")
         if group["approx"] == "reduce" and group["factor_positions"] is not None:
             raise ValueError(
                 "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"

@@ -260,7 +260,15 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         self._workspace.reset()
         tensors = [source[p].to(self._precision(p)) for p in block.params]
         matrix = block.matrix(tensors, self._workspace)
-        return block.split(self.precondition(block, matrix))
+        return block.split(self.shape_direction(block, self.precondition(block, matrix)))
+
+    def shape_direction(self, block: Block, direction: Tensor) -> Tensor:
+        """What becomes of a preconditioned matrix ``[(Γ,) n_g, n_a]``: itself."""
+        return direction
+
+    def _sets_length(self, p: nn.Parameter) -> bool:
+        """Whether the method gives directions of this parameter a length that no clip shall change."""
+        return False
 
     def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
         """What to precondition: the gradient, or Adam's bias-corrected first moment where Adam gives the size."""
@@ -300,6 +308,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
 
     def _kl_clip(self, directions: Directions, products: Directions) -> None:
         clipped = [p for p in directions if self._group[p].get("kl_clip") and self._options(p)["graft"] is None]
+        clipped = [p for p in clipped if not self._sets_length(p)]
         if not clipped:
             return
         terms, lrs = [products[p] for p in clipped], [rate(self._group[p]["lr"]) for p in clipped]

@@ -240,7 +240,7 @@ class RehearsedLayers(Understudy, Refreshing):
         rows = spec.get("rows_g")
         if isinstance(rows, Tensor):
             refresh, direction = _flops_of_rows(rows, spec["rows_a"], n_a, n_g)
-        return refresh, direction
+        return refresh, direction + self.shaping_flops(block)
 
 
 def _flops_of_squares(rows: float, n_a: int, n_g: int) -> float:

@@ -98,6 +98,7 @@ PURE = {
     "curvature/likelihood.py": set(),
     "curvature/quadratic.py": set(),
     "curvature/scale.py": {"linalg"},
+    "curvature/orthogonal.py": set(),
     "curvature/selection.py": {"linalg"},
     "curvature/extremes.py": {"linalg"},
     "curvature/shipping.py": {"curvature"},

@@ -108,7 +108,12 @@ class EKFAC(RoutingOptimizer):
         factor_positions: Positions of each example (pixels, tokens), drawn at random, that do; unset: all.
         weight_decay_in_curvature: Count ``weight_decay`` as curvature: λ grows by it.
         power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens.
-        kl_clip: κ, bound on the step in the Fisher metric; None disables.
+        orthogonalize: Give steps of linear and convolution layers a uniform spectrum, as Muon does: of the
+            preconditioned matrix only its polar factor is taken, at the usual size of Adam's steps (or that of
+            ``graft``), so that rates of AdamW fit. It wants momentum before it: ``momentum_mode="pre"`` of EKFAC, or
+            ``graft="adam"``.
+        kl_clip: κ, bound on the step in the Fisher metric; None disables. Steps that graft or orthogonalize have their
+            own size.
         adaptive_damping: Move λ every ``damping_interval`` steps by how well the quadratic model predicted the change
             of the loss; needs ``step(closure)``, and calls the closure once more on those steps.
         damping_interval: T, steps between two changes of λ.
@@ -126,7 +131,8 @@ class EKFAC(RoutingOptimizer):
         momentum_mode: ``"post"``, heavy-ball momentum on the preconditioned gradient, or ``"pre"``: the running mean of
             gradients is preconditioned. With ``estimator="running"`` the scale is then that of the mean gradient, so
             that with ``power=0.5`` steps are as long as Adam's, with ``fallback_eps`` for ε.
-        nesterov: Nesterov momentum.
+        nesterov: Nesterov momentum; with ``momentum_mode="pre"`` the mean of gradient and running mean, weighed by the
+            momentum, is preconditioned.
         weight_decay: Weight decay.
         decoupled_weight_decay: Apply decay to the parameter instead of the direction.
         maximize: Maximize the objective.
@@ -223,6 +229,7 @@ class EKFAC(RoutingOptimizer):
         factor_positions: int | None = None,
         weight_decay_in_curvature: bool = False,
         power: float = 1.0,
+        orthogonalize: bool = False,
         kl_clip: float | None = 1e-3,
         adaptive_damping: bool = False,
         damping_interval: int = 5,
@@ -308,7 +315,6 @@ class EKFAC(RoutingOptimizer):
         if group["momentum_mode"] == "pre":
             clashes = {
                 f"graft={group['graft']!r}": group["graft"] is not None,
-                "nesterov=True": group["nesterov"],
                 "inner='adamw'": group["inner"] == "adamw",
                 "quadratic_model=True": self._adaptation.quadratic_model,
                 f"momentum={group['momentum']}": group["momentum"] >= 1,
@@ -641,6 +647,8 @@ class EKFAC(RoutingOptimizer):
                 mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
                 self.state[p]["gradient_updates"] += 1
                 source[p] = mean / (1 - beta ** self.state[p]["gradient_updates"])
+                if self._group[p]["nesterov"]:
+                    source[p] = gradient.lerp(source[p], beta)
         return source
 
     def precondition(self, block: Block, gradient: Tensor) -> Tensor:

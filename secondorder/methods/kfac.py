@@ -89,7 +89,12 @@ class KFAC(FactoredOptimizer):
         weight_decay_in_curvature: Count ``weight_decay`` as curvature: λ grows by it.
         power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens. Below 1 it needs the eigenvalues,
             ``inverse_method="eigen"``.
-        kl_clip: κ, bound on the step in the Fisher metric; None disables.
+        orthogonalize: Give steps of linear and convolution layers a uniform spectrum, as Muon does: of the
+            preconditioned matrix only its polar factor is taken, at the usual size of Adam's steps (or that of
+            ``graft``), so that rates of AdamW fit. It wants momentum before it: ``momentum_mode="pre"`` of EKFAC, or
+            ``graft="adam"``.
+        kl_clip: κ, bound on the step in the Fisher metric; None disables. Steps that graft or orthogonalize have their
+            own size.
         adaptive_damping: Move λ every ``damping_interval`` steps by how well the quadratic model predicted the change
             of the loss; needs ``step(closure)``, and calls the closure once more on those steps.
         damping_interval: T, steps between two changes of λ.
@@ -184,6 +189,7 @@ class KFAC(FactoredOptimizer):
         factor_positions: int | None = None,
         weight_decay_in_curvature: bool = False,
         power: float = 1.0,
+        orthogonalize: bool = False,
         kl_clip: float | None = 1e-3,
         adaptive_damping: bool = False,
         damping_interval: int = 5,
