@@ -347,7 +347,7 @@ class FactoredOptimizer(ObservingOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies keep."""
-        return {**super().__getstate__(), "_mode_by_default": self._mode_by_default, "_fisher": self._fisher}
+        return {**super().__getstate__(), "_mode_by_default": self._mode_by_default}
 
     def _warn_intervals(self) -> None:
         pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups)

@@ -15,6 +15,7 @@ from secondorder.curvature.block import forwarded
 from secondorder.curvature.heads import Head
 from secondorder.curvature.likelihood import Likelihood, resolve
 from secondorder.curvature.sites import Captured
+from secondorder.layerwise import LayerOptimizer
 
 #: Backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000
@@ -46,8 +47,8 @@ class FisherOptions:
         return self.fisher in ("mc", "exact", "curvature_prop")
 
 
-class ObservingOptimizer(AdaptiveOptimizer):
-    """Base of the layer methods with a choice of Fishers."""
+class Observing(LayerOptimizer):
+    """A layer method with a choice of Fishers."""
 
     _fisher = FisherOptions()
     #: Calls of `observe` since the last step, and the loss terms that those of this step saw.
@@ -146,6 +147,14 @@ class ObservingOptimizer(AdaptiveOptimizer):
     def _advance(self) -> None:
         self._observations = 0
         super()._advance()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies keep."""
+        return {**super().__getstate__(), "_fisher": self._fisher}
+
+
+class ObservingOptimizer(Observing, AdaptiveOptimizer):
+    """Base of the methods that choose a Fisher, and a damping that watches the loss."""
 
 
 def _one_each(given: Any, heads: int) -> list[Any]:

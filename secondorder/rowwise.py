@@ -22,9 +22,9 @@ from secondorder.curvature.examples import ExampleRows, keeps_indices
 from secondorder.curvature.kernel import Rows, scaled
 from secondorder.curvature.measured import Measured
 from secondorder.curvature.sites import Captured, Statistic
-from secondorder.layerwise import LayerOptimizer
 from secondorder.lifecycle import Directions, Group, State
 from secondorder.linalg import all_true_on_cpu
+from secondorder.observing import Observing
 
 #: Kernels of more rows are kept in the precision of the rows: in float64 they would outgrow everything else.
 DOUBLE_ROWS = 4096
@@ -115,7 +115,7 @@ class Sizes(NamedTuple):
     by_index: bool = False
 
 
-class RowOptimizer(LayerOptimizer):
+class RowOptimizer(Observing):
     """Base of the methods that keep rows of examples instead of factors."""
 
     capture_interval = refresh_interval = "update_steps"
@@ -322,6 +322,8 @@ class RowOptimizer(LayerOptimizer):
     def gradient_scale(self, block: Block, examples: int) -> float:
         """Factor of ``‖u‖²`` from captured rows of so many examples to rows scaled per datum."""
         group = block.group
+        if self._fisher.is_observed:  # rows are of unit scale
+            return 1.0 / (examples if group["loss_reduction"] == "sum" else max(1.0, float(self._observed_terms)))
         return statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
 
     def _has_estimate(self, block: Block) -> bool:

@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
-        "routing", "rebasing", "factored", "switched", "rowwise", "switching", "trial", "layerwise", "capturing",
+        "routing", "rebasing", "factored", "observing", "switched", "rowwise", "switching", "trial", "layerwise", "capturing",
         "windowed", "units", "optimizer", "lifecycle",
         "curvature", "linalg", "options", "comm",
     },
@@ -37,8 +37,8 @@ MAY_IMPORT = {
     "switched": {"rehearsing_rows", "gathering", "switching", "lifecycle", "curvature", "options"},
     "gathering": {"substituting", "rowwise", "comm", "curvature", "linalg"},
     "substituting": {"rowwise", "factored", "lifecycle", "curvature", "linalg"},
-    "rowwise": {"layerwise", "lifecycle", "comm", "curvature", "linalg"},
-    "observing": {"adaptive", "lifecycle", "curvature", "options"},
+    "rowwise": {"observing", "layerwise", "lifecycle", "comm", "curvature", "linalg"},
+    "observing": {"adaptive", "layerwise", "lifecycle", "curvature", "options"},
     "routing": {"rebasing", "comm", "lifecycle", "curvature", "linalg"},
     "rebasing": {"factored", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},

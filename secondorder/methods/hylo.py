@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -43,8 +43,10 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature import kernel, selection, stacks, woodbury
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.examples import as_rows_matrix
+from secondorder.curvature.heads import Head
 from secondorder.curvature.kernel import Rows
 from secondorder.lifecycle import Directions, Group
+from secondorder.observing import FisherOptions
 from secondorder.rowwise import DOUBLE_ROWS, Fresh, Kept, filled
 from secondorder.switched import SwitchedOptimizer
 from secondorder.switching import GradNormChange, SwitchPolicy
@@ -94,7 +96,10 @@ class HyLo(SwitchedOptimizer):
         kfac_when_cheaper: Give a layer K-FAC's factors where R rows would take more memory or time; decided at the
             first refresh, told by :meth:`describe`.
         factor_decay: β of those factors, weight of the old in the running mean.
-        fisher: ``"empirical"``, the only one of this method.
+        fisher: ``"empirical"``: rows are the gradients of the loss, example by example. ``"mc"`` takes those of targets
+            drawn from the model, ``"curvature_prop"`` those along random signs, and ``"exact"``, where the loss of an
+            example has one output, the Gauss-Newton rows; all three by :meth:`observe`. A squared error needs one of
+            them: its own gradients vanish with the errors.
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
         loss_terms: Scalar loss terms per example that a mean runs over (tokens).
         batch_dim: Dimension of the model's first input that counts examples.
@@ -215,7 +220,8 @@ class HyLo(SwitchedOptimizer):
         deterministic_seed: int = 0,
     ) -> None:
         given = locals()
-        options.choice("empirical")("fisher", fisher)
+        options.choice("empirical", "mc", "exact", "curvature_prop")("fisher", fisher)
+        self._fisher = FisherOptions(fisher)
         options.optional_whole(1)("batch_size", batch_size)
         if switch is not None and not isinstance(switch, SwitchPolicy):
             raise TypeError(f"switch must be a policy of secondorder.switching, got {switch!r}")
@@ -234,6 +240,9 @@ class HyLo(SwitchedOptimizer):
         super()._check_group(group)
         if group["conv_scale"] == "hylo" and group["approx"] != "reduce":
             raise ValueError("conv_scale='hylo' is of summed gradients: use approx='reduce'")
+        if group["kfac_when_cheaper"] and self._fisher.is_observed:
+            chosen = self._fisher.fisher
+            raise ValueError(f"kfac_when_cheaper=True has factors of the loss's own gradients: drop fisher={chosen!r}")
         if group["kfac_when_cheaper"] and group["rank_energy"] is not None:
             raise ValueError(
                 "kfac_when_cheaper=True compares with a number of rows, which rank_energy tells only from the rows: "
@@ -255,6 +264,19 @@ class HyLo(SwitchedOptimizer):
             return examples
         fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
         return selection.planned_rank(examples, fraction, max(1, group["max_rank"] // ranks))
+
+    def _exact_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        columns = sum(head.kind.columns(head.outputs) for head in heads)
+        if columns > 1:
+            raise ValueError(
+                f"fisher='exact' would make {columns} rows of each example, of which HyLo keeps one: use fisher='mc' "
+                "or 'curvature_prop'"
+            )
+        return super()._exact_vectors(heads, by_head)
+
+    def _facts(self) -> dict[str, list[str]]:
+        told = {"Fisher": [f"fisher={self._fisher.fisher!r}"]} if self._fisher.is_observed else {}
+        return {**super()._facts(), **told}
 
     # ------------------------------------------------------------------ which mode
     def probe_errors(

@@ -387,7 +387,7 @@ METHODS = (
         partial=("none",),
         foreign={
             "weight_decay_mode": ("legacy", "both"),
-            "fisher": ("forward_only", "curvature_prop", "exact"),
+            "fisher": ("forward_only",),
         },
         capture_keyword="update_steps",
         refresh_keyword="update_steps",
