@@ -172,25 +172,27 @@ def test_inverse_ranks_follow_a_damping_that_is_scheduled_where_training_runs(po
 
 
 def ages(rank: int, world: int, steps: int) -> Any:
-    """Age of the curvature that each step uses."""
+    """Age of the curvature that each step uses, and steps since layers got it."""
     model = build()
     comm = DedicatedWorkers(warmup="identity")
     with secondorder.KFAC(model, comm=comm, **OPTIONS) as optimizer:
         if comm.role == "inverse":
             comm.serve(optimizer)
             return None
-        found = []
+        found, staleness = [], []
         for step in range(steps):
             optimizer.zero_grad()
             loss_of(model, comm, step).backward()
             found.append(comm.age(0))
             optimizer.step()
-        return found
+            staleness.append(set(optimizer.diagnostics()["staleness"].values()))
+        return found, staleness
 
 
 def test_curvature_is_as_old_as_the_schedule_says(pool: Pool) -> None:
-    found = pool.run(ages, 10, world=3)
-    assert found[0] == [lockstep.age_of(step, T) for step in range(10)]
+    found, staleness = pool.run(ages, 10, world=3)[0]
+    assert found == [lockstep.age_of(step, T) for step in range(10)]
+    assert staleness == [set() if age is None else {age - 2 * T} for age in found]
 
 
 # ---------------------------------------------------------------------------------------------------------- the end
