@@ -83,7 +83,7 @@ class Serving(Refreshing):
         for kept, new in zip(self.live_parcel(index, "curvature").tensors, tensors, strict=True):
             kept.copy_(new)
         self._state_of(index)["refreshes"] += 1
-        self._refreshed_at[self._blocks[index].name] = self._t
+        self._refreshed_at[self._blocks[index].name] = self._t - 1  # between the last step and the coming one
 
     def forget_curvature(self, index: int) -> None:
         """Begin anew with a block, as if nothing had ever been known of it."""
