@@ -4,13 +4,15 @@ They are there for what depends on shapes alone: bytes, messages and FLOPs. A fo
 the positions of every layer, see :func:`benchmarks.flops.layer_shapes`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from benchmarks.workloads.resnets import cifar_resnet, imagenet_resnet
 
 ModelName = Literal["resnet20", "resnet32", "resnet50", "bert-base", "bert-large", "decoder-7b"]
 
@@ -42,79 +44,16 @@ def architecture(name: ModelName) -> Architecture:
 
 
 # ---------------------------------------------------------------------- residual networks
-class _Residual(nn.Module):
-    """Some layers beside a shortcut."""
-
-    def __init__(self, body: nn.Module, shortcut: nn.Module) -> None:
-        super().__init__()
-        self.body, self.shortcut = body, shortcut
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.body(x) + self.shortcut(x))
-
-
-class _Subsample(nn.Module):
-    """A shortcut without parameters: every other pixel, and channels of zeros."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.channels = channels
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.channels))
-
-
-def _conv(d_in: int, d_out: int, side: int, stride: int = 1, relu: bool = True) -> list[nn.Module]:
-    layers = [nn.Conv2d(d_in, d_out, side, stride, side // 2, bias=False), nn.BatchNorm2d(d_out)]
-    return [*layers, nn.ReLU()] if relu else layers
-
-
-def _stages(d_in: int, depths: Sequence[int], widths: Sequence[int], expansion: int) -> tuple[list[nn.Module], int]:
-    """Return residual blocks and the channels that leave them.
-
-    Args:
-        d_in: Channels that enter.
-        depths: Blocks of each stage.
-        widths: Channels inside the blocks of each stage.
-        expansion: 1 for blocks of two 3x3 convolutions, with shortcuts that have no parameters; 4 for bottlenecks.
-
-    Returns:
-        The blocks, and the channels.
-    """
-    blocks: list[nn.Module] = []
-    for stage, (depth, width) in enumerate(zip(depths, widths, strict=True)):
-        for index in range(depth):
-            stride, d_out = 2 if stage and not index else 1, expansion * width
-            if expansion == 1:
-                body = [*_conv(d_in, width, 3, stride), *_conv(width, d_out, 3, relu=False)]
-            else:
-                body = [*_conv(d_in, width, 1), *_conv(width, width, 3, stride), *_conv(width, d_out, 1, relu=False)]
-            shortcut: nn.Module = nn.Identity()
-            if d_in != d_out:
-                projection = _conv(d_in, d_out, 1, stride, relu=False)
-                shortcut = _Subsample(d_out - d_in) if expansion == 1 else nn.Sequential(*projection)
-            blocks.append(_Residual(nn.Sequential(*body), shortcut))
-            d_in = d_out
-    return blocks, d_in
-
-
-def _classifier(stem: Sequence[nn.Module], blocks: Sequence[nn.Module], width: int, classes: int) -> nn.Module:
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, classes))
-
-
 def _images(side: int) -> Callable[[int], Tensor]:
     return lambda n: torch.empty(n, 3, side, side, device="meta")
 
 
 def _resnet50() -> Architecture:
-    blocks, width = _stages(64, (3, 4, 6, 3), (64, 128, 256, 512), 4)
-    model = _classifier([*_conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)], blocks, width, 1000)
-    return Architecture(model, _images(224), 32)
+    return Architecture(imagenet_resnet("bottleneck", (3, 4, 6, 3)), _images(224), 32)
 
 
 def _resnet_cifar(depth: int) -> Architecture:
-    blocks, width = _stages(16, (depth,) * 3, (16, 32, 64), 1)
-    return Architecture(_classifier(_conv(3, 16, 3), blocks, width, 10), _images(32), 128)
+    return Architecture(cifar_resnet(depth), _images(32), 128)
 
 
 # ---------------------------------------------------------------------- transformers

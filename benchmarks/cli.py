@@ -7,17 +7,47 @@ import tyro
 
 from benchmarks.commands.analyse import Analyse
 from benchmarks.commands.basis import Basis
+from benchmarks.commands.batch_size import BatchSize
+from benchmarks.commands.compare import Compare
 from benchmarks.commands.demo import Demo
+from benchmarks.commands.density import Density
+from benchmarks.commands.features import Features
+from benchmarks.commands.fetch import Fetch
 from benchmarks.commands.kernel import Kernel
+from benchmarks.commands.memory import Memory
+from benchmarks.commands.rank_fraction import RankFraction
 from benchmarks.commands.ranks import Ranks
+from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
 from benchmarks.commands.step_time import StepTime
 from benchmarks.commands.swap import Swap
 from benchmarks.commands.train import Train
 from benchmarks.commands.window import Window
+from benchmarks.commands.worlds import Worlds
+from benchmarks.peers import PeerMissingError
 from benchmarks.workloads import DataMissingError
 
-Command = Analyse | Basis | Demo | Kernel | Ranks | Scaling | StepTime | Swap | Train | Window
+Command = (
+    Analyse
+    | Basis
+    | BatchSize
+    | Compare
+    | Demo
+    | Density
+    | Features
+    | Fetch
+    | Kernel
+    | Memory
+    | RankFraction
+    | Ranks
+    | Robustness
+    | Scaling
+    | StepTime
+    | Swap
+    | Train
+    | Window
+    | Worlds
+)
 
 
 def main(args: list[str] | None = None) -> int:
@@ -34,6 +64,6 @@ def main(args: list[str] | None = None) -> int:
     command = tyro.cli(Command, prog="python -m benchmarks", description=__doc__, args=args)
     try:
         return command.run()
-    except (DataMissingError, ValueError) as err:
+    except (DataMissingError, PeerMissingError, ValueError) as err:
         print(f"error: {err}", file=sys.stderr)
         return 2

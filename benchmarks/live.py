@@ -68,7 +68,8 @@ class Board:
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TimeRemainingColumn(), console=self._console,
         )  # fmt: skip
-        self._task = self._progress.add_task(title, total=steps * len(self._trainers))
+        done = sum(len(trainer.history.losses) for trainer in self._trainers)  # more than none in a run that goes on
+        self._task = self._progress.add_task(title, total=steps * len(self._trainers), completed=done)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
 
     def __enter__(self) -> "Board":

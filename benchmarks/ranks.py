@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -105,6 +106,17 @@ class Ranks:
         Returns:
             All, in rank order.
         """
+        return list(self.collect(mine))
+
+    def collect(self, mine: Any) -> list[Any]:
+        """Return what each rank has to say.
+
+        Args:
+            mine: What this one says.
+
+        Returns:
+            All, in rank order.
+        """
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -112,9 +124,24 @@ class Ranks:
         return found
 
 
+def own_device(kind: str) -> torch.device:
+    """Return the device of this process.
+
+    Args:
+        kind: Such as ``"cpu"`` or ``"cuda"``.
+
+    Returns:
+        The device; under a launcher the one with the number of this process on its machine.
+    """
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+
+
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def joined(device: str | torch.device = "cpu") -> Iterator[Ranks]:
     """Join the process group that the launcher prepared, if there is one, for the time of the body.
+
+    Args:
+        device: Where this process computes.
 
     Yields:
         The place of this process.
@@ -122,7 +149,10 @@ def joined() -> Iterator[Ranks]:
     if not all(key in os.environ for key in _FROM_LAUNCHER):
         yield Ranks()
         return
-    dist.init_process_group("gloo", timeout=_TIMEOUT)
+    on_cuda = torch.device(device).type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=_TIMEOUT)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
         dist.barrier()  # a rank that leaves early closes connections that others still use

@@ -5,19 +5,24 @@ Drawing the batch, reading the loss and evaluating stand outside.
 """
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import cast
+from itertools import islice
+from statistics import fmean
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from benchmarks.peers import evaluating
+from benchmarks.precision import Amp, Precision, answering_cpu, moved
 from benchmarks.ranks import Ranks
 from benchmarks.workloads import Batch, Workload
-from secondorder.factored import FactoredOptimizer
+from secondorder import SecondOrderOptimizer
+from secondorder.observing import Observing
 
 WINDOW = 10
 """Steps that a reported loss is the mean of: single batches are noisy."""
@@ -84,6 +89,20 @@ class History:
         return next((s for s in range(WINDOW, len(self.losses) + 1) if self.loss_at(s) <= target), None)
 
 
+def mean_history(label: str, histories: Sequence[History]) -> History:
+    """Return one history for a whole run of several ranks.
+
+    Args:
+        label: Its name.
+        histories: Those of the ranks that have seen data, and of others.
+
+    Returns:
+        The mean of the losses, and the times of the first rank.
+    """
+    losses = [fmean(column) for column in zip(*(h.losses for h in histories if h.losses), strict=True)]
+    return History(label, losses, list(histories[0].step_seconds), list(histories[0].processor_seconds))
+
+
 class Trainer:
     """Takes optimizer steps one at a time, so that several runs can take turns on one machine."""
 
@@ -96,6 +115,8 @@ class Trainer:
         make_scheduler: MakeScheduler | None = None,
         closure: bool = False,
         ranks: Ranks = Ranks(),  # noqa: B008 - it cannot be changed
+        device: str | torch.device = "cpu",
+        amp: Amp | None = None,
     ) -> None:
         """Build the model and its optimizer.
 
@@ -107,16 +128,21 @@ class Trainer:
             make_scheduler: Returns the learning-rate schedule, stepped once per step.
             closure: Give each step a closure, for options that evaluate the loss anew.
             ranks: The processes that train together; each trains on its share of every batch.
+            device: Where the model is, and where batches are brought.
+            amp: Type of autocast; float16 with a scaler.
         """
         self.workload = workload
-        self.model = workload.build_model(seed)
+        self.precision = Precision(device, amp)
+        self.model = workload.build_model(seed).to(self.precision.device)
         self.optimizer = make_optimizer(self.model)
         self.history = History(label)
         self._closure = closure
+        self.precision.prepare(self.optimizer, closure)
         self._scheduler = make_scheduler(self.optimizer) if make_scheduler else None
         self._ranks = ranks
         self._network = ranks.wrap(self.model, self.optimizer)
-        self._batches = (ranks.share(batch, self.optimizer) for batch in workload.batches(seed))
+        self._seed, self._drawn = seed, 0
+        self._stream = self._batches()
 
     @property
     def diverged(self) -> bool:
@@ -129,14 +155,98 @@ class Trainer:
         Returns:
             Seconds that the step took.
         """
-        batch = next(self._batches)
-        start, worked = time.perf_counter(), time.process_time()
+        batch = next(self._stream)
+        self._drawn += 1
+        start, worked = self.precision.now()
         loss = self._train_on(batch)
-        seconds, worked = time.perf_counter() - start, time.process_time() - worked
+        end, done = self.precision.now()
         self.history.losses.append(float(loss.detach()))
-        self.history.step_seconds.append(seconds)
-        self.history.processor_seconds.append(worked)
-        return seconds
+        self.history.step_seconds.append(end - start)
+        self.history.processor_seconds.append(done - worked)
+        return end - start
+
+    def evaluate(self, everything: bool = False, quality: bool = False) -> dict[str, float]:
+        """Measure the model on held-out data; training goes on as if nobody had.
+
+        Args:
+            everything: Take all of it.
+            quality: Ask the workload for its further figures, too, which may take long.
+
+        Returns:
+            The workload's metric by its name, and further figures by theirs.
+        """
+        workload, device = self.workload, self.precision.device
+        states = self.precision.random_state()
+        with answering_cpu(self.model, device), evaluating(self.optimizer, self.model, workload):
+            found = {workload.metric: workload.evaluate(self.model, everything)}
+            further: Callable[[nn.Module], dict[str, float]] | None = getattr(workload, "quality", None)
+            found |= further(self.model) if quality and further else {}
+        self.precision.restore_random_state(states)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a run needs to go on to the bit; every rank calls it, what rank 0 gets is complete."""
+        optimizer: Any = self.optimizer
+        if self._ranks.size > 1 and isinstance(optimizer, SecondOrderOptimizer):
+            optimizer.consolidate_state_dict(to=0)
+        scaler, scheduler = self.precision.scaler, self._scheduler
+        mine = {"history": asdict(self.history), "random": self.precision.random_state()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": optimizer.state_dict() if self._ranks.first else {},
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "drawn": self._drawn,
+            "ranks": self._ranks.collect(mine),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another run was.
+
+        In another number of ranks each rank goes on with the mean of the losses, and with its own random numbers.
+
+        Args:
+            state: What :meth:`state_dict` returned on rank 0.
+
+        Raises:
+            ValueError: When only one of the two runs has a schedule, or a scaler.
+        """
+        for name, own in (("scheduler", self._scheduler), ("scaler", self.precision.scaler)):
+            if (own is None) != (state[name] is None):
+                raise ValueError(f"the checkpoint has {'no' if state[name] is None else 'a'} {name}, unlike this run")
+            if own is not None:
+                own.load_state_dict(state[name])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._set_rates()
+        self._drawn, self._stream = state["drawn"], self._batches(state["drawn"])
+        label, saved = self.history.label, state["ranks"]
+        if len(saved) == self._ranks.size:
+            mine = saved[self._ranks.rank]
+            self.history = History(**{**mine["history"], "label": label})
+            self.precision.restore_random_state(mine["random"])
+        else:
+            self.history = mean_history(label, [History(**entry["history"]) for entry in saved])
+
+    def _set_rates(self) -> None:
+        """Take rates from the schedule: this run may be longer than the one that was saved."""
+        scheduler = self._scheduler
+        if isinstance(scheduler, LambdaLR):
+            courses = zip(self.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            for group, rate, course in courses:
+                group["lr"] = rate * course(scheduler.last_epoch)
+
+    def _batches(self, skip: int = 0) -> Iterator[Batch]:
+        """Yield this rank's share of each batch, on its device.
+
+        Args:
+            skip: Batches that were drawn before.
+
+        Yields:
+            Inputs and targets.
+        """
+        for batch in islice(self.workload.batches(self._seed), skip, None):
+            yield cast("Batch", moved(self._ranks.share(batch, self.optimizer), self.precision.device))
 
     def _train_on(self, batch: Batch) -> Tensor:
         if self._closure:
@@ -145,7 +255,7 @@ class Trainer:
             loss = cast("Evaluation", self.optimizer.step(closure))[0]
         else:
             loss = self._evaluate(batch)[0]
-            self.optimizer.step()
+            self.precision.step(self.optimizer)
         if self._scheduler is not None:
             self._scheduler.step()
         return loss
@@ -161,11 +271,12 @@ class Trainer:
         """
         workload = self.workload
         self.optimizer.zero_grad()
-        outputs, targets = workload.outputs(self._network, batch), workload.targets(batch)
-        if isinstance(self.optimizer, FactoredOptimizer):
+        with self.precision.autocast():
+            outputs, targets = workload.outputs(self._network, batch), workload.targets(batch)
+            loss = workload.criterion(outputs, targets)
+        if isinstance(self.optimizer, Observing):
             self.optimizer.observe(outputs, workload.likelihood, targets)  # nothing, for the empirical Fisher
-        loss = workload.criterion(outputs, targets)
-        loss.backward()
+        self.precision.backward(loss)
         return loss, outputs, targets
 
 

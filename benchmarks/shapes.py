@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from benchmarks.workloads import WorkloadName, make_workload
+from benchmarks.workloads.resnets import BlockName, imagenet_resnet
 
 Shape = tuple[int, ...]
 SizeName = Literal["digits", "resnet20", "autoencoder", "large", "resnet50"]
@@ -40,40 +43,15 @@ def _of_workload(name: WorkloadName) -> list[Shape]:
     return [tuple(p.shape) for p in model.parameters()]
 
 
-def _resnet(blocks: Sequence[int], expansion: int) -> list[Shape]:
-    """Return the shapes of a ResNet for ImageNet (He et al., 2016, table 1).
-
-    Args:
-        blocks: Blocks in each of the four stages.
-        expansion: 1 for blocks of two 3x3 convolutions, 4 for bottlenecks.
-
-    Returns:
-        The shapes.
-    """
-    shapes = _conv_norm(3, 64, 7)
-    d_in = 64
-    for stage, depth in enumerate(blocks):
-        width = 64 * 2**stage
-        d_out = expansion * width
-        for _ in range(depth):
-            if expansion == 1:
-                shapes += _conv_norm(d_in, width, 3) + _conv_norm(width, width, 3)
-            else:
-                shapes += _conv_norm(d_in, width, 1) + _conv_norm(width, width, 3) + _conv_norm(width, d_out, 1)
-            if d_in != d_out:
-                shapes += _conv_norm(d_in, d_out, 1)  # of the shortcut
-            d_in = d_out
-    return [*shapes, (1000, d_in), (1000,)]
-
-
-def _conv_norm(d_in: int, d_out: int, side: int) -> list[Shape]:
-    return [(d_out, d_in, side, side), (d_out,), (d_out,)]
+def _resnet(block: BlockName, depths: Sequence[int]) -> list[Shape]:
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in imagenet_resnet(block, depths).parameters()]
 
 
 _SIZES: dict[SizeName, Callable[[], list[Shape]]] = {
     "digits": lambda: _of_workload("digits"),
     "resnet20": lambda: _of_workload("resnet20"),
     "autoencoder": lambda: _of_workload("autoencoder"),
-    "large": lambda: _resnet((2, 2, 2, 2), 1),
-    "resnet50": lambda: _resnet((3, 4, 6, 3), 4),
+    "large": lambda: _resnet("basic", (2, 2, 2, 2)),
+    "resnet50": lambda: _resnet("bottleneck", (3, 4, 6, 3)),
 }

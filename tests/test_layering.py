@@ -24,8 +24,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
-        "routing", "rebasing", "factored", "observing", "switched", "rowwise", "switching", "trial", "layerwise", "capturing",
-        "windowed", "units", "optimizer", "lifecycle",
+        "routing", "rebasing", "factored", "observing", "switched", "rowwise", "switching", "trial", "layerwise",
+        "capturing", "windowed", "units", "optimizer", "lifecycle",
         "curvature", "linalg", "options", "comm",
     },
     "factory": {"methods", "optimizer", "comm", "curvature"},

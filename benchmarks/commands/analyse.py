@@ -18,12 +18,12 @@ from rich.table import Table
 
 from benchmarks import events, report
 from benchmarks.commands.options import Common
-from benchmarks.commands.train import Schedule, make_schedule
 from benchmarks.events import ALL, TRAIN, TRAIN_COLUMNS, Event
 from benchmarks.live import Board
 from benchmarks.plot_analysis import plot_analysis
-from benchmarks.recipes import METHODS, Settings
+from benchmarks.recipes import METHODS, Schedule, Settings
 from benchmarks.runner import Trainer
+from benchmarks.schedules import make_schedule
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from secondorder import SecondOrderOptimizer
@@ -54,7 +54,7 @@ class Analyse(Common):
     """Optimizer steps."""
     workload_set: tuple[str, ...] = ()
     """Fields of the workload that are changed, such as dice=0.5 of unet."""
-    schedule: Schedule = "constant"
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate over the run."""
     size: Size = "cpu"
     """Size of the model and of the batch."""
@@ -107,7 +107,7 @@ class Analyse(Common):
         method = METHODS[self.method]
         recipe = self.workload if self.recipe else None
         make, closure = partial(method.build, workload=recipe, changes=changes), method.needs_closure(recipe, changes)
-        schedule = partial(make_schedule, self.schedule, self.steps)
+        schedule = partial(make_schedule, Schedule(self.schedule), self.steps)
         return Trainer(method.label, workload, make, self.seed, schedule, closure)
 
     def _train(self, trainer: Trainer, epoch_steps: int, rank_only: bool) -> Iterator[None]:

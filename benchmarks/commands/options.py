@@ -13,4 +13,4 @@ class Common:
     threads: int = 2
     """Threads that torch computes with."""
     data_dir: Path = Path("data")
-    """Folder with one folder per data set: mnist, cifar10, shakespeare, multi30k, membrane."""
+    """Folder with one folder per data set: mnist, cifar10, cifar100, imagenet, lgg, shakespeare, multi30k, membrane."""

@@ -4,9 +4,7 @@ The processes talk over gloo. Bytes are counted, not modelled: of tensors that t
 handed to collectives, amortised over the intervals. Steps are timed too, but all ranks share the cores of one machine.
 """
 
-import importlib.metadata
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import secondorder
 from benchmarks import report
+from benchmarks.peers.by_path import package, set_paths
 from benchmarks.workloads.resnet20 import ResNet20
 from secondorder import comm as strategies
 from secondorder.comm.named import from_name
@@ -133,21 +132,16 @@ def _ours(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], Non
 
 def _kfac_pytorch(model: nn.Module, command: Ranks, name: str) -> tuple[Callable[[], None], Told]:
     """A step of kfac-pytorch with SGD, and what it kept and sent."""
-    sys.path.insert(0, str(command.kfac_pytorch))
-    known = importlib.metadata.version
-    # It asks for its own version, which a checkout has not.
-    importlib.metadata.version = lambda distribution_name: (
-        "0" if distribution_name == "kfac-pytorch" else known(distribution_name)
-    )
-    from kfac.enums import DistributedStrategy  # type: ignore[import-not-found]
-    from kfac.preconditioner import KFACPreconditioner  # type: ignore[import-not-found]
+    set_paths([f"kfac_pytorch={command.kfac_pytorch}"])
+    strategies_of_it = package("kfac_pytorch", "kfac.enums").DistributedStrategy
+    KFACPreconditioner = package("kfac_pytorch", "kfac.preconditioner").KFACPreconditioner
 
     sent = _Sent()
     preconditioner = KFACPreconditioner(
         model,
         factor_update_steps=command.factor_steps,
         inv_update_steps=command.steps,
-        grad_worker_fraction=DistributedStrategy[name],
+        grad_worker_fraction=strategies_of_it[name],
         lr=0.01,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

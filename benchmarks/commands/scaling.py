@@ -31,7 +31,7 @@ from benchmarks import report
 from benchmarks.architectures import Architecture, ModelName, architecture
 from benchmarks.flops import LayerShape, counted_flops, factor_flops, layer_shapes
 from benchmarks.plot import COLOURS, STYLES, styled
-from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, HyLo, MemOpt
+from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
 from secondorder.comm import CommStrategy, RankGrid
 from secondorder.comm.planning import Plan, RankPlan
 
@@ -85,6 +85,8 @@ class Scaling:
     """Rate at which a rank does matrix products."""
     refresh_tflops: float = 1.0
     """Rate at which a rank factorises matrices."""
+    dp_kfac: bool = False
+    """Show DP-KFAC, too: factors of a layer from the examples of its owner."""
     out_dir: Path = Path("bench-output")
     """Folder for the table, the results and the picture."""
 
@@ -128,10 +130,15 @@ class Scaling:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.dp_kfac and self.method not in {"kfac", "kfac-cholesky"}:
+            raise ValueError(
+                f"dp_kfac is a way to take the factors of kfac and kfac-cholesky, got method {self.method!r}"
+            )
 
     def _strategies(self) -> dict[str, Callable[[int], CommStrategy]]:
         has_factors = self.method != "mfac" and self.method != "hylo"
-        return {name: made for name, made in STRATEGIES.items() if has_factors or "all factors" not in name}
+        found = {name: made for name, made in STRATEGIES.items() if has_factors or "all factors" not in name}
+        return found | ({"DP-KFAC": lambda world: LocalFactors()} if self.dp_kfac else {})
 
     def _settings(self) -> dict[str, Any]:
         return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
@@ -177,16 +184,37 @@ class Scaling:
         """Seconds of a step of the busiest rank, by what they are spent on."""
         world, rate = plan.world_size, 1e12 * self.gpu_tflops
         interval = optimizer.param_groups[0].get("factor_update_steps")
+        share = self._share(comm, plan, optimizer, base.examples)
         return {
             "training": base.training / rate,
-            "gradients": 2 * (world - 1) / world * base.gradient_bytes / self._link(world),
-            "statistics": base.statistics / interval / rate if interval else 0.0,
+            "gradients": 2 * (world - 1) / world * base.gradient_bytes / self.link(world),
+            "statistics": share * base.statistics / interval / rate if interval else 0.0,
             "refresh": max(rank.flops.get("refresh", 0.0) for rank in plan.ranks) / (1e12 * self.refresh_tflops),
             "precondition": max(rank.flops.get("precondition", 0.0) for rank in plan.ranks) / rate,
-            "messages": max(self._messages(comm, rank, world) for rank in _unlike(plan)),
+            "messages": max(self.messages(comm, rank, world) for rank in _unlike(plan)),
         }
 
-    def _messages(self, comm: CommStrategy, rank: RankPlan, world: int) -> float:
+    def _share(self, comm: CommStrategy, plan: Plan, optimizer: Any, examples: int) -> float:
+        """Return the part of all statistics that the busiest rank takes: all, but where owners look at theirs only.
+
+        As far as the plan knows them: without a step it takes every layer to have one row per example.
+        """
+        if not isinstance(comm, LocalFactors):
+            return 1.0
+        whole = float(optimizer.plan(1, batch_size=examples).ranks[0].flops["statistics"])
+        return max(rank.flops["statistics"] for rank in plan.ranks) / whole
+
+    def messages(self, comm: CommStrategy, rank: RankPlan, world: int) -> float:
+        """Return the seconds that the messages of one rank take, a step on average.
+
+        Args:
+            comm: The strategy.
+            rank: What the rank sends.
+            world: Number of ranks.
+
+        Returns:
+            Seconds.
+        """
         assert isinstance(comm, RankGrid)
         width = world // comm.workers(world)
         sizes = {"directions": width, "dots": width, "curvature": comm.workers(world)}
@@ -199,7 +227,8 @@ class Scaling:
             total += wire / self._rate(inside) + rank.messages[stage] * latency * max(1, (size - 1).bit_length())
         return total
 
-    def _link(self, ranks: int) -> float:
+    def link(self, ranks: int) -> float:
+        """Return the bytes per second between the ranks of a world."""
         return self._rate(ranks <= NODE)
 
     def _rate(self, inside: bool) -> float:
@@ -217,6 +246,8 @@ class Base:
     """Bytes of all gradients."""
     statistics: int
     """FLOPs of the products behind the factors of one batch."""
+    examples: int = 1
+    """Of that batch."""
 
 
 def _base(found: Architecture, examples: int) -> Base:
@@ -235,7 +266,7 @@ def _base(found: Architecture, examples: int) -> Base:
     nbytes = sum(p.numel() * p.element_size() for p in found.model.parameters())
     for p in found.model.parameters():
         p.grad = None
-    return Base(examples * training, nbytes, examples * factor_flops(shapes))
+    return Base(examples * training, nbytes, examples * factor_flops(shapes), examples)
 
 
 def _unlike(plan: Plan) -> list[RankPlan]:

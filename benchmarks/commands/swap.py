@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 
 from benchmarks import report
 from benchmarks.commands.options import Common
-from benchmarks.commands.train import make_schedule
+from benchmarks.recipes import Schedule
 from benchmarks.runner import History, Trainer, race
+from benchmarks.schedules import make_schedule
 from benchmarks.workloads import DataMissingError, Size, Workload, make_workload
 from benchmarks.workloads.tiny import write_tiny_data
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC
@@ -175,7 +176,13 @@ class Swap(Common):
         steps = workload.steps[self.size] if self.steps is None else self.steps
         script = SCRIPTS[name][base]
         runs = [
-            Trainer(base, workload, partial(build, line, script), self.seed, partial(make_schedule, "cosine", steps))
+            Trainer(
+                base,
+                workload,
+                partial(build, line, script),
+                self.seed,
+                partial(make_schedule, Schedule("cosine"), steps),
+            )
             for line in (LINES[base], REPLACEMENTS[self.method][base])
         ]
         race(runs, steps)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Literal
 
 from benchmarks.recipes.building import layer_keywords, second_order, window_keywords
+from benchmarks.recipes.published import PUBLISHED
 from benchmarks.recipes.tuned import OURS
 from benchmarks.recipes.types import (
     CONSTANT,
@@ -48,11 +49,16 @@ AliasName = Literal[
     "kid", "kis", "sngd",
 ]  # fmt: skip
 """Names of :data:`secondorder.factory.ALIASES`."""
-VARIANTS: tuple[MethodName, ...] = ("ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive")
-"""Further recipes of optimizers that have an entry: EKFAC with either exponent, and damping that watches the loss."""
+VARIANTS: tuple[MethodName, ...] = (
+    "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal",
+)  # fmt: skip
+"""Further recipes of optimizers that have an entry: EKFAC with either exponent, damping that watches the loss, and
+steps of a uniform spectrum."""
 WINDOW_METHODS: tuple[MethodName, ...] = ("mfac", "sparse_mfac", "ggt")
 """Methods that keep a window of past gradients."""
-METHODS: dict[MethodName, Method] = OURS
+METHODS: dict[MethodName, Method] = {
+    name: replace(method, published=PUBLISHED.get(name, {})) for name, method in OURS.items()
+}
 
 
 def find_method(name: MethodName | AliasName) -> Method:

@@ -19,7 +19,9 @@ def sgd(model: nn.Module, **settings: Any) -> Optimizer:
 
 
 def adamw(model: nn.Module, **settings: Any) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), **settings)
+    """Return AdamW; ``beta1`` and ``beta2`` stand for its ``betas``."""
+    betas = (settings.pop("beta1", 0.9), settings.pop("beta2", 0.999))
+    return torch.optim.AdamW(model.parameters(), betas=betas, **settings)
 
 
 def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
@@ -37,7 +39,33 @@ def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
     keywords = window_keywords(settings) if method in _WINDOWED else layer_keywords(settings)
     if "kid_residual" in keywords:
         keywords["kid_residual"] = keywords["kid_residual"] or "none"  # a word here, nothing on a command line
+    if "plain_layers" in keywords:
+        keywords["module"] = model
+        return create(name, orthogonal_groups(model, keywords), **keywords)
     return create(name, model, **keywords)
+
+
+def orthogonal_groups(model: nn.Module, keywords: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return parameter groups: layers whose steps are orthogonalized, and others with a rate of their own.
+
+    Args:
+        model: The model.
+        keywords: Keywords of a recipe, of which ``plain_layers`` (names and classes of layers, with commas between),
+            ``plain_lr`` and ``plain_momentum`` are taken.
+
+    Returns:
+        Two groups.
+    """
+    rules = [(_layer_type(rule), rule) for rule in str(keywords.pop("plain_layers")).split(",")]
+    own = {"lr": keywords.pop("plain_lr"), "momentum": keywords.pop("plain_momentum", keywords["momentum"])}
+    groups: list[dict[str, Any]] = [{"params": [], "orthogonalize": True}, {"params": [], **own}]
+    for name, module in model.named_modules():
+        plain = any(isinstance(module, kind) if kind else rule == name for kind, rule in rules)
+        groups[plain]["params"] += module.parameters(recurse=False)
+    return [group for group in groups if group["params"]]
+
+
+_FALLBACK_BETAS = {"fallback_beta1": 0.9, "fallback_beta2": 0.999}  # the constructors' own defaults
 
 
 def layer_keywords(settings: Settings) -> dict[str, Any]:
@@ -45,12 +73,16 @@ def layer_keywords(settings: Settings) -> dict[str, Any]:
 
     Args:
         settings: Keywords of the constructor. ``skip_layers`` may be several rules with commas between them, and the
-            name of a class of ``torch.nn`` stands for it: ``skip_layers=LayerNorm,Embedding,head``.
+            name of a class of ``torch.nn`` stands for it: ``skip_layers=LayerNorm,Embedding,head``. ``fallback_beta1``
+            and ``fallback_beta2`` stand for ``fallback_betas``.
 
     Returns:
         Keywords of the constructor.
     """
     keywords: dict[str, Any] = dict(settings)
+    betas = {key: keywords.pop(key, default) for key, default in _FALLBACK_BETAS.items()}
+    if not betas.keys().isdisjoint(settings):
+        keywords["fallback_betas"] = tuple(betas.values())
     if isinstance(keywords.get("skip_layers"), str):
         rules = [rule.strip() for rule in keywords["skip_layers"].split(",")]
         keywords["skip_layers"] = [_layer_type(rule) or rule for rule in rules if rule]

@@ -5,9 +5,12 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from benchmarks.recipes.building import adamw, second_order, sgd
+from benchmarks.recipes.further import FURTHER
+from benchmarks.recipes.shared import DAMPED, DECAYED, HALF, SPECTRAL, WATCHFUL, WHITENING
 from benchmarks.recipes.types import Method, MethodName, Recipe, Rule, Settings
 
 _SOURCE = "tuned here"
@@ -31,66 +34,79 @@ def tuned(
     return {name: Recipe(dict(table), source, rule=rule, searched=searched) for name, table in tables.items()}
 
 
-# Absolute damping would have to follow the gradients, which shrink by orders of magnitude during a run.
-_DAMPED: Settings = {"damping": 1.0, "damping_mode": "relative"}
-
-_DECAYED: Settings = {"weight_decay": 1e-2, "decoupled_weight_decay": True}
-
-# Adam in the eigenbasis of the Fisher, refreshed often because a stale basis mixes what the scale tells apart.
-_WHITENING: Settings = {
-    "estimator": "running",
-    "power": 0.5,
-    "momentum_mode": "pre",
-    "momentum": 0.9,
-    "scale_decay": 0.95,
-    "kl_clip": None,
-    "factor_update_steps": 2,
-    "inv_update_steps": 10,
-    "fallback": "adamw",
-}
 _WHITEN: dict[str, Settings] = {
-    "digits": {"lr": 1e-2, "fallback_lr": 1e-2, **_WHITENING},
-    "autoencoder": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
-    "resnet20": {"lr": 1e-2, "fallback_lr": 3e-3, **_WHITENING},
-    "chargpt": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
-    "logistic": {"lr": 1e-3, "fallback_lr": 1e-3, **_WHITENING},
-    "multi30k": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
-    "unet": {"lr": 3e-3, "fallback_lr": 3e-3, **_WHITENING},
+    "digits": {"lr": 1e-2, "fallback_lr": 1e-2, **WHITENING},
+    "autoencoder": {"lr": 1e-3, "fallback_lr": 1e-3, **WHITENING},
+    "resnet20": {"lr": 1e-2, "fallback_lr": 3e-3, **WHITENING},
+    "chargpt": {"lr": 3e-3, "fallback_lr": 3e-3, **WHITENING},
+    "logistic": {"lr": 1e-3, "fallback_lr": 1e-3, **WHITENING},
+    "multi30k": {"lr": 3e-3, "fallback_lr": 3e-3, **WHITENING},
+    "unet": {"lr": 3e-3, "fallback_lr": 3e-3, **WHITENING},
 }
 _NATURAL: dict[str, Settings] = {
     "digits": {"lr": 0.02, "graft": "adam", "factor_update_steps": 5, "inv_update_steps": 10},
     "autoencoder": {"lr": 1e-3, "graft": "adam"},
-    "resnet20": {"lr": 3e-3, "graft": "adam", **_DECAYED},
-    "chargpt": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+    "resnet20": {"lr": 3e-3, "graft": "adam", **DECAYED},
+    "chargpt": {"lr": 3e-3, "graft": "adam", **DECAYED},
     "logistic": {"lr": 1e-3, "graft": "adam"},
     "multi30k": {"lr": 1e-3, "graft": "adam"},
     "unet": {"lr": 3e-3, "graft": "adam"},
 }
 
-# Rate and momentum from the quadratic model of the loss, damping from how well it predicts.
-_WATCHFUL: Settings = {
-    "lr": 1.0,
-    "quadratic_model": True,
-    "adaptive_damping": True,
-    "damping_interval": 5,
-    "kl_clip": None,
-    "factor_update_steps": 1,
-    "inv_update_steps": 5,
-}
-
 _KFAC_ADAPTIVE: dict[str, Settings] = {
-    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 0.01},
-    "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 0.1},
+    "digits": {**WATCHFUL, "likelihood": "categorical", "damping": 0.01},
+    # Damping that follows the curvature needs no watching here, and a step less of the model.
+    "autoencoder": {
+        **WATCHFUL,
+        "likelihood": "bernoulli",
+        "adaptive_damping": False,
+        "damping": 1.0,
+        "damping_mode": "relative",
+    },
 }
 _EKFAC_ADAPTIVE: dict[str, Settings] = {
-    "digits": {**_WATCHFUL, "likelihood": "categorical", "damping": 0.01},
-    "autoencoder": {**_WATCHFUL, "likelihood": "bernoulli", "damping": 1.0, "scale_decay": 0.8},
+    "digits": {**WATCHFUL, "likelihood": "categorical", "damping": 0.01},
+    "autoencoder": {**WATCHFUL, "likelihood": "bernoulli", "damping": 1.0, "scale_decay": 0.8},
 }
 
-# A tenth of a batch of 128 on one rank is little; on many ranks the rows of all of them count.
-_HALF: Settings = {"rank_fraction": 0.5, "damping": 1e-3}
+_NO_MATRICES = "Embedding,LayerNorm,head"
+_ORTHOGONAL: dict[str, Settings] = {
+    "digits": {"lr": 0.03, "fallback_lr": 0.01, **SPECTRAL, "plain_layers": "7", "plain_lr": 0.01},
+    "resnet20": {
+        "lr": 0.03,
+        "fallback_lr": 0.01,
+        **SPECTRAL,
+        "plain_layers": "BatchNorm2d,Linear",
+        "plain_lr": 0.01,
+        "factor_batch_size": 16,
+    },
+    "chargpt": {
+        "lr": 0.04,
+        "fallback_lr": 0.02,
+        **SPECTRAL,
+        "plain_layers": _NO_MATRICES,
+        "plain_lr": 0.02,
+        "factor_positions": 32,
+    },
+    "multi30k": {
+        "lr": 0.02,
+        "fallback_lr": 0.01,
+        **SPECTRAL,
+        "plain_layers": _NO_MATRICES,
+        "plain_lr": 0.01,
+        "factor_batch_size": 32,
+    },
+    "unet": {
+        "lr": 0.02,
+        "fallback_lr": 0.01,
+        **SPECTRAL,
+        "plain_layers": "BatchNorm2d",
+        "plain_lr": 0.01,
+        "factor_batch_size": 2,
+    },
+}
 
-OURS: dict[MethodName, Method] = {
+_FIRST: dict[MethodName, Method] = {
     "sgd": Method(
         "SGD",
         sgd,
@@ -139,8 +155,8 @@ OURS: dict[MethodName, Method] = {
                     "inv_update_steps": 10,
                 },
                 "autoencoder": {"lr": 1e-3, "graft": "adam"},
-                "resnet20": {"lr": 3e-3, "graft": "adam", **_DECAYED},
-                "chargpt": {"lr": 3e-3, "graft": "adam", **_DECAYED},
+                "resnet20": {"lr": 3e-3, "graft": "adam", **DECAYED},
+                "chargpt": {"lr": 3e-3, "graft": "adam", **DECAYED},
                 "logistic": {"lr": 1e-3, "graft": "adam"},
                 "multi30k": {"lr": 1e-3, "graft": "adam"},
                 "unet": {"lr": 3e-3, "graft": "adam"},
@@ -164,10 +180,10 @@ OURS: dict[MethodName, Method] = {
                 "digits": {"lr": 0.02, "graft": "adam", "damping": 1e-2},
                 # The curvature of its layers differs a thousandfold: one λ cannot fit them all.
                 "autoencoder": {"lr": 1e-3, "graft": "adam", "damping": 1.0, "damping_mode": "relative"},
-                "resnet20": {"lr": 3e-3, "graft": "adam", **_HALF, **_DECAYED},
-                "chargpt": {"lr": 3e-3, "graft": "adam", **_HALF, **_DECAYED},
+                "resnet20": {"lr": 3e-3, "graft": "adam", **HALF, **DECAYED},
+                "chargpt": {"lr": 3e-3, "graft": "adam", **HALF, **DECAYED},
                 "logistic": {"lr": 1e-3, "graft": "adam"},
-                "multi30k": {"lr": 1e-3, "graft": "adam", **_HALF, **_DAMPED},
+                "multi30k": {"lr": 1e-3, "graft": "adam", **HALF, **DAMPED},
                 # Eight examples a step are few enough to keep them all.
                 "unet": {"lr": 0.1, "damping": 0.1, "rank_fraction": 1.0},
             }
@@ -178,13 +194,13 @@ OURS: dict[MethodName, Method] = {
         partial(second_order, "mfac"),
         tuned(
             {
-                "digits": {"lr": 0.3, "momentum": 0.9, "graft": "sgd", "window_size": 32, **_DAMPED},
-                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **_DAMPED},
-                "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **_DAMPED},
-                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
-                "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
-                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **_DAMPED},
-                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+                "digits": {"lr": 0.3, "momentum": 0.9, "graft": "sgd", "window_size": 32, **DAMPED},
+                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **DAMPED},
+                "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **DAMPED},
+                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **DAMPED},
+                "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **DAMPED},
+                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **DAMPED},
+                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **DAMPED},
             }
         ),
     ),
@@ -193,13 +209,13 @@ OURS: dict[MethodName, Method] = {
         partial(second_order, "sparse_mfac"),
         tuned(
             {
-                "digits": {"lr": 1e-2, "graft": "adam", "window_size": 32, **_DAMPED},
-                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **_DAMPED},
-                "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **_DAMPED},
-                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **_DAMPED},
-                "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **_DAMPED},
-                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **_DAMPED},
-                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **_DAMPED},
+                "digits": {"lr": 1e-2, "graft": "adam", "window_size": 32, **DAMPED},
+                "autoencoder": {"lr": 1e-3, "graft": "adam", "window_size": 128, **DAMPED},
+                "resnet20": {"lr": 3e-3, "graft": "adam", "window_size": 256, **DAMPED},
+                "chargpt": {"lr": 3e-3, "graft": "adam", "window_size": 128, **DAMPED},
+                "logistic": {"lr": 1e-3, "graft": "adam", "window_size": 100, **DAMPED},
+                "multi30k": {"lr": 1e-3, "graft": "adam", "window_size": 32, **DAMPED},
+                "unet": {"lr": 3e-3, "graft": "adam", "window_size": 100, **DAMPED},
             }
         ),
     ),
@@ -221,9 +237,23 @@ OURS: dict[MethodName, Method] = {
     "ekfac_natural": Method("EKFAC, power 1", partial(second_order, "ekfac"), tuned(_NATURAL, searched=_BOTH)),
     "ekfac_whiten": Method("EKFAC, power 1/2", partial(second_order, "ekfac"), tuned(_WHITEN, searched=_BOTH)),
     "kfac_adaptive": Method(
-        "KFAC, adaptive", partial(second_order, "kfac"), tuned(_KFAC_ADAPTIVE, "constant", ("damping",))
+        "KFAC, quadratic model", partial(second_order, "kfac"), tuned(_KFAC_ADAPTIVE, "constant", ("damping",))
     ),
     "ekfac_adaptive": Method(
-        "EKFAC, adaptive", partial(second_order, "ekfac"), tuned(_EKFAC_ADAPTIVE, "constant", ("damping",))
+        "EKFAC, quadratic model", partial(second_order, "ekfac"), tuned(_EKFAC_ADAPTIVE, "constant", ("damping",))
+    ),
+    "ekfac_orthogonal": Method(
+        "EKFAC, orthogonal",
+        partial(second_order, "ekfac"),
+        tuned(_ORTHOGONAL, searched=("lr", "fallback_lr", "plain_lr")),
     ),
 }
+
+
+def _with_further(name: MethodName, method: Method) -> Method:
+    known = next(iter(method.recipes.values()))
+    more = tuned(FURTHER.get(name, {}), known.rule, known.searched)
+    return replace(method, recipes={**method.recipes, **more})
+
+
+OURS: dict[MethodName, Method] = {name: _with_further(name, method) for name, method in _FIRST.items()}

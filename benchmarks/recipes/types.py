@@ -22,6 +22,7 @@ MethodName = Literal[
     "ekfac_whiten",
     "kfac_adaptive",
     "ekfac_adaptive",
+    "ekfac_orthogonal",
 ]
 Shape = Literal["constant", "cosine", "linear", "steps"]
 """Course of the learning rate after its warm-up."""
@@ -71,6 +72,10 @@ class Recipe:
     """Keywords that a search multiplies, all by the same factor; the first one names the trial."""
     workload: Settings = field(default_factory=dict)
     """Fields of the workload that belong to the recipe, such as label smoothing."""
+    own_schedule: bool = False
+    """Whether :attr:`schedule` belongs to the optimizer, as with schedule-free methods: a comparison keeps it then."""
+    note: str = ""
+    """What a reader of a comparison should know."""
 
     def at(self, world: int, batch_size: int, own_batch_size: int) -> "Recipe":
         """Return the recipe for other numbers of ranks and of examples.
@@ -101,7 +106,7 @@ class Recipe:
         return replace(self, settings={**self.settings, **scaled})
 
 
-RATES = ("lr", "fallback_lr", "adamw_lr")
+RATES = ("lr", "fallback_lr", "adamw_lr", "plain_lr")
 """Keywords that are learning rates."""
 
 

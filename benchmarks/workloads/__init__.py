@@ -7,18 +7,37 @@ from typing import Any, Literal
 
 from benchmarks.workloads.autoencoder import Autoencoder
 from benchmarks.workloads.base import Batch, DataMissingError, Size, Workload
+from benchmarks.workloads.bert_glue import Glue
+from benchmarks.workloads.bert_qa import BertQA
 from benchmarks.workloads.chargpt import CharGPT
+from benchmarks.workloads.convnet import ConvNet
 from benchmarks.workloads.digits import Digits
+from benchmarks.workloads.features import Features
+from benchmarks.workloads.gpt2 import GPT2
+from benchmarks.workloads.imagenet import ResNet18, ResNet50
+from benchmarks.workloads.lgg import LGG
 from benchmarks.workloads.logistic import Logistic
 from benchmarks.workloads.multi30k import Multi30k
-from benchmarks.workloads.resnet20 import ResNet20
+from benchmarks.workloads.poisson import Poisson
+from benchmarks.workloads.resnet20 import ResNet20, ResNet32, ResNet110
 from benchmarks.workloads.unet import UNet
+from benchmarks.workloads.vgg import VGG16
 
 __all__ = ["WORKLOADS", "Batch", "DataMissingError", "Size", "Workload", "WorkloadName", "make_workload"]
 
-WorkloadName = Literal["digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k", "unet"]
+WorkloadName = Literal[
+    "digits", "autoencoder", "resnet20", "chargpt", "logistic", "multi30k", "unet",
+    "resnet32", "resnet110", "vgg16", "resnet18", "resnet50", "lgg", "convnet",
+    "gpt2_small", "bert_qa", "glue", "features", "poisson",
+]  # fmt: skip
 
-WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT | Logistic | Multi30k | UNet]] = {
+WORKLOADS: dict[
+    WorkloadName,
+    type[
+        Digits | Autoencoder | ResNet20 | CharGPT | Logistic | Multi30k | UNet
+        | VGG16 | ResNet18 | ResNet50 | LGG | ConvNet | BertQA | Glue | Poisson
+    ],
+] = {
     "digits": Digits,
     "autoencoder": Autoencoder,
     "resnet20": ResNet20,
@@ -26,7 +45,19 @@ WORKLOADS: dict[WorkloadName, type[Digits | Autoencoder | ResNet20 | CharGPT | L
     "logistic": Logistic,
     "multi30k": Multi30k,
     "unet": UNet,
-}
+    "resnet32": ResNet32,
+    "resnet110": ResNet110,
+    "vgg16": VGG16,
+    "resnet18": ResNet18,
+    "resnet50": ResNet50,
+    "lgg": LGG,
+    "convnet": ConvNet,
+    "gpt2_small": GPT2,
+    "bert_qa": BertQA,
+    "glue": Glue,
+    "features": Features,
+    "poisson": Poisson,
+}  # fmt: skip
 
 
 def make_workload(
@@ -52,7 +83,8 @@ def make_workload(
         ValueError: When it has no such field.
     """
     kind = WORKLOADS[name]
-    workload = kind.smoke(data_dir) if size == "smoke" else kind(data_dir)
+    presets = {"smoke": kind.smoke, "cpu": kind, "paper": kind.paper}
+    workload = presets[size](data_dir)
     changed = {**(changes or {}), **({} if batch_size is None else {"batch_size": batch_size})}
     known = [field.name for field in fields(workload)]
     if unknown := [key for key in changed if key not in known]:

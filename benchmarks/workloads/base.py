@@ -48,12 +48,16 @@ class Workload(Protocol):
     """A model, a loss and a seeded stream of batches. Reading the data waits for the first batch."""
 
     name: ClassVar[str]
-    metric: ClassVar[str]
-    """What :meth:`evaluate` returns, for table heads."""
-    likelihood: ClassVar[str | Likelihood]
-    """What the loss says of the outputs, as ``secondorder`` names it."""
     steps: ClassVar[dict[Size, int]]
     """Optimizer steps that a run of each size takes."""
+
+    @property
+    def metric(self) -> str:
+        """What :meth:`evaluate` returns, for table heads."""
+
+    @property
+    def likelihood(self) -> str | Likelihood:
+        """What the loss says of the outputs, as ``secondorder`` names it."""
 
     @property
     def batch_size(self) -> int:
@@ -84,11 +88,17 @@ class Workload(Protocol):
     def evaluate(self, model: nn.Module, everything: bool = False) -> float:
         """Return :attr:`metric` on held-out data, on all of it or on a part; the model's mode is left as it was."""
 
+    def quality(self, model: nn.Module) -> dict[str, float]:
+        """Return what else the field reports of a trained model, by name, on all held-out data; often nothing."""
+
 
 class Supervised(ABC):
     """What most workloads have in common: the model takes the inputs, its outputs are compared with the targets."""
 
-    likelihood: ClassVar[str | Likelihood] = "categorical"
+    @property
+    def likelihood(self) -> str | Likelihood:
+        """Classes, unless a workload says otherwise."""
+        return "categorical"
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return what the model makes of the inputs.
@@ -138,6 +148,17 @@ class Supervised(ABC):
         """
         return self.criterion(self.outputs(model, batch), self.targets(batch))
 
+    def quality(self, model: nn.Module) -> dict[str, float]:
+        """Return what else the field reports of a trained model: here nothing.
+
+        Args:
+            model: The model, whose mode is left as it was.
+
+        Returns:
+            Figures by name.
+        """
+        return {}
+
 
 class Classification(Supervised):
     """What workloads on classes have in common."""
@@ -152,7 +173,22 @@ class Classification(Supervised):
         Returns:
             A 0-dim tensor.
         """
-        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
+        return cross_entropy(outputs, targets)
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Return the mean cross-entropy over all positions, in nats.
+
+    Args:
+        outputs: Logits ``[..., classes]``.
+        targets: Classes ``[...]``; positions that hold :data:`IGNORED` do not count.
+        smoothing: Share of the probability that is spread evenly over all classes.
+
+    Returns:
+        A 0-dim tensor.
+    """
+    flat = outputs.flatten(0, -2)
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, label_smoothing=smoothing)
 
 
 def find_folder(candidates: Iterable[Path], files: Sequence[str], origin: str, hint: str = "") -> Path:

@@ -1,6 +1,7 @@
-"""A character-level GPT on tiny Shakespeare: 4 layers, width 128, 4 heads, context 128.
+"""A character-level GPT on tiny Shakespeare or any other text: 4 layers, width 128, 4 heads, context 128.
 
-Queries, keys and values are separate ``nn.Linear`` layers, so each one is a Kronecker block of its own.
+Its weights are initialised as torch does by default. The small embeddings of GPT-2 (standard deviation 0.02) need a
+warm-up of the learning rate: without one SGD diverges or stays at the frequencies of the characters.
 """
 
 from collections.abc import Iterator
@@ -11,69 +12,23 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from benchmarks.workloads.base import Batch, Classification, Size, evaluating, find_folder, seeded
+from benchmarks.workloads.base import (
+    Batch,
+    Classification,
+    DataMissingError,
+    Size,
+    evaluating,
+    find_folder,
+    seeded,
+)
+from benchmarks.workloads.transformer import GPT
 
 FILE = "input.txt"
 ORIGIN = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-HINT = f"Put the file into <data-dir>/shakespeare as {FILE}."
+HINT = f"Put the file into <data-dir>/shakespeare as {FILE}, or name any other with --workload-set text=PATH."
 TRAIN_SHARE = 0.9
 EVAL_WINDOWS = 64
-
-
-class _Attention(nn.Module):
-    """Causal self-attention with separate projections."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.heads = heads
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        split = (batch, length, self.heads, width // self.heads)
-        q, k, v = (layer(x).view(split).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return out
-
-
-class _Layer(nn.Module):
-    """One pre-norm transformer layer."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = _Attention(width, heads)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
-
-
-class _GPT(nn.Module):
-    """Token and position embeddings, the layers, a norm and an untied head, initialised as torch does by default.
-
-    The small embeddings of GPT-2 (standard deviation 0.02) need a warm-up of the learning rate: without one SGD
-    diverges or stays at the frequencies of the characters.
-    """
-
-    def __init__(self, vocabulary: int, context: int, width: int, layers: int, heads: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.layers = nn.Sequential(*(_Layer(width, heads) for _ in range(layers)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        # Looked up for every example, so that each has gradients of its own there.
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        x = self.tokens(tokens) + self.positions(positions)
-        logits: Tensor = self.head(self.norm(self.layers(x)))
-        return logits
 
 
 @dataclass(frozen=True)
@@ -86,10 +41,14 @@ class CharGPT(Classification):
     width: int = 128
     layers: int = 4
     heads: int = 4
+    dropout: float = 0.0
+    """Share of the hidden states that is dropped."""
+    text: str | None = None
+    """A text file; unset: tiny Shakespeare in the data folder."""
 
     name: ClassVar[str] = "chargpt"
     metric: ClassVar[str] = "test loss"
-    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150}
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 5000}
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "CharGPT":
@@ -102,6 +61,18 @@ class CharGPT(Classification):
             A workload with one narrow layer, a short context and a smaller batch.
         """
         return cls(data_dir, batch_size=8, context=32, width=32, layers=1, heads=2)
+
+    @classmethod
+    def paper(cls, data_dir: Path) -> "CharGPT":
+        """Return the size of nanoGPT's ``config/train_shakespeare_char.py``, whose layers have no biases, though.
+
+        Args:
+            data_dir: Folder that holds ``shakespeare``.
+
+        Returns:
+            A workload with 6 layers of width 384, 6 heads, context 256, batches of 64 and dropout.
+        """
+        return cls(data_dir, batch_size=64, context=256, width=384, layers=6, heads=6, dropout=0.2)
 
     @property
     def examples(self) -> int:
@@ -118,7 +89,7 @@ class CharGPT(Classification):
             A model from tokens ``[batch, context]`` to logits ``[batch, context, vocabulary]``.
         """
         with seeded(seed):
-            return _GPT(int(self._text.max()) + 1, self.context, self.width, self.layers, self.heads)
+            return GPT(self._vocabulary, self.context, self.width, self.layers, self.heads, dropout=self.dropout)
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield windows at random places of the training text for ever.
@@ -173,15 +144,51 @@ class CharGPT(Classification):
         Raises:
             ValueError: When the held-out text is shorter than one window.
         """
-        cut = int(TRAIN_SHARE * len(self._text))
-        if len(self._text) - cut <= self.context:
-            raise ValueError(f"the text must be longer, got {len(self._text)} characters for context {self.context}")
-        return self._text[:cut], self._text[cut:]
+        tokens = self._tokens
+        cut = int(TRAIN_SHARE * len(tokens))
+        if len(tokens) - cut <= self.context:
+            raise ValueError(f"the text must be longer, got {len(tokens)} tokens for context {self.context}")
+        return tokens[:cut], tokens[cut:]
 
     @cached_property
-    def _text(self) -> Tensor:
+    def _tokens(self) -> Tensor:
         """The text as numbers of its characters in sorted order."""
-        folder = find_folder((self.data_dir / "shakespeare", self.data_dir), (FILE,), ORIGIN, HINT)
-        text = (folder / FILE).read_text(encoding="utf-8")
+        text = self._text
         number = {character: index for index, character in enumerate(sorted(set(text)))}
         return torch.tensor([number[character] for character in text])
+
+    @property
+    def _vocabulary(self) -> int:
+        """Number of different tokens."""
+        return int(self._tokens.max()) + 1
+
+    @cached_property
+    def _text(self) -> str:
+        if self.text is None:
+            folder = find_folder((self.data_dir / "shakespeare", self.data_dir), (FILE,), ORIGIN, HINT)
+            return read_text(folder / FILE)
+        path = Path(str(self.text))
+        if not path.is_file():
+            raise DataMissingError(path.parent, [path.name], "wherever your text comes from")
+        return read_text(path)
+
+
+def read_text(path: Path) -> str:
+    """Read a text.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its contents.
+
+    Raises:
+        ValueError: When it is empty or not UTF-8.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as err:
+        raise ValueError(f"{path} must be text in UTF-8: {err}") from err
+    if not text:
+        raise ValueError(f"{path} must hold some text, it is empty")
+    return text

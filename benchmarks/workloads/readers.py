@@ -1,4 +1,4 @@
-"""Readers of the standard on-disk formats: IDX (MNIST), the Python pickles of CIFAR-10, pictures (ISBI 2012).
+"""Readers of the standard on-disk formats: IDX (MNIST), the Python pickles of CIFAR-10 and CIFAR-100, pictures.
 
 Each is a few lines, so no data-set library is needed; no reader downloads anything.
 """
@@ -7,19 +7,28 @@ import gzip
 import pickle
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 UInt8Array = npt.NDArray[np.uint8]
+CifarName = Literal["cifar10", "cifar100"]
 
 _IDX_UINT8 = 0x08  # third byte of the magic number: element type
 
-# The only names a CIFAR-10 batch refers to: NumPy arrays, and the way Python 3 writes bytes in protocol 2.
+# What each data set is called, where its batches keep the labels, and how many classes there are.
+_CIFAR: dict[CifarName, tuple[str, str, int]] = {
+    "cifar10": ("CIFAR-10", "labels", 10),
+    "cifar100": ("CIFAR-100", "fine_labels", 100),
+}
+
+# The only names a CIFAR batch refers to: NumPy arrays, and the way Python 3 writes bytes in protocol 2.
 _PICKLE_NAMES = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
@@ -85,27 +94,33 @@ def _load_pickle(file: BinaryIO) -> dict[str, Any]:
     return {key.decode() if isinstance(key, bytes) else str(key): value for key, value in loaded.items()}
 
 
-def read_cifar_batch(path: Path) -> tuple[UInt8Array, npt.NDArray[np.int64]]:
-    """Read one batch file of the standard ``cifar-10-batches-py`` folder.
+def read_cifar_batch(path: Path, dataset: CifarName = "cifar10") -> tuple[UInt8Array, npt.NDArray[np.int64]]:
+    """Read one file of the standard folders ``cifar-10-batches-py`` and ``cifar-100-python``.
 
     Args:
-        path: A file such as ``data_batch_1``.
+        path: A file such as ``data_batch_1`` or ``train``.
+        dataset: Whose file it is; of CIFAR-100 the fine labels are read.
 
     Returns:
         Images ``[count, 3, 32, 32]`` and labels ``[count]``.
 
     Raises:
-        ValueError: When the file is truncated, refers to code, or lacks what a CIFAR-10 batch has.
+        ValueError: When the file is truncated, refers to code, or lacks what such a file has.
     """
+    label, key, classes = _CIFAR[dataset]
     try:
         with path.open("rb") as file:
             batch = _load_pickle(file)
         images = np.asarray(batch["data"], np.uint8).reshape(-1, 3, 32, 32)
-        labels = np.asarray(batch["labels"], np.int64)
-    except (EOFError, KeyError, ValueError, pickle.UnpicklingError) as err:
-        raise ValueError(f"{path} is truncated or not a CIFAR-10 batch: {err}") from err
-    if len(images) != len(labels):
-        raise ValueError(f"{path} is damaged: {len(images)} images but {len(labels)} labels")
+        labels = np.asarray(batch[key], np.int64)
+    except OSError:
+        raise
+    except Exception as err:  # damaged bytes make the unpickler raise a dozen kinds, SystemError among them
+        raise ValueError(f"{path} is truncated or not a {label} batch: {err}") from err
+    if labels.shape != (len(images),):
+        raise ValueError(f"{path} is damaged: {len(images)} images but {labels.size} labels")
+    if labels.size and not 0 <= labels.min() <= labels.max() < classes:
+        raise ValueError(f"{path} must hold labels from 0 to {classes - 1}, got {labels.min()} to {labels.max()}")
     return images, labels
 
 
@@ -121,10 +136,49 @@ def read_gray_image(path: Path) -> UInt8Array:
     Raises:
         ValueError: When the file is truncated, no picture, or one of another kind.
     """
+    with opened_picture(path) as picture:
+        if picture.mode != "L":
+            raise ValueError(f"{path} must have 8 bits of gray a pixel, got mode {picture.mode}")
+        return np.array(picture, np.uint8)
+
+
+def read_colour_image(path: Path) -> UInt8Array:
+    """Read a picture of three colours, 8 bits each.
+
+    Args:
+        path: The file, of a format that Pillow knows by its contents.
+
+    Returns:
+        The pixels ``[3, height, width]``, in memory of their own.
+
+    Raises:
+        ValueError: When the file is truncated, no picture, or one of another kind.
+    """
+    with opened_picture(path) as picture:
+        if picture.mode != "RGB":
+            raise ValueError(f"{path} must have three colours of 8 bits a pixel, got mode {picture.mode}")
+        return np.array(picture, np.uint8).transpose(2, 0, 1).copy()
+
+
+@contextmanager
+def opened_picture(path: Path) -> Iterator[Image.Image]:
+    """Open a picture and decode all of it for the time of the body.
+
+    Args:
+        path: The file, of a format that Pillow knows by its contents.
+
+    Yields:
+        The picture.
+
+    Raises:
+        ValueError: When the file is truncated or no picture.
+    """
     try:
-        with Image.open(path) as picture:
-            if picture.mode != "L":
-                raise ValueError(f"{path} must have 8 bits of gray a pixel, got mode {picture.mode}")
-            return np.array(picture, np.uint8)
-    except (OSError, SyntaxError) as err:
+        picture = Image.open(path)
+        picture.load()
+    except FileNotFoundError:
+        raise
+    except Exception as err:  # damaged bytes make Pillow raise a dozen kinds
         raise ValueError(f"{path} is truncated or no picture: {err}") from err
+    with picture:
+        yield picture

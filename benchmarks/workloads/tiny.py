@@ -14,13 +14,15 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.workloads.chargpt import FILE as TEXT_FILE
+from benchmarks.workloads.cifar import CIFAR
+from benchmarks.workloads.glue import TASKS
+from benchmarks.workloads.imagenet import PARTS as IMAGENET_PARTS
+from benchmarks.workloads.lgg import HELD_OUT_EVERY as LGG_HELD_OUT_EVERY
 from benchmarks.workloads.mnist import TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS
 from benchmarks.workloads.multi30k import TRAIN_FILES as SENTENCES_TRAIN
 from benchmarks.workloads.multi30k import VALIDATION_FILES as SENTENCES_VALIDATION
 from benchmarks.workloads.readers import UInt8Array
-from benchmarks.workloads.resnet20 import FOLDER as CIFAR_FOLDER
-from benchmarks.workloads.resnet20 import TEST_FILE as CIFAR_TEST
-from benchmarks.workloads.resnet20 import TRAIN_FILES as CIFAR_TRAIN
+from benchmarks.workloads.tiny_text import write_features, write_glue, write_squad
 from benchmarks.workloads.unet import FOLDERS as MEMBRANE_FOLDERS
 from benchmarks.workloads.unet import IMAGES as MEMBRANE_IMAGES
 
@@ -30,7 +32,7 @@ _TRANSLATED = ("der", "könig", "und", "königin", "soll", "sprechen", "von", "k
 
 
 def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
-    """Write a tiny MNIST, CIFAR-10, Shakespeare, Multi30k and ISBI 2012 as ``--data-dir`` takes them.
+    """Write a tiny version of every data set, as ``--data-dir`` takes them.
 
     Args:
         data_dir: Folder to fill.
@@ -42,9 +44,9 @@ def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
         pixels, places = _blobs(rng, count)
         write_idx(folder / images, pixels)
         write_idx(folder / labels, places)
-    folder = _folder(data_dir / "cifar10" / CIFAR_FOLDER)
+    folder = _folder(data_dir / "cifar10" / CIFAR["cifar10"].folder)
     tints = rng.integers(0, 256, (10, 3, 1, 1))
-    for name in (*CIFAR_TRAIN, CIFAR_TEST):
+    for name in (*CIFAR["cifar10"].train, *CIFAR["cifar10"].test):
         write_cifar_batch(folder / name, rng, tints, count=64)
     words = rng.choice(_WORDS, 4000)
     _folder(data_dir / "shakespeare").joinpath(TEXT_FILE).write_text(" ".join(words), encoding="utf-8")
@@ -54,6 +56,18 @@ def write_tiny_data(data_dir: Path, seed: int = 0) -> None:
         for name, language in zip(names, (_TRANSLATED, _WORDS), strict=True):
             write_sentences(folder / name, ([language[i] for i in pick] for pick in picks))
     write_membranes(data_dir / "membrane", rng)
+    folder = _folder(data_dir / "cifar100" / CIFAR["cifar100"].folder)
+    tints = rng.integers(0, 256, (100, 3, 1, 1))
+    for name in (*CIFAR["cifar100"].train, *CIFAR["cifar100"].test):
+        write_cifar_batch(folder / name, rng, tints, count=64, key="fine_labels")
+    write_photographs(data_dir / "imagenet", rng)
+    write_brains(data_dir / "lgg", rng)
+    for version in (2.0, 1.1):
+        for part, paragraphs in (("train", 24), ("dev", 8)):
+            write_squad(data_dir / "squad" / f"{part}-v{version}.json", rng, paragraphs, version)
+    for task in TASKS.values():
+        write_glue(data_dir / "glue", task, rng, count=96)
+    write_features(data_dir / "features" / "blobs.npz", rng, count=128)
 
 
 def write_idx(path: Path, array: UInt8Array) -> None:
@@ -78,19 +92,22 @@ def write_sentences(path: Path, sentences: Iterable[Iterable[str]]) -> None:
     path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
 
 
-def write_cifar_batch(path: Path, rng: np.random.Generator, tints: np.typing.NDArray[np.int64], count: int) -> None:
+def write_cifar_batch(
+    path: Path, rng: np.random.Generator, tints: np.typing.NDArray[np.int64], count: int, key: str = "labels"
+) -> None:
     """Write a batch file as Python 3 would, of noisy images in the colour of their class.
 
     Args:
         path: The file.
         rng: Source of labels and noise.
-        tints: Colour of each class ``[10, 3, 1, 1]``.
+        tints: Colour of each class ``[classes, 3, 1, 1]``.
         count: Number of images.
+        key: Where the labels go.
     """
-    labels = rng.integers(0, 10, count)
+    labels = rng.integers(0, len(tints), count)
     images = tints[labels] + rng.normal(0, 40, (count, 3, 32, 32))
     data = images.clip(0, 255).astype(np.uint8).reshape(count, -1)
-    path.write_bytes(pickle.dumps({"data": data, "labels": labels.tolist()}, protocol=2))
+    path.write_bytes(pickle.dumps({"data": data, key: labels.tolist()}, protocol=2))
 
 
 def write_membranes(folder: Path, rng: np.random.Generator, side: int = 40) -> None:
@@ -109,6 +126,44 @@ def write_membranes(folder: Path, rng: np.random.Generator, side: int = 40) -> N
         picture = (90 + inside / 3 + rng.normal(0, 20, inside.shape)).clip(0, 255).astype(np.uint8)
         for name, pixels in zip(MEMBRANE_FOLDERS, (picture, inside), strict=True):
             Image.fromarray(pixels).save(_folder(folder / name) / f"{number}.png")
+
+
+def write_photographs(folder: Path, rng: np.random.Generator, classes: int = 4, each: int = 8) -> None:
+    """Write noisy pictures of different shapes in the colour of their class, as ImageNet's folders have them.
+
+    Args:
+        folder: Gets a folder for each part, and there one for each class.
+        rng: Source of colours, shapes and noise.
+        classes: Number of classes.
+        each: Training pictures of each; a fourth of it are held out.
+    """
+    tints = rng.integers(0, 256, (classes, 3))
+    for part, count in zip(IMAGENET_PARTS, (each, each // 4), strict=True):
+        for label, tint in enumerate(tints):
+            place = _folder(folder / part / f"n{label:08}")
+            for number in range(count):
+                pixels = tint + rng.normal(0, 20, (*rng.integers(32, 49, 2), 3))
+                picture = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+                picture.save(place / f"{place.name}_{number}.JPEG")
+
+
+def write_brains(folder: Path, rng: np.random.Generator, patients: int = LGG_HELD_OUT_EVERY, side: int = 32) -> None:
+    """Write slices with a bright spot each, and masks that are white there, as the glioma data set has them.
+
+    Args:
+        folder: Gets a folder for each patient.
+        rng: Source of the spots and the noise.
+        patients: Number of patients, of three slices each.
+        side: Height and width.
+    """
+    grid = np.stack(np.meshgrid(np.arange(side), np.arange(side), indexing="ij"))
+    for patient in range(patients):
+        place = _folder(folder / f"TCGA_XX_{patient:04}_20000101")
+        for number in range(1, 4):
+            spot = ((grid - rng.uniform(side / 4, 3 * side / 4, (2, 1, 1))) ** 2).sum(0) < side
+            picture = 60 + 100 * spot[..., None] + rng.normal(0, 10, (side, side, 3))
+            for name, pixels in ((number, picture), (f"{number}_mask", 255 * spot)):
+                Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(place / f"{place.name}_{name}.tif")
 
 
 def _blobs(rng: np.random.Generator, count: int) -> tuple[UInt8Array, UInt8Array]:

@@ -1,7 +1,8 @@
 """Cell membranes in electron microscopy by a small U-Net: the ISBI 2012 images, one logit per pixel.
 
 After Ronneberger, Fischer, Brox, "U-Net: Convolutional networks for biomedical image segmentation" (2015), figure 1,
-with batch norm, padded convolutions and fewer, narrower levels.
+with batch norm, padded convolutions and fewer, narrower levels; at the published size as many and as wide ones, and
+whole pictures, of which the paper takes one a step.
 """
 
 import math
@@ -48,10 +49,11 @@ def _twice(d_in: int, d_out: int) -> nn.Sequential:
 class _UNet(nn.Module):
     """Half the size and twice the width per level on the way down; back up beside what the way down saw there."""
 
-    def __init__(self, width: int, levels: int) -> None:
+    def __init__(self, width: int, levels: int, channels: int) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
-        self.down = nn.ModuleList(_twice(d_in, d_out) for d_in, d_out in zip([1, *widths], widths, strict=False))
+        steps = zip([channels, *widths], widths, strict=False)
+        self.down = nn.ModuleList(_twice(d_in, d_out) for d_in, d_out in steps)
         self.lift = nn.ModuleList(nn.ConvTranspose2d(2 * d_out, d_out, 2, stride=2) for d_out in widths[:-1])
         self.up = nn.ModuleList(_twice(2 * d_out, d_out) for d_out in widths[:-1])
         self.head = nn.Conv2d(width, 1, 1)
@@ -71,28 +73,84 @@ class _UNet(nn.Module):
 
 
 @dataclass(frozen=True)
-class UNet(Supervised):
-    """Binary cross-entropy of membrane against the rest, mean over all pixels, on random crops of 24 images."""
+class Segmentation(Supervised):
+    """Binary cross-entropy of all pixels, mean over them; a subclass adds the pictures and what is looked for."""
 
     data_dir: Path
     batch_size: int = 8
     width: int = 16
+    """Channels of the first level."""
     levels: int = 4
-    crop: int = 128
-    """Side of the crops and of the held-out tiles."""
     dice: float = 0.0
     """Weight of a soft Dice loss that is added; see :meth:`criterion` for what it means to a method with curvature."""
 
-    name: ClassVar[str] = "unet"
     metric: ClassVar[str] = "test Dice"
     likelihood: ClassVar[str | Likelihood] = Bernoulli(mean=True)
-    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100}
+    channels: ClassVar[int] = 1
+    """Of a picture."""
 
     def __post_init__(self) -> None:
-        if self.crop % 2 ** (self.levels - 1):
-            raise ValueError(f"crop must be a multiple of {2 ** (self.levels - 1)}, got {self.crop}")
         if not 0 <= self.dice < math.inf:
             raise ValueError(f"dice must be >= 0 and finite, got {self.dice}")
+
+    def build_model(self, seed: int) -> nn.Module:
+        """Return the network with weights from ``seed``.
+
+        Args:
+            seed: Seed of the initial weights.
+
+        Returns:
+            A model from ``[batch, channels, side, side]`` to logits ``[batch, 1, side, side]``.
+        """
+        with seeded(seed):
+            return _UNet(self.width, self.levels, self.channels)
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean binary cross-entropy over all pixels, and if asked for ``dice`` times a soft Dice loss.
+
+        The cross-entropy is a mean over examples, which is what every method with curvature of examples takes a loss
+        for. Soft Dice is a ratio of two sums over the batch and no such mean: the gradient of its part that belongs to
+        one example, times the number of examples, is not the gradient of a loss of that example alone. Such methods run
+        with it all the same, but what they call the Fisher is then no more than a guess, and ``likelihood`` says
+        nothing about it.
+
+        Args:
+            outputs: Logits ``[batch, 1, side, side]``.
+            targets: 1 for what is looked for, else 0, of the same shape.
+
+        Returns:
+            A 0-dim tensor.
+        """
+        loss = F.binary_cross_entropy_with_logits(outputs, targets)
+        return loss + self.dice * (1 - soft_dice(outputs.sigmoid(), targets)) if self.dice else loss
+
+    def _check_side(self, name: str, side: int) -> None:
+        """Refuse a side that cannot be halved once per level.
+
+        Args:
+            name: Of the field.
+            side: Its value.
+
+        Raises:
+            ValueError: When it cannot.
+        """
+        if side < 1 or side % 2 ** (self.levels - 1):
+            raise ValueError(f"{name} must be a multiple of {2 ** (self.levels - 1)}, got {side}")
+
+
+@dataclass(frozen=True)
+class UNet(Segmentation):
+    """Membrane against the rest, on random crops of 24 images."""
+
+    crop: int = 128
+    """Side of the crops and of the held-out tiles."""
+
+    name: ClassVar[str] = "unet"
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 100, "paper": 10_000}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_side("crop", self.crop)
 
     @classmethod
     def smoke(cls, data_dir: Path) -> "UNet":
@@ -106,42 +164,24 @@ class UNet(Supervised):
         """
         return cls(data_dir, batch_size=4, width=4, levels=3, crop=32)
 
+    @classmethod
+    def paper(cls, data_dir: Path) -> "UNet":
+        """Return the published version of this workload.
+
+        Args:
+            data_dir: Folder that holds ``membrane``.
+
+        Returns:
+            A workload with the network of the paper, on whole pictures of 512x512 pixels; the paper tells no number of
+            steps, only ten hours.
+        """
+        return cls(data_dir, batch_size=1, width=64, levels=5, crop=512)
+
     @property
     def examples(self) -> int:
         """Crops of the training images side by side: an epoch takes as many at random."""
         height, width = self._pairs.shape[-2:]
         return (IMAGES - HELD_OUT) * (height // self.crop) * (width // self.crop)
-
-    def build_model(self, seed: int) -> nn.Module:
-        """Return the network with weights from ``seed``.
-
-        Args:
-            seed: Seed of the initial weights.
-
-        Returns:
-            A model from ``[batch, 1, crop, crop]`` to logits of the same shape.
-        """
-        with seeded(seed):
-            return _UNet(self.width, self.levels)
-
-    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean binary cross-entropy over all pixels, and if asked for ``dice`` times a soft Dice loss.
-
-        The cross-entropy is a mean over examples, which is what every method with curvature of examples takes a loss
-        for. Soft Dice is a ratio of two sums over the batch and no such mean: the gradient of its part that belongs to
-        one example, times the number of examples, is not the gradient of a loss of that example alone. Such methods run
-        with it all the same, but what they call the Fisher is then no more than a guess, and ``likelihood`` says
-        nothing about it.
-
-        Args:
-            outputs: Logits ``[batch, 1, crop, crop]``.
-            targets: 1 for membrane, else 0, of the same shape.
-
-        Returns:
-            A 0-dim tensor.
-        """
-        loss = F.binary_cross_entropy_with_logits(outputs, targets)
-        return loss + self.dice * (1 - soft_dice(outputs.sigmoid(), targets)) if self.dice else loss
 
     def batches(self, seed: int) -> Iterator[Batch]:
         """Yield random crops of random training images for ever, each turned and mirrored at random.

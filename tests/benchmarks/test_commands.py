@@ -16,7 +16,7 @@ from benchmarks.machine import peak_bytes
 from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.runner import optimizer_bytes
 from benchmarks.settings import parse_settings
-from benchmarks.workloads import WORKLOADS, resnet20
+from benchmarks.workloads import WORKLOADS, cifar
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,7 +152,7 @@ def test_train_refuses_two_compressions_at_once(tmp_path, capsys):
 
 
 def test_train_evaluates_on_all_held_out_data_if_asked(tmp_path, data_dir, monkeypatch):
-    monkeypatch.setattr(resnet20, "EVAL_EXAMPLES", 7)  # the made-up test set has 64 images
+    monkeypatch.setattr(cifar, "EVAL_EXAMPLES", 7)  # the made-up test set has 64 images
     words = ["train", "--workload", "resnet20", "--optimizer", "sgd", "--size", "smoke", "--steps", "1"]
     words += ["--data-dir", str(data_dir), "--out-dir", str(tmp_path)]
     for option, count in (([], 7), (["--evaluate"], 64)):

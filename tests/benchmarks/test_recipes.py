@@ -10,7 +10,7 @@ from benchmarks.recipes import METHODS, VARIANTS, layer_keywords
 from benchmarks.runner import Trainer
 from benchmarks.workloads import WORKLOADS, make_workload
 
-LAYERED = ["kfac", "hylo", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive"]
+LAYERED = ["kfac", "hylo", "ekfac_natural", "ekfac_whiten", "kfac_adaptive", "ekfac_adaptive", "ekfac_orthogonal"]
 CASES = [(name, workload) for name in LAYERED for workload in METHODS[name].recipes]
 
 

@@ -1,0 +1,269 @@
+"""``compare``: one workload, many optimizers, the same number of trials for each; a report in one HTML file.
+
+It can be stopped at any time and goes on where it was; results that lie in the repository are extended by later runs.
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.commands.options import Common
+from benchmarks.compare import store
+from benchmarks.compare.html import write_report
+from benchmarks.compare.plan import STEP, Budget, Job, end_loss, pending
+from benchmarks.compare.roster import find
+from benchmarks.compare.runs import Setting, execute, recipe_of
+from benchmarks.compare.tables import summary_tables
+from benchmarks.peers import available, set_paths
+from benchmarks.recipes import METHODS
+from benchmarks.settings import parse_settings
+from benchmarks.workloads import DataMissingError, Size, WorkloadName, make_workload
+from benchmarks.workloads.tiny import write_tiny_data
+
+TARGETS: dict[str, tuple[float, float]] = {"autoencoder": (0.2, 0.4), "poisson": (0.2, 0.4)}
+"""Shares of the best first-order run's steps and seconds within which one of ours should reach its loss."""
+TARGET = (0.7, 1.0)
+
+
+@dataclass
+class Compare(Common):
+    """Compare optimizers on one workload at equal budgets, and write a report."""
+
+    workload: WorkloadName = "digits"
+    """What to train."""
+    size: Size = "cpu"
+    """smoke takes seconds, a single rate and seed, and makes tiny data where files are missing."""
+    optimizers: tuple[str, ...] = ()
+    """Who takes part, by name; unset: every method of this package and every peer that is installed."""
+    steps: int | None = None
+    """Steps of a whole run; unset: the workload's own number."""
+    factors: tuple[float, ...] = (1 / STEP, 1.0, STEP)
+    """Learning rates to try, as multiples of the recipe's."""
+    seeds: int = 3
+    """Whole runs of the best rate."""
+    short: tuple[str, ...] = ()
+    """Who also runs with a schedule that ends at the target's share of the steps; unset: the best two of ours, and the
+    best of those that use no curvature."""
+    minutes: float = 90.0
+    """Most time that runs may take; what is not done then is left to the next call."""
+    jobs: int = 1
+    """Runs at a time, each with its own --threads."""
+    threads: int = 1
+    """Threads of a run. With one of them seconds are those of the processor, which other work does not lengthen."""
+    batch_size: int | None = None
+    """Examples per step; unset: the workload's own number."""
+    workload_set: tuple[str, ...] = ()
+    """Fields of the workload that are changed."""
+    evaluate: bool = False
+    """At the end take all held-out data and, where the workload has one, its measure of quality, such as BLEU."""
+    peer_path: tuple[str, ...] = ()
+    """NAME=DIR: where the checkout of a peer lies that is no package, such as kfac_pytorch=../kfac-pytorch."""
+    results: Path | None = None
+    """File of results to extend; unset: one in --out-dir."""
+    out_dir: Path = Path("bench-output")
+    """Folder for the report."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0, or 1 when an optimizer's whole run failed.
+        """
+        set_paths(self.peer_path)
+        with self._data() as (data_dir, made_up):
+            setting = self._setting(data_dir)
+            path = self.results or self.out_dir / f"compare-{self.workload}-{self.size}.json"
+            results = store.load(path, self._head(setting, made_up))
+            results["command"] = _command()
+            names = list(self.optimizers) or self._everyone()
+            for name in names:
+                find(name).recipe(self.workload, self.size)  # names a wrong one before hours have passed
+            self._fill(results, names, setting, path)
+        self._report(results, path)
+        return int(any(run["failed"] for run in results["runs"] if run["optimizer"] in names))
+
+    def _fill(self, results: dict[str, Any], names: list[str], setting: Setting, path: Path) -> None:
+        """Do the runs that are missing, saving after each.
+
+        Args:
+            results: What there is; extended in place.
+            names: Who takes part.
+            setting: What all runs share.
+            path: File of the results.
+        """
+        budget = self._budget(results["steps"], TARGETS.get(self.workload, TARGET)[0])
+        _drop_outdated(results, names, setting)
+        results["machines"].append(store.limits(self.threads))
+        with report.progress_bar() as progress, _workers(self.jobs) as submit:
+            task = progress.add_task(f"{self.workload}, {self.size}", total=None)
+            running: dict[Future[dict[str, Any]], Job] = {}
+            while True:
+                taken = set(running.values())
+                short = self.short or _best(results["runs"], names, budget)
+                free = (job for job in pending(results["runs"], names, short, budget) if job not in taken)
+                while len(running) < self.jobs and time.time() < setting.deadline and (job := next(free, None)):
+                    running[submit(job, setting)] = job
+                if not running:
+                    return
+                progress.update(task, description=", ".join(f"{j.optimizer} ({j.phase})" for j in running.values()))
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    del running[future]
+                    if isinstance(future.exception(), TimeoutError):
+                        continue
+                    results["runs"].append(future.result() | {"machine": len(results["machines"]) - 1})
+                    store.save(path, results)
+                    progress.advance(task)
+
+    def _budget(self, steps: int, share: float) -> Budget:
+        if self.size == "smoke":
+            return Budget(steps, (1.0,), 1, 1 / 6, 0.0, extend=False)
+        return Budget(steps, tuple(self.factors), self.seeds, 1 / 6, share)
+
+    def _everyone(self) -> list[str]:
+        names = [*METHODS, *available()]
+        return [name for name in names if self.workload in find(name).recipes]
+
+    def _setting(self, data_dir: Path) -> Setting:
+        return Setting(
+            self.workload,
+            self.size,
+            data_dir,
+            self.threads,
+            self.batch_size,
+            self.evaluate,
+            peer_paths=tuple(self.peer_path),
+            deadline=time.time() + 60 * self.minutes,
+            workload_changes=parse_settings(self.workload_set),
+        )
+
+    def _head(self, setting: Setting, made_up: bool) -> dict[str, Any]:
+        workload = setting.make_workload()
+        return {
+            "workload": self.workload,
+            "size": self.size,
+            "steps": workload.steps[self.size] if self.steps is None else self.steps,
+            "batch_size": workload.batch_size,
+            "examples": workload.examples,
+            "workload_settings": dict(setting.workload_changes),
+            "metric": workload.metric,
+            "metric_better": "higher" if _counts_hits(workload.metric) else "lower",
+            "everything": self.evaluate,
+            "loss": "mean of 10 training steps",
+            "schedule": "warm-up over 5 % of the steps, then cosine to nothing",
+            "clock": "processor" if self.threads == 1 else "wall",
+            "share_target": list(TARGETS.get(self.workload, TARGET)),
+            "made_up_data": made_up,
+        }
+
+    @contextmanager
+    def _data(self) -> Iterator[tuple[Path, bool]]:
+        """Find the data; in the small size made-up data stands in for missing files.
+
+        Yields:
+            Folder of the data, and whether it is made up.
+
+        Raises:
+            DataMissingError: When files are missing for another size.
+        """
+        with tempfile.TemporaryDirectory() as spare:
+            try:
+                next(make_workload(self.workload, self.data_dir, self.size).batches(self.seed))
+            except DataMissingError:
+                if self.size != "smoke":
+                    raise
+                print(f"{self.workload}: no data in {self.data_dir}, so made-up data of the same format stands in")
+                write_tiny_data(Path(spare))
+                yield Path(spare), True
+            else:
+                yield self.data_dir, False
+
+    def _report(self, results: dict[str, Any], path: Path) -> None:
+        store.save(path, results)
+        console = report.console()
+        for table in summary_tables(results):
+            console.print(table)
+        target = self.out_dir / "report.html"
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        write_report(results, target)
+        report.print_path("results", path)
+        report.print_path("report", target)
+
+
+def _command() -> str:
+    """Return the command line, without the folder in which Python lies."""
+    return " ".join(["python -m benchmarks", *sys.argv[1:]])
+
+
+def _counts_hits(metric: str) -> bool:
+    return any(word in metric.lower() for word in ("accuracy", "f1", "bleu", "dice", "correlation"))
+
+
+def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) -> None:
+    """Forget runs of recipes that have changed since: their trials are not those of the recipe.
+
+    Args:
+        results: The results; changed in place.
+        names: Who takes part; runs of others stay.
+        setting: What all runs share.
+    """
+
+    def current(run: Mapping[str, Any]) -> bool:
+        if run["optimizer"] not in names:
+            return True
+        job = Job(run["optimizer"], run["phase"], run["factor"], run["seed"], run["steps"])
+        return bool(run["key"] == job.key(recipe_of(job, setting).settings))
+
+    results["runs"] = [run for run in results["runs"] if current(run)]
+
+
+def _best(runs: list[dict[str, Any]], names: list[str], budget: Budget) -> list[str]:
+    """Return the two of ours and the one first-order optimizer with the lowest loss, once all have had a whole run.
+
+    Args:
+        runs: Finished runs.
+        names: Who takes part.
+        budget: What each gets.
+
+    Returns:
+        Their names, or none as long as runs are missing.
+    """
+    first = [run for run in runs if run["phase"] == "final" and run["seed"] == 0 and run["steps"] == budget.steps]
+    if any(job.phase == "sift" or job.seed == 0 for job in pending(runs, names, (), budget)):
+        return []
+    ranked = sorted((run for run in first if run["optimizer"] in names), key=end_loss)
+    ours = [run["optimizer"] for run in ranked if run["ours"]]
+    return ours[:2] + [run["optimizer"] for run in ranked if run["order"] == "first"][:1]
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[Any]:
+    """Give a function that starts a run: in this process where there is one at a time, else in others.
+
+    Args:
+        jobs: Runs at a time.
+
+    Yields:
+        Takes a job and the setting, returns a future.
+    """
+    if jobs == 1:
+        yield _now
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield lambda job, setting: pool.submit(execute, job, setting)
+
+
+def _now(job: Job, setting: Setting) -> Future[dict[str, Any]]:
+    future: Future[dict[str, Any]] = Future()
+    try:
+        future.set_result(execute(job, setting))
+    except TimeoutError as err:
+        future.set_exception(err)
+    return future

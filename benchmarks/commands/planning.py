@@ -1,0 +1,219 @@
+"""What ``train`` is to run: a workload, an optimizer, its recipe, and what the command line changes in it."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, cast
+
+import tyro
+
+from benchmarks import report
+from benchmarks.commands.options import Common
+from benchmarks.peers import PEERS, set_paths
+from benchmarks.precision import Amp, DeviceName
+from benchmarks.recipes import METHODS, Method, MethodName, Recipe, Schedule, find_method, printing
+from benchmarks.recipes.types import Shape
+from benchmarks.settings import parse_settings
+from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
+from secondorder.factory import ALIASES
+
+_OPTIMIZERS = tyro.extras.literal_type_from_choices([*METHODS, *ALIASES, *PEERS])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is, before anything is built."""
+
+    method: Method
+    recipe: Recipe
+    """With the keywords and the schedule of the command line."""
+    workload: Workload
+    own_batch_size: int
+    """The workload's own number of examples per step, for which a recipe without one holds."""
+    steps: int | None
+    """None where the recipe says epochs and the data to count them with is missing."""
+
+    @property
+    def closure(self) -> bool:
+        return self.method.needs_closure(None, self.recipe.settings)
+
+
+@dataclass
+class Planned(Common):
+    """Options that say what is to run."""
+
+    workload: WorkloadName = "digits"
+    """What to train."""
+    optimizer: Annotated[str, tyro.conf.arg(aliases=["--optim"], constructor=_OPTIMIZERS)] = "kfac"
+    """Whose recipe to start from; the names of other programs take the recipe of the method that they mean."""
+    peer_path: tuple[str, ...] = ()
+    """NAME=FOLDER of programs of others that are no package, for --optimizer."""
+    comm: str | None = None
+    """Under torchrun: who does what, such as mem_opt, hybrid_opt:0.5, chief_only:deliver=inverses; unset: comm_opt."""
+    set: tuple[str, ...] = ()
+    """Keywords that replace the recipe's, such as lr=0.3 graft=none adaptive_damping=true; for a layer method also
+    skip_layers=LayerNorm,Embedding,head; for a window method also density=0.01 block_size=4096 value_dtype=bfloat16
+    error_bits=4, or rank=4."""
+    recipe: bool = True
+    """Start from the recipe; --no-recipe starts from the constructor's defaults."""
+    scale_recipe: bool = False
+    """Apply the recipe's rule for other numbers of ranks and examples to its learning rates; without it they stay as
+    they are, and a line says what the rule would do."""
+    print_recipe: bool = False
+    """Print the recipe, what its rule gives for other numbers of ranks, and the lines that use it; train nothing."""
+    world: int = 1
+    """For --print-recipe: ranks of interest. A run asks torchrun."""
+    steps: int | None = None
+    """Optimizer steps; unset: the epochs of the recipe or else the workload's own number."""
+    workload_set: tuple[str, ...] = ()
+    """Fields of the workload that are changed, such as dice=0.5 of unet."""
+    schedule: Literal["recipe"] | Shape = "recipe"
+    """Learning rate over the run."""
+    warmup: float | None = None
+    """Share of the run in which the learning rate rises linearly; unset: the recipe's, or none with a --schedule."""
+    milestones: tuple[float, ...] = ()
+    """For --schedule steps: shares of the run after which the learning rate falls to a tenth; unset: the recipe's."""
+    size: Size = "cpu"
+    """Size of the model and of the batch; paper takes published recipes where there are any."""
+    batch_size: int | None = None
+    """Examples per step, of all ranks together; unset: those per rank of the recipe, or else the workload's own number
+    in all."""
+    device: DeviceName = "cpu"
+    """Where to train; under torchrun each rank takes a device of its own."""
+    amp: Amp | None = None
+    """Train under autocast; float16 with a GradScaler."""
+
+    def plan(self, world: int) -> Plan:
+        """Put together what is to run.
+
+        Args:
+            world: Ranks.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: When keywords do not fit together.
+        """
+        if self.peer_path:
+            set_paths(self.peer_path)
+        method = PEERS[self.optimizer] if self.optimizer in PEERS else find_method(cast("MethodName", self.optimizer))
+        if self.comm is not None and not method.ours:
+            raise ValueError(f"--comm {self.comm}: {self.optimizer} has no curvature to place, leave it out")
+        changes = {**parse_settings(self.set), **({} if self.comm is None else {"comm": self.comm})}
+        recipe = method.recipe(self.workload, self.size) if self.recipe else Recipe({}, "the constructor's defaults")
+        fields = {**recipe.workload, **parse_settings(self.workload_set)}
+        own = make_workload(self.workload, self.data_dir, self.size, None, fields)
+        per_step = self.batch_size or (recipe.batch_size * world if recipe.batch_size else own.batch_size)
+        workload = make_workload(self.workload, self.data_dir, self.size, per_step, fields)
+        if self.scale_recipe:
+            recipe = recipe.at(world, _share(per_step, world), own.batch_size)
+        recipe = replace(recipe, settings={**recipe.settings, **changes}, schedule=self._schedule(recipe.schedule))
+        return Plan(method, recipe, workload, own.batch_size, self._steps(recipe, workload, per_step))
+
+    def _schedule(self, own: Schedule) -> Schedule:
+        """Return the course of the learning rate.
+
+        Args:
+            own: The recipe's.
+
+        Returns:
+            What the command line makes of it.
+
+        Raises:
+            ValueError: When the steps of it are not known.
+        """
+        chosen = own
+        if self.schedule != "recipe":
+            chosen = Schedule(self.schedule, 0.0, self.milestones or own.milestones, own.gamma)
+            if self.schedule == "steps" and not chosen.milestones:
+                raise ValueError("--schedule steps: the recipe has none, say --milestones 0.5 0.75")
+        return chosen if self.warmup is None else replace(chosen, warmup=self.warmup)
+
+    def _steps(self, recipe: Recipe, workload: Workload, per_step: int) -> int | None:
+        if self.steps is not None or recipe.epochs is None:
+            return self.steps or workload.steps[self.size]
+        try:
+            return math.ceil(recipe.epochs * workload.examples / per_step)
+        except DataMissingError:
+            if self.print_recipe:
+                return None
+            raise
+
+    def show_recipe(self) -> int:
+        """Print the recipe, what its rule makes of it for other numbers of ranks, and the lines that use it.
+
+        Returns:
+            0.
+        """
+        per_rank = None if self.batch_size is None else _share(self.batch_size, self.world)
+        plan = replace(self, scale_recipe=False).plan(1)
+        recipe, own = plan.recipe, plan.own_batch_size
+        per_rank = per_rank or recipe.batch_size or own
+        per_step = per_rank * self.world
+        steps = self._steps(recipe, plan.workload, per_step)
+        length = [f"{recipe.epochs:g} epochs"] if recipe.epochs and self.steps is None else []
+        length += [f"{steps:,} steps of {per_step}"] if steps else []
+        title = f"{plan.method.label} on {self.workload}, size {self.size}"
+        chosen = parse_settings(self.set)
+        for table in (
+            printing.recipe_table(title, recipe, own, ", ".join(length)),
+            printing.scaled_table(recipe, self.world, per_rank, own, tuple(chosen)),
+        ):
+            report.console().print(table)
+        scaled = {**recipe.at(self.world, per_rank, own).settings, **chosen}
+        print(printing.shell_line(self._words(per_step), self.world))
+        print(printing.python_line(plan.method, scaled) or f"{plan.method.label}: built by benchmarks.peers")
+        return 0
+
+    def _words(self, per_step: int) -> list[str]:
+        """Return the words of a command that trains what was printed.
+
+        Args:
+            per_step: Examples of a step.
+
+        Returns:
+            The words after ``python -m benchmarks``.
+        """
+        words = ["train", "--workload", self.workload, "--optimizer", self.optimizer, "--size", self.size]
+        words += ["--batch-size", str(per_step), "--scale-recipe" if self.recipe else "--no-recipe"]
+        for name in ("comm", "steps", "warmup", "amp"):
+            value = getattr(self, name)
+            words += [] if value is None else [f"--{name}", str(value)]
+        words += [] if self.schedule == "recipe" else ["--schedule", self.schedule]
+        words += [] if self.device == "cpu" else ["--device", self.device]
+        for name in ("set", "workload_set", "milestones", "peer_path"):
+            value = getattr(self, name)
+            words += [f"--{name.replace('_', '-')}", *map(str, value)] if value else []
+        return words
+
+    def say_what_is_not_scaled(self, plan: Plan) -> None:
+        """Say that the rates are those of another number of examples, where they are.
+
+        Args:
+            plan: What is to run.
+        """
+        recipe, per_step = plan.recipe, plan.workload.batch_size
+        held = recipe.world * (recipe.batch_size or plan.own_batch_size)
+        if self.recipe and held != per_step and recipe.rule != "constant":
+            print(
+                f"note: the recipe holds for {held} examples of a step, this run takes {per_step}; its rates stay, "
+                f"--scale-recipe applies its rule: {printing.RULES[recipe.rule]}"
+            )
+
+
+def _share(per_step: int, world: int) -> int:
+    """Return the examples of one rank.
+
+    Args:
+        per_step: Those of a step.
+        world: Ranks.
+
+    Returns:
+        Their quotient.
+
+    Raises:
+        ValueError: When they cannot be divided evenly.
+    """
+    if per_step % world:
+        raise ValueError(f"{per_step} examples cannot be divided evenly among {world} ranks: say another --batch-size")
+    return per_step // world

@@ -1,0 +1,284 @@
+"""``robustness``: one set of defaults per method on every workload, nothing tuned, against AdamW's.
+
+Every optimizer is built with the defaults of its constructor, learning rate included, and trains every workload for a
+part of its usual steps. A change of a default is judged by this table: how often a method ends at least as low as
+AdamW with lr 1e-3, by how much where it does not, and whether it ever diverges.
+"""
+
+import hashlib
+import inspect
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args
+
+from rich.table import Table
+from torch import nn
+
+from benchmarks import report
+from benchmarks.compare.roster import find
+from benchmarks.compare.runs import curve
+from benchmarks.evidence import Cells, Evidence, Figures, Identity, attempt, progress, train_until
+from benchmarks.recipes import METHODS, VARIANTS, MethodName, Settings
+from benchmarks.runner import WINDOW, Trainer, optimizer_bytes
+from benchmarks.settings import parse_settings
+from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
+
+SHARES: dict[Size, float] = {"smoke": 1.0, "cpu": 1 / 3, "paper": 1.0}
+"""Part of a workload's steps that a run takes."""
+REFERENCE = "adamw"
+"""With torch's defaults: lr 1e-3, weight decay 1e-2."""
+_OWN: tuple[MethodName, ...] = tuple(name for name in METHODS if name not in VARIANTS)
+
+
+@dataclass
+class Robustness(Evidence):
+    """Train every workload with every method's defaults, and count how often that is at least as good as AdamW's."""
+
+    workloads: tuple[WorkloadName, ...] = get_args(WorkloadName)
+    """What to train; one whose data is missing is named and left out."""
+    optimizers: tuple[str, ...] = _OWN
+    """Which ones; AdamW is always among them."""
+    set: tuple[str, ...] = ()
+    """Keywords to try as defaults of the methods of this package that take them, such as graft=adam."""
+    share: float | None = None
+    """Part of each workload's steps; unset: all of a smoke run, a third of others."""
+    seeds: int = 1
+    """Runs of each, from --seed on."""
+    tolerance: float = 0.02
+    """At least as good: a loss of at most this much more, as a part of AdamW's way down from the start."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0.
+
+        Raises:
+            ValueError: For an option out of range, or an optimizer that is not known.
+            DataMissingError: When no workload has its data.
+        """
+        self._check()
+        changes = parse_settings(self.set)
+        cells = self.open_cells("robustness-" + (self.workloads[0] if len(self.workloads) == 1 else "all"))
+        names = list(dict.fromkeys((REFERENCE, *self.optimizers)))
+        rows: list[Figures] = []
+        missing: list[DataMissingError] = []
+        with progress("robustness", self.seeds * len(names) * len(self.workloads)) as advance:
+            for kind in self.workloads:
+                try:
+                    found = self._runs(cells, kind, names, changes, advance)
+                except DataMissingError as err:
+                    missing.append(err)
+                    continue
+                rows += _rows(kind, names, found, self.tolerance)
+        if missing and not rows:
+            raise missing[0]
+        for gap in missing:
+            print(f"left out: {gap}")
+        data = {"reference": REFERENCE, "tolerance": self.tolerance, "share": self._share(), "rows": rows}
+        self.publish(cells, [_table(names, rows), _verdicts(names, rows, self.tolerance)], data)
+        return 0
+
+    def _check(self) -> None:
+        if not self.workloads:
+            raise ValueError("workloads must name at least one, got none")
+        if self.share is not None and not 0 < self.share <= 1:
+            raise ValueError(f"share must be in (0, 1], got {self.share}")
+        if self.seeds < 1:
+            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        if self.tolerance < 0:
+            raise ValueError(f"tolerance must not be negative, got {self.tolerance}")
+        for name in self.optimizers:
+            find(name)
+
+    def _runs(
+        self, cells: Cells, kind: WorkloadName, names: Sequence[str], changes: Settings, advance: Callable[[str], None]
+    ) -> dict[str, list[Figures]]:
+        """Train one workload with every optimizer.
+
+        Args:
+            cells: What is done already.
+            kind: The workload.
+            names: The optimizers.
+            changes: Keywords that are being tried.
+            advance: Counts the runs.
+
+        Returns:
+            The runs of each.
+        """
+        workload = make_workload(kind, self.data_dir, self.size)
+        found: dict[str, list[Figures]] = {}
+        for name in names:
+            own = changes if find(name).ours else {}
+            for seed in range(self.seed, self.seed + self.seeds):
+                advance(f"{kind}, {name}")
+                measure = partial(attempt, partial(self._train, name, own, workload, seed))
+                run = cells.run(self._identity(kind, name, own, workload, seed), measure)
+                found.setdefault(name, []).extend([run] if run else [])
+        return found
+
+    def _share(self) -> float:
+        return SHARES[self.size] if self.share is None else self.share
+
+    def _steps(self, workload: Workload) -> int:
+        return max(WINDOW, round(self._share() * workload.steps[self.size]))
+
+    def _identity(self, kind: str, name: str, settings: Settings, workload: Workload, seed: int) -> Identity:
+        return {
+            "workload": kind,
+            "size": self.size,
+            "batch_size": workload.batch_size,
+            "optimizer": name,
+            "settings": dict(settings),
+            "defaults": _defaults(name, settings),
+            "steps": self._steps(workload),
+            "seed": seed,
+        }
+
+    def _train(self, name: str, settings: Settings, workload: Workload, seed: int) -> Figures:
+        method = find(name)
+        make = partial(method.construct, **settings)
+        trainer = Trainer(method.label, workload, make, seed, closure=method.needs_closure(None, settings))
+        end = train_until(trainer, self._steps(workload))
+        history = trainer.history
+        return {
+            "label": method.label,
+            "lr": trainer.optimizer.param_groups[0]["lr"],
+            "diverged": end == "diverged",
+            "first": history.losses[0],
+            "loss": history.loss_at(len(history.losses)),
+            "processor_seconds": sum(history.processor_seconds),
+            "optimizer_bytes": optimizer_bytes(trainer.optimizer),
+            "curve": curve(history),
+        }
+
+
+def _defaults(name: str, settings: Settings) -> str | None:
+    """Return a short text that changes when a default of a constructor does, so that its runs are done anew.
+
+    Args:
+        name: Of the optimizer.
+        settings: Keywords that are being tried.
+
+    Returns:
+        Its digest; None where the optimizer cannot be built.
+    """
+    try:
+        optimizer = find(name).construct(nn.Linear(4, 3), **settings)
+    except (TypeError, ValueError, RuntimeError):
+        return None  # a run will say so
+    kind: type = type(optimizer)
+    options = {key: value for key, value in optimizer.param_groups[0].items() if not key.startswith("param")}
+    known = inspect.signature(kind).parameters.values()
+    text = repr((sorted(options.items()), [(found.name, found.default) for found in known]))
+    if close := getattr(optimizer, "close", None):
+        close()
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _rows(kind: str, names: Sequence[str], found: Mapping[str, Sequence[Figures]], tolerance: float) -> list[Figures]:
+    """Return what each method reached on a workload.
+
+    Args:
+        kind: The workload.
+        names: The optimizers.
+        found: All runs.
+        tolerance: Of the comparison.
+
+    Returns:
+        One row for each; ``as_good`` is None where one of both was not run, or the reference has no loss.
+    """
+    rows = []
+    for name in names:
+        runs = found.get(name, [])
+        whole = [run for run in runs if not run["failed"] and not run["diverged"]]
+        row: Figures = {
+            "workload": kind,
+            "optimizer": name,
+            "label": find(name).label,
+            "runs": len(runs),
+            "failed": [run["failed"] for run in runs if run["failed"]],
+            "diverged": sum(bool(run.get("diverged")) for run in runs),
+            # A method that is lost with one seed has no loss: the others' would flatter it.
+            "loss": statistics.median(run["loss"] for run in whole) if whole and len(whole) == len(runs) else None,
+            "first": statistics.median(run["first"] for run in whole) if whole else None,
+            "processor_seconds": statistics.median(run["processor_seconds"] for run in whole) if whole else None,
+        }
+        rows.append(row)
+    reference = next(row for row in rows if row["optimizer"] == REFERENCE)
+    for row in rows:
+        row["as_good"], row["progress"] = _judged(row, reference, tolerance)
+    return rows
+
+
+def _judged(row: Figures, reference: Figures, tolerance: float) -> tuple[bool | None, float | None]:
+    """Return whether a loss is at least as good as the reference's, and its way down over that of the reference.
+
+    Args:
+        row: What a method reached.
+        reference: What AdamW reached.
+        tolerance: As a part of AdamW's way.
+
+    Returns:
+        Both, None where there is nothing to compare with.
+    """
+    if reference["loss"] is None or not row["runs"]:
+        return None, None
+    if row["loss"] is None:
+        return False, None
+    way = reference["first"] - reference["loss"]
+    as_good = row["loss"] <= reference["loss"] + tolerance * max(0.0, way)
+    return as_good, (row["first"] - row["loss"]) / way if way > 0 else None
+
+
+def _table(names: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    by_place = {(row["workload"], row["optimizer"]): row for row in rows}
+    cells = [
+        (
+            kind,
+            f"{by_place[kind, REFERENCE]['first'] or math.nan:.4g}",
+            *(_cell(by_place[kind, name]) for name in names),
+        )
+        for kind in workloads
+    ]
+    heads = [find(name).label for name in names]
+    caption = (
+        f"Training loss at the end, mean of {WINDOW} steps, with the defaults of every constructor. At the start: of "
+        "the first batch. +: at least as good as AdamW's defaults (lr 1e-3)."
+    )
+    return report.make_table("Untuned", ("workload", "at the start", *heads), cells, caption)
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    if row["loss"] is None:
+        return "failed" if row["failed"] else "diverged" if row["diverged"] else "not run"
+    return f"{row['loss']:.4g}" + (" +" if row["as_good"] and row["optimizer"] != REFERENCE else "")
+
+
+def _verdicts(names: Sequence[str], rows: Sequence[Mapping[str, Any]], tolerance: float) -> Table:
+    cells = []
+    for name in names:
+        own = [row for row in rows if row["optimizer"] == name and row["as_good"] is not None]
+        ways = [row["progress"] for row in own if row["progress"] is not None]
+        lost = [row["workload"] for row in own if row["diverged"]]
+        failed = [f"{row['workload']}: {row['failed'][0]}" for row in own if row["failed"]]
+        cells.append(
+            (
+                find(name).label,
+                f"{sum(bool(row['as_good']) for row in own)} of {len(own)}",
+                f"{statistics.median(ways):.2f}" if ways else "-",
+                f"{min(ways):.2f}" if ways else "-",
+                ", ".join(lost) or "none",
+                "; ".join(failed) or "none",
+            )
+        )
+    caption = (
+        f"As good: a loss of at most AdamW's plus {tolerance:g} of its way down from the start. Way down: that of a "
+        "method over AdamW's, median over the workloads, and the least."
+    )
+    columns = ("optimizer", "as good", "way down", "least", "diverged on", "failed on")
+    return report.make_table("How often at least as good as AdamW's defaults", columns, cells, caption)

@@ -1,0 +1,389 @@
+"""What the runs of a comparison amount to: pure functions from the results of one workload to numbers.
+
+A loss is the mean of ten training steps. A curve has some sixty points, so the step at which a loss was reached is that
+of the first point at or below it: late by up to one gap between points, never early. A run that failed, diverged or
+ended early has reached nothing and has no final loss, but counts among the seeds.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Any, Literal
+
+from benchmarks.runner import WINDOW
+
+Results = Mapping[str, Any]
+Run = Mapping[str, Any]
+Phase = Literal["sift", "final", "short", "default"]
+
+_CLOCKS = {"processor": 2, "wall": 3}  # their columns in a curve
+_LOSS = 1
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over the seeds."""
+
+    mean: float
+    low: float
+    high: float
+    deviation: float | None
+    """Standard deviation of the sample; None for one value."""
+    count: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loss to reach, and what its owner took for it."""
+
+    optimizer: str
+    label: str
+    loss: float
+    steps: float
+    """Of a full run of its owner, like :attr:`seconds`."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How one optimizer got to the loss of another."""
+
+    optimizer: str
+    label: str
+    ours: bool
+    phase: Phase
+    """``"final"``: on the way of a full run; ``"short"``: at the end of a short one."""
+    reached: int
+    """Seeds that got there."""
+    seeds: int
+    loss: float | None
+    """Mean loss at the end of the runs that finished."""
+    steps: float | None
+    """Mean over the seeds that got there, like the rest."""
+    seconds: float | None
+    steps_share: float | None
+    """Of the steps of the target's owner."""
+    seconds_share: float | None
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every seed got there."""
+        return 0 < self.reached == self.seeds
+
+    def met(self, shares: Sequence[float]) -> tuple[bool, bool]:
+        """Return whether every seed got there, on average within a share of the steps, and within one of the seconds.
+
+        Args:
+            shares: What is aimed at: share of the steps, share of the seconds.
+
+        Returns:
+            One answer for the steps, one for the seconds.
+        """
+        found = (self.steps_share, self.seconds_share)
+        first, second = (self.everywhere and f is not None and f <= s for f, s in zip(found, shares, strict=True))
+        return first, second
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is told of one optimizer."""
+
+    optimizer: str
+    label: str
+    ours: bool
+    order: str
+    factor: float | None
+    """Of the learning rate that its full runs took."""
+    seeds: int
+    """Full runs, also those that did not finish."""
+    loss: Spread | None
+    metric: Spread | None
+    seconds: Spread | None
+    step_cost: float | None
+    """Seconds per step over those of SGD."""
+    megabytes: float | None
+    """State of the optimizer, the most over its full runs."""
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a full run did not finish."""
+        return self.loss is None or self.loss.count < self.seeds
+
+
+@dataclass(frozen=True)
+class Default:
+    """A run with the constructor's defaults, beside AdamW's."""
+
+    optimizer: str
+    label: str
+    ours: bool
+    loss: float | None
+    metric: float | None
+    ratio: float | None
+    """Of the losses, to AdamW's; None where one of them is not there, or AdamW's is not positive."""
+    as_good: bool | None
+    """Whether the loss is not above AdamW's; None where that is not there."""
+    flaws: tuple[str, ...]
+
+
+def finite(value: float | None) -> bool:
+    """Return whether a number is there and finite; JSON holds None for what is not."""
+    return value is not None and math.isfinite(value)
+
+
+def flaw(run: Run) -> str:
+    """Return why a run does not count, empty when it does."""
+    if run["failed"]:
+        return f"failed: {run['failed']}"
+    if run["diverged"] or (run["curve"] and not finite(run["curve"][-1][_LOSS])):
+        return f"diverged after {run['taken']} of {run['steps']} steps"
+    if not run["curve"] or run["taken"] < run["steps"]:
+        return f"ended after {run['taken']} of {run['steps']} steps"
+    return ""
+
+
+def select(results: Results, phase: Phase | None = None, optimizer: str | None = None) -> list[Run]:
+    """Return the runs of a phase and of an optimizer; None stands for all."""
+    return [run for run in results["runs"] if phase in {None, run["phase"]} and optimizer in {None, run["optimizer"]}]
+
+
+def optimizers(results: Results) -> list[str]:
+    """Return every optimizer once, in order of appearance."""
+    return list(dict.fromkeys(run["optimizer"] for run in results["runs"]))
+
+
+def label_of(results: Results, optimizer: str) -> str:
+    """Return the name of an optimizer in tables."""
+    return str(select(results, optimizer=optimizer)[0]["label"])
+
+
+def unfinished(results: Results) -> list[tuple[Run, str]]:
+    """Return every run that does not count, and why."""
+    return [(run, why) for run in results["runs"] if (why := flaw(run))]
+
+
+def final_loss(run: Run) -> float:
+    """Return the mean loss of the last ten steps, infinite for a run that did not finish."""
+    return math.inf if flaw(run) else float(run["curve"][-1][_LOSS])
+
+
+def clock_column(results: Results) -> int:
+    """Return the column of a curve that holds the seconds of these results."""
+    clock = results["clock"]
+    if clock not in _CLOCKS:
+        raise ValueError(f"clock is {clock!r}: known are {', '.join(_CLOCKS)}")
+    return _CLOCKS[clock]
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Return mean, range and deviation of the values that are there."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known:
+        return None
+    deviation = stdev(known) if len(known) > 1 else None
+    return Spread(fmean(known), min(known), max(known), deviation, len(known))
+
+
+def rounded(factor: float) -> float:
+    """Return a factor without what dividing and multiplying by the same number leaves behind."""
+    return float(f"{factor:.4g}")
+
+
+def sift_losses(results: Results, optimizer: str) -> dict[float, float]:
+    """Return the loss of every learning-rate factor that was tried, infinite where a run did not finish."""
+    found: dict[float, list[float]] = {}
+    for run in select(results, "sift", optimizer):
+        found.setdefault(rounded(run["factor"]), []).append(final_loss(run))
+    return {factor: fmean(found[factor]) for factor in sorted(found)}
+
+
+def best_factor(results: Results, optimizer: str) -> float | None:
+    """Return the factor with the lowest finite loss, the smaller one of two equals."""
+    tried = {factor: loss for factor, loss in sift_losses(results, optimizer).items() if math.isfinite(loss)}
+    return min(tried, key=lambda factor: (tried[factor], factor), default=None)
+
+
+def at_edge(results: Results, optimizer: str) -> bool:
+    """Return whether the best factor is the last of the row on either side: a wider row might do better."""
+    tried, best = sift_losses(results, optimizer), best_factor(results, optimizer)
+    return len(tried) > 1 and best in {min(tried), max(tried)}
+
+
+def seconds_per_step(results: Results, optimizer: str) -> float | None:
+    """Return the median over the full runs of the mean seconds of a step; the mean, for some steps refresh more."""
+    column = clock_column(results)
+    found = [run["curve"][-1][column] / run["taken"] for run in select(results, "final", optimizer) if not flaw(run)]
+    return median(found) if found else None
+
+
+def summarize(results: Results, optimizer: str) -> Summary:
+    """Return what is told of one optimizer."""
+    runs, column = select(results, "final", optimizer), clock_column(results)
+    done = [run for run in runs if not flaw(run)]
+    own, base = seconds_per_step(results, optimizer), seconds_per_step(results, "sgd")
+    known = select(results, optimizer=optimizer)[0]
+    sizes = [run["optimizer_bytes"] for run in runs if run["optimizer_bytes"] is not None and not run["failed"]]
+    return Summary(
+        optimizer=optimizer,
+        label=known["label"],
+        ours=known["ours"],
+        order=known["order"],
+        factor=runs[0]["factor"] if runs else best_factor(results, optimizer),
+        seeds=len(runs),
+        loss=spread(map(final_loss, done)),
+        metric=spread(run["metric"] for run in done),
+        seconds=spread(run["curve"][-1][column] for run in done),
+        step_cost=own / base if own is not None and base else None,
+        megabytes=max(sizes) / 1e6 if sizes else None,
+    )
+
+
+def summaries(results: Results) -> list[Summary]:
+    """Return what is told of every optimizer, lowest final loss first; without those that ran with defaults only."""
+    tried = [name for name in optimizers(results) if select(results, "sift", name) or select(results, "final", name)]
+    return sorted((summarize(results, name) for name in tried), key=lambda s: s.loss.mean if s.loss else math.inf)
+
+
+def best_first(results: Results) -> str | None:
+    """Return the first-order optimizer with the lowest mean final loss.
+
+    One with a seed that did not finish is taken only where all have such seeds; :func:`passed_over` names it.
+    """
+    ranked = sorted(_firsts(results), key=lambda pair: (pair[0].incomplete, pair[1]))
+    return ranked[0][0].optimizer if ranked else None
+
+
+def passed_over(results: Results) -> list[str]:
+    """Return first-order optimizers whose finished seeds end lower than the reference, but some of whose did not."""
+    reference = best_first(results)
+    if reference is None:
+        return []
+    limit = next(loss for summary, loss in _firsts(results) if summary.optimizer == reference)
+    return [summary.label for summary, loss in _firsts(results) if summary.incomplete and loss < limit]
+
+
+def _firsts(results: Results) -> list[tuple[Summary, float]]:
+    return [(s, s.loss.mean) for s in summaries(results) if s.order == "first" and s.loss]
+
+
+def target_of(results: Results, optimizer: str | None) -> Target | None:
+    """Return the mean final loss of an optimizer as a target; None where it has no full run that finished."""
+    done = [run for run in select(results, "final", optimizer) if optimizer is not None and not flaw(run)]
+    if optimizer is None or not done:
+        return None
+    column = clock_column(results)
+    return Target(
+        optimizer=optimizer,
+        label=label_of(results, optimizer),
+        loss=fmean(map(final_loss, done)),
+        steps=fmean(run["taken"] for run in done),
+        seconds=fmean(run["curve"][-1][column] for run in done),
+    )
+
+
+def targets(results: Results) -> list[Target]:
+    """Return the best first-order optimizer's final loss, and AdamW's where that is another one."""
+    names = dict.fromkeys(name for name in (best_first(results), "adamw") if name)
+    return [target for name in names if (target := target_of(results, name))]
+
+
+def first_reach(run: Run, loss: float, column: int) -> tuple[int, float] | None:
+    """Return when a run reached a loss; a short run is judged by its end alone.
+
+    Args:
+        run: The run.
+        loss: To reach.
+        column: Of the curve, the one with the seconds.
+
+    Returns:
+        Step and seconds of the first point whose mean of ten steps is at most ``loss``, or None.
+    """
+    if flaw(run):
+        return None
+    points = run["curve"][-1:] if run["phase"] == "short" else run["curve"]
+    whole = (p for p in points if p[0] >= min(WINDOW, run["taken"]))  # before, the mean is of fewer steps
+    found = next((p for p in whole if finite(p[_LOSS]) and p[_LOSS] <= loss), None)
+    return (found[0], found[column]) if found else None
+
+
+def reach(results: Results, optimizer: str, target: Target, phase: Phase) -> Reach | None:
+    """Return how the runs of one phase got to a target, None when there are no such runs."""
+    runs = select(results, phase, optimizer)
+    if not runs:
+        return None
+    column = clock_column(results)
+    found = [hit for run in runs if (hit := first_reach(run, target.loss, column))]
+    steps = fmean(step for step, _ in found) if found else None
+    seconds = fmean(time for _, time in found) if found else None
+    loss = spread(map(final_loss, runs))
+    return Reach(
+        optimizer=optimizer,
+        label=runs[0]["label"],
+        ours=runs[0]["ours"],
+        phase=phase,
+        reached=len(found),
+        seeds=len(runs),
+        loss=loss.mean if loss else None,
+        steps=steps,
+        seconds=seconds,
+        steps_share=None if steps is None else steps / target.steps,
+        seconds_share=seconds / target.seconds if seconds is not None and target.seconds else None,
+    )
+
+
+def reaches(results: Results, target: Target) -> list[Reach]:
+    """Return how every optimizer got to a target, short runs beside full ones: most seeds first, then fewest steps."""
+    phases: tuple[Phase, ...] = ("final", "short")
+    found = [reach(results, name, target, phase) for name in optimizers(results) for phase in phases]
+
+    def rank(item: Reach) -> tuple[float, float, float]:
+        share, loss = item.steps_share, item.loss
+        return (-item.reached / item.seeds, math.inf if share is None else share, math.inf if loss is None else loss)
+
+    return sorted((item for item in found if item), key=rank)
+
+
+def best_of_ours(results: Results, target: Target) -> Reach | None:
+    """Return the run of ours that comes nearest to what is aimed at.
+
+    The more seeds reached the target the better; then whichever is least over the aimed-at shares, in steps or seconds,
+    whatever is worse; where no seed of any got there, the lowest final loss.
+    """
+    shares = results["share_target"]
+
+    def rank(item: Reach) -> tuple[float, float, float]:
+        found = zip((item.steps_share, item.seconds_share), shares, strict=True)
+        excess = max(math.inf if share is None else share / aim for share, aim in found)
+        return (-item.reached / item.seeds, excess, math.inf if item.loss is None else item.loss)
+
+    return min((item for item in reaches(results, target) if item.ours), key=rank, default=None)
+
+
+def defaults(results: Results) -> list[Default]:
+    """Return the runs with the constructor's defaults beside AdamW's, lowest loss first."""
+    base = _default(results, "adamw", None)
+    limit = base.loss if base else None
+    found = [_default(results, name, limit) for name in optimizers(results)]
+    return sorted((item for item in found if item), key=lambda item: math.inf if item.loss is None else item.loss)
+
+
+def _default(results: Results, optimizer: str, base: float | None) -> Default | None:
+    runs = select(results, "default", optimizer)
+    if not runs:
+        return None
+    flaws = tuple(why for run in runs if (why := flaw(run)))
+    loss = None if flaws else fmean(map(final_loss, runs))
+    metric = spread(run["metric"] for run in runs if not flaw(run))
+    ratio = loss / base if loss is not None and base is not None and base > 0 else None
+    as_good = None if base is None else loss is not None and loss <= base
+    known = runs[0]
+    return Default(
+        optimizer, known["label"], known["ours"], loss, metric.mean if metric else None, ratio, as_good, flaws
+    )
+
+
+def trials(results: Results) -> tuple[int, int]:
+    """Return the fewest and the most learning rates that any optimizer was given; both 0 without trials."""
+    counts = [len(sift_losses(results, name)) for name in optimizers(results) if select(results, "final", name)]
+    return min(counts, default=0), max(counts, default=0)

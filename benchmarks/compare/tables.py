@@ -1,0 +1,258 @@
+"""Tables of a comparison: the same rows for the terminal, for Markdown and for the HTML report."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.compare import statistics, wording
+from benchmarks.compare.statistics import Reach, Results, Run, Summary, Target
+from benchmarks.compare.wording import NOTHING, number, seconds, share
+from benchmarks.report import make_table
+from benchmarks.runner import WINDOW
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table as text."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    caption: str = ""
+    ours: frozenset[int] = frozenset()
+    """Rows of ours, to be set off."""
+
+
+def summary_tables(results: Results) -> list[Table]:
+    """Return the tables for the terminal.
+
+    Args:
+        results: Of one workload.
+
+    Returns:
+        What came out of the full runs, how the targets were reached, defaults, trials, and runs that did not finish.
+    """
+    return [
+        make_table(
+            escape(table.title),
+            [escape(column) for column in table.columns],
+            [[escape(cell) for cell in row] for row in table.rows],
+            escape(table.caption),
+        )
+        for table in all_rows(results)
+    ]
+
+
+def markdown(results: Results) -> str:
+    """Return sentences and tables as Markdown, for a page that puts its own heading above them.
+
+    Args:
+        results: Of one workload.
+
+    Returns:
+        The text.
+    """
+    parts = [_plain(" ".join(wording.summary(results))), _plain(" ".join(wording.fairness(results)))]
+    parts += [markdown_table(table) for table in all_rows(results)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def markdown_table(table: Rows) -> str:
+    """Return one table as Markdown: its title in bold, the rows, the caption.
+
+    Args:
+        table: The table.
+
+    Returns:
+        The text.
+    """
+    head = [_line(table.columns), "|" + "|".join([" :--- ", *[" ---: "] * (len(table.columns) - 1)]) + "|"]
+    text = "\n".join([f"**{_plain(table.title)}**", "", *head, *map(_line, table.rows)])
+    return f"{text}\n\n{_plain(table.caption)}" if table.caption else text
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(_plain, cells)) + " |"
+
+
+def _plain(text: str) -> str:
+    """Return text that Markdown shows as it is, on one line."""
+    for letter in ("\\", "|", "*", "_", "`", "<", "["):
+        text = text.replace(letter, f"\\{letter}")
+    return " ".join(text.split())
+
+
+def all_rows(results: Results) -> list[Rows]:
+    """Return every table that has rows.
+
+    Args:
+        results: Of one workload.
+
+    Returns:
+        The tables, in the order in which they are shown.
+    """
+    reached = [reach_rows(results, target) for target in statistics.targets(results)]
+    tables = [result_rows(results), *reached, default_rows(results), sift_rows(results), failure_rows(results)]
+    return [table for table in tables if table.rows]
+
+
+def result_rows(results: Results) -> Rows:
+    """Return what each optimizer came to in its full runs."""
+    found = statistics.summaries(results)
+    qualities = list(dict.fromkeys(name for run in _finals(results) for name in run.get("quality") or {}))
+    low = "higher is better" if results["metric_better"] == "higher" else "lower is better"
+    columns = ("optimizer", "kind", "rate", "loss", "std", "min–max", results["metric"], *qualities)
+    rows = tuple((*_result(s), *(_quality(results, s.optimizer, q) for q in qualities), *_cost(s)) for s in found)
+    return Rows(
+        f"Full runs: {results['workload']} ({results['size']}), {results['steps']} steps",
+        (*columns, "s", "÷ SGD", "MB", "runs"),
+        rows,
+        f"Loss: {results['loss']}, at the end; mean, standard deviation and range over the seeds. "
+        f"{results['metric']}: mean over the seeds, {low}. s: seconds of the {_clock(results)}. ÷ SGD: of a step, over "
+        "SGD's. MB: state of the optimizer. Rate: multiple of the recipe's. Runs: those that finished, of all. Kind: "
+        "second order is what uses curvature of the loss; Muon, Shampoo, SOAP and the like stand with the first.",
+        _ours([s.ours for s in found]),
+    )
+
+
+def _clock(results: Results) -> str:
+    return "processor" if results["clock"] == "processor" else "wall clock"
+
+
+def _finals(results: Results) -> list[Run]:
+    return statistics.select(results, "final")
+
+
+def _result(found: Summary) -> tuple[str, ...]:
+    loss, deviation = found.loss, found.loss.deviation if found.loss else None
+    return (
+        found.label,
+        wording.kind(found.ours, found.order),
+        NOTHING if found.factor is None else f"{found.factor:.3g}",
+        number(loss.mean if loss else None),
+        number(deviation, 2),
+        wording.interval(loss),
+        number(found.metric.mean if found.metric else None),
+    )
+
+
+def _cost(found: Summary) -> tuple[str, ...]:
+    megabytes = NOTHING if found.megabytes is None else f"{found.megabytes:.3g}"
+    done = found.loss.count if found.loss else 0
+    time = seconds(found.seconds.mean if found.seconds else None)
+    return time, share(found.step_cost), megabytes, f"{done}/{found.seeds}"
+
+
+def _quality(results: Results, optimizer: str, name: str) -> str:
+    runs = statistics.select(results, "final", optimizer)
+    found = statistics.spread((run.get("quality") or {}).get(name) for run in runs if not statistics.flaw(run))
+    return number(found.mean if found else None)
+
+
+def _ours(flags: Sequence[bool]) -> frozenset[int]:
+    return frozenset(index for index, flag in enumerate(flags) if flag)
+
+
+def reach_rows(results: Results, target: Target) -> Rows:
+    """Return when each optimizer reached the final loss of another."""
+    found, aims = statistics.reaches(results, target), results["share_target"]
+    return Rows(
+        f"Reaching the final loss of {target.label}: {number(target.loss)}",
+        (
+            "optimizer",
+            "runs",
+            "seeds",
+            "loss at end",
+            "steps",
+            "share of steps",
+            "seconds",
+            "share of seconds",
+            "target",
+        ),
+        tuple(_reach(item, aims) for item in found),
+        f"Shares are of a full run of {target.label}: {target.steps:.0f} steps, {seconds(target.seconds)} s. Full runs "
+        f"count up to the first point of their curve whose mean of {WINDOW} steps is at most that loss, short "
+        "ones as a whole, if they end there. Means over the seeds that got there. Target, for ours: every seed gets "
+        f"there, within {aims[0]:g} of the steps and {aims[1]:g} of the seconds.",
+        _ours([item.ours for item in found]),
+    )
+
+
+def _reach(item: Reach, aims: Sequence[float]) -> tuple[str, ...]:
+    by_steps, by_seconds = item.met(aims)
+    answer = {(True, True): "met", (True, False): "steps only", (False, True): "seconds only"}
+    return (
+        item.label,
+        "short" if item.phase == "short" else "full",
+        f"{item.reached} of {item.seeds}",
+        number(item.loss),
+        NOTHING if item.steps is None else f"{item.steps:.0f}",
+        share(item.steps_share),
+        seconds(item.seconds),
+        share(item.seconds_share),
+        answer.get((by_steps, by_seconds), "missed") if item.ours else NOTHING,
+    )
+
+
+def default_rows(results: Results) -> Rows:
+    """Return how each optimizer did with the defaults of its constructor."""
+    found = statistics.defaults(results)
+    return Rows(
+        "Defaults of the constructors",
+        ("optimizer", "final loss", "÷ AdamW's", "at least as good", results["metric"]),
+        tuple(
+            (
+                item.label,
+                "; ".join(item.flaws) or number(item.loss),
+                share(item.ratio),
+                {True: "yes", False: "no", None: NOTHING}[item.as_good],
+                number(item.metric),
+            )
+            for item in found
+        ),
+        "Nothing was searched. AdamW has its defaults, too.",
+        _ours([item.ours for item in found]),
+    )
+
+
+def sift_rows(results: Results) -> Rows:
+    """Return the loss of every learning rate that was tried."""
+    names = [name for name in statistics.optimizers(results) if statistics.select(results, "sift", name)]
+    tried = {name: statistics.sift_losses(results, name) for name in names}
+    factors = sorted({factor for losses in tried.values() for factor in losses})
+    rows = []
+    for name in names:
+        best = statistics.best_factor(results, name)
+        cells = [_trial(tried[name].get(factor), factor == best) for factor in factors]
+        edge = NOTHING if len(tried[name]) == 1 else "yes" if statistics.at_edge(results, name) else "no"
+        rows.append((statistics.label_of(results, name), *cells, str(len(tried[name])), edge))
+    steps = sorted({run["steps"] for run in statistics.select(results, "sift")})
+    return Rows(
+        "Learning rates that were tried",
+        ("optimizer", *(f"× {factor:.3g}" for factor in factors), "tried", "best is last"),
+        tuple(rows),
+        f"Loss after {', '.join(map(str, steps))} steps, by multiple of the recipe's learning rate; *: the best, which "
+        "full runs took. Best is last: no rate beyond the best one was tried.",
+        _ours([bool(statistics.select(results, optimizer=name)[0]["ours"]) for name in names]),
+    )
+
+
+def _trial(loss: float | None, best: bool) -> str:
+    if loss is None:
+        return NOTHING
+    return f"{number(loss)}{' *' * best}" if math.isfinite(loss) else "unfinished"
+
+
+def failure_rows(results: Results) -> Rows:
+    """Return every run that did not finish, and why."""
+    broken = statistics.unfinished(results)
+    return Rows(
+        "Runs that did not finish",
+        ("optimizer", "phase", "rate ×", "seed", "what happened"),
+        tuple((r["label"], r["phase"], f"{r['factor']:.3g}", str(r["seed"]), why) for r, why in broken),
+        "They count among the seeds, as having reached nothing.",
+        _ours([bool(run["ours"]) for run, _ in broken]),
+    )

@@ -1,0 +1,204 @@
+"""What a comparison says in words: numbers as text, and the sentences above its tables."""
+
+from collections.abc import Sequence
+
+from benchmarks.compare import statistics
+from benchmarks.compare.statistics import Reach, Results, Spread, Summary, Target
+
+NOTHING = "–"
+_DIFFERENT = 1.1  # ratio of measured rates from which on two machines do not count as alike
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number with so many significant digits, a dash for None."""
+    return NOTHING if value is None else f"{value:#.{digits}g}".rstrip(".")
+
+
+def share(value: float | None) -> str:
+    """Return a ratio with two decimals, a dash for None."""
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def seconds(value: float | None) -> str:
+    """Return seconds with three significant digits, whole ones from a hundred on."""
+    if value is None:
+        return NOTHING
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def interval(values: Spread | None) -> str:
+    """Return the range of a number over several seeds."""
+    return NOTHING if values is None or values.count == 1 else f"{number(values.low)}–{number(values.high)}"
+
+
+def kind(ours: bool, order: str) -> str:
+    """Return whether an optimizer is ours, or of which order."""
+    return "ours" if ours else order
+
+
+def joined(words: Sequence[str]) -> str:
+    """Return a list as running text."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def summary(results: Results) -> list[str]:
+    """Return what came out, a few plain sentences."""
+    targets = statistics.targets(results)
+    first = targets[0] if targets and targets[0].optimizer == statistics.best_first(results) else None
+    if first is None:
+        said = ["No first-order optimizer has a full run that finished, so there is no reference yet."]
+    else:
+        said = [*_reference(results, first), *_verdict(results, first)]
+    said += [sentence for target in targets if target is not first for sentence in _second(results, target)]
+    return [*said, *_lowest(results), *_broken(results)]
+
+
+def _reference(results: Results, target: Target) -> list[str]:
+    found = statistics.summarize(results, target.optimizer).loss
+    assert found is not None  # a target is a full run that finished
+    said = [
+        f"The best first-order optimizer is {target.label}: final loss {number(target.loss)} "
+        f"({_over_seeds(found)}) after {target.steps:.0f} steps and {seconds(target.seconds)} s."
+    ]
+    if lower := statistics.passed_over(results):
+        said.append(f"{joined(lower)} ended lower where all went well, but not every seed finished.")
+    return said
+
+
+def _over_seeds(values: Spread) -> str:
+    return "one seed" if values.count == 1 else f"mean of {values.count} seeds, {interval(values)}"
+
+
+def _verdict(results: Results, target: Target) -> list[str]:
+    aims, best = results["share_target"], statistics.best_of_ours(results, target)
+    if best is None:
+        return ["None of ours took part."]
+    aim = f"Target: {aims[0]:g} of the steps and {aims[1]:g} of the seconds"
+    if not best.reached:
+        return [f"None of ours reached that loss{_nearest(best)}.", f"{aim}: both missed."]
+    why = "" if best.everywhere else ", for every seed has to get there"
+    count = len({run["optimizer"] for run in statistics.select(results, "final") if run["ours"]})
+    head = "Best of ours" if count <= 1 else f"Best of {count} of ours"
+    return [f"{head}: {_passage(best, target)}.", f"{aim}: {verdict(best.met(aims))}{why}."]
+
+
+def verdict(met: tuple[bool, bool]) -> str:
+    """Return in words whether the targets of steps and of seconds were met."""
+    by_steps, by_seconds = met
+    if by_steps == by_seconds:
+        return f"both {_met(by_steps)}"
+    return f"steps {_met(by_steps)}, seconds {_met(by_seconds)}"
+
+
+def _met(answer: bool) -> str:
+    return "met" if answer else "missed"
+
+
+def _nearest(best: Reach) -> str:
+    if best.loss is None:
+        return f": no run of {best.label} finished"
+    return f"; the nearest, {best.label}, ended at {number(best.loss)}"
+
+
+def _passage(best: Reach, target: Target) -> str:
+    how = "in runs with a short schedule" if best.phase == "short" else "on the way of full runs"
+    return (
+        f"{best.label} reached that loss in {share(best.steps_share)} of {target.label}'s steps and "
+        f"{share(best.seconds_share)} of its seconds, {how} ({best.reached} of {_seeds(best.seeds)})"
+    )
+
+
+def _second(results: Results, target: Target) -> list[str]:
+    best = statistics.best_of_ours(results, target)
+    head = f"{target.label} ended at {number(target.loss)} ({seconds(target.seconds)} s)"
+    if best is None or not best.reached:
+        return [f"{head}, which none of ours reached{_nearest(best) if best else ''}."]
+    return [f"{head}: {_passage(best, target)}."]
+
+
+def _lowest(results: Results) -> list[str]:
+    known: list[tuple[Summary, Spread]] = [(s, s.loss) for s in statistics.summaries(results) if s.loss]
+    if not known:
+        return []
+    winner, loss = known[0]
+    whose = "one of ours" if winner.ours else f"{winner.order} order"
+    return [f"Lowest final loss of all: {winner.label} ({whose}), {number(loss.mean)}."]
+
+
+def _broken(results: Results) -> list[str]:
+    """Return one sentence that counts the runs that did not finish by optimizer, over all phases."""
+    broken = statistics.unfinished(results)
+    if not broken:
+        return [f"All {len(results['runs'])} runs finished."]
+    labels = [run["label"] for run, _ in broken]
+    counts = [f"{label} {labels.count(label)}" for label in dict.fromkeys(labels)]
+    return [f"{len(broken)} of {len(results['runs'])} runs did not finish: {', '.join(counts)}."]
+
+
+def fairness(results: Results) -> list[str]:
+    """Return how the budget was shared out, and what speaks against the comparison."""
+    budget = [*_trials(results), *_fewer(results), *_shorter(results)]
+    return [*budget, *_edges(results), *_strayed(results), *_machines(results)]
+
+
+def _trials(results: Results) -> list[str]:
+    low, high = statistics.trials(results)
+    sifted = statistics.select(results, "sift")
+    seeds = max((s.seeds for s in statistics.summaries(results)), default=0)
+    after = f"the best rate then ran for all {results['steps']} steps with {_seeds(seeds)}"
+    if not sifted or high <= 1:
+        return [f"No learning rates were sifted: each optimizer ran with that of its recipe, {_seeds(seeds)}."]
+    rates = f"{low} learning rates" if low == high else f"{low} to {high} learning rates"
+    more = "" if low == high else " (the same row for all, and more where the best one was the last of its row)"
+    return [f"Equal budgets: every optimizer had {rates}{more}, each for {sifted[0]['steps']} steps; {after}."]
+
+
+def _seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds"
+
+
+def _fewer(results: Results) -> list[str]:
+    """Return who has fewer full runs than others: not all are done, or no trial ended with a finite loss."""
+    found = statistics.summaries(results)
+    most = max((s.seeds for s in found), default=0)
+    fewer = [f"{s.label} {s.seeds}" for s in found if s.seeds < most]
+    return [f"Fewer full runs than {most}: {', '.join(fewer)}."] if fewer else []
+
+
+def _shorter(results: Results) -> list[str]:
+    runs = statistics.select(results, "short")
+    if not runs:
+        return []
+    labels = list(dict.fromkeys(run["label"] for run in runs))
+    others = any(run["order"] == "first" for run in runs)
+    alone = "" if others else " No first-order optimizer had such runs."
+    return [f"{joined(labels)} also ran with a schedule that ends after {runs[0]['steps']} steps.{alone}"]
+
+
+def _edges(results: Results) -> list[str]:
+    named = statistics.optimizers(results)
+    labels = [statistics.label_of(results, name) for name in named if statistics.at_edge(results, name)]
+    if not labels:
+        return []
+    return [f"The best learning rate is the last one tried for {joined(labels)}: a wider row might do better."]
+
+
+def _strayed(results: Results) -> list[str]:
+    """Return whose full runs took a rate that is not the best of its trials."""
+    pairs = [(s.label, s.factor, statistics.best_factor(results, s.optimizer)) for s in statistics.summaries(results)]
+    labels = [label for label, ran, best in pairs if ran and best and statistics.rounded(ran) != best]
+    return [f"Full runs of {joined(labels)} took another rate than the best of the trials."] if labels else []
+
+
+def _machines(results: Results) -> list[str]:
+    used = sorted({run["machine"] for run in results["runs"]})
+    machines = [results["machines"][index] for index in used]
+    if len({machine["processor"] for machine in machines}) > 1:
+        return ["The runs are of different processors: their seconds are not comparable."]
+    rates = [machine["gemm_gflops"]["median"] for machine in machines]
+    if rates and max(rates) > _DIFFERENT * min(rates):
+        return [
+            f"Matrix products ran at {min(rates):g} to {max(rates):g} GFLOP/s on different days or hours: "
+            "seconds compare only that well."
+        ]
+    return []

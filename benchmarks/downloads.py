@@ -1,0 +1,241 @@
+"""Where data sets can be had, and their checksums where somebody published them.
+
+Nothing here runs unless ``python -m benchmarks fetch`` is called; ``pooch`` does the work.
+"""
+
+import gzip
+import importlib
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.workloads import WorkloadName
+
+Unpack = Literal["tar", "zip", "gzip"]
+"""``gzip``: a workload wants the file compressed, under the name with ``.gz``."""
+
+
+@dataclass(frozen=True)
+class File:
+    """One file."""
+
+    url: str
+    name: str
+    """What it is called in the folder of its data set."""
+    checksum: str | None = None
+    """Such as ``md5:…``; unset: nobody published one, so only the transfer is checked."""
+    unpack: Unpack | None = None
+    becomes: str = ""
+    """Of ``"gzip"``: name of the compressed file."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Some files of one origin."""
+
+    folder: str
+    """Below the folder of all data."""
+    licence: str
+    files: tuple[File, ...]
+
+
+_MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+_CIFAR = "https://www.cs.toronto.edu/~kriz/"
+_SQUAD = "https://rajpurkar.github.io/SQuAD-explorer/dataset/"
+_GLUE = "https://dl.fbaipublicfiles.com/glue/data/"
+_GPT2 = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+_MULTI30K = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/tok/"
+_MEMBRANE = "https://raw.githubusercontent.com/zhixuhao/unet/master/data/membrane/train/"
+
+MNIST = DataSet(
+    "mnist",
+    "Creative Commons Attribution-Share Alike 3.0, Yann LeCun and Corinna Cortes",
+    tuple(
+        File(f"{_MNIST}{name}.gz", f"{name}.gz", f"md5:{md5}")
+        for name, md5 in (
+            ("train-images-idx3-ubyte", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+            ("train-labels-idx1-ubyte", "d53e105ee54ea40749a09fcbcd1e9432"),
+            ("t10k-images-idx3-ubyte", "9fb629c4189551a2d022fa330f9573f3"),
+            ("t10k-labels-idx1-ubyte", "ec29112dd5afa0611ce80d1b7f02629c"),
+        )
+    ),
+)
+_CIFAR_LICENCE = "none is told; to be cited as A. Krizhevsky, Learning Multiple Layers of Features, 2009"
+CIFAR10 = DataSet(
+    "cifar10",
+    _CIFAR_LICENCE,
+    (File(f"{_CIFAR}cifar-10-python.tar.gz", "cifar-10-python.tar.gz", "md5:c58f30108f718f92721af3b95e74349a", "tar"),),
+)
+CIFAR100 = DataSet(
+    "cifar100",
+    _CIFAR_LICENCE,
+    (
+        File(
+            f"{_CIFAR}cifar-100-python.tar.gz",
+            "cifar-100-python.tar.gz",
+            "md5:eb9058c3a382ffc7106e4002c42a8d85",
+            "tar",
+        ),
+    ),
+)
+SHAKESPEARE = DataSet(
+    "shakespeare",
+    "public domain",
+    (
+        File(
+            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+            "input.txt",
+            "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        ),
+    ),
+)
+PIECES = DataSet(
+    "gpt2",
+    "modified MIT licence of github.com/openai/gpt-2",
+    (
+        File(
+            f"{_GPT2}encoder.json",
+            "vocab.json",
+            "sha256:196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+        ),
+        File(
+            f"{_GPT2}vocab.bpe",
+            "merges.txt",
+            "sha256:1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+        ),
+    ),
+)
+MULTI30K = DataSet(
+    "multi30k",
+    "told by https://github.com/multi30k/dataset; for research",
+    tuple(
+        File(
+            f"{_MULTI30K}{part}.lc.norm.tok.{language}",
+            f"{part}.{language}",
+            None,
+            "gzip" if part == "train" else None,
+            f"train.{language}.gz" if part == "train" else "",
+        )
+        for part in ("train", "val", "test_2016_flickr")
+        for language in ("de", "en")
+    ),
+)
+SQUAD = DataSet(
+    "squad",
+    "Creative Commons Attribution-Share Alike 4.0",
+    tuple(
+        File(f"{_SQUAD}{name}.json", f"{name}.json", f"md5:{md5}")
+        for name, md5 in (
+            ("train-v2.0", "62108c273c268d70893182d5cf8df740"),
+            ("dev-v2.0", "246adae8b7002f8679c027697b0b7cf8"),
+            ("train-v1.1", "981b29407e0affa3b1b156f72073b945"),
+            ("dev-v1.1", "3e85deb501d4e538b6bc56f786231552"),
+        )
+    ),
+)
+GLUE = DataSet(
+    "glue",
+    "those of its parts, told by https://gluebenchmark.com/tasks; MRPC is Microsoft's and has to be asked for there",
+    tuple(
+        File(f"{_GLUE}{name}.zip", f"{name}.zip", checksum, "zip")
+        for name, checksum in (
+            ("CoLA", None),
+            ("MNLI", None),
+            ("QNLIv2", None),
+            ("QQP-clean", None),
+            ("RTE", None),
+            ("SST-2", "md5:9f81648d4199384278b86e315dac217c"),
+            ("STS-B", None),
+            ("WNLI", None),
+        )
+    ),
+)
+MEMBRANE = DataSet(
+    "membrane",
+    "that of the ISBI 2012 challenge on segmentation of neuronal structures",
+    tuple(
+        File(f"{_MEMBRANE}{part}/{number}.png", f"{part}/{number}.png")
+        for part in ("image", "label")
+        for number in range(30)
+    ),
+)
+
+DATA_SETS: dict[WorkloadName, tuple[DataSet, ...]] = {
+    "autoencoder": (MNIST,),
+    "convnet": (MNIST,),
+    "resnet20": (CIFAR10,),
+    "resnet32": (CIFAR10,),
+    "resnet110": (CIFAR10,),
+    "vgg16": (CIFAR10, CIFAR100),
+    "chargpt": (SHAKESPEARE,),
+    "gpt2_small": (SHAKESPEARE, PIECES),
+    "multi30k": (MULTI30K,),
+    "bert_qa": (SQUAD,),
+    "glue": (GLUE,),
+    "unet": (MEMBRANE,),
+}
+BY_HAND: dict[WorkloadName, str] = {
+    "resnet18": "ImageNet asks for an account: https://www.image-net.org/download.php",
+    "resnet50": "ImageNet asks for an account: https://www.image-net.org/download.php",
+    "lgg": "Kaggle asks for an account: https://www.kaggle.com/datasets/mateuszbuda/lgg-mri-segmentation",
+    "features": "they are made here: python -m benchmarks features",
+}
+"""Workloads whose data nobody hands out without being asked, or that somebody has to make."""
+
+
+def pooch() -> Any:
+    """Return the package that fetches files.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: When it is not installed.
+    """
+    try:
+        return importlib.import_module("pooch")
+    except ImportError as err:
+        raise ValueError(f"fetching data needs the package: pip install pooch ({err})") from err
+
+
+def fetch(data_set: DataSet, data_dir: Path, only: str = "") -> list[Path]:
+    """Bring files here, and unpack them; what is here and has its checksum is not brought again.
+
+    Args:
+        data_set: What to bring.
+        data_dir: Folder of all data.
+        only: Part of the name of a file; empty: all.
+
+    Returns:
+        The files.
+    """
+    keeper, folder = pooch(), data_dir / data_set.folder
+    unpackers = {"tar": keeper.Untar, "zip": keeper.Unzip}
+    found = []
+    for file in data_set.files:
+        if only.lower() not in file.name.lower() or (file.becomes and (folder / file.becomes).is_file()):
+            continue
+        target = folder / file.name
+        unpack = unpackers[file.unpack](extract_dir=".") if file.unpack in unpackers else None
+        keeper.retrieve(
+            file.url, known_hash=file.checksum, fname=target.name, path=target.parent, processor=unpack
+        )  # fmt: skip
+        found.append(_compressed(target, folder / file.becomes) if file.becomes else target)
+    return found
+
+
+def _compressed(path: Path, target: Path) -> Path:
+    """Compress a file, and take it away.
+
+    Args:
+        path: The file.
+        target: The compressed one.
+
+    Returns:
+        The compressed one.
+    """
+    with path.open("rb") as plain, gzip.open(target, "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+    path.unlink()
+    return target

@@ -1,0 +1,255 @@
+"""What the experiments of the evidence share: options, and results that are kept cell by cell.
+
+A cell is one run. It is named by everything that it depends on, and is written to the JSON file as soon as it is done:
+a command that is started again, after an interruption or with more cells to fill, runs only those that are missing.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.commands.options import Common
+from benchmarks.compare.store import processor
+from benchmarks.peers import PeerMissingError
+from benchmarks.peers.by_path import set_paths
+from benchmarks.runner import WINDOW, Trainer
+from benchmarks.workloads import DataMissingError, Size
+
+RESULTS = Path(__file__).parent / "results"
+"""Where results lie that are kept under version control."""
+
+VERSION = 1
+"""Of the format of the files."""
+
+Identity = Mapping[str, Any]
+"""Everything that the figures of a cell depend on, beside the code and the machine."""
+Figures = dict[str, Any]
+
+_RISEN = 2.0
+"""A mean loss of so many times the first one counts as diverged."""
+
+
+@dataclass
+class Evidence(Common):
+    """What the experiments take."""
+
+    threads: int = 1
+    """Threads that torch computes with; processor seconds compare best with one."""
+    size: Size = "cpu"
+    """Size of the model and of the batch."""
+    minutes: float | None = None
+    """Begin no further run after so many minutes; the next call goes on from there."""
+    peer_path: tuple[str, ...] = ()
+    """Checkouts of optimizers that are no package, as NAME=DIR."""
+    keep: bool = False
+    """Keep the results under benchmarks/results, rather than in the folder of this run only."""
+    out_dir: Path = Path("bench-output")
+    """Folder for tables, pictures and results."""
+
+    def open_cells(self, stem: str) -> "Cells":
+        """Set the threads, and read what is there already.
+
+        Args:
+            stem: Name of the file of results, without its suffix.
+
+        Returns:
+            The cells.
+
+        Raises:
+            ValueError: For a number of minutes that is not positive, or a file that holds something else.
+        """
+        if self.minutes is not None and self.minutes <= 0:
+            raise ValueError(f"minutes must be positive, got {self.minutes}")
+        torch.set_num_threads(self.threads)
+        set_paths(self.peer_path)
+        folder = RESULTS if self.keep else self.out_dir
+        return Cells(folder / f"{stem}.json", None if self.minutes is None else 60 * self.minutes)
+
+    def publish(self, cells: "Cells", tables: Sequence[Table], data: Mapping[str, Any]) -> Path:
+        """Print and save tables and results.
+
+        Args:
+            cells: All cells.
+            tables: What to show.
+            data: What else to keep, such as summaries.
+
+        Returns:
+            Path of a picture of the same name, in the folder of this run.
+        """
+        stem = cells.path.stem
+        if cells.left:
+            print(f"{cells.left} runs are still to be done: the same command again goes on with them")
+        cells.summary = dict(data)
+        cells.write()
+        report.save(self.out_dir, stem, tables, cells.payload())
+        if self.keep:
+            report.print_path("kept", cells.path)
+        return self.out_dir / f"{stem}.png"
+
+
+@dataclass
+class Cells:
+    """The finished runs of one experiment, in a file."""
+
+    path: Path
+    budget: float | None = None
+    """Seconds after which no further run begins."""
+    left: int = 0
+    """Runs that were wanted and not begun."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    _started: float = field(default_factory=time.monotonic)
+
+    @cached_property
+    def _found(self) -> dict[str, tuple[Identity, Figures]]:
+        if not self.path.is_file():
+            return {}
+        data = json.loads(self.path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or data.get("version") != VERSION or "cells" not in data:
+            raise ValueError(f"{self.path} is no file of finished runs of this version: move it away")
+        return {_key(cell["of"]): (cell["of"], cell["figures"]) for cell in data["cells"]}
+
+    def get(self, identity: Identity) -> Figures | None:
+        """Return the figures of a cell, None while it is not done.
+
+        Args:
+            identity: What it depends on.
+
+        Returns:
+            The figures.
+        """
+        return self._found.get(_key(identity), (None, None))[1]
+
+    def run(self, identity: Identity, measure: Callable[[], Figures]) -> Figures | None:
+        """Return the figures of a cell; run it if it is not done and there is time for it.
+
+        Args:
+            identity: What it depends on.
+            measure: Runs it.
+
+        Returns:
+            The figures, None when the time is over.
+        """
+        found = self.get(identity)
+        if found is not None:
+            return found
+        if self.budget is not None and time.monotonic() - self._started > self.budget:
+            self.left += 1
+            return None
+        figures: Figures = _plain(measure())
+        self._found[_key(identity)] = _plain(identity), figures
+        self.write()
+        return figures
+
+    def write(self) -> None:
+        """Write the file, a cell a line, in one move: an interruption leaves the old one or the new one."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".json.part")
+        head = _plain(self.payload())
+        lines = ",\n".join(json.dumps(cell, allow_nan=False) for cell in head.pop("cells"))
+        text = json.dumps(head, indent=1, allow_nan=False)[:-2] + ',\n "cells": [\n' + lines + "\n]}\n"
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(self.path)
+
+    def payload(self) -> dict[str, Any]:
+        """Return all that the file holds."""
+        cells = [{"of": identity, "figures": figures} for identity, figures in self._found.values()]
+        machine = {**report.environment(), "processor": processor()}
+        return {"version": VERSION, "environment": machine, **self.summary, "cells": cells}
+
+
+def _key(identity: Identity) -> str:
+    return json.dumps(_plain(identity), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold: a number that is not finite becomes None, a path its text, a tuple a list."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, int | str | bool | None) else str(value)
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """Show how many runs are done.
+
+    Args:
+        title: Of the experiment.
+        total: Number of runs.
+
+    Yields:
+        A function that counts one more, and says which comes next.
+    """
+    bar: Progress
+    with report.progress_bar() as bar:
+        task = bar.add_task(title, total=total)
+
+        def advance(what: str) -> None:
+            bar.update(task, description=f"{title}: {what}", advance=1)
+
+        yield advance
+
+
+def train_until(trainer: Trainer, steps: int, target: float | None = None, seconds: float | None = None) -> str:
+    """Train until something ends it.
+
+    Args:
+        trainer: A run that has not begun.
+        steps: Most steps.
+        target: Mean loss of :data:`benchmarks.runner.WINDOW` steps at which it ends.
+        seconds: Processor seconds after which it ends.
+
+    Returns:
+        ``"target"``, ``"steps"``, ``"seconds"`` or ``"diverged"``: not finite, or a mean of twice the first loss.
+    """
+    history, spent = trainer.history, 0.0
+    for step in range(1, steps + 1):
+        trainer.step()
+        spent += history.processor_seconds[-1]
+        if trainer.diverged:
+            return "diverged"
+        if step < WINDOW:
+            continue
+        mean = history.loss_at(step)
+        if target is not None and mean <= target:
+            return "target"
+        if mean > _RISEN * abs(history.losses[0]):
+            return "diverged"
+        if seconds is not None and spent > seconds:
+            return "seconds"
+    return "steps"
+
+
+def attempt(measure: Callable[[], Figures]) -> Figures:
+    """Run a cell in which an optimizer may fail: that is a result, too.
+
+    Args:
+        measure: Runs it.
+
+    Returns:
+        Its figures with ``failed`` None, or nothing but the error's text there.
+
+    Raises:
+        DataMissingError: When there is no data, which is nobody's failure.
+        PeerMissingError: When an optimizer is not installed.
+    """
+    try:
+        return {"failed": None, **measure()}
+    except (DataMissingError, PeerMissingError):
+        raise
+    except Exception as err:
+        return {"failed": f"{type(err).__name__}: {err}"}

@@ -1,0 +1,125 @@
+"""What a run did, step by step, while it runs: lines of JSON, and TensorBoard where it is asked for."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.runner import Trainer
+
+COLUMNS = ("step", "loss", "lr", "seconds", "processor_seconds")
+"""What every line has."""
+
+
+class Journal:
+    """Writes one line of JSON per step; a run that goes on keeps the lines up to where it was.
+
+    Columns are ``step``, ``loss``, ``lr``, ``seconds`` and ``processor_seconds`` of training so far, and the metric in
+    the lines of steps after which it was measured. With several ranks, the loss is that of the first one's examples.
+    """
+
+    def __init__(self, path: Path, trainer: Trainer, tensorboard: Path | None = None) -> None:
+        """Open the files.
+
+        Args:
+            path: File of lines.
+            trainer: The run.
+            tensorboard: Folder for TensorBoard; unset: none.
+        """
+        self._trainer, self._written = trainer, len(trainer.history.losses)
+        self._rate = self._next_rate()
+        kept = _lines_until(path, self._written)
+        self.measured = [_measured(json.loads(line)) for line in kept if set(json.loads(line)) > set(COLUMNS)]
+        """What was found on held-out data, with the step after which."""
+        self._seconds = sum(trainer.history.step_seconds)
+        self._worked = sum(trainer.history.processor_seconds)
+        self._board = None if tensorboard is None else summary_writer(tensorboard, self._written + 1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        self._file.writelines(kept)
+
+    def __enter__(self) -> "Journal":
+        """Begin."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    @property
+    def behind(self) -> bool:
+        """Whether a step was taken that is not written down."""
+        return len(self._trainer.history.losses) > self._written
+
+    def write(self, measured: Mapping[str, float] | None = None) -> None:
+        """Write the last step down, once.
+
+        Args:
+            measured: What was found on held-out data after it.
+        """
+        history = self._trainer.history
+        if not self.behind:
+            return
+        step = self._written = len(history.losses)
+        self._seconds += history.step_seconds[-1]
+        self._worked += history.processor_seconds[-1]
+        figures = (step, history.losses[-1], self._rate, self._seconds, self._worked)
+        row = {**dict(zip(COLUMNS, figures, strict=True)), **(measured or {})}
+        self._rate = self._next_rate()
+        if measured:
+            self.measured.append(_measured(row))
+        told = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        self._file.write(json.dumps(told, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for key in ("loss", "lr", *(measured or {})):
+                self._board.add_scalar(key, row[key], step)
+
+    def _next_rate(self) -> float:
+        return float(self._trainer.optimizer.param_groups[0]["lr"])
+
+
+def _measured(row: Mapping[str, float]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if key not in COLUMNS[1:]}
+
+
+def summary_writer(folder: Path, first_step: int) -> Any:
+    """Return a writer of TensorBoard.
+
+    Args:
+        folder: Where to.
+        first_step: Steps from this one on that an earlier run wrote there do not count.
+
+    Returns:
+        The writer.
+
+    Raises:
+        ValueError: When TensorBoard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter  # only where it is asked for
+    except ImportError as err:
+        raise ValueError(f"--tensorboard needs the package: pip install tensorboard ({err})") from err
+    return SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """Return the lines of an earlier run up to a step.
+
+    Args:
+        path: The file.
+        step: The last step; 0 for a run that begins.
+
+    Returns:
+        The lines, without one that was cut off.
+    """
+    if not step or not path.is_file():
+        return []
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if json.loads(line)["step"] <= step]

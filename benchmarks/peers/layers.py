@@ -1,0 +1,130 @@
+"""Which weights of a model are what: matrices inside, and layers whose forward pass can be listened to."""
+
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+HEADS = ("head", "lm_head", "classifier", "fc")
+"""Names of modules that hold the output layer."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight as one matrix, or as several on top of each other."""
+
+    parameter: nn.Parameter
+    pieces: int = 1
+    """Three where queries, keys and values share a parameter."""
+
+    def views(self, tensor: Tensor) -> list[Tensor]:
+        """Return the matrices ``[d_out, rest]`` of the parameter or of its gradient.
+
+        Args:
+            tensor: Of the parameter's shape.
+
+        Returns:
+            Views where the memory allows it.
+        """
+        return list(tensor.reshape(tensor.shape[0], -1).chunk(self.pieces))
+
+
+def hidden_matrices(model: nn.Module) -> list[Matrix]:
+    """Return the weights that an optimizer of hidden matrices takes.
+
+    Weights of linear layers, convolutions and attention are such, but for three: what is shared with an embedding, the
+    first layer where that is a convolution, and the output layer. The output layer is what a name of :data:`HEADS`
+    stands for, else the last one. A model with a single weight keeps it.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The matrices in the order of the modules.
+    """
+    found = _weights(model)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    named = {name for name in found if not set(HEADS).isdisjoint(name.split("."))}
+    names = list(found)
+    outside = named or set(names[-1:])
+    if names and found[names[0]].parameter.dim() > 2:
+        outside.add(names[0])
+    inside = {
+        name: matrix
+        for name, matrix in found.items()
+        if matrix.parameter.requires_grad and id(matrix.parameter) not in embeddings
+    }
+    if len(inside) == 1:
+        return list(inside.values())
+    return [matrix for name, matrix in inside.items() if name not in outside]
+
+
+def _weights(model: nn.Module) -> dict[str, Matrix]:
+    """Return all weights that multiply what comes in.
+
+    Args:
+        model: The model.
+
+    Returns:
+        By the name of the module, each parameter once.
+    """
+    found: dict[str, Matrix] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            for part in ("in_proj", "q_proj", "k_proj", "v_proj"):
+                weight = getattr(module, f"{part}_weight")
+                if weight is not None:
+                    found[f"{name}.{part}"] = Matrix(weight, 3 if part == "in_proj" else 1)
+        elif isinstance(module, nn.Linear | _ConvNd):
+            found[name] = Matrix(cast("nn.Parameter", module.weight))
+    once = {id(matrix.parameter): name for name, matrix in reversed(found.items())}
+    return {name: matrix for name, matrix in found.items() if once[id(matrix.parameter)] == name}
+
+
+def heard_layers(model: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
+    """Return the layers whose inputs and output gradients hooks get to see.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Linear layers and 2-D convolutions with their names, none of them frozen.
+    """
+    deaf = unheard_layers(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and name not in deaf and _trains(module)
+    }
+
+
+def unheard_layers(model: nn.Module) -> list[str]:
+    """Return linear layers that are never called: ``nn.MultiheadAttention`` applies the weights of its output itself.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Their names.
+    """
+    found = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    return [name for name, module in model.named_modules() if id(module) in found]
+
+
+def _trains(module: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in module.parameters())
+
+
+def others(model: nn.Module, taken: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that another optimizer does not take.
+
+    Args:
+        model: The model.
+        taken: Those that it takes.
+
+    Returns:
+        The rest of those that are trained.
+    """
+    known = {id(parameter) for parameter in taken}
+    return [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in known]

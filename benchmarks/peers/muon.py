@@ -1,0 +1,284 @@
+"""Muon: momentum whose matrices are brought close to orthogonal, and AdamW for what is no hidden matrix.
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The step is that of
+``torch.optim.Muon``, whose Newton-Schulz iteration runs in bfloat16. Processors without units for that type take a
+hundred times as long as in float32; there :class:`Float32Muon` does the same in float32.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.peers.layers import Matrix, hidden_matrices, others
+from benchmarks.peers.peer import Peer
+
+ADAMW_BETAS = (0.9, 0.95)
+_SIZE, _REPEATS = 128, 5  # of the product that is timed
+_SLOWER = 2.0
+
+
+class Float32Muon(Optimizer):
+    """The step of ``torch.optim.Muon``, which came with torch 2.9, with the iteration in the type of the weights."""
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        """Take note of the matrices.
+
+        Args:
+            params: Matrices ``[d_out, d_in]``.
+            lr: The rate.
+            weight_decay: Decoupled.
+            momentum: Decay of the mean of the gradients.
+            nesterov: Look ahead of the mean.
+            ns_coefficients: Of the iteration.
+            eps: Least norm that a matrix is divided by.
+            ns_steps: Iterations.
+            adjust_lr_fn: How the rate follows the shape: ``"original"``, also None, or ``"match_rms_adamw"``.
+
+        Raises:
+            ValueError: When there is no such rule.
+        """
+        if adjust_lr_fn not in {None, "original", "match_rms_adamw"}:
+            raise ValueError(f"adjust_lr_fn must be original or match_rms_adamw, got {adjust_lr_fn!r}")
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._move(parameter, group)
+        return loss
+
+    def _move(self, matrix: Tensor, group: dict[str, Any]) -> None:
+        """Take the step of one matrix.
+
+        Args:
+            matrix: The matrix ``[d_out, d_in]``, with its gradient.
+            group: Its options.
+        """
+        grad, state = matrix.grad, self.state[matrix]
+        assert grad is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(grad)
+        mean = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        wanted = grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        update = orthogonalise(wanted, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        matrix.mul_(1 - group["lr"] * group["weight_decay"])
+        matrix.add_(update, alpha=-group["lr"] * _growth(group["adjust_lr_fn"], *matrix.shape))
+
+
+def orthogonalise(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Bring the singular values of a matrix close to one, by the quintic Newton-Schulz iteration of Muon.
+
+    Args:
+        matrix: ``[d_out, d_in]``.
+        coefficients: Of X, XXᵀX and XXᵀXXᵀX.
+        steps: Iterations.
+        eps: Least norm to divide by.
+
+    Returns:
+        A matrix of the same shape and type.
+    """
+    a, b, c = coefficients
+    wide: Tensor = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+    x: Tensor = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if matrix.shape[0] <= matrix.shape[1] else x.mT
+
+
+def _growth(rule: str | None, d_out: int, d_in: int) -> float:
+    """Return by what the rate of a matrix is multiplied.
+
+    Args:
+        rule: ``"original"``, also None: by its shape; ``"match_rms_adamw"``: to the size of AdamW's updates.
+        d_out: Rows.
+        d_in: Columns.
+
+    Returns:
+        The factor.
+    """
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(d_out, d_in))
+    return math.sqrt(max(1.0, d_out / d_in))
+
+
+class MatrixMuon(Optimizer):
+    """Muon on weights of any shape, each taken as a matrix ``[d_out, rest]`` or as several of them."""
+
+    def __init__(self, matrices: Sequence[Matrix], bfloat16: bool, **options: Any) -> None:
+        """Give every matrix to Muon.
+
+        Args:
+            matrices: The weights.
+            bfloat16: Iterate in bfloat16.
+            **options: Keywords of ``torch.optim.Muon``.
+        """
+        self._matrices = list(matrices)
+        self._views = [[nn.Parameter(view) for view in matrix.views(matrix.parameter.detach())] for matrix in matrices]
+        kind = torch.optim.Muon if bfloat16 else Float32Muon
+        self.muon: Optimizer = kind([view for views in self._views for view in views], **options)
+        super().__init__([matrix.parameter for matrix in matrices], {"lr": self.muon.defaults["lr"]})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step.
+
+        Args:
+            closure: Evaluates the loss anew.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: When the memory of a weight is not in the order of its dimensions.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for matrix, views in zip(self._matrices, self._views, strict=True):
+            self._show(matrix, views)
+        self.muon.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self.muon.step()
+        for views in self._views:
+            for view in views:
+                view.grad = None
+        return loss
+
+    @staticmethod
+    def _show(matrix: Matrix, views: list[nn.Parameter]) -> None:
+        """Let Muon see the weight as it lies in memory now, and its gradient.
+
+        Args:
+            matrix: The weight.
+            views: What Muon knows of it.
+        """
+        parameter, grad = matrix.parameter, matrix.parameter.grad
+        if not parameter.is_contiguous():
+            raise ValueError(f"Muon needs contiguous weights, got one of strides {parameter.stride()}")
+        grads = [None] * len(views) if grad is None else matrix.views(grad)
+        for view, data, part in zip(views, matrix.views(parameter.detach()), grads, strict=True):
+            view.data, view.grad = data, part
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "muon": self.muon.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        known = dict(state_dict)
+        self.muon.load_state_dict(known.pop("muon"))
+        super().load_state_dict(known)
+
+
+def muon(
+    model: nn.Module,
+    lr: float = 0.02,
+    adamw_lr: float = 3e-4,
+    weight_decay: float = 0.01,
+    momentum: float = 0.95,
+    precision: str = "auto",
+    **options: Any,
+) -> Optimizer:
+    """Return Muon for the hidden matrices of a model, beside AdamW for all else.
+
+    Args:
+        model: The model to train.
+        lr: Rate of Muon.
+        adamw_lr: Rate of AdamW.
+        weight_decay: Of both, decoupled.
+        momentum: Of Muon.
+        precision: ``"bfloat16"`` for ``torch.optim.Muon`` itself, ``"float32"``, or ``"auto"``: what the device does
+            faster.
+        **options: Further keywords of ``torch.optim.Muon``.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: When there is no such precision, or no hidden matrix.
+    """
+    if precision not in {"auto", "bfloat16", "float32"}:
+        raise ValueError(f"precision must be auto, bfloat16 or float32, got {precision!r}")
+    matrices = hidden_matrices(model)
+    if not matrices:
+        raise ValueError("the model has no hidden matrix for Muon")
+    taken = [matrix.parameter for matrix in matrices]
+    half = precision == "bfloat16" or (precision == "auto" and does_bfloat16(taken[0].device.type))
+    parts: list[Optimizer] = [
+        MatrixMuon(matrices, half, lr=lr, weight_decay=weight_decay, momentum=momentum, **options)
+    ]
+    if rest := others(model, taken):
+        parts.append(torch.optim.AdamW(rest, lr=adamw_lr, betas=ADAMW_BETAS, weight_decay=weight_decay))
+    return Peer(*parts)
+
+
+def label(device: str = "cpu") -> str:
+    """Return the name of Muon in tables.
+
+    Args:
+        device: Type of the device that trains.
+
+    Returns:
+        The name, which tells where the iteration runs in float32.
+    """
+    return "Muon" if does_bfloat16(device) else "Muon (float32)"
+
+
+@functools.cache
+def does_bfloat16(device: str) -> bool:
+    """Return whether a device multiplies matrices of bfloat16 about as fast as those of float32, by the clock.
+
+    Args:
+        device: Type of the device.
+
+    Returns:
+        Whether it does; False where torch has no Muon of its own.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        return False
+    if device == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device != "cpu":
+        return False
+    return _seconds(torch.bfloat16) < _SLOWER * _seconds(torch.float32)
+
+
+def _seconds(dtype: torch.dtype) -> float:
+    matrix = torch.ones(_SIZE, _SIZE, dtype=dtype)
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        matrix @ matrix
+        times.append(time.perf_counter() - start)
+    return min(times)

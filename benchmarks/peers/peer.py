@@ -1,0 +1,113 @@
+"""One object around the optimizers of another project, as schedules, clocks and byte counts expect it."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Peer(Optimizer):
+    """Optimizers that each train a part of one model, as one.
+
+    Its parameter groups *are* those of the parts, so a schedule that drives the one drives the others.
+    """
+
+    def __init__(
+        self, *parts: Optimizer, before: Callable[[], object] | None = None, beside: Iterable[Any] = ()
+    ) -> None:
+        """Put the parts together.
+
+        Args:
+            parts: The optimizers; no parameter belongs to two of them.
+            before: Called in each step before theirs, with all gradients there: a preconditioner.
+            beside: What else belongs to the optimizer: its tensors count, and its state is saved.
+        """
+        self.parts = parts
+        self._before, self._beside = before, tuple(beside)
+        super().__init__(_groups(parts), {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step with every part.
+
+        Args:
+            closure: Evaluates the loss anew, once.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._before is not None:
+            self._before()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes of all tensors that the parts hold beside parameters and gradients.
+
+        Returns:
+            Bytes, as ``"total"``.
+        """
+        own = [tensor for group in self.param_groups for p in group["params"] for tensor in (p, p.grad)]
+        return {"total": held_bytes([self.parts, self._before, self._beside], leave_out=own)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in (*self.parts, *self._beside)]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for part, state in zip((*self.parts, *self._beside), state_dict["parts"], strict=True):
+            part.load_state_dict(copy.deepcopy(state))  # some take what they are given apart, or for their own
+        self.param_groups = _groups(self.parts)
+
+
+def _groups(parts: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    return [group for part in parts for group in part.param_groups]
+
+
+def held_bytes(roots: object, leave_out: Iterable[Tensor | None] = ()) -> int:
+    """Return the bytes of all tensors that can be reached from some objects.
+
+    Args:
+        roots: Where to start: containers and objects of any class. Modules are not entered: what they hold is the
+            model's.
+        leave_out: Tensors that do not count, nor does what shares their memory.
+
+    Returns:
+        Number of bytes, memory that is shared counted once.
+    """
+    storages = {tensor.untyped_storage() for tensor in _tensors(roots, set())}
+    known = {tensor.untyped_storage() for tensor in leave_out if tensor is not None}
+    return sum(storage.nbytes() for storage in storages - known)
+
+
+def _tensors(value: object, seen: set[int]) -> Iterator[Tensor]:
+    """Yield every tensor that can be reached from an object.
+
+    Args:
+        value: Where to start.
+        seen: Objects that were entered.
+
+    Yields:
+        The tensors.
+    """
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in seen or isinstance(value, nn.Module | ModuleType | type | str | bytes | int | float):
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        inside: Iterable[object] = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside = value
+    else:  # a bound method leads to its object
+        inside = [*getattr(value, "__dict__", {}).values(), getattr(value, "__self__", None)]
+    for item in inside:
+        yield from _tensors(item, seen)

@@ -1,0 +1,125 @@
+"""Recipes of the optimizers of other projects: where a search for their rates starts.
+
+Every table follows AdamW's rates, which stand in ``benchmarks/recipes``, so that a new workload has a recipe at once.
+"""
+
+from collections.abc import Callable
+
+from benchmarks.recipes.tuned import OURS
+from benchmarks.recipes.types import COSINE, Recipe, Schedule, Settings
+
+WARMUP = Schedule("constant", 0.05)
+"""Of methods that average: the rate rises over a twentieth of the run, and stays."""
+
+_HERE = "rates tuned here on digits, autoencoder and chargpt of size smoke"
+_MUON = f"{_HERE}, AdamW's as in its own recipe; the rest is of github.com/KellerJordan/Muon, README"
+_SOAP = f"{_HERE}; betas, decay and interval of github.com/nikhilvyas/SOAP, README"
+_SHAMPOO = "graft from Adam at AdamW's own rate, as github.com/facebookresearch/optimizers, README, example 2, has it"
+_KRON = f"{_HERE}; github.com/evanatyourservice/kron_torch, README, starts long runs at a third of AdamW's rate"
+_SINGD = f"{_HERE}; normalised steps of the factors, as the package's documentation advises"
+_SCHEDULE_FREE = "AdamW's rate times 3; github.com/facebookresearch/schedule_free, README, says times 1 to 10"
+_KFAC_PYTORCH = (
+    "github.com/gpauloski/kfac-pytorch, defaults of examples/torch_cifar10_resnet.py; kl_clip, which sets the step, on "
+    "autoencoder tuned here, size smoke"
+)
+_META_SHAMPOO = "graft from Adam at AdamW's own rate: github.com/facebookresearch/optimizers, README, example 2"
+_IST_MFAC = f"{_HERE}; damping of github.com/IST-DASLab/M-FAC, optim.py, but for autoencoder"
+
+_OVER_WORDS = ("chargpt", "multi30k", "gpt2_small")
+"""Workloads whose loss is a mean over sequences, too."""
+
+
+def _recipes(
+    settings: Callable[[str, float], Settings],
+    source: str,
+    schedule: Schedule = COSINE,
+    searched: tuple[str, ...] = ("lr",),
+) -> dict[str, Recipe]:
+    """Make the recipes of a method.
+
+    Args:
+        settings: Returns the keywords on a workload, given its name and AdamW's rate.
+        source: Where they come from.
+        schedule: Course of the rate.
+        searched: Keywords that a search multiplies.
+
+    Returns:
+        Recipes by workload.
+    """
+    names = OURS["adamw"].recipes
+    return {name: Recipe(settings(name, _adamw(name)), source, schedule, searched=searched) for name in names}
+
+
+def _adamw(workload: str) -> float:
+    rate = OURS["adamw"].recipes[workload].settings["lr"]
+    assert isinstance(rate, float)
+    return rate
+
+
+def _times(rate: float, factor: float) -> float:
+    return float(f"{rate * factor:.3g}")
+
+
+def _muon(_: str, rate: float) -> Settings:
+    return {"lr": 0.05, "adamw_lr": rate, "weight_decay": 0.01}
+
+
+def _soap(workload: str, rate: float) -> Settings:
+    # The gradients of the autoencoder have few directions: whitened, most of a step is noise, at first.
+    factor = 10 if workload == "autoencoder" else 3
+    return {"lr": _times(rate, factor), "weight_decay": 0.01, "precondition_frequency": 10}
+
+
+def _shampoo(_: str, rate: float) -> Settings:
+    return {"lr": rate, "graft": "rmsprop", "block_size": 512, "every": 10, "use_svd": True}
+
+
+def _singd(workload: str, rate: float) -> Settings:
+    return {
+        "lr": 0.01 if workload == "autoencoder" else 0.1,
+        "adamw_lr": rate,
+        "normalize_lr_cov": True,
+        "loss_average": "batch+sequence" if workload in _OVER_WORDS else "batch",
+    }
+
+
+def _kfac_pytorch(workload: str, _: float) -> Settings:
+    return {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "damping": 0.003,
+        "kl_clip": 0.01 if workload == "autoencoder" else 0.001,
+        "factor_update_steps": 1,
+        "inv_update_steps": 10,
+    }
+
+
+def _meta_shampoo(_: str, rate: float) -> Settings:
+    return {
+        "lr": rate,
+        "max_preconditioner_dim": 1024,
+        "precondition_frequency": 10,
+        "start_preconditioning_step": 10,
+    }
+
+
+def _ist_mfac(workload: str, _: float) -> Settings:
+    # The rate goes with 1 / damp; a loss that is a sum over pixels has large gradients.
+    rates = {"lr": 1.0, "damp": 1.0} if workload == "autoencoder" else {"lr": 3e-3, "damp": 1e-5}
+    return {**rates, "momentum": 0.9, "window_size": 128}
+
+
+MUON = _recipes(_muon, _MUON, searched=("lr", "adamw_lr"))
+MUON_SHORT = _recipes(
+    lambda *given: {**_muon(*given), "momentum": 0.85},
+    f"{_MUON}, but for the momentum, which short runs want to be less",
+    searched=("lr", "adamw_lr"),
+)
+SOAP = _recipes(_soap, _SOAP)
+SHAMPOO = _recipes(_shampoo, _SHAMPOO)
+PSGD_KRON = _recipes(lambda _, rate: {"lr": _times(rate, 3)}, _KRON)
+SINGD = _recipes(_singd, _SINGD, searched=("lr", "adamw_lr"))
+SCHEDULE_FREE = _recipes(lambda _, rate: {"lr": _times(rate, 3)}, _SCHEDULE_FREE, WARMUP)
+KFAC_PYTORCH = _recipes(_kfac_pytorch, _KFAC_PYTORCH, searched=("lr", "kl_clip"))
+DISTRIBUTED_SHAMPOO = _recipes(_meta_shampoo, _META_SHAMPOO)
+IST_MFAC = _recipes(_ist_mfac, _IST_MFAC)

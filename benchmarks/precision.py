@@ -1,0 +1,144 @@
+"""Where a run computes and in what precision: devices, autocast and the scaling of float16 losses."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from secondorder import SecondOrderOptimizer
+
+Amp = Literal["bfloat16", "float16"]
+DeviceName = Literal["cpu", "cuda"]
+
+
+class Precision:
+    """How the loss is computed, and how a step is taken; without arguments exactly as a plain loop does it."""
+
+    def __init__(self, device: str | torch.device = "cpu", amp: Amp | None = None) -> None:
+        """Prepare autocast, and for float16 the scaler.
+
+        Args:
+            device: Where the model is.
+            amp: Type of autocast; unset: none.
+
+        Raises:
+            ValueError: When the device is not there.
+        """
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {device}: torch {torch.__version__} sees no CUDA device here, take cpu")
+        self._dtype: torch.dtype | None = None if amp is None else getattr(torch, amp)
+        self.scaler = torch.amp.GradScaler(self.device.type) if amp == "float16" else None
+
+    def prepare(self, optimizer: Optimizer, closure: bool) -> None:
+        """Tell an optimizer of the scaler.
+
+        Args:
+            optimizer: Whose steps are taken.
+            closure: Whether they are given a closure.
+
+        Raises:
+            ValueError: When a scaler and a closure would meet.
+        """
+        if self.scaler is None:
+            return
+        if closure:
+            raise ValueError("amp float16: a GradScaler takes no closure, which this optimizer needs; take bfloat16")
+        if isinstance(optimizer, SecondOrderOptimizer):
+            optimizer.grad_scaler = self.scaler
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass."""
+        return nullcontext() if self._dtype is None else torch.autocast(self.device.type, self._dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients, scaled where there is a scaler.
+
+        Args:
+            loss: The loss.
+        """
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Take a step without a closure.
+
+        Args:
+            optimizer: Whose.
+        """
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def now(self) -> tuple[float, float]:
+        """Return the seconds of a clock and those that this process worked, all work on the device done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter(), time.process_time()
+
+    def random_state(self) -> dict[str, Tensor]:
+        """Return the state of torch's own generators."""
+        found = {"cpu": torch.get_rng_state()}
+        return {**found, "cuda": torch.cuda.get_rng_state(self.device)} if self.device.type == "cuda" else found
+
+    def restore_random_state(self, states: dict[str, Tensor]) -> None:
+        """Put torch's own generators back.
+
+        Args:
+            states: What :meth:`random_state` returned.
+        """
+        torch.set_rng_state(states["cpu"])
+        if self.device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Return tensors on a device.
+
+    Args:
+        value: A tensor, or tuples, lists and dicts of them; anything else stays.
+        device: Where to.
+
+    Returns:
+        The same structure.
+    """
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, list | tuple):
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return {key: moved(item, device) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@contextmanager
+def answering_cpu(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let a model on another device be called with tensors of the CPU, and answer with such: as evaluations do.
+
+    Args:
+        model: The model.
+        device: Where it is.
+
+    Yields:
+        Nothing.
+    """
+    if device.type == "cpu":
+        yield
+        return
+
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return cast("tuple[Any, ...]", moved(args, device)), cast("dict[str, Any]", moved(kwargs, device))
+
+    def give(_: nn.Module, __: tuple[Any, ...], outputs: Any) -> Any:
+        return moved(outputs, torch.device("cpu"))
+
+    handles = [model.register_forward_pre_hook(take, with_kwargs=True), model.register_forward_hook(give)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,168 @@
+"""A recipe as a person reads it: tables, a line of Python and a line for the shell."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.recipes.building import adamw, layer_keywords, second_order, sgd, window_keywords
+from benchmarks.recipes.types import RATES, Method, Recipe, Schedule, Settings
+from secondorder import factory
+
+RULES = {
+    "constant": "rates stay, whatever the examples of a step",
+    "sqrt": "rates × √(examples of a step / those of the recipe)",
+    "linear": "rates × (examples of a step / those of the recipe)",
+}
+WORLDS = (1, 2, 4, 8, 16, 32, 64)
+"""Ranks that the table of scaled rates has a row for."""
+_COURSES = {"constant": "constant", "cosine": "cosine to nothing", "linear": "linear to nothing"}
+_CLASSES = {sgd: "torch.optim.SGD", adamw: "torch.optim.AdamW"}
+
+
+def schedule_text(schedule: Schedule, epochs: float | None = None) -> str:
+    """Return a schedule in words.
+
+    Args:
+        schedule: Course of the learning rate.
+        epochs: Length of the run, if that is known.
+
+    Returns:
+        Such as ``warm-up over 5 % of the run, then cosine to nothing``.
+    """
+    if schedule.shape == "steps":
+        numbers = ", ".join(f"{(epochs or 100) * share:.4g}" for share in schedule.milestones)
+        course = f"× {schedule.gamma:g} after " + (f"epochs {numbers}" if epochs else f"{numbers} % of the run")
+    else:
+        course = _COURSES[schedule.shape]
+    if not schedule.warmup:
+        return course
+    length = f"{epochs * schedule.warmup:.4g} epochs" if epochs else f"{100 * schedule.warmup:.4g} % of the run"
+    return f"warm-up over {length}, then {course}"
+
+
+def recipe_table(title: str, recipe: Recipe, own_batch_size: int, steps: str) -> Table:
+    """Return all that a recipe says.
+
+    Args:
+        title: Above the table.
+        recipe: The recipe.
+        own_batch_size: The workload's own number of examples per step.
+        steps: Length of the run, in words.
+
+    Returns:
+        A table with a row for each keyword and each circumstance.
+    """
+    size = recipe.batch_size or own_batch_size
+    rows = [(key, _told(value)) for key, value in recipe.settings.items()]
+    rows += [(f"workload: {key}", _told(value)) for key, value in recipe.workload.items()]
+    rows += [
+        ("learning rate", schedule_text(recipe.schedule, recipe.epochs)),
+        ("examples of a step", f"{recipe.world} × {size} = {recipe.world * size}"),
+        ("length", steps),
+        ("other sizes", RULES[recipe.rule]),
+        ("source", recipe.source),
+        *([("note", recipe.note)] if recipe.note else []),
+    ]
+    return report.make_table(title, ("", "recipe"), rows)
+
+
+def scaled_table(
+    recipe: Recipe, world: int, batch_size: int, own_batch_size: int, fixed: tuple[str, ...] = ()
+) -> Table:
+    """Return the rates that the rule gives for other numbers of ranks.
+
+    Args:
+        recipe: The recipe.
+        world: Ranks of interest; other numbers are shown beside it.
+        batch_size: Examples per rank.
+        own_batch_size: The workload's own number of examples per step.
+        fixed: Keywords that the rule leaves alone, since somebody chose them.
+
+    Returns:
+        A table with a row for each number.
+    """
+    rates = [key for key in RATES if key not in fixed and isinstance(recipe.settings.get(key), float | int)]
+    rows = []
+    for ranks in sorted({*WORLDS, world, recipe.world}):
+        scaled = recipe.at(ranks, batch_size, own_batch_size).settings
+        mark = " ←" if ranks == world else ""
+        rows.append((f"{ranks}{mark}", str(ranks * batch_size), *(_told(scaled[key]) for key in rates)))
+    heads = ("ranks", "examples of a step", *rates)
+    caption = f"with {batch_size} examples per rank; the other keywords stay"
+    return report.make_table("The same for other numbers of ranks", heads, rows, caption)
+
+
+def shell_line(words: Sequence[str], world: int) -> str:
+    """Return the command that trains so.
+
+    Args:
+        words: After ``python -m benchmarks``.
+        world: Ranks.
+
+    Returns:
+        One line.
+    """
+    module = ["-m", "benchmarks", *words]
+    return shlex.join(
+        ["torchrun", "--standalone", "--nproc-per-node", str(world), *module] if world > 1 else ["python", *module]
+    )
+
+
+def python_line(method: Method, settings: Settings) -> str | None:
+    """Return the call that builds the optimizer.
+
+    Args:
+        method: Which one.
+        settings: Its keywords.
+
+    Returns:
+        One line, or None for an optimizer of another package.
+    """
+    construct = method.construct
+    if construct in _CLASSES:
+        return _call(_CLASSES[construct], "model.parameters()", _with_betas(settings))
+    if not isinstance(construct, partial) or construct.func is not second_order:
+        return None
+    (name,) = construct.args
+    known, options = factory.resolve(name)
+    windowed = known in ("mfac", "sparse_mfac", "ggt")
+    keywords = window_keywords(settings) if windowed else layer_keywords(settings)
+    if isinstance(keywords.get("comm", options.get("comm")), str):  # the constructor wants a strategy itself
+        return _call("secondorder.create", f'"{name}", model', keywords)
+    return _call(f"secondorder.{factory.METHODS[known].__name__}", "model", {**options, **keywords})
+
+
+def _with_betas(settings: Settings) -> dict[str, Any]:
+    """Return the keywords of AdamW, which takes both betas as one."""
+    plain = {key: value for key, value in settings.items() if key not in ("beta1", "beta2")}
+    if len(plain) == len(settings):
+        return plain
+    return {**plain, "betas": (settings.get("beta1", 0.9), settings.get("beta2", 0.999))}
+
+
+def _call(function: str, first: str | None, keywords: Mapping[str, Any]) -> str:
+    words = [*([] if first is None else [first]), *(f"{key}={_code(value)}" for key, value in keywords.items())]
+    return f"{function}({', '.join(words)})"
+
+
+def _code(value: Any) -> str:
+    """Return a keyword's value as source text."""
+    if isinstance(value, type):
+        return f"torch.nn.{value.__name__}"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(_code(item) for item in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if is_dataclass(value) and not isinstance(value, type):
+        chosen = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
+        return _call(f"secondorder.{type(value).__name__}", None, chosen)
+    return str(value) if isinstance(value, torch.dtype) else repr(value)
+
+
+def _told(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,325 @@
+"""Published recipes, for the size ``paper``: what authors say of their own runs, in the keywords of this package.
+
+Each was read in the paper or the program that its ``source`` names, and none was run here. Where a program has no
+rule for other batches, rates of SGD and of what replaces it follow them linearly (Goyal et al. 2017, arXiv:1706.02677)
+and those of the others with the square root. Three things differ for all: warm-up rises from nothing, where KAISA,
+DP-KFAC and HyLo begin with one rank's share of the rate; a λ that falls during a run keeps its first value; cosine ends
+at nothing. Settings that hold under another scale of the curvature only, which no keyword here restores, are left out
+and told in ``note``. Whole runs are left out where that is their only setting (DP-KFAC on sequences), where momentum
+stands elsewhere (the convolutional net of tensorflow/kfac), and where nobody told them (EK-FAC). ``docs/migrating``
+says how the scales of the programs differ.
+"""
+
+from collections.abc import Mapping
+
+from benchmarks.recipes.types import MethodName, Recipe, Rule, Schedule, Settings
+
+
+def falling(epochs: float, *at: float, warmup: float = 0.0, gamma: float = 0.1) -> Schedule:
+    """Return a rate that falls at some epochs.
+
+    Args:
+        epochs: Length of the run.
+        *at: Epochs at which it is multiplied.
+        warmup: Epochs in which it rises.
+        gamma: By what it is multiplied.
+
+    Returns:
+        The schedule.
+    """
+    return Schedule("steps", warmup / epochs, tuple(epoch / epochs for epoch in at), gamma)
+
+
+LINEAR = Schedule("linear")
+_RESNETS = (1, 128, 64_000 * 128 / 50_000)
+"""Ranks, examples and epochs of He et al. on CIFAR-10: 64,000 steps."""
+
+
+def _recipe(
+    settings: Settings,
+    source: str,
+    schedule: Schedule,
+    length: tuple[int, int | None, float | None],
+    rule: Rule = "linear",
+    note: str = "",
+    workload: Settings | None = None,
+) -> Recipe:
+    """Return a recipe of a run on so many ranks, with so many examples each, of so many epochs."""
+    world, batch_size, epochs = length
+    return Recipe(settings, source, schedule, batch_size, world, epochs, rule, workload=workload or {}, note=note)
+
+
+# ---------------------------------------------------------------------- SGD
+_HE = "He et al. 2015, arXiv:1512.03385, section 4.2"
+_TORCHVISION = "pytorch/vision, references/classification/train.py: its defaults, 8 ranks"
+_SGD: Settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+_HE_SHAPE = Schedule("steps", 0.0, (0.5, 0.75))
+SGD: dict[str, Recipe] = {
+    "resnet20": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS),
+    "resnet32": _recipe(_SGD, _HE, _HE_SHAPE, _RESNETS),
+    "resnet110": _recipe(
+        _SGD, _HE, _HE_SHAPE, _RESNETS, note="the first 400 steps or so there with a tenth of the rate"
+    ),
+    "vgg16": _recipe(
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4},
+        "weiaicunzai/pytorch-cifar100, train.py and conf/global_settings.py",
+        falling(200, 60, 120, 160, warmup=1, gamma=0.2),
+        (1, 128, 200),
+        workload={"dataset": "cifar100"},
+    ),
+    "resnet18": _recipe(_SGD, _TORCHVISION, falling(90, 30, 60), (8, 32, 90)),
+    "resnet50": _recipe(_SGD, _TORCHVISION, falling(90, 30, 60), (8, 32, 90)),
+}
+
+# ---------------------------------------------------------------------- AdamW
+ADAMW: dict[str, Recipe] = {
+    "chargpt": _recipe(
+        {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
+        "karpathy/nanoGPT, config/train_shakespeare_char.py and train.py",
+        Schedule("cosine", 100 / 5000),
+        (1, 64, None),
+        "sqrt",
+        "5,000 steps; there the rate ends at 1e-4, gradients are clipped to a norm of 1, and vectors do not decay",
+    ),
+    "gpt2_small": _recipe(
+        {"lr": 6e-4, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1},
+        "karpathy/nanoGPT, config/train_gpt2.py and train.py",
+        Schedule("cosine", 2000 / 600_000),
+        (8, 60, None),
+        "sqrt",
+        "600,000 steps of 480 × 1,024 tokens, 12 sequences at a time; there the rate ends at 6e-5, gradients are "
+        "clipped to a norm of 1, and vectors do not decay",
+    ),
+    "bert_qa": _recipe(
+        {"lr": 3e-5, "weight_decay": 0.0},
+        "huggingface/transformers, examples/pytorch/question-answering/README.md, BERT-base on SQuAD 1.0",
+        LINEAR,
+        (1, 12, 2),
+        "sqrt",
+        "length 384, stride 128; its trainer clips gradients to a norm of 1",
+    ),
+    "glue": _recipe(
+        {"lr": 2e-5, "weight_decay": 0.0},
+        "huggingface/transformers, examples/pytorch/text-classification/README.md, BERT-base",
+        LINEAR,
+        (1, 32, 3),
+        "sqrt",
+        "length 128; 5 epochs on MRPC and WNLI; its trainer clips gradients to a norm of 1",
+    ),
+    "lgg": _recipe(
+        {"lr": 1e-4, "weight_decay": 0.0},
+        "mateuszbuda/brain-segmentation-pytorch, train.py (Adam)",
+        Schedule(),
+        (1, 16, 100),
+        "sqrt",
+    ),
+}
+
+# ---------------------------------------------------------------------- K-FAC
+_KAISA_NOTE = "λ is {} there, in a unit that depends on the layer: here the default, relative to each layer"
+_KAISA_KEYWORDS: Settings = {"factor_decay": 0.95, "kl_clip": 1e-3, "momentum": 0.9, "skip_layers": "BatchNorm2d"}
+# There 0.95 is the weight of the new batch; *_dp takes the factors of each layer from its owner's examples.
+_DP: Settings = {
+    "momentum": 0.9,
+    "damping": 0.03,
+    "damping_mode": "absolute",
+    "factor_decay": 0.05,
+    "factor_update_steps": 1,
+    "inv_update_steps": 1,
+    "kl_clip": 1e-3,
+    "comm": "local_factors",
+    "skip_layers": "BatchNorm2d",
+}
+_DP_CIFAR = "lzhangbv/kfac_pytorch, train_{}.sh and examples/pytorch_cifar10_resnet.py: 0.1 times 4 ranks"
+_AUTOENCODER = _recipe(
+    {
+        "lr": 1.0,
+        "quadratic_model": True,
+        "adaptive_damping": True,
+        "damping": 150.0,
+        "damping_interval": 5,
+        "min_damping": 1e-6,
+        "factor_decay": 0.95,
+        "factor_update_steps": 1,
+        "inv_update_steps": 5,
+        "kl_clip": None,
+        "weight_decay": 1e-5,
+        "weight_decay_in_curvature": True,
+        "fisher": "mc",
+        "likelihood": "bernoulli",
+    },
+    "tensorflow/kfac, kfac/examples/autoencoder_mnist.py, of the authors of arXiv:1503.05671",
+    Schedule(),
+    (1, 1000, None),
+    "constant",
+    "batches grow from 1,000 to all images, and rate and momentum come from the quadratic model; there 10,000 steps, "
+    "the first 5 of which only gather statistics",
+)
+KFAC: dict[str, Recipe] = {
+    "autoencoder": _AUTOENCODER,
+    "resnet32": _recipe(
+        {
+            "lr": 0.1,
+            "weight_decay": 5e-4,
+            "factor_update_steps": 1,
+            "inv_update_steps": 10,
+            **_KAISA_KEYWORDS,
+        },
+        "gpauloski/kfac-pytorch (KAISA), examples/torch_cifar10_resnet.py: its defaults, rate times ranks",
+        falling(100, 35, 75, 90, warmup=5),
+        (1, 128, 100),
+        note=_KAISA_NOTE.format("0.003"),
+    ),
+    "resnet50": _recipe(
+        {
+            "lr": 0.0125,
+            "weight_decay": 5e-5,
+            "factor_update_steps": 10,
+            "inv_update_steps": 100,
+            **_KAISA_KEYWORDS,
+        },
+        "gpauloski/kfac-pytorch (KAISA), examples/torch_imagenet_resnet.py: its defaults, rate times ranks",
+        falling(55, 25, 35, 40, 45, 50, warmup=5),
+        (1, 32, 55),
+        note=_KAISA_NOTE.format("0.001"),
+        workload={"label_smoothing": 0.1},
+    ),
+    "resnet110": _recipe(
+        {"lr": 0.4, "weight_decay": 5e-4, **_DP},
+        _DP_CIFAR.format("cifar10"),
+        falling(100, 35, 75, 90, warmup=1),
+        (4, 128, 100),
+    ),
+    "vgg16": _recipe(
+        {"lr": 0.4, "weight_decay": 5e-4, **_DP},
+        _DP_CIFAR.format("cifar100"),
+        falling(100, 35, 65, 80, 90, warmup=1),
+        (4, 128, 100),
+        workload={"dataset": "cifar100"},
+    ),
+}
+
+# ---------------------------------------------------------------------- HyLo
+_HYLO: Settings = {
+    "momentum": 0.9,
+    "rank_fraction": 0.1,
+    "approx": "reduce",
+    "conv_scale": "hylo",
+    "skip_layers": "BatchNorm2d",
+}
+_HYLO_NOTE = (
+    "λ falls to {} there; KID for {} epochs and for those from {} to {}, else KIS, is "
+    "switch=secondorder.switching.EpochList([(0, {}), ({}, {})], …): here the policy decides"
+)
+_HYLO_EPOCHS = (10, 35, 40, 10, 36, 41)
+_HYLO_RANKS = "the script leaves the number of ranks open"
+HYLO: dict[str, Recipe] = {
+    "resnet32": _recipe(
+        {"lr": 1.8, "damping": 1.5, "weight_decay": 4.5e-4, "update_steps": 13, **_HYLO},
+        "hylo-dso/hylo, scripts/train-resnet32-cifar10-end-to-end.sh (SC 2022)",
+        falling(100, 35, 75, 90, warmup=5, gamma=0.3),
+        (32, 128, 100),
+        note=f"{_HYLO_RANKS}: 13 steps between refreshes are an epoch on 32; " + _HYLO_NOTE.format(0.1, *_HYLO_EPOCHS),
+    ),
+    "resnet50": _recipe(
+        {"lr": 4.0, "damping": 4.0, "weight_decay": 2.5e-5, "update_steps": 200, **_HYLO},
+        "hylo-dso/hylo, scripts/train-resnet50-imagenet-end-to-end.sh (SC 2022)",
+        falling(55, 25, 35, 40, 45, 50, warmup=5),
+        (64, 80, 55),
+        note=f"{_HYLO_RANKS}: the abstract says up to 64; " + _HYLO_NOTE.format(0.04, *_HYLO_EPOCHS),
+        workload={"label_smoothing": 0.1},
+    ),
+    "lgg": _recipe(
+        {"lr": 8e-4, "damping": 0.03, "weight_decay": 1e-4, "update_steps": 200, **_HYLO},
+        "hylo-dso/hylo, scripts/train-unet-brain-end-to-end.sh (SC 2022)",
+        Schedule("constant", 10 / 50),
+        (4, 16, 50),
+        note=f"{_HYLO_RANKS}: one node has 4; KID for 10 epochs there, then KIS: here the policy decides",
+    ),
+}
+
+# ---------------------------------------------------------------------- methods with a window
+_WINDOW: Settings = {"window_size": 1024, "scale": "window", "momentum": 0.0}
+_EFCP = "IST-DASLab/EFCP, README.md (arXiv:2306.06098)"
+_SPARSE: Settings = {**_WINDOW, "density": 0.01}
+_LEGACY: Settings = {"weight_decay_mode": "legacy"}
+MFAC: dict[str, Recipe] = {
+    "resnet20": _recipe(
+        {"lr": 1e-3, "damping": 1e-5, "weight_decay": 3e-3, **_WINDOW, "window_size": 512},
+        "IST-DASLab/M-FAC, README.md and main_optim.py (arXiv:2107.03356)",
+        falling(164, 82, 123),
+        (1, 128, 164),
+        "sqrt",
+    ),
+    "bert_qa": _recipe(
+        {"lr": 1e-4, "damping": 1e-6, **_WINDOW},
+        "model card of M-FAC/bert-tiny-finetuned-squadv2, the same for bert-mini",
+        LINEAR,
+        (1, 12, 2),
+        "sqrt",
+        "SQuAD 2, length 384, stride 128",
+    ),
+    "glue": _recipe(
+        {"lr": 1e-4, "damping": 1e-6, **_WINDOW},
+        "model cards of M-FAC/bert-tiny-finetuned-qqp and bert-mini-finetuned-qnli",
+        LINEAR,
+        (1, 32, 5),
+        "sqrt",
+        "length 128; window_size=512 on MRPC",
+    ),
+}
+SPARSE_MFAC: dict[str, Recipe] = {
+    "resnet20": _recipe(
+        {"lr": 1e-3, "damping": 1e-4, "weight_decay": 1e-4, **_SPARSE, **_LEGACY},
+        f"{_EFCP}, CIFAR-10 / ResNet-20; main.py",
+        falling(164, 82, 123),
+        (1, 128, 164),
+        "sqrt",
+    ),
+    "resnet18": _recipe(
+        {"lr": 1e-3, "damping": 1e-7, "weight_decay": 1e-5, **_SPARSE, **_LEGACY},
+        f"{_EFCP}, ImageNet; ffcv-imagenet/rn18_configs/rn18_88_epochs.yaml",
+        LINEAR,
+        (1, 1024, 88),
+        "sqrt",
+        "norm layers do not decay there, and sides grow from 160 to 192",
+        {"label_smoothing": 0.1},
+    ),
+    "bert_qa": _recipe(
+        {"lr": 3e-5, "damping": 5e-5, **_SPARSE},
+        f"{_EFCP}, QA/SquadV2, BERT-base",
+        LINEAR,
+        (1, None, 2),
+        "sqrt",
+        "SQuAD 2; the size of a batch is not told",
+    ),
+    "glue": _recipe(
+        {"lr": 2e-5, "damping": 5e-5, **_SPARSE},
+        f"{_EFCP}, GLUE/MNLI, BERT-base",
+        LINEAR,
+        (1, 32, 3),
+        "sqrt",
+        "length 128",
+    ),
+}
+GGT: dict[str, Recipe] = {
+    "features": _recipe(
+        {"lr": 1.0, "window_size": 100, "density": 0.01, "beta1": 0.0, "beta2": 1.0, "eps": 1e-5, "weight_decay": 0.0},
+        f"{_EFCP}, Logistic Regression (sparse GGT)",
+        Schedule("cosine"),
+        (1, 128, 10),
+        "sqrt",
+    ),
+}
+
+PUBLISHED: Mapping[MethodName, Mapping[str, Recipe]] = {
+    "sgd": SGD,
+    "adamw": ADAMW,
+    "kfac": KFAC,
+    "kfac_adaptive": {"autoencoder": _AUTOENCODER},
+    "hylo": HYLO,
+    "mfac": MFAC,
+    "sparse_mfac": SPARSE_MFAC,
+    "ggt": GGT,
+}
+"""Recipes by method and workload, for the size ``paper``."""

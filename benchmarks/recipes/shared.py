@@ -1,0 +1,43 @@
+"""Keywords that several recipes share."""
+
+from benchmarks.recipes.types import Settings
+
+# Absolute damping would have to follow the gradients, which shrink by orders of magnitude during a run.
+DAMPED: Settings = {"damping": 1.0, "damping_mode": "relative"}
+
+DECAYED: Settings = {"weight_decay": 1e-2, "decoupled_weight_decay": True}
+
+# Adam in the eigenbasis of the Fisher, refreshed often because a stale basis mixes what the scale tells apart.
+WHITENING: Settings = {
+    "estimator": "running",
+    "power": 0.5,
+    "momentum_mode": "pre",
+    "momentum": 0.9,
+    "scale_decay": 0.95,
+    "kl_clip": None,
+    "factor_update_steps": 2,
+    "inv_update_steps": 10,
+    "fallback": "adamw",
+}
+# What is whitened in the eigenbasis, with a uniform spectrum. The means are short because the runs are.
+SPECTRAL: Settings = {
+    **WHITENING,
+    "nesterov": True,
+    "momentum": 0.8,
+    "plain_momentum": 0.9,
+    "refresh_warmup": True,
+    "fallback_beta2": 0.95,
+}
+# Rate and momentum from the quadratic model of the loss, damping from how well it predicts.
+WATCHFUL: Settings = {
+    "lr": 1.0,
+    "quadratic_model": True,
+    "adaptive_damping": True,
+    "damping_interval": 5,
+    "kl_clip": None,
+    "factor_update_steps": 1,
+    "inv_update_steps": 5,
+}
+
+# A tenth of a batch of 128 on one rank is little; on many ranks the rows of all of them count.
+HALF: Settings = {"rank_fraction": 0.5, "damping": 1e-3}

@@ -1,0 +1,239 @@
+"""A task of GLUE, by an encoder of BERT and a map from what it makes of the first position.
+
+Pieces come from a ``vocab.txt`` of BERT where there is one in ``<data-dir>/bert``, else from the words of the training
+file. The loss is the cross-entropy of the class, or, for STS-B, the squared error of the score.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.workloads.base import (
+    Batch,
+    Size,
+    Supervised,
+    cross_entropy,
+    evaluating,
+    seeded,
+    shuffled_indices,
+)
+from benchmarks.workloads.bert import POSITIONS, SHAPES, Bert, EncoderName, load_checkpoint, new_head, trimmed
+from benchmarks.workloads.glue import (
+    Sentences,
+    Task,
+    encode_sentences,
+    find_files,
+    find_task,
+    labels_tensor,
+    mark,
+    read_glue,
+)
+from benchmarks.workloads.transformer import dropping
+from benchmarks.workloads.wordpieces import WordPieces, find_pieces
+from secondorder import Likelihood
+
+EVAL_SENTENCES = 256
+EVAL_BATCHES = 4
+
+
+class SentenceModel(nn.Module):
+    """An encoder with a map from what its pooler returns."""
+
+    def __init__(self, encoder: Bert, outputs: int, dropout: float) -> None:
+        super().__init__()
+        self.encoder, self.dropout = encoder, dropping(dropout)
+        self.head = new_head(encoder.width, outputs)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.dropout(self.encoder.first(tokens)))
+        return out
+
+
+@dataclass(frozen=True)
+class Glue(Supervised):
+    """Cross-entropy of the class, or squared error of the score."""
+
+    data_dir: Path
+    batch_size: int = 32
+    task: str = "mnli"
+    """mnli, qqp, mrpc, stsb, sst2, qnli, cola, rte or wnli."""
+    encoder: EncoderName = "tiny"
+    """Size of the encoder."""
+    length: int = 64
+    """Pieces of a pair of sentences; more are cut off."""
+    vocabulary: int = 8000
+    """Pieces that are made where there is no vocabulary of BERT."""
+    dropout: float = 0.0
+    """Share of the hidden states that is dropped."""
+    checkpoint: str | None = None
+    """File with the weights of a published encoder."""
+
+    name: ClassVar[str] = "glue"
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 150, "paper": 36_815}
+
+    def __post_init__(self) -> None:
+        """Check the sizes.
+
+        Raises:
+            ValueError: When there is no such encoder, or not that many positions.
+        """
+        find_task(self.task)
+        if self.encoder not in SHAPES:
+            raise ValueError(f"encoder must be one of {', '.join(SHAPES)}, got {self.encoder!r}")
+        if not 8 <= self.length <= POSITIONS:
+            raise ValueError(f"length must be from 8 to {POSITIONS}, got {self.length}")
+
+    @classmethod
+    def smoke(cls, data_dir: Path) -> "Glue":
+        """Return the small version of this workload.
+
+        Args:
+            data_dir: Folder that holds ``glue``.
+
+        Returns:
+            A workload with one narrow layer, few pieces, short sentences and a smaller batch.
+        """
+        return cls(data_dir, batch_size=16, encoder="smallest", length=32, vocabulary=200)
+
+    @classmethod
+    def paper(cls, data_dir: Path) -> "Glue":
+        """Return BERT-base on MNLI for three epochs of its 392,702 pairs, as the README of EFCP has it.
+
+        That is IST-DASLab/EFCP on GitHub; the batch is that of the model cards of M-FAC.
+
+        Args:
+            data_dir: Folder that holds ``glue``, and ``bert`` with vocab.txt and pytorch_model.bin.
+
+        Returns:
+            A workload with 128 pieces a pair; the weights are new where their file is not there.
+        """
+        weights = data_dir / "bert" / "pytorch_model.bin"
+        checkpoint = str(weights) if weights.is_file() else None
+        return cls(data_dir, 32, encoder="base", length=128, vocabulary=30_522, dropout=0.1, checkpoint=checkpoint)
+
+    @property
+    def metric(self) -> str:
+        """Accuracy; of scores, Pearson's correlation."""
+        return "validation accuracy" if self._task.classes else "validation Pearson correlation"
+
+    @property
+    def likelihood(self) -> str | Likelihood:
+        """Classes, or the squared error of a score."""
+        return "categorical" if self._task.classes else "gaussian"
+
+    @property
+    def examples(self) -> int:
+        """Training examples: an epoch takes all of them once."""
+        return len(self._train[1])
+
+    def build_model(self, seed: int) -> nn.Module:
+        """Return the encoder and its head with weights from ``seed``, those of the encoder from the checkpoint, if any.
+
+        Args:
+            seed: Seed of the initial weights.
+
+        Returns:
+            A model from pieces ``[batch, length]`` to logits ``[batch, classes]``, or scores ``[batch, 1]``.
+        """
+        with seeded(seed):
+            encoder = Bert(SHAPES[self.encoder], self._pieces, self.dropout, pooled=True)
+            model = SentenceModel(encoder, self._task.outputs, self.dropout)
+        if self.checkpoint is not None:
+            load_checkpoint(model.encoder, Path(str(self.checkpoint)))
+        return model
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yield shuffled examples for ever.
+
+        Args:
+            seed: Seed of the shuffling.
+
+        Yields:
+            Pieces ``[batch, length]``, padded to the longest of the batch, and classes ``[batch]`` or scores.
+        """
+        tokens, labels = self._train
+        generator = torch.Generator().manual_seed(seed)
+        for index in shuffled_indices(len(labels), self.batch_size, generator):
+            yield trimmed(tokens[index], self._pieces.padding), labels[index]
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss.
+
+        Args:
+            outputs: Logits ``[batch, classes]``, or scores ``[batch, 1]``.
+            targets: What they should be.
+
+        Returns:
+            A 0-dim tensor: nats, or the mean squared error.
+        """
+        if self._task.classes:
+            return cross_entropy(outputs, targets)
+        return (outputs - targets).square().sum(1).mean()
+
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
+        """Return the accuracy, or Pearson's correlation, on the first 1,024 examples of the validation set.
+
+        Args:
+            model: The model.
+            everything: Take all of them.
+
+        Returns:
+            A number up to 1.
+        """
+        tokens, labels = self._validation[0]
+        count = len(labels) if everything else EVAL_BATCHES * EVAL_SENTENCES
+        return next(iter(self._marks(model, tokens[:count], labels[:count]).values()))
+
+    def quality(self, model: nn.Module) -> dict[str, float]:
+        """Return the marks of GLUE on each file of held-out data.
+
+        Args:
+            model: The model.
+
+        Returns:
+            Marks by name and file.
+        """
+        files = find_files(self.data_dir, self._task)[1]
+        return {
+            f"{name}, {file.stem}": value
+            for file, data in zip(files, self._validation, strict=True)
+            for name, value in self._marks(model, *data).items()
+        }
+
+    def _marks(self, model: nn.Module, tokens: Tensor, labels: Tensor) -> dict[str, float]:
+        with evaluating(model):
+            parts = [model(trimmed(part, self._pieces.padding)).float() for part in tokens.split(EVAL_SENTENCES)]
+        outputs = torch.cat(parts)
+        found = outputs.argmax(1) if self._task.classes else outputs[:, 0]
+        return mark(self.task, self._task)(found, labels.flatten())
+
+    @property
+    def _task(self) -> Task:
+        return find_task(self.task)
+
+    @cached_property
+    def _files(self) -> tuple[Sentences, list[Sentences]]:
+        train, validation = find_files(self.data_dir, self._task)
+        return read_glue(train, self._task), [read_glue(path, self._task) for path in validation]
+
+    @cached_property
+    def _pieces(self) -> WordPieces:
+        texts = dict.fromkeys(text for pair in self._files[0].texts for text in pair)
+        return find_pieces(self.data_dir, texts, self.vocabulary)
+
+    @cached_property
+    def _train(self) -> Batch:
+        return self._encoded(self._files[0])
+
+    @cached_property
+    def _validation(self) -> list[Batch]:
+        return [self._encoded(sentences) for sentences in self._files[1]]
+
+    def _encoded(self, sentences: Sentences) -> Batch:
+        tokens = encode_sentences(sentences.texts, self._pieces, self.length)
+        return tokens, labels_tensor(sentences.labels, self._task)

@@ -1,0 +1,242 @@
+"""CIFAR-10 and CIFAR-100: where their files are, how they are read and augmented, and what their workloads share."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.workloads.base import Batch, Classification, accuracy, cross_entropy, find_folder, shuffled_indices
+from benchmarks.workloads.readers import CifarName, read_cifar_batch
+
+Augment = Literal["none", "flips", "crops"]
+"""``flips``: each image is mirrored with probability one half. ``crops``: that, and crops of the padded image."""
+
+
+@dataclass(frozen=True)
+class CifarFiles:
+    """The files of one data set, and what is known of it."""
+
+    folder: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+    archive: str
+    classes: int
+    mean: tuple[float, float, float]
+    """Of the training pixels, per channel."""
+    std: tuple[float, float, float]
+
+
+CIFAR: dict[CifarName, CifarFiles] = {
+    "cifar10": CifarFiles(
+        "cifar-10-batches-py",
+        tuple(f"data_batch_{number}" for number in range(1, 6)),
+        ("test_batch",),
+        "cifar-10-python.tar.gz",
+        10,
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
+    ),
+    "cifar100": CifarFiles(
+        "cifar-100-python",
+        ("train",),
+        ("test",),
+        "cifar-100-python.tar.gz",
+        100,
+        (0.5071, 0.4865, 0.4409),
+        (0.2673, 0.2564, 0.2762),
+    ),
+}
+ORIGIN = "https://www.cs.toronto.edu/~kriz/cifar.html"
+EVAL_EXAMPLES = 2000
+PADDING = 4
+
+
+@dataclass(frozen=True)
+class Cifar(Classification):
+    """Cross-entropy on small pictures of ten or a hundred classes; a subclass adds the network."""
+
+    data_dir: Path
+    batch_size: int = 128
+    dataset: CifarName = "cifar10"
+    augment: Augment = "flips"
+    label_smoothing: float = 0.0
+    """Share of the target's probability that all classes have in common, in training."""
+
+    metric: ClassVar[str] = "test accuracy"
+
+    def __post_init__(self) -> None:
+        for key, value, known in (("dataset", self.dataset, CIFAR), ("augment", self.augment, get_args(Augment))):
+            if value not in known:
+                raise ValueError(f"{key} must be one of {', '.join(known)}, got {value!r}")
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+
+    @property
+    def classes(self) -> int:
+        """Logits of the network."""
+        return CIFAR[self.dataset].classes
+
+    @property
+    def examples(self) -> int:
+        """Training examples: an epoch takes all of them once."""
+        return len(self._train[0])
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in nats.
+
+        Args:
+            outputs: Logits ``[batch, classes]``.
+            targets: Classes ``[batch]``.
+
+        Returns:
+            A 0-dim tensor.
+        """
+        return cross_entropy(outputs, targets, self.label_smoothing)
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yield shuffled training batches for ever, augmented as :attr:`augment` says.
+
+        Args:
+            seed: Seed of the shuffling, the flips and the crops.
+
+        Yields:
+            Normalised images ``[batch, 3, 32, 32]`` and labels ``[batch]``.
+        """
+        images, labels = self._train
+        generator = torch.Generator().manual_seed(seed)
+        for index in shuffled_indices(len(images), self.batch_size, generator):
+            batch = images[index]
+            if self.augment != "none":
+                flip = torch.rand(len(index), generator=generator) < 0.5
+                batch[flip] = batch[flip].flip(-1)
+            batch = self._normalise(batch)
+            yield random_crops(batch, generator) if self.augment == "crops" else batch, labels[index]
+
+    def in_order(self, train: bool, batch_size: int = 500) -> Iterator[Batch]:
+        """Yield all images once, in the order of the files, without augmentation.
+
+        Args:
+            train: The training images; else those for tests.
+            batch_size: Images at once; the last batch may be shorter.
+
+        Yields:
+            Normalised images ``[batch, 3, 32, 32]`` and labels ``[batch]``.
+        """
+        images, labels = self._train if train else self._test
+        for start in range(0, len(labels), batch_size):
+            yield self._normalise(images[start : start + batch_size]), labels[start : start + batch_size]
+
+    def evaluate(self, model: torch.nn.Module, everything: bool = False) -> float:
+        """Return the accuracy on the first 2,000 test images: a forward pass on a CPU takes its time.
+
+        Args:
+            model: The classifier.
+            everything: Take all 10,000.
+
+        Returns:
+            A number in [0, 1].
+        """
+        images, labels = self._test
+        count = len(images) if everything else EVAL_EXAMPLES
+        return accuracy(model, self._normalise(images[:count]), labels[:count])
+
+    def _normalise(self, images: Tensor) -> Tensor:
+        """Scale bytes to zero mean and unit variance per channel.
+
+        Args:
+            images: Unsigned bytes ``[count, 3, 32, 32]``.
+
+        Returns:
+            Floats of the same shape.
+        """
+        files = CIFAR[self.dataset]
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (files.mean, files.std))
+        return images.float().div_(255).sub_(mean).div_(std)
+
+    @cached_property
+    def _folder(self) -> Path:
+        return _find(self.data_dir, self.dataset)
+
+    @cached_property
+    def _train(self) -> Batch:
+        return _read(self._folder, CIFAR[self.dataset].train, self.dataset)
+
+    @cached_property
+    def _test(self) -> Batch:
+        return _read(self._folder, CIFAR[self.dataset].test, self.dataset)
+
+
+def random_crops(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Cut each image out of itself with zeros around it, at a random place.
+
+    Args:
+        images: Normalised images ``[count, channels, side, side]``, whose zero is the mean colour.
+        generator: Source of the places.
+
+    Returns:
+        Images of the same shape.
+    """
+    count, _, side, _ = images.shape
+    padded = F.pad(images, (PADDING,) * 4)
+    places = torch.randint(0, 2 * PADDING + 1, (count, 2), generator=generator).tolist()
+    crops = [padded[i, :, top : top + side, left : left + side] for i, (top, left) in enumerate(places)]
+    return torch.stack(crops)
+
+
+def _find(data_dir: Path, dataset: CifarName) -> Path:
+    """Return the standard folder of a data set.
+
+    Args:
+        data_dir: That folder, or one of those above it.
+        dataset: Which one.
+
+    Returns:
+        The folder.
+    """
+    files = CIFAR[dataset]
+    parents = (data_dir / dataset, data_dir)
+    packs = sorted({pack for parent in parents for pack in parent.glob("*.npz") if dataset == "cifar10"})
+    hint = f"Put the folder {files.folder} into <data-dir>/{dataset}, or give that folder as --data-dir."
+    return find_folder(
+        (*(parent / files.folder for parent in parents), *parents),
+        (*files.train, *files.test),
+        f"{ORIGIN} (the Python version, {files.archive})",
+        f"{hint} {_unpack_hint(packs[0])}" if packs else hint,
+    )
+
+
+def _unpack_hint(pack: Path) -> str:
+    """Return how to turn a pack of CIFAR-10, if it comes with its script, into the standard folder.
+
+    Args:
+        pack: The ``.npz`` file of compressed images that was found.
+
+    Returns:
+        A sentence.
+    """
+    scripts = sorted(pack.parent.glob("unpack*.py"))
+    if not scripts:
+        return f"{pack} is there, but this reader takes the standard folder only."
+    return f"{pack} is there: `python {scripts[0]} {pack} <out>/cifar10` writes that folder, then --data-dir <out>."
+
+
+def _read(folder: Path, names: tuple[str, ...], dataset: CifarName) -> Batch:
+    """Read and join batch files.
+
+    Args:
+        folder: The standard folder.
+        names: Batch files.
+        dataset: Whose.
+
+    Returns:
+        Unsigned bytes ``[count, 3, 32, 32]`` and labels ``[count]``.
+    """
+    parts = [read_cifar_batch(folder / name, dataset) for name in names]
+    images = np.concatenate([part[0] for part in parts])
+    return torch.from_numpy(images), torch.from_numpy(np.concatenate([part[1] for part in parts]))

@@ -1,0 +1,363 @@
+"""ImageNet in its usual folders with ResNet-18 and ResNet-50, decoded by worker processes where a GPU waits for it.
+
+After He et al., "Deep residual learning for image recognition" (2016), section 4.1: 256 pictures a step; crops of
+random size and shape as in Szegedy et al., "Going deeper with convolutions" (2015), and 90 epochs as in Goyal et al.,
+"Accurate, large minibatch SGD" (2017).
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from benchmarks.workloads.base import (
+    Batch,
+    Classification,
+    DataMissingError,
+    Size,
+    cross_entropy,
+    evaluating,
+    seeded,
+    shuffled_indices,
+)
+from benchmarks.workloads.readers import opened_picture
+from benchmarks.workloads.resnets import BlockName, imagenet_resnet
+
+PARTS = ("train", "val")
+SUFFIXES = (".jpeg", ".jpg", ".png")
+ORIGIN = "https://www.image-net.org/download.php (ILSVRC 2012, classification)"
+HINT = (
+    "Put train/<class>/*.JPEG and val/<class>/*.JPEG into <data-dir>/imagenet, or give that folder as --data-dir; the "
+    "pictures of val come in one folder and have to be sorted by class."
+)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of the training pixels, per channel
+EVAL_PICTURES, EVAL_BATCH = 1000, 100
+AREAS, RATIOS, ATTEMPTS = (0.08, 1.0), (3 / 4, 4 / 3), 10
+MARGIN = 256 / 224  # shorter side of a picture that is evaluated on, over that of the crop from its middle
+
+Draw = tuple[int, int]
+"""Number of a picture, and the seed of its crop; -1 for the crop from its middle."""
+
+
+@dataclass(frozen=True)
+class ImageNet(Classification):
+    """Cross-entropy on pictures of objects, on crops of random size and shape, mirrored with probability one half.
+
+    Its own sizes are those for a CPU: the first hundred classes, small crops, and a network of half the width.
+    """
+
+    data_dir: Path
+    batch_size: int = 64
+    classes: int = 100
+    """The first so many, by the names of their folders."""
+    side: int = 64
+    """Height and width of a crop."""
+    depths: tuple[int, int, int, int] = (2, 2, 2, 2)
+    """Blocks of each stage."""
+    width: int = 32
+    """Channels inside the blocks of the first stage."""
+    label_smoothing: float = 0.0
+    """Share of the target's probability that all classes have in common, in training."""
+    workers: int = 0
+    """Processes that decode pictures; none: this one does."""
+
+    name: ClassVar[str]
+    metric: ClassVar[str] = "test accuracy"
+    block: ClassVar[BlockName] = "basic"
+    steps: ClassVar[dict[Size, int]] = {"smoke": 12, "cpu": 60, "paper": 450_000}
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}")
+        if self.workers < 0:
+            raise ValueError(f"workers must be >= 0, got {self.workers}")
+
+    @classmethod
+    def smoke(cls, data_dir: Path) -> "ImageNet":
+        """Return the small version of this workload.
+
+        Args:
+            data_dir: Folder that holds ``imagenet``.
+
+        Returns:
+            A workload of four classes with one block per stage, narrow, small crops and a small batch.
+        """
+        return cls(data_dir, batch_size=8, classes=4, side=32, depths=(1, 1, 1, 1), width=8)
+
+    @classmethod
+    def paper(cls, data_dir: Path) -> "ImageNet":
+        """Return the published version of this workload.
+
+        Args:
+            data_dir: Folder that holds ``imagenet``.
+
+        Returns:
+            A workload of all classes at full size, 256 pictures a step; 90 epochs.
+        """
+        return cls(data_dir, batch_size=256, classes=1000, side=224, width=64, workers=8)
+
+    @property
+    def examples(self) -> int:
+        """Training examples: an epoch takes all of them once."""
+        return len(self._train)
+
+    def build_model(self, seed: int) -> nn.Module:
+        """Return the network with weights from ``seed``.
+
+        Args:
+            seed: Seed of the initial weights.
+
+        Returns:
+            A model from ``[batch, 3, side, side]`` to logits ``[batch, classes]``.
+        """
+        with seeded(seed):
+            return imagenet_resnet(self.block, self.depths, self.width, self.classes)
+
+    def criterion(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in nats.
+
+        Args:
+            outputs: Logits ``[batch, classes]``.
+            targets: Classes ``[batch]``.
+
+        Returns:
+            A 0-dim tensor.
+        """
+        return cross_entropy(outputs, targets, self.label_smoothing)
+
+    def batches(self, seed: int, skip: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+        """Yield shuffled training batches for ever; they do not depend on the number of workers.
+
+        Args:
+            seed: Seed of the shuffling and the crops.
+            skip: Batches to leave out at the start, without decoding them.
+            rank: Which share of each batch to decode: of so many examples one after the other.
+            ranks: Equal shares that a batch is divided into.
+
+        Yields:
+            Normalised crops ``[batch / ranks, 3, side, side]`` and labels ``[batch / ranks]``.
+
+        Raises:
+            ValueError: When a batch cannot be divided so.
+        """
+        if self.batch_size % ranks:
+            raise ValueError(f"a batch of {self.batch_size} cannot be divided evenly among {ranks} ranks")
+        share = self.batch_size // ranks
+        draws = islice(_draws(len(self._train), self.batch_size, seed), skip, None)
+        yield from self._decoded(self._train, (draw[rank * share : (rank + 1) * share] for draw in draws))
+
+    def evaluate(self, model: nn.Module, everything: bool = False) -> float:
+        """Return the accuracy on about 1,000 held-out pictures from all over the classes, cropped from the middle.
+
+        Args:
+            model: The classifier.
+            everything: Take all of them.
+
+        Returns:
+            A number in [0, 1].
+        """
+        stride = 1 if everything else max(1, len(self._val) // EVAL_PICTURES)
+        numbers = range(0, len(self._val), stride)
+        draws = ([(n, -1) for n in numbers[i : i + EVAL_BATCH]] for i in range(0, len(numbers), EVAL_BATCH))
+        with evaluating(model):
+            hits = sum(int((model(x).argmax(1) == y).sum()) for x, y in self._decoded(self._val, draws))
+        return hits / len(numbers)
+
+    def _decoded(self, pictures: "Pictures", draws: Iterator[list[Draw]]) -> Iterator[Batch]:
+        """Decode batches, in their order.
+
+        Args:
+            pictures: Where they are.
+            draws: Which.
+
+        Returns:
+            The batches.
+        """
+        # A generator of its own: the loader seeds its workers with it, and would take torch's otherwise.
+        loader = DataLoader(
+            pictures,
+            batch_sampler=draws,
+            num_workers=self.workers,
+            collate_fn=_collate,
+            generator=torch.Generator().manual_seed(0),
+        )
+        return iter(loader)
+
+    @cached_property
+    def _folder(self) -> Path:
+        candidates = (self.data_dir / "imagenet", self.data_dir)
+        complete = [folder for folder in candidates if all((folder / part).is_dir() for part in PARTS)]
+        if not complete:
+            missing = [part for part in PARTS if not (candidates[0] / part).is_dir()]
+            raise DataMissingError(candidates[0], [f"{part}/<class>/*.JPEG" for part in missing], ORIGIN, HINT)
+        return complete[0]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The classes, as the folders of the training pictures name them."""
+        names = sorted(entry.name for entry in os.scandir(self._folder / "train") if entry.is_dir())
+        if len(names) < self.classes:
+            folder, count = self._folder / "train", len(names)
+            raise ValueError(f"{folder} must hold {self.classes} classes, got {count}: set classes={count} for fewer")
+        return names[: self.classes]
+
+    @cached_property
+    def _train(self) -> "Pictures":
+        return Pictures(self._folder / "train", self._names, self.side)
+
+    @cached_property
+    def _val(self) -> "Pictures":
+        return Pictures(self._folder / "val", self._names, self.side)
+
+
+@dataclass(frozen=True)
+class ResNet18(ImageNet):
+    """Two 3x3 convolutions a block."""
+
+    name: ClassVar[str] = "resnet18"
+
+
+@dataclass(frozen=True)
+class ResNet50(ImageNet):
+    """A bottleneck a block."""
+
+    depths: tuple[int, int, int, int] = (3, 4, 6, 3)
+    width: int = 16
+
+    name: ClassVar[str] = "resnet50"
+    block: ClassVar[BlockName] = "bottleneck"
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """The pictures of some folders, one folder a class, decoded and cropped when they are asked for."""
+
+    def __init__(self, folder: Path, classes: Sequence[str], side: int) -> None:
+        """List the pictures.
+
+        Args:
+            folder: Holds a folder for each class.
+            classes: Their names.
+            side: Height and width of the crops.
+
+        Raises:
+            ValueError: When a class has no pictures.
+        """
+        self.folder, self.side = folder, side
+        names: list[bytes] = []
+        labels: list[int] = []
+        for label, name in enumerate(classes):
+            found = _pictures_in(folder / name)
+            if not found:
+                raise ValueError(f"{folder / name} must hold pictures ({', '.join(SUFFIXES)}), got none")
+            names += [os.fsencode(f"{name}/{file}") for file in found]
+            labels += [label] * len(found)
+        # One block of memory each: a list would be copied to every worker, as its counts of references change.
+        self.names: npt.NDArray[np.bytes_] = np.array(names)
+        self.labels: npt.NDArray[np.int64] = np.array(labels, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, draw: Draw) -> tuple[Tensor, int]:
+        number, seed = draw
+        with opened_picture(self.folder / os.fsdecode(self.names[number])) as picture:
+            colours = picture.convert("RGB")
+            crop = middle_crop(colours, self.side) if seed < 0 else random_crop(colours, self.side, seed)
+        pixels = torch.from_numpy(np.array(crop, np.uint8)).permute(2, 0, 1)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+        return pixels.float().div_(255).sub_(mean).div_(std), int(self.labels[number])
+
+
+def random_crop(picture: Image.Image, side: int, seed: int) -> Image.Image:
+    """Cut out a part of random place, area and shape, scale it to a square, and mirror it with probability one half.
+
+    Args:
+        picture: The whole.
+        side: Height and width of the result.
+        seed: Seed of all of that.
+
+    Returns:
+        The crop.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    box = _random_box(*picture.size, generator)
+    crop = picture.resize((side, side), Image.Resampling.BILINEAR, box)
+    return crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if torch.rand((), generator=generator) < 0.5 else crop
+
+
+def middle_crop(picture: Image.Image, side: int) -> Image.Image:
+    """Scale a picture to :data:`MARGIN` times the side of the result, which is cut from its middle.
+
+    Args:
+        picture: The whole.
+        side: Height and width of the result.
+
+    Returns:
+        The crop.
+    """
+    scale = round(MARGIN * side) / min(picture.size)
+    width, height = (max(side, round(scale * length)) for length in picture.size)
+    left, top = (width - side) // 2, (height - side) // 2
+    return picture.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + side, top + side))
+
+
+def _random_box(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """Draw a part of a picture: its area and its shape, and its place where it fits.
+
+    Args:
+        width: Of the picture.
+        height: Of the picture.
+        generator: Source of the draws.
+
+    Returns:
+        Left, top, right and bottom; of a long picture that nothing fits into, as much of its middle as may be.
+    """
+    for area, ratio, left, top in torch.rand(ATTEMPTS, 4, generator=generator).tolist():
+        pixels = width * height * (AREAS[0] + (AREAS[1] - AREAS[0]) * area)
+        shape = RATIOS[0] * (RATIOS[1] / RATIOS[0]) ** ratio
+        w, h = round(math.sqrt(pixels * shape)), round(math.sqrt(pixels / shape))
+        if 0 < w <= width and 0 < h <= height:
+            x, y = int(left * (width - w + 1)), int(top * (height - h + 1))
+            return x, y, x + w, y + h
+    w, h = min(width, round(height * RATIOS[1])), min(height, round(width * RATIOS[1]))
+    x, y = (width - w) // 2, (height - h) // 2
+    return x, y, x + w, y + h
+
+
+def _draws(count: int, batch_size: int, seed: int) -> Iterator[list[Draw]]:
+    """Draw batches for ever.
+
+    Args:
+        count: Number of pictures.
+        batch_size: Pictures a batch.
+        seed: Seed of their order and of the seeds of their crops.
+
+    Yields:
+        Pictures and seeds.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for index in shuffled_indices(count, batch_size, generator):
+        seeds = torch.randint(2**62, (batch_size,), generator=generator)
+        yield list(zip(index.tolist(), seeds.tolist(), strict=True))
+
+
+def _collate(examples: list[tuple[Tensor, int]]) -> Batch:
+    images, labels = default_collate(examples)  # in a worker this writes to memory that both processes have
+    return images, labels
+
+
+def _pictures_in(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return sorted(entry.name for entry in os.scandir(folder) if entry.name.lower().endswith(SUFFIXES))

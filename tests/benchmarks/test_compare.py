@@ -1,0 +1,184 @@
+"""The plan of a comparison, its file of results, and the command at the smallest size."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks.cli import main
+from benchmarks.commands.compare import Compare
+from benchmarks.compare import store
+from benchmarks.compare.plan import STEP, Budget, Job, pending, sift, winner
+from benchmarks.compare.runs import curve
+from benchmarks.recipes import Recipe, Schedule
+from benchmarks.runner import History
+from benchmarks.schedules import factor
+
+
+def _run(optimizer, phase, loss, factor=1.0, seed=0, steps=100, ours=True):
+    return {
+        "optimizer": optimizer,
+        "phase": phase,
+        "factor": factor,
+        "seed": seed,
+        "steps": steps,
+        "failed": None,
+        "diverged": loss is None,
+        "curve": [[steps, loss, 1.0, 1.0]],
+        "ours": ours,
+    }
+
+
+BUDGET = Budget(60, seeds=2, short_share=0.5)
+
+
+def test_the_first_trials_are_half_a_decade_apart_at_a_sixth_of_the_steps():
+    jobs = sift([], "kfac", BUDGET)
+    assert [job.factor for job in jobs] == [1 / STEP, 1.0, STEP]
+    assert {job.steps for job in jobs} == {10}
+
+
+@pytest.mark.parametrize(
+    ("losses", "further"),
+    [
+        ((3.0, 2.0, 3.0), []),
+        ((1.0, 2.0, 3.0), [1 / STEP**2]),
+        ((3.0, 2.0, 1.0), [STEP**2]),
+        ((3.0, 2.0, None), []),
+        ((None, None, None), [1 / STEP**2]),
+    ],
+)
+def test_a_best_rate_at_the_end_of_the_row_asks_for_one_beyond(losses, further):
+    runs = [_run("kfac", "sift", loss, f) for loss, f in zip(losses, BUDGET.factors, strict=True)]
+    assert [job.factor for job in sift(runs, "kfac", BUDGET)] == pytest.approx(further)
+
+
+def test_there_are_no_more_than_two_rates_beyond():
+    runs = [_run("kfac", "sift", 100.0 - f, f) for f in (1 / STEP, 1.0, STEP, STEP**2)]
+    assert len(sift(runs, "kfac", BUDGET)) == 1
+    runs.append(_run("kfac", "sift", 0.0, STEP**3))
+    assert sift(runs, "kfac", BUDGET) == []
+    assert winner(runs, "kfac") == STEP**3
+
+
+def test_of_equal_trials_the_smaller_rate_wins():
+    assert winner([_run("kfac", "sift", 1.0, f) for f in (1.0, STEP)], "kfac") == 1.0
+    assert winner([_run("kfac", "sift", None)], "kfac") is None
+
+
+def _work_through(budget, optimizers, short):
+    runs, order = [], []
+    while job := next(pending(runs, optimizers, short, budget), None):
+        order.append((job.optimizer, job.phase, job.seed, job.steps))
+        runs.append(_run(job.optimizer, job.phase, abs(math.log(job.factor)), job.factor, job.seed, job.steps))
+    return order
+
+
+def test_the_order_of_a_whole_comparison():
+    order = _work_through(BUDGET, ["sgd", "kfac"], ["kfac"])
+    assert order[:6] == [(name, "sift", 0, 10) for name in ("sgd", "kfac") for _ in range(3)]
+    assert order[6:] == [
+        ("sgd", "final", 0, 60),
+        ("kfac", "final", 0, 60),
+        ("kfac", "short", 0, 30),
+        ("sgd", "final", 1, 60),
+        ("kfac", "final", 1, 60),
+        ("kfac", "short", 1, 30),
+    ]
+
+
+def test_the_key_of_a_run_follows_its_settings():
+    job = Job("kfac", "final", 1.0, 0, 10)
+    assert job.key({"lr": 1.0}) == job.key({"lr": 1.0})
+    assert job.key({"lr": 1.0}) != job.key({"lr": 2.0})
+    assert job.key({"lr": 1.0}) != Job("kfac", "final", 1.0, 1, 10).key({"lr": 1.0})
+
+
+def test_a_factor_multiplies_what_is_searched_and_nothing_else():
+    recipe = Recipe({"lr": 0.1, "fallback_lr": 0.01, "damping": 1.0}, "here", searched=("lr", "fallback_lr"))
+    assert recipe.times(10).settings == {"lr": 1.0, "fallback_lr": 0.1, "damping": 1.0}
+    assert Recipe({"lr": 0.1, "fallback_lr": None}, "here", searched=("lr", "fallback_lr")).times(2).settings == {
+        "lr": 0.2,
+        "fallback_lr": None,
+    }
+
+
+@pytest.mark.parametrize(("rule", "lr"), [("linear", 0.8), ("sqrt", 0.1 * 8**0.5), ("constant", 0.1)])
+def test_a_recipe_on_eight_ranks(rule, lr):
+    recipe = Recipe({"lr": 0.1, "momentum": 0.9}, "here", rule=rule).at(8, 128, own_batch_size=128)
+    assert recipe.settings["lr"] == pytest.approx(lr, rel=1e-5)
+    assert recipe.settings["momentum"] == 0.9
+    assert (recipe.world, recipe.batch_size) == (8, 128)
+
+
+def test_schedules():
+    cosine = Schedule("cosine", 0.1)
+    assert [factor(cosine, step, 20) for step in (0, 1, 2, 11, 20)] == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+    steps = Schedule("steps", milestones=(0.5, 0.75))
+    assert [factor(steps, step, 8) for step in (0, 3, 4, 6, 7)] == pytest.approx([1, 1, 0.1, 0.01, 0.01])
+    assert factor(Schedule("linear"), 5, 10) == 0.5
+    assert factor(Schedule(), 5, 10) == 1.0
+
+
+def test_the_points_of_a_curve_end_with_the_run():
+    history = History("kfac", [float(i) for i in range(95)], [0.5] * 95, [0.25] * 95)
+    points = curve(history, 10)
+    assert points[-1] == [95, 89.5, 23.75, 47.5]
+    assert len(points) == 10
+    assert curve(History("kfac"), 10) == []
+
+
+def test_results_of_another_comparison_are_refused(tmp_path):
+    path = tmp_path / "results.json"
+    head = {"workload": "digits", "steps": 10}
+    store.save(path, store.load(path, head))
+    assert store.load(path, head)["runs"] == []
+    with pytest.raises(ValueError, match="steps 10 instead of 12"):
+        store.load(path, {**head, "steps": 12})
+    path.write_text("{")
+    with pytest.raises(ValueError, match="holds no results"):
+        store.load(path, head)
+
+
+WORDS = ("compare", "--workload", "digits", "--size", "smoke", "--steps", "12", "--optimizers", "sgd", "muon", "kfac")
+
+
+def test_a_comparison_goes_on_where_it_was(tmp_path, capsys):
+    assert main([*WORDS, "--minutes", "0", "--out-dir", str(tmp_path)]) == 0
+    path = tmp_path / "compare-digits-smoke.json"
+    assert json.loads(path.read_text())["runs"] == []
+    assert main([*WORDS, "--out-dir", str(tmp_path)]) == 0
+    first = json.loads(path.read_text())
+    assert [(run["optimizer"], run["phase"]) for run in first["runs"]] == [
+        (name, phase) for phase in ("sift", "final") for name in ("sgd", "muon", "kfac")
+    ]
+    assert all(run["taken"] == run["steps"] and run["failed"] is None for run in first["runs"])
+    assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert main([*WORDS, "--out-dir", str(tmp_path)]) == 0
+    assert json.loads(path.read_text())["runs"] == first["runs"]  # nothing ran twice
+    assert f"report: {tmp_path / 'report.html'}\n" in capsys.readouterr().out
+
+
+def test_a_run_of_a_changed_recipe_is_done_again(tmp_path):
+    words = [*WORDS[:-3], "sgd", "--out-dir", str(tmp_path)]
+    assert main(words) == 0
+    path = tmp_path / "compare-digits-smoke.json"
+    results = json.loads(path.read_text())
+    results["runs"][1]["key"] = "that of another recipe"
+    path.write_text(json.dumps(results))
+    assert main(words) == 0
+    again = json.loads(path.read_text())["runs"]
+    assert [run["phase"] for run in again] == ["sift", "final"]
+    assert again[0] == results["runs"][0]
+    assert again[1]["key"] != "that of another recipe"
+
+
+def test_an_unknown_optimizer_is_named(tmp_path, capsys):
+    assert main(["compare", "--workload", "digits", "--optimizers", "kfca", "--out-dir", str(tmp_path)]) == 2
+    assert "got 'kfca'" in capsys.readouterr().err
+
+
+def test_everyone_takes_part_who_needs_no_path():
+    names = Compare()._everyone()
+    assert {"sgd", "adamw", "muon", "soap", "kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt"} <= set(names)
+    assert "kfac_pytorch" not in names

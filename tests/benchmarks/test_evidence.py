@@ -1,0 +1,386 @@
+"""The experiments of the evidence: cells that are kept, formulas against bytes held, commands at tiny size."""
+
+import json
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from benchmarks import evidence, few_rows, timed_ranks
+from benchmarks.commands import worlds
+from benchmarks.commands.batch_size import BatchSize
+from benchmarks.commands.density import PUBLISHED, Density
+from benchmarks.commands.memory import Memory, differences, state_bytes
+from benchmarks.commands.rank_fraction import RankFraction
+from benchmarks.commands.robustness import Robustness, _defaults, _judged
+from benchmarks.commands.scaling import Scaling
+from benchmarks.commands.worlds import Worlds, _computing
+from benchmarks.evidence import Cells, attempt, train_until
+from benchmarks.flops import layer_shapes
+from benchmarks.formulas import Ranks, formula, kept_rows
+from benchmarks.machine import Rate
+from benchmarks.recipes import METHODS
+from benchmarks.runner import Trainer, memory_usage
+from benchmarks.timing import Intervals
+from benchmarks.workloads import DataMissingError, make_workload
+from secondorder import KFAC, CommOpt, HybridOpt, HyLo, MemOpt
+from secondorder.comm.planning import RankPlan
+
+HELD = ("sgd", "adamw", "kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "ekfac_natural")
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Paths of pictures that would be drawn, which takes longer than all else here."""
+    paths = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **keywords: paths.append(path.name))
+    return paths
+
+
+def saved(path):
+    return json.loads(path.read_text())
+
+
+# ---------------------------------------------------------------------- cells
+def test_a_cell_runs_once(tmp_path):
+    path, calls = tmp_path / "some" / "cells.json", []
+
+    def measure():
+        calls.append(1)
+        return {"loss": float("nan"), "pair": (1, 2.5)}
+
+    identity = {"optimizer": "sgd", "settings": {"lr": 0.1}, "seed": 0}
+    first = Cells(path).run(identity, measure)
+    again = Cells(path).run({"seed": 0, "settings": {"lr": 0.1}, "optimizer": "sgd"}, measure)
+    assert first == again == {"loss": None, "pair": [1, 2.5]}
+    assert len(calls) == 1
+    Cells(path).run({**identity, "seed": 1}, measure)
+    assert len(calls) == 2
+    assert [cell["of"]["seed"] for cell in saved(path)["cells"]] == [0, 1]
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_no_cell_begins_when_the_time_is_over(tmp_path):
+    cells = Cells(tmp_path / "cells.json", budget=-1.0)
+    assert cells.run({"seed": 0}, lambda: {"loss": 1.0}) is None
+    assert cells.left == 1
+    Cells(tmp_path / "cells.json").run({"seed": 0}, lambda: {"loss": 1.0})
+    assert Cells(tmp_path / "cells.json", budget=-1.0).run({"seed": 0}, dict) == {"loss": 1.0}
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path):
+    path = tmp_path / "cells.json"
+    path.write_text('{"version": 7}')
+    with pytest.raises(ValueError, match=r"cells\.json is no file of finished runs"):
+        Cells(path).run({"seed": 0}, dict)
+    assert path.read_text() == '{"version": 7}'
+
+
+def test_results_are_kept_apart_from_those_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path / "results")
+    words = {"workload": "digits", "size": "smoke", "optimizers": ("sgd",), "out_dir": tmp_path / "out"}
+    assert Memory(keep=True, **words).run() == 0
+    assert saved(tmp_path / "results" / "memory-digits.json") == saved(tmp_path / "out" / "memory-digits.json")
+    with pytest.raises(ValueError, match=r"minutes must be positive, got 0"):
+        Memory(minutes=0.0, **words).run()
+
+
+class _Losses:
+    """A run whose losses are known."""
+
+    def __init__(self, losses):
+        self.losses = iter(losses)
+        self.trainer = Trainer("", make_workload("digits", None, "smoke"), lambda m: torch.optim.SGD(m.parameters()))
+        self.trainer.step = self.step
+
+    def step(self):
+        self.trainer.history.losses.append(next(self.losses))
+        self.trainer.history.processor_seconds.append(1.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "keywords", "end", "taken"),
+    [
+        ([5.0] * 10 + [1.0] * 20, {"target": 2.0}, "target", 18),
+        ([5.0] * 30, {"target": 2.0}, "steps", 25),
+        ([5.0] * 30, {"seconds": 12.5}, "seconds", 13),
+        ([5.0] * 4 + [float("nan")], {}, "diverged", 5),
+        ([5.0, *[11.0] * 20], {}, "diverged", 10),
+    ],
+)
+def test_what_ends_a_run(losses, keywords, end, taken):
+    run = _Losses(losses).trainer
+    assert train_until(run, 25, **keywords) == end
+    assert len(run.history.losses) == taken
+
+
+def test_failures_are_results_but_missing_data_is_not():
+    def fail(err):
+        raise err
+
+    assert attempt(dict) == {"failed": None}
+    assert attempt(lambda: fail(RuntimeError("no"))) == {"failed": "RuntimeError: no"}
+    with pytest.raises(DataMissingError):
+        attempt(lambda: fail(DataMissingError(None, ["x"], "y")))
+
+
+# ---------------------------------------------------------------------- bytes
+@pytest.mark.parametrize(("size", "fraction", "most", "rows"), [(100, 0.07, 99, 7), (10, 0.01, 9, 1), (8, 1.0, 5, 5)])
+def test_kept_rows(size, fraction, most, rows):
+    assert kept_rows(size, fraction, most) == rows
+
+
+@pytest.mark.parametrize(
+    ("workload", "name", "changes"),
+    [
+        *((workload, name, {}) for workload in ("digits", "chargpt") for name in HELD),
+        ("chargpt", "kfac", {"inverse_method": "cholesky", "graft": None}),
+        ("digits", "kfac_adaptive", {}),
+    ],
+)
+def test_formulas_are_what_is_held(workload, name, changes, data_dir):
+    """Every method, to the byte; on several ranks what all of them keep together is what is planned."""
+    method = METHODS[name]
+    task = make_workload(workload, data_dir, "smoke")
+    closure = method.needs_closure(workload, changes)
+    run = Trainer("", task, lambda model: method.build(model, workload, changes), closure=closure)
+    run.step()
+    batch = next(task.batches(0))
+    shapes = layer_shapes(run.model, lambda: task.loss(run.model, batch))
+    found = {"memory": memory_usage(run.optimizer), "plans": {}}
+    found["formula"] = formula(run.optimizer, run.model, shapes, task.batch_size)
+    assert differences(found) == []
+    by_kind = {kind: n for kind, n in found["formula"].items() if kind in found["memory"]}
+    assert by_kind == {kind: found["memory"][kind] for kind in by_kind}
+    if isinstance(run.optimizer, KFAC | HyLo):
+        for comm, ranks in ((CommOpt(), Ranks(4, 4, 4)), (HybridOpt(0.5), Ranks(4, 2)), (MemOpt(), Ranks(4))):
+            stored = [rank.stored for rank in run.optimizer.plan(4, comm, batch_size=task.batch_size).ranks]
+            wanted = formula(run.optimizer, run.model, shapes, task.batch_size, ranks)
+            assert wanted is not None
+            sums = {kind: sum(rank.get(kind, 0) for rank in stored) for kind in wanted}
+            assert {**sums, "buffers": 0} == {**wanted, "buffers": 0}
+
+
+def test_memory_table(data_dir, tmp_path, capsys):
+    words = {"data_dir": data_dir, "out_dir": tmp_path, "workload": "chargpt", "size": "smoke", "steps": 2}
+    assert Memory(optimizers=("adamw", "hylo", "ekfac_natural", "kfac_adaptive"), **words).run() == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "KFAC, adaptive has no recipe for chargpt" in text
+    adamw, hylo, ekfac = (cell["figures"] for cell in saved(tmp_path / "memory-chargpt.json")["cells"])
+    assert state_bytes(adamw) == sum(adamw["formula"].values())
+    assert [plan["formula"] is None for plan in ekfac["plans"].values()] == [False, True, True]
+    assert sum(hylo["plans"]["MemOpt"]["ranks"]) == hylo["plans"]["MemOpt"]["formula"]
+    hylo["formula"]["rows"] += 1
+    assert differences(hylo) == [-1]
+
+
+# ---------------------------------------------------------------------- runs
+def test_batch_size(data_dir, tmp_path, capsys):
+    words = {"data_dir": data_dir, "out_dir": tmp_path, "workload": "digits", "size": "smoke", "target": 1.5}
+    command = BatchSize(optimizers=("adamw", "kfac"), batch_sizes=(128, 64), factors=(1.0, 0.01), steps=40, **words)
+    assert command.run() == 0
+    data = saved(tmp_path / "batch-size-digits.json")
+    assert [(row["optimizer"], row["batch_size"]) for row in data["rows"]] == [
+        ("adamw", 64), ("adamw", 128), ("kfac", 64), ("kfac", 128),
+    ]  # fmt: skip
+    own = data["rows"][3]
+    assert own["factor"] == 1.0
+    assert own["at_edge"]
+    assert own["lr"] == pytest.approx(0.02 * 2**0.5, rel=1e-4)
+    assert own["examples"] == 128 * own["steps"]
+    assert own["ends"] == {"0.01": "slower", "1": "target"}
+    slow = next(cell["figures"] for cell in data["cells"] if cell["figures"]["end"] == "slower")
+    assert slow["taken"] <= 40
+    assert (tmp_path / "batch-size-digits.png").stat().st_size > 0
+    before = data["cells"]
+    assert command.run() == 0
+    assert saved(tmp_path / "batch-size-digits.json")["cells"] == before
+    assert "128" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (BatchSize(batch_sizes=(0,)), "batch_sizes must be numbers of examples"),
+        (BatchSize(factors=(1.0, 1.0)), "factors must be different positive numbers"),
+        (BatchSize(optimizers=("adams",)), "optimizers must be of .* got 'adams'"),
+        (Density(densities=(2.0,)), r"densities must be in \(0, 1\], got \(2\.0,\)"),
+        (Density(seeds=0), "seeds must be positive, got 0"),
+        (Memory(world=0), "world must be at least 1, got 0"),
+        (RankFraction(fractions=(0.0,)), r"fractions must be in \(0, 1\]"),
+        (Robustness(share=1.5), r"share must be in \(0, 1\], got 1\.5"),
+        (Robustness(workloads=()), "workloads must name at least one"),
+        (Worlds(measured=(0,)), "measured must be numbers of ranks"),
+        (Scaling(method="hylo", dp_kfac=True), "dp_kfac is a way to take the factors"),
+    ],
+)
+def test_values_that_are_refused(command, message):
+    with pytest.raises(ValueError, match=message):
+        command.run()
+
+
+def test_density(data_dir, tmp_path, capsys, drawn):
+    words = {"data_dir": data_dir, "out_dir": tmp_path, "workload": "digits", "size": "smoke", "steps": 12, "seeds": 2}
+    assert Density(densities=(0.1, 0.01), references=("sgd",), **words).run() == 0
+    rows = {row["label"]: row for row in saved(tmp_path / "density-digits.json")["rows"]}
+    assert list(rows) == ["SGD", "1 %", "10 %", "dense"]
+    assert rows["1 %"]["window_bytes"] < rows["10 %"]["window_bytes"] < rows["dense"]["window_bytes"]
+    assert rows["1 %"]["share"] == pytest.approx(95 / 9242)
+    assert rows["dense"]["settings"] == {**METHODS["sparse_mfac"].recipes["digits"].settings}
+    assert {row["runs"] for row in rows.values()} == {2}
+    words |= {"settings": "published", "window_size": 4, "seeds": 1, "references": ()}
+    assert Density(densities=(0.05,), **words).run() == 0
+    data = saved(tmp_path / "density-digits-published.json")
+    assert "EFCP" in data["source"]
+    assert data["rows"][0]["settings"] == {**PUBLISHED, "window_size": 4, "density": 0.05}
+    assert drawn == ["density-digits.png", "density-digits-published.png"]
+    assert "README and scripts of" in capsys.readouterr().out
+
+
+def test_robustness(data_dir, tmp_path, capsys):
+    words = {"out_dir": tmp_path, "share": 0.06, "optimizers": ("kfac", "sgd")}
+    assert Robustness(workloads=("digits", "autoencoder"), data_dir=tmp_path, **words).run() == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "left out: missing data" in text
+    rows = [row for row in saved(tmp_path / "robustness-all.json")["rows"] if row["workload"] == "digits"]
+    assert [row["optimizer"] for row in rows] == ["adamw", "kfac", "sgd"]
+    assert rows[0]["as_good"]
+    assert rows[1]["as_good"]
+    assert rows[1]["loss"] < rows[0]["loss"]
+    Robustness(workloads=("digits",), data_dir=data_dir, set=("lr=0.0",), **words).run()
+    own = next(row for row in saved(tmp_path / "robustness-digits.json")["rows"] if row["optimizer"] == "kfac")
+    assert own["loss"] == pytest.approx(own["first"], rel=0.05)
+
+
+def test_a_default_that_changes_is_run_anew(monkeypatch):
+    before = {name: _defaults(name, {}) for name in ("adamw", "kfac", "sparse_mfac")}
+    assert len(set(before.values())) == 3
+    assert before == {name: _defaults(name, {}) for name in before}
+    assert _defaults("kfac", {"lr": 0.3}) != before["kfac"]
+    assert _defaults("kfac", {"nonsense": 1}) is None
+    monkeypatch.setattr(KFAC.__init__, "__kwdefaults__", {**KFAC.__init__.__kwdefaults__, "damping": 0.7})
+    assert _defaults("kfac", {}) != before["kfac"]
+
+
+def test_verdicts():
+    reference = {"loss": 1.0, "first": 3.0, "runs": 1}
+    assert _judged({"loss": 1.03, "first": 3.0, "runs": 1}, reference, 0.02) == (True, pytest.approx(0.985))
+    assert _judged({"loss": 1.05, "first": 3.0, "runs": 1}, reference, 0.02)[0] is False
+    assert _judged({"loss": None, "first": None, "runs": 1}, reference, 0.02) == (False, None)
+    assert _judged({"loss": None, "first": None, "runs": 0}, reference, 0.02) == (None, None)
+    assert _judged({"loss": 1.0, "first": 3.0, "runs": 1}, {**reference, "loss": None}, 0.02) == (None, None)
+
+
+def test_failed_methods_are_named(data_dir, tmp_path, capsys, monkeypatch):
+    def refuse(*args, **keywords):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(nn.CrossEntropyLoss, "forward", refuse)
+    words = {"out_dir": tmp_path, "data_dir": data_dir, "size": "smoke", "share": 0.4, "workloads": ("digits",)}
+    assert Robustness(optimizers=("sgd",), set=("nonsense=1",), **words).run() == 0
+    assert Robustness(optimizers=("kfac",), set=("nonsense=1",), **words).run() == 0
+    assert "nonsense" in capsys.readouterr().out
+    own = saved(tmp_path / "robustness-digits.json")["rows"][1]
+    assert own["failed"][0].startswith("TypeError")
+    assert own["as_good"] is False
+
+
+# ---------------------------------------------------------------------- rows
+def _layer(n=24, d_i=7, d_o=5):
+    torch.manual_seed(0)
+    a, g = torch.randn(n, d_i, dtype=torch.float64), torch.randn(n, d_o, dtype=torch.float64)
+    return few_rows.Layer(a, g, g.mT @ a)
+
+
+def test_errors_of_few_rows_by_hand():
+    layer = _layer()
+    found = few_rows.errors([layer, layer], 0.5, {"all": 24, "few": 6}, seed=0)
+    u = torch.einsum("ni,nj->nij", layer.g, layer.a).flatten(1)
+    damping = 0.5 * u.square().sum() / len(u)
+    exact = torch.linalg.solve(u.mT @ u + damping * torch.eye(35, dtype=u.dtype), layer.gradient.flatten())
+    factors = torch.kron(layer.g.mT @ layer.g, layer.a.mT @ layer.a / len(u))
+    kfac = torch.linalg.solve(factors + damping * torch.eye(35, dtype=u.dtype), layer.gradient.flatten())
+    assert found["kfac"]["error"] == pytest.approx(float((kfac - exact).norm() / exact.norm()))
+    cosine = torch.cosine_similarity(layer.gradient.flatten(), exact, dim=0)
+    assert found["none"]["cos"] == pytest.approx(float(cosine))
+    assert found["none"]["error"] == pytest.approx(float((1 - cosine**2).sqrt()))
+    assert found["kid all"]["error"] < 1e-9
+    assert found["kis all"]["error"] < 1e-9
+    assert found["kid few"]["error"] > 0
+    assert found["kis few"]["error"] > 0
+
+
+def test_captured_rows_are_the_gradients_of_examples(data_dir):
+    """Of the linear layers, the rows of all examples add up to the gradient, up to their scale."""
+    task = make_workload("autoencoder", data_dir, "smoke", 16)
+    run = Trainer("", task, lambda model: torch.optim.SGD(model.parameters()))
+    layers = few_rows.captured(run, task, 0)
+    assert len(layers) == 6
+    for layer in layers:
+        total = layer.g.mT @ layer.a
+        assert torch.cosine_similarity(total.flatten(), layer.gradient.flatten(), dim=0) > 1 - 1e-6
+
+
+def test_rank_fraction(data_dir, tmp_path, capsys, drawn):
+    words = {"data_dir": data_dir, "out_dir": tmp_path, "workload": "digits", "size": "smoke", "refreshes": 1}
+    command = RankFraction(batch_sizes=(16,), fractions=(0.25, 1.0), modes=("kis",), warmup=1, dampings=(1.0,), **words)
+    assert command.run() == 0
+    rows = saved(tmp_path / "rank-fraction-digits.json")["rows"]
+    assert [row["rows"] for row in rows] == [None, None, 4, 16]
+    assert rows[3]["errors"]["1"]["error"] < 1e-6 < rows[2]["errors"]["1"]["error"]
+    assert rows[2]["held"] < rows[3]["held"]
+    assert rows[2]["sent"] < rows[3]["sent"]
+    assert min(row["plain_seconds"] for row in rows[1:]) > 0
+    assert drawn == ["rank-fraction-digits.png"]
+    assert "gradient" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- ranks
+def test_worlds_of_one_and_of_many(data_dir, tmp_path, capsys, monkeypatch, drawn):
+    monkeypatch.setattr(worlds, "gemm_gflops", lambda *args, **keywords: Rate(1.0, 1.0))
+    words = {"data_dir": data_dir, "out_dir": tmp_path, "workload": "digits", "size": "smoke", "rounds": 1}
+    assert Worlds(batch_size=16, worlds=(1, 4, 64), measured=(1,), methods=("dp_kfac", "hylo"), **words).run() == 0
+    rows = saved(tmp_path / "worlds-digits.json")["rows"]
+    assert [(row["method"], row["world"]) for row in rows] == [(m, w) for m in ("dp_kfac", "hylo") for w in (1, 4, 64)]
+    assert rows[0]["measured"] == pytest.approx(rows[0]["computing"], rel=0.05)
+    assert rows[1]["computing"] <= rows[0]["computing"]
+    assert rows[5]["computing"] >= rows[3]["computing"]
+    assert rows[0]["network"] == 0 < rows[1]["network"] < rows[2]["network"]
+    assert drawn == ["worlds-digits.png"]
+    assert "lines are a model" in " ".join(capsys.readouterr().out.split()).lower()
+
+
+def test_flops_of_a_rank_take_their_share_and_more_take_the_rate():
+    alone, less, more = (RankPlan({}, {}, {}, {"refresh": flops}) for flops in (100.0, 25.0, 300.0))
+    assert _computing(alone, alone, {"refresh": 2.0}, {"refresh": 50.0}) == 2.0
+    assert _computing(less, alone, {"refresh": 2.0}, {"refresh": 50.0}) == 0.5
+    assert _computing(more, alone, {"refresh": 2.0}, {"refresh": 50.0}) == 2.0 + 4.0
+
+
+@pytest.mark.slow
+def test_worlds_measured_as_processes(data_dir):
+    timed = timed_ranks.Timed(
+        "digits", "smoke", data_dir, 16, seed=0, rounds=1, method="dp_kfac", strategy="local_factors",
+        intervals=Intervals(2, 10),
+    )  # fmt: skip
+    found = timed_ranks.measure(timed, 2)
+    assert [sorted(rank) for rank in found] == [["factor", "plain", "refresh"]] * 2
+    assert min(seconds for rank in found for seconds in rank.values()) > 0
+
+
+def test_scaling_with_dp_kfac(tmp_path, drawn):
+    command = Scaling(model="resnet20", worlds=(1, 16), dp_kfac=True, out_dir=tmp_path)
+    assert command.run() == 0
+    rows = {(row["strategy"], row["world"]): row for row in saved(tmp_path / "scaling-resnet20-kfac.json")["results"]}
+    assert drawn == ["scaling-resnet20-kfac.svg"]
+    own, usual = rows["DP-KFAC", 16], rows["MemOpt", 16]
+    assert own["seconds"]["statistics"] < usual["seconds"]["statistics"]
+    assert own["sent"] < usual["sent"]

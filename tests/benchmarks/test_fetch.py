@@ -1,0 +1,87 @@
+"""The command ``fetch``, with a stand-in for the package that brings files: nothing leaves this machine."""
+
+import gzip
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.commands.fetch import Fetch
+from benchmarks.downloads import BY_HAND, DATA_SETS, SQUAD
+from benchmarks.workloads import WORKLOADS
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the package was asked for; it writes the address into the file."""
+    calls = []
+
+    def retrieve(url, known_hash, fname, path, processor):
+        calls.append((url, known_hash, processor))
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / fname).write_text(url)
+
+    def unpacker(kind):
+        return lambda extract_dir: (kind, extract_dir)
+
+    module = SimpleNamespace(retrieve=retrieve, Untar=unpacker("tar"), Unzip=unpacker("zip"))
+    monkeypatch.setitem(sys.modules, "pooch", module)
+    return calls
+
+
+def test_mnist_comes_with_its_checksums(tmp_path, asked, capsys):
+    assert Fetch("autoencoder", tmp_path).run() == 0
+    assert [(tmp_path / "mnist" / name).is_file() for name in ("train-images-idx3-ubyte.gz",)] == [True]
+    assert len(asked) == 4
+    assert all(checksum.startswith("md5:") and unpack is None for _, checksum, unpack in asked)
+    assert "mnist: licence: Creative Commons" in capsys.readouterr().out
+
+
+def test_archives_are_unpacked_where_they_are(tmp_path, asked):
+    Fetch("vgg16", tmp_path).run()
+    assert [unpack for *_, unpack in asked] == [("tar", ".")] * 2
+    assert (tmp_path / "cifar100" / "cifar-100-python.tar.gz").is_file()
+    Fetch("glue", tmp_path, only="sst").run()
+    assert asked[-1] == (
+        "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip",
+        "md5:9f81648d4199384278b86e315dac217c",
+        ("zip", "."),
+    )
+    assert len(asked) == 3
+
+
+def test_text_that_a_workload_wants_compressed_is(tmp_path, asked):
+    Fetch("multi30k", tmp_path).run()
+    folder = tmp_path / "multi30k"
+    assert gzip.decompress((folder / "train.de.gz").read_bytes()).endswith(b"train.lc.norm.tok.de")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {f"{part}.{end}" for part in ("val", "test_2016_flickr") for end in ("de", "en")} | {
+        "train.de.gz",
+        "train.en.gz",
+    }
+    Fetch("multi30k", tmp_path).run()
+    assert len(asked) == 6 + 4  # what is compressed is here
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(ValueError, match="fetching data needs the package: pip install pooch"):
+        Fetch("chargpt", tmp_path).run()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_fetched_is_told(tmp_path, capsys, asked):
+    with pytest.raises(ValueError, match=r"resnet50 cannot be fetched: ImageNet asks for an account: https://"):
+        Fetch("resnet50", tmp_path).run()
+    with pytest.raises(ValueError, match=r"--only v3: no such file of bert_qa, only train-v2\.0\.json"):
+        Fetch("bert_qa", tmp_path, only="v3").run()
+    assert Fetch("digits", tmp_path).run() == 0
+    assert capsys.readouterr().out == "digits needs no files\n"
+    assert not asked
+
+
+def test_every_workload_is_known():
+    without_files = {"digits", "logistic", "poisson"}
+    assert set(WORKLOADS) <= set(DATA_SETS) | set(BY_HAND) | without_files
+    assert len({file.name for file in SQUAD.files}) == 4

@@ -1,0 +1,414 @@
+"""Optimizers of other projects: each trains, is driven by a schedule, is counted, and says what it lacks."""
+
+import os
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from benchmarks.peers import PEERS, available, evaluating, versions
+from benchmarks.peers.by_path import CHECKOUTS, PATHS, PeerPaths
+from benchmarks.peers.layers import heard_layers, hidden_matrices
+from benchmarks.peers.libraries import PeerMissingError
+from benchmarks.peers.muon import Float32Muon, does_bfloat16, label, orthogonalise
+from benchmarks.peers.peer import held_bytes
+from benchmarks.recipes.tuned import OURS
+from benchmarks.runner import Trainer, optimizer_bytes
+from benchmarks.workloads import make_workload
+
+PACKAGED = [name for name in PEERS if name not in CHECKOUTS]
+CASES = [(name, workload) for name in PACKAGED for workload in ("digits", "chargpt")]
+CASES += [(name, workload) for name in ("muon", "singd") for workload in ("multi30k", "resnet20", "unet")]
+BLOCKED = {"soap": "pytorch_optimizer", "shampoo": "pytorch_optimizer", "psgd_kron": "pytorch_optimizer",
+           "schedule_free": "schedulefree", "singd": "singd"}  # fmt: skip
+
+
+def _trainer(name, workload, data_dir, **changes):
+    make = partial(PEERS[name].build, workload=workload, changes=changes)
+    return Trainer(name, make_workload(workload, data_dir, "smoke"), make)
+
+
+def _regression(seed=0):
+    """Inputs, a linear map to find, and a model of two layers that starts elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(64, 6, generator=generator)
+    y = x @ torch.randn(6, 4, generator=generator)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return x, y, nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(("name", "workload"), CASES)
+def test_a_peer_takes_steps(name, workload, data_dir):
+    trainer = _trainer(name, workload, data_dir)
+    known = [parameter.clone() for parameter in trainer.model.parameters()]
+    for _ in range(3):
+        trainer.step()
+    assert not trainer.diverged
+    moved = [not torch.equal(old, new) for old, new in zip(known, trainer.model.parameters(), strict=True)]
+    assert sum(moved) >= len(moved) - 1  # attention does not feel the bias of its keys
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_a_peer_lowers_a_quadratic(name):
+    x, y, model = _regression()
+    optimizer = PEERS[name].build(model, "digits", {"lr": 0.1 if name == "singd" else 0.03})
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.3 * losses[0]
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_every_workload_that_adamw_knows_has_a_recipe(name):
+    assert set(PEERS[name].recipes) == set(OURS["adamw"].recipes)
+    for recipe in PEERS[name].recipes.values():
+        assert set(recipe.searched) <= set(recipe.settings)
+        assert recipe.times(2).settings["lr"] == pytest.approx(2 * recipe.settings["lr"])
+
+
+def test_a_schedule_drives_all_groups():
+    x, y, model = _regression()
+    for name in PACKAGED:
+        optimizer = PEERS[name].build(model, "digits")
+        rates = [group["lr"] for group in optimizer.param_groups]
+        schedule = LambdaLR(optimizer, lambda step: float(step == 0))
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        assert rates
+        assert [group["lr"] for part in optimizer.parts for group in part.param_groups] == [0.0] * len(rates)
+        known = [parameter.clone() for parameter in model.parameters()]
+        optimizer.step()
+        averaged = name == "schedule_free"  # goes on to average at rate zero
+        assert averaged or all(map(torch.equal, known, model.parameters()))
+
+
+def test_bytes_are_counted():
+    x, y, model = _regression()
+    sizes = {}
+    for name in PACKAGED:
+        optimizer = PEERS[name].build(model, "digits")
+        (model(x) - y).square().mean().backward()
+        for _ in range(2):
+            optimizer.step()
+        sizes[name] = optimizer_bytes(optimizer) / 4
+    (d_in, d_mid, d_out), weights, biases = (6, 8, 4), 6 * 8 + 8 * 4, 8 + 4
+    parameters = weights + biases
+    factors = d_in**2 + 2 * d_mid**2 + d_out**2
+    with_bias = (d_in + 1) ** 2 + d_mid**2 + (d_mid + 1) ** 2 + d_out**2
+    # Muon: momentum of the first matrix; AdamW: two vectors and a number of steps per tensor of the rest.
+    assert sizes["muon"] == d_in * d_mid + 2 * (parameters - d_in * d_mid) + 3
+    assert sizes["soap"] == 2 * parameters + 2 * factors
+    assert sizes["shampoo"] >= 3 * parameters
+    assert sizes["psgd_kron"] == parameters + factors + biases
+    assert sizes["schedule_free"] == 2 * parameters
+    # Factors and their momenta; the gradient scale is kept as a number.
+    assert sizes["singd"] == parameters + 2 * with_bias
+
+
+def test_shared_memory_and_the_model_do_not_count():
+    base = torch.zeros(10)
+    assert held_bytes([base, base[:2], {"a": nn.Linear(3, 3)}, "text"]) == 40
+    assert held_bytes([base], leave_out=[base[3:]]) == 0
+
+
+def test_state_goes_through_a_state_dict():
+    for name in PACKAGED:
+        x, y, model = _regression()
+        optimizer = PEERS[name].build(model, "digits")
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        other = _regression()[2]
+        other.load_state_dict(model.state_dict())
+        twin = PEERS[name].build(other, "digits")
+        twin.load_state_dict(optimizer.state_dict())
+        for net, method in ((model, optimizer), (other, twin)):
+            method.zero_grad()
+            (net(x) - y).square().mean().backward()
+            method.step()
+        assert all(map(torch.equal, model.parameters(), other.parameters()))
+        assert twin.param_groups[0] is twin.parts[0].param_groups[0]
+
+
+def test_psgd_draws_from_generators_of_its_own():
+    x, y, _ = _regression()
+    found = []
+    for noise in (1, 2):
+        model = _regression()[2]
+        torch.manual_seed(noise)
+        known = torch.get_rng_state()
+        optimizer = PEERS["psgd_kron"].build(model, "digits")
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        assert torch.equal(torch.get_rng_state(), known)
+        found.append(model[0].weight.detach().clone())
+    assert torch.equal(*found)
+
+
+# Muon
+
+
+def _polynomial(values, steps=5):
+    for _ in range(steps):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return values
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (6, 20), (20, 6)])
+def test_the_iteration_acts_on_singular_values_alone(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    found = orthogonalise(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    torch.testing.assert_close(found, u @ torch.diag(_polynomial(s / s.norm())) @ vh)
+    values = torch.linalg.svdvals(found)
+    assert float(values.min()) > 0.3
+    assert float(values.max()) < 1.3
+
+
+@pytest.mark.parametrize("rule", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_float32_takes_the_step_of_torch(rule, nesterov):
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch before 2.9")
+    generator = torch.Generator().manual_seed(2)
+    start, grads = torch.randn(16, 8, generator=generator), torch.randn(3, 16, 8, generator=generator)
+    found = []
+    for kind in (torch.optim.Muon, Float32Muon):
+        weight = nn.Parameter(start.clone())
+        optimizer = kind([weight], lr=0.1, adjust_lr_fn=rule, nesterov=nesterov)
+        for grad in grads:
+            weight.grad = grad.clone()
+            optimizer.step()
+        found.append(weight.detach())
+        assert torch.equal(weight.grad, grads[-1])
+    torch.testing.assert_close(*found, rtol=0, atol=2e-2)
+    assert not torch.equal(*found)
+
+
+def test_float32_has_the_defaults_of_torch():
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch before 2.9")
+    weight = nn.Parameter(torch.zeros(2, 2))
+    assert Float32Muon([weight]).defaults == torch.optim.Muon([weight]).defaults
+
+
+def test_precisions():
+    x, y, _ = _regression()
+    found = {}
+    for precision in ("float32", "bfloat16") if hasattr(torch.optim, "Muon") else ("float32",):
+        model = _regression()[2]
+        optimizer = PEERS["muon"].build(model, "digits", {"precision": precision})
+        assert isinstance(optimizer.parts[0].muon, Float32Muon) == (precision == "float32")
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        found[precision] = model[0].weight.detach().clone()
+    assert (label() == "Muon") == does_bfloat16("cpu")
+    with pytest.raises(ValueError, match="precision must be auto, bfloat16 or float32, got 'half'"):
+        PEERS["muon"].build(nn.Linear(2, 2), None, {"precision": "half"})
+
+
+def test_convolutions_are_flattened_and_attention_is_split():
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Conv2d(4, 6, 3), nn.Flatten(), nn.Linear(6, 2))
+    (matrix,) = hidden_matrices(model)
+    assert matrix.parameter is model[1].weight
+    assert [view.shape for view in matrix.views(matrix.parameter)] == [(6, 36)]
+    attention = nn.ModuleDict({"inner": nn.MultiheadAttention(8, 2), "head": nn.Linear(8, 3)})
+    inside, out = hidden_matrices(attention)
+    assert [view.shape for view in inside.views(inside.parameter)] == [(8, 8)] * 3
+    assert out.parameter is attention["inner"].out_proj.weight
+    assert list(heard_layers(attention)) == ["head"]
+
+
+def test_embeddings_and_tied_heads_are_no_hidden_matrices():
+    model = nn.ModuleDict({"words": nn.Embedding(5, 4), "body": nn.Linear(4, 4), "out": nn.Linear(4, 5)})
+    model["out"].weight = model["words"].weight
+    assert [matrix.parameter for matrix in hidden_matrices(model)] == [model["body"].weight]
+    assert [matrix.parameter for matrix in hidden_matrices(model["body"])] == [model["body"].weight]
+    with pytest.raises(ValueError, match="no hidden matrix"):
+        PEERS["muon"].build(model["words"], None)
+
+
+# Schedule-free
+
+
+def test_averaged_weights_are_there_for_the_evaluation_only(data_dir, monkeypatch):
+    monkeypatch.setattr("benchmarks.peers.schedule_free.SETTLING", 3)
+    trainer = _trainer("schedule_free", "resnet20", data_dir)
+    for _ in range(3):
+        trainer.step()
+    known = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with evaluating(trainer.optimizer, trainer.model, trainer.workload):
+        inside = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.workload.evaluate(trainer.model)
+    after = trainer.model.state_dict()
+    assert not torch.equal(inside["0.weight"], known["0.weight"])
+    assert not torch.equal(inside["1.running_mean"], known["1.running_mean"])
+    for name, value in known.items():
+        torch.testing.assert_close(after[name], value)
+    trainer.step()
+
+
+def test_other_optimizers_are_evaluated_as_they_are(data_dir):
+    trainer = _trainer("soap", "digits", data_dir)
+    known = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with evaluating(trainer.optimizer, trainer.model, trainer.workload):
+        assert all(torch.equal(known[name], value) for name, value in trainer.model.state_dict().items())
+
+
+# What is lacking
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_a_missing_package_is_named(name, monkeypatch):
+    for module in [key for key in sys.modules if key.split(".")[0] == BLOCKED[name]]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, BLOCKED[name], None)
+    with pytest.raises(PeerMissingError, match=r"is not installed: pip install secondorder\[peers\]"):
+        PEERS[name].build(nn.Linear(2, 2), "digits")
+    assert name not in available()
+
+
+@pytest.mark.parametrize("name", CHECKOUTS)
+def test_a_missing_checkout_is_named(name, monkeypatch):
+    monkeypatch.setattr(PATHS, "folders", {})
+    with pytest.raises(ValueError, match=f"{name} needs a checkout of https://.*: --peer-path {name}=DIR"):
+        PEERS[name].build(nn.Linear(2, 2), "digits")
+    assert name not in available()
+
+
+def test_wrong_paths_are_refused(tmp_path):
+    paths = PeerPaths()
+    with pytest.raises(ValueError, match="NAME=DIR with NAME one of kfac_pytorch, .* got 'kfac'"):
+        paths.set_paths(["kfac"])
+    with pytest.raises(ValueError, match=r"lacks kfac/preconditioner.py, so it is no checkout of"):
+        paths.set_paths([f"kfac_pytorch={tmp_path}"])
+
+
+def test_wrong_grafts_are_refused():
+    with pytest.raises(ValueError, match="graft must be one of none, sgd, adagrad, rmsprop, got 'lion'"):
+        PEERS["shampoo"].build(nn.Linear(2, 2), "digits", {"graft": "lion"})
+
+
+# Checkouts: with code of the same interface in their place
+
+_KFAC = """
+import importlib.metadata
+__version__ = importlib.metadata.version("no-such-distribution")
+class KFACPreconditioner:
+    def __init__(self, model, lr, skip_layers, damping, kl_clip, factor_update_steps, inv_update_steps):
+        self.model, self.lr, self.skipped, self.rates = model, lr, skip_layers, []
+    def step(self):
+        self.rates.append(self.lr(len(self.rates)))
+        for parameter in self.model.parameters():
+            parameter.grad.zero_()
+"""
+_SHAMPOO = """
+import torch
+class AdamPreconditionerConfig:
+    def __init__(self, beta2, epsilon): self.beta2 = beta2
+class DistributedShampoo(torch.optim.SGD):
+    def __init__(self, params, lr, betas, grafting_config, max_preconditioner_dim, precondition_frequency,
+                 start_preconditioning_step):
+        assert grafting_config.beta2 == betas[1]
+        super().__init__(params, lr=lr)
+"""
+_MFAC = """
+import torch
+import torch.nn as nn
+torch.backends.cudnn.allow_tf32 = False
+class MFAC(torch.optim.SGD):
+    def __init__(self, params, lr, momentum, damp, ngrads, moddev, optdev):
+        super().__init__(params, lr=lr)
+        root = torch.randn(5, 5, dtype=torch.float64)
+        self.matrix = root @ root.t() + 5 * torch.eye(5, dtype=torch.float64)
+        self.both = torch.lu(self.matrix, pivot=False)[0]
+        self.twice = nn.parallel.parallel_apply([lambda x: 2 * x] * 2, [torch.ones(1), torch.zeros(1)])
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """Write code in place of a checkout, and make its folder known."""
+
+    def make(name, *files):
+        for file, text in files:
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(text, encoding="utf-8")
+        for module in [key for key in sys.modules if key.split(".")[0] in {"kfac", "distributed_shampoo"}]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setattr(PATHS, "folders", {})
+        PATHS.set_paths([f"{name}={tmp_path}"])
+
+    known = set(sys.modules)
+    yield make
+    for module in set(sys.modules) - known:
+        if module.split(".")[0] in {"kfac", "distributed_shampoo"}:
+            del sys.modules[module]
+
+
+def test_kfac_pytorch_goes_before_sgd_at_its_rate(checkout):
+    files = ("kfac/__init__.py", ""), ("kfac/preconditioner.py", _KFAC), ("pyproject.toml", 'version = "1.2"\n')
+    checkout("kfac_pytorch", *files)
+    x, y, model = _regression()
+    model.append(nn.MultiheadAttention(4, 2))
+    optimizer = PEERS["kfac_pytorch"].build(model, "digits")
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    known = model[0].weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
+        (model[:2](x) - y).square().mean().backward()
+        for parameter in model[2].parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        schedule.step()
+    assert optimizer._beside[0].rates == pytest.approx([0.1, 0.05])
+    assert optimizer._beside[0].skipped == [r"^2\.out_proj$"]
+    assert torch.equal(model[0].weight, known)
+    assert versions()["kfac_pytorch"].startswith("1.2, sha256 ")
+    assert "kfac_pytorch" in available()
+    assert not any("kfac" in entry for entry in sys.path)
+
+
+def test_distributed_shampoo_grafts_from_adam(checkout):
+    name = "distributed_shampoo"
+    checkout(name, (f"{name}/__init__.py", f"from {name}.{name} import *"), (f"{name}/{name}.py", _SHAMPOO))
+    x, y, model = _regression()
+    optimizer = PEERS[name].build(model, "digits")
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [OURS["adamw"].recipes["digits"].settings["lr"]]
+
+
+def test_mfac_gets_stand_ins_on_the_processor(checkout):
+    checkout("ist_mfac", ("optim.py", _MFAC))
+    known = torch.backends.cudnn.allow_tf32
+    (part,) = PEERS["ist_mfac"].build(_regression()[2], "digits").parts
+    assert torch.backends.cudnn.allow_tf32 == known
+    lower = part.both.tril(-1) + torch.eye(5, dtype=torch.float64)
+    torch.testing.assert_close(lower @ part.both.triu(), part.matrix)
+    assert [float(value) for value in part.twice] == [2.0, 0.0]
+    assert torch.lu is not None
+    assert versions()["ist_mfac"].startswith("sha256 ")
+
+
+@pytest.mark.skipif("PEER_PATHS" not in os.environ, reason="PEER_PATHS gives no checkouts: NAME=DIR NAME=DIR ...")
+@pytest.mark.parametrize("workload", ["digits", "chargpt"])
+def test_real_checkouts_take_steps(workload, data_dir, monkeypatch):
+    monkeypatch.setattr(PATHS, "folders", {})
+    PATHS.set_paths(os.environ["PEER_PATHS"].split())
+    for name in PATHS.folders:
+        trainer = _trainer(name, workload, data_dir)
+        for _ in range(3):
+            trainer.step()
+        assert not trainer.diverged
+        assert optimizer_bytes(trainer.optimizer) > 0

@@ -1,0 +1,118 @@
+"""Published recipes: their keywords exist, their sources are named, and their rules give what the programs compute."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.commands.train import Train
+from benchmarks.recipes import METHODS
+from benchmarks.recipes.published import PUBLISHED, falling
+from benchmarks.schedules import factor
+from benchmarks.workloads import WORKLOADS
+
+CASES = [(method, workload) for method, recipes in PUBLISHED.items() for workload in recipes]
+
+
+class _Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.parametrize(("method", "workload"), CASES)
+def test_its_keywords_build_an_optimizer_that_steps(method, workload):
+    torch.manual_seed(0)
+    recipe, model = PUBLISHED[method][workload], _Net()
+    settings = dict(recipe.settings)
+    if "window_size" in settings:
+        settings["window_size"] = 4  # the others are for models that need them
+    if settings.get("likelihood") == "bernoulli":
+        settings["likelihood"] = "categorical"
+    optimizer = METHODS[method].build(model, None, settings)
+    x, y = torch.randn(6, 1, 4, 4), torch.randint(3, (6,))
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def closure():
+        optimizer.zero_grad()
+        outputs = model(x)
+        if settings.get("fisher") == "mc":
+            optimizer.observe(outputs, "categorical")
+        loss = nn.functional.cross_entropy(outputs, y)
+        loss.backward()
+        return loss, outputs
+
+    optimizer.step(closure)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert any(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("method", "workload"), CASES)
+def test_it_says_who_found_it_and_how_long_it_runs(method, workload):
+    recipe = PUBLISHED[method][workload]
+    assert len(recipe.source) > 10
+    assert "tuned here" not in recipe.source
+    assert recipe.world >= 1
+    assert recipe.rule in {"constant", "sqrt", "linear"}
+    assert all(0 < share < 1 for share in recipe.schedule.milestones)
+    assert list(recipe.schedule.milestones) == sorted(recipe.schedule.milestones)
+    assert 0 <= recipe.schedule.warmup < 0.5
+    if workload in WORKLOADS:
+        assert set(recipe.workload) <= set(WORKLOADS[workload].__dataclass_fields__)
+        assert recipe.epochs is not None or "paper" in WORKLOADS[workload].steps
+
+
+def test_kaisa_multiplies_its_rate_by_the_ranks():
+    recipe = PUBLISHED["kfac"]["resnet50"]
+    assert recipe.at(64, 32, 256).settings["lr"] == pytest.approx(0.0125 * 64)
+    assert recipe.at(1, 32, 256).settings == recipe.settings
+    assert recipe.at(8, 128, 256).settings["lr"] == pytest.approx(0.4)
+    assert recipe.at(8, 128, 256).settings["weight_decay"] == 5e-5
+
+
+def test_dp_kfac_was_given_four_ranks():
+    recipe = PUBLISHED["kfac"]["resnet110"]
+    assert recipe.at(1, 128, 128).settings["lr"] == pytest.approx(0.1)
+    assert recipe.at(16, 128, 128).settings["lr"] == pytest.approx(1.6)
+
+
+def test_sgd_follows_the_linear_rule():
+    recipe = PUBLISHED["sgd"]["resnet50"]
+    assert recipe.at(256, 32, 256).settings["lr"] == pytest.approx(3.2)  # Goyal et al.: 8,192 images
+    assert recipe.at(1, 256, 256).settings["lr"] == pytest.approx(0.1)
+
+
+def test_adamw_and_windows_follow_the_square_root():
+    assert PUBLISHED["adamw"]["gpt2_small"].at(2, 60, 480).settings["lr"] == pytest.approx(3e-4)
+    assert PUBLISHED["mfac"]["resnet20"].at(4, 128, 128).settings["lr"] == pytest.approx(2e-3)
+    assert PUBLISHED["kfac"]["autoencoder"].at(4, 1000, 1000).settings["lr"] == 1.0
+
+
+def test_rates_fall_where_the_programs_let_them_fall():
+    schedule = falling(100, 35, 75, 90, warmup=5, gamma=0.3)
+    found = [factor(schedule, epoch * 10, 1000) for epoch in (0, 2, 5, 34, 35, 74, 75, 90, 99)]
+    assert found == pytest.approx([1 / 50, 21 / 50, 1, 1, 0.3, 0.3, 0.09, 0.027, 0.027])
+    assert falling(164, 82, 123).milestones == (0.5, 0.75)
+
+
+def test_the_size_paper_takes_them():
+    recipe = METHODS["kfac"].recipe("resnet32", "paper")
+    assert recipe is PUBLISHED["kfac"]["resnet32"]
+    assert METHODS["sgd"].recipe("digits", "paper") is METHODS["sgd"].recipe("digits")
+
+
+@pytest.mark.parametrize(("method", "workload"), CASES)
+def test_the_command_plans_it_without_scaling(method, workload, tmp_path):
+    recipe = PUBLISHED[method][workload]
+    words = Train(data_dir=tmp_path, optimizer=method, workload=workload, size="paper", print_recipe=True)
+    for chosen in (words, replace(words, scale_recipe=True)):
+        plan = chosen.plan(recipe.world)
+        assert plan.recipe.settings == recipe.settings
+        assert plan.workload.batch_size == recipe.world * (recipe.batch_size or plan.own_batch_size)
+        assert all(getattr(plan.workload, key) == value for key, value in recipe.workload.items())
+    assert replace(words, world=2 * recipe.world).show_recipe() == 0

@@ -1,0 +1,255 @@
+"""Texts: GPT-2 and its byte pairs, any text for the character model, translations and their BLEU."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.workloads import DataMissingError, make_workload, multi30k
+from benchmarks.workloads.base import cross_entropy
+from benchmarks.workloads.bytepairs import BytePairs, byte_characters, split_words
+from benchmarks.workloads.chargpt import CharGPT
+from benchmarks.workloads.gpt2 import GPT2
+from benchmarks.workloads.multi30k import TEST_FILES, Multi30k
+from benchmarks.workloads.tiny import write_sentences
+from benchmarks.workloads.translation import BEGIN, END, bleu, greedy
+from secondorder import EKFAC, KFAC, HyLo
+
+MERGES = ["#version: 0.2", "Ġ l", "Ġl o", "w e", "e r", "Ġlo we"]
+TOKENS = ["l", "o", "w", "e", "r", "Ġ", "Ġl", "Ġlo", "we", "er", "Ġlowe", "Ã", "©", "Ċ"]
+
+
+# ---------------------------------------------------------------------- characters
+def test_any_text_will_do(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("abcd" * 100)
+    workload = make_workload("chargpt", tmp_path, "smoke", changes={"text": str(path)})
+    tokens, targets = next(workload.batches(0))
+    assert set(tokens.flatten().tolist()) == {0, 1, 2, 3}
+    assert targets.equal((tokens + 1) % 4)
+    assert make_workload("gpt2_small", tmp_path, "smoke", changes={"text": str(path)}).examples == 359 // 32
+
+
+@pytest.mark.parametrize(("content", "why"), [(b"", "it is empty"), (b"\xff\xfe", "must be text in UTF-8")])
+def test_what_is_no_text_is_refused(tmp_path, content, why):
+    (tmp_path / "mine.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=why):
+        next(CharGPT(tmp_path, text=str(tmp_path / "mine.txt")).batches(0))
+
+
+def test_a_missing_text_is_named(tmp_path):
+    with pytest.raises(DataMissingError, match=r"lacks mine\.txt"):
+        next(CharGPT(tmp_path, text=str(tmp_path / "mine.txt")).batches(0))
+    with pytest.raises(DataMissingError, match=r"lacks input\.txt.*text=PATH"):
+        next(GPT2(tmp_path).batches(0))
+
+
+def test_a_text_shorter_than_a_window_is_refused(tmp_path):
+    (tmp_path / "input.txt").write_text("short")
+    with pytest.raises(ValueError, match="must be longer, got 5 tokens for context 32"):
+        next(CharGPT.smoke(tmp_path).batches(0))
+
+
+def test_the_stream_of_the_character_model_is_what_it_was(data_dir):
+    """Figures of evidence hang on it: the weights from the seed, and the places of the windows."""
+    workload = CharGPT(data_dir)
+    model = workload.build_model(0)
+    torch.manual_seed(0)
+    expected = torch.empty(workload._vocabulary, 128).normal_()
+    assert model.tokens.weight.equal(expected)
+    assert [name for name, _ in model.named_parameters()][:4] == [
+        "tokens.weight", "positions.weight", "layers.0.norm1.weight", "layers.0.norm1.bias",
+    ]  # fmt: skip
+    starts = torch.randint(workload._split[0].numel() - 128, (32,), generator=torch.Generator().manual_seed(5))
+    assert next(workload.batches(5))[0][:, 0].equal(workload._split[0][starts])
+
+
+def test_published_size_of_the_character_model(data_dir):
+    """Dropout takes part in training only, and nothing else depends on the mode."""
+    workload = replace(CharGPT.paper(data_dir), batch_size=2, context=8, width=24, layers=1)
+    model, batch = workload.build_model(0), next(workload.batches(0))
+    assert not model(batch[0]).equal(model(batch[0]))
+    model.eval()
+    assert model(batch[0]).equal(model(batch[0]))
+
+
+# ---------------------------------------------------------------------- GPT-2
+def test_gpt2_small_has_its_published_size():
+    workload = GPT2.paper(Path("nowhere"))
+    with torch.device("meta"):
+        model = workload.architecture(50_257)
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+    assert model.head.weight is model.tokens.weight
+    assert (workload.context, workload.layers, workload.width, workload.heads) == (1024, 12, 768, 12)
+
+
+def test_gpt2_is_initialised_as_published(data_dir):
+    model = replace(GPT2(data_dir), layers=3).build_model(0)
+    ends = [layer.attention.out.weight for layer in model.layers] + [layer.mlp[-1].weight for layer in model.layers]
+    assert model.positions.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    assert model.layers[0].attention.query.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    for weight in ends:
+        assert weight.std().item() == pytest.approx(0.02 / 6**0.5, rel=0.02)
+    assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias"))
+
+
+@pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
+def test_a_tied_head_has_a_block(method, data_dir):
+    workload = replace(GPT2.smoke(data_dir), tied=True)
+    model, batch = workload.build_model(0), next(workload.batches(0))
+    optimizer = method(model, lr=0.01, graft="adam", tied="head")
+    assert "fallback" not in optimizer.describe()
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = workload.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+# ---------------------------------------------------------------------- byte pairs
+def _vocabulary(folder, merges=MERGES, tokens=TOKENS):
+    folder.mkdir(exist_ok=True)
+    (folder / "merges.txt").write_text("\n".join(merges) + "\n", encoding="utf-8")
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}), encoding="utf-8")
+    return folder
+
+
+def test_byte_pairs_by_hand(tmp_path):
+    """`` lower`` is Ġ l o w e r: Ġl, then Ġlo, then we before er, then Ġlowe, and r is left."""
+    pairs = BytePairs.read(_vocabulary(tmp_path))
+    assert [TOKENS[i] for i in pairs.encode("low lower\n")] == ["l", "o", "w", "Ġlowe", "r", "Ċ"]
+    assert [TOKENS[i] for i in pairs.encode("weer")] == ["we", "er"]
+    assert [TOKENS[i] for i in pairs.encode("é")] == ["Ã", "©"]  # two bytes
+    assert len(pairs) == len(TOKENS)
+
+
+def test_words_as_gpt2_cuts_them():
+    text = "I'll say: 2½ naïve  cafés,\n\n don't_x"
+    assert split_words(text) == [
+        "I",
+        "'ll",
+        " say",
+        ":",
+        " 2½",
+        " naïve",
+        " ",
+        " cafés",
+        ",",
+        "\n\n",
+        " don",
+        "'t",
+        "_",
+        "x",
+    ]
+    assert "".join(split_words(text)) == text
+    characters = byte_characters()
+    assert len(set(characters.values())) == 256
+    assert [characters[ord(c)] for c in " \nA"] == ["Ġ", "Ċ", "A"]
+
+
+def test_damaged_vocabularies_are_refused(tmp_path):
+    with pytest.raises(DataMissingError, match=r"lacks vocab\.json, merges\.txt"):
+        BytePairs.read(tmp_path)
+    with pytest.raises(ValueError, match="two tokens a line, got 'a b c'"):
+        BytePairs.read(_vocabulary(tmp_path, merges=["a b c"]))
+    (_vocabulary(tmp_path) / "vocab.json").write_text("{")
+    with pytest.raises(ValueError, match="must hold a vocabulary of GPT-2"):
+        BytePairs.read(tmp_path)
+    (tmp_path / "vocab.json").write_text('["a"]')
+    with pytest.raises(ValueError, match="must hold the number of each token"):
+        BytePairs.read(tmp_path)
+    with pytest.raises(ValueError, match="lacks 'x', of 'x'"):
+        BytePairs.read(_vocabulary(tmp_path)).encode("x")
+
+
+def test_gpt2_takes_byte_pairs_where_they_are(tmp_path):
+    folder = _vocabulary(tmp_path / "gpt2")
+    (tmp_path / "input.txt").write_text("low lower " * 60)
+    workload = replace(GPT2.paper(tmp_path), batch_size=2, context=8, width=16, layers=1, heads=2)
+    assert workload.pieces == str(folder)
+    tokens, targets = next(workload.batches(0))
+    assert tokens[:, 1:].equal(targets[:, :-1])
+    assert set(tokens.flatten().tolist()) <= {TOKENS.index(t) for t in ("l", "o", "w", "r", "Ġ", "Ġlo", "Ġlowe")}
+    assert workload.build_model(0)(tokens).shape == (2, 8, len(TOKENS))
+    assert GPT2.paper(tmp_path / "elsewhere").pieces is None
+
+
+# ---------------------------------------------------------------------- translation
+def test_greedy_takes_the_likeliest_word_until_the_end():
+    """A model that counts up from the number of the sentence, and ends after 6."""
+    firsts = torch.tensor([4, 6])
+
+    def next_word(words):
+        assert words[:, 0].eq(BEGIN).all()
+        last = torch.where(torch.tensor(words.shape[1] == 1), firsts - 1, words[:, -1])
+        chosen = torch.where(last >= 6, torch.tensor(END), last + 1)
+        return torch.nn.functional.one_hot(chosen, 8).float()
+
+    assert greedy(next_word, 2, 10) == [[4, 5, 6], [6]]
+    assert greedy(next_word, 2, 2) == [[4, 5], [6]]
+
+
+def test_bleu_by_hand():
+    """Precisions 4/5, 3/4, 2/3, 1/2 of one sentence as long as its reference; one word cannot match."""
+    reference = ["a", "man", "on", "a", "sofa"]
+    assert bleu([reference], [reference]) == pytest.approx(100)
+    assert bleu([["a", "man", "on", "a", "<unknown>"]], [reference]) == pytest.approx(
+        100 * (0.8 * 0.75 * 2 / 3 / 2) ** 0.25
+    )
+    assert bleu([["x"], ["y"]], [reference, reference]) == 0
+
+
+def test_a_model_that_knows_its_sentences_translates_them(tmp_path):
+    pairs = [("eins zwei", "one two"), ("drei", "three"), ("vier fünf eins", "four five one"), ("zwei", "two")]
+    for side, language in enumerate(("de", "en")):
+        lines = [pair[side].split() for pair in pairs]
+        write_sentences(tmp_path / f"train.{language}.gz", lines)
+        write_sentences(tmp_path / f"val.{language}", lines)
+    workload = replace(Multi30k.smoke(tmp_path), batch_size=4)
+    model = workload.build_model(0)
+    assert workload.quality(model)["BLEU, validation"] < 60
+    optimizer, batches = torch.optim.AdamW(model.parameters(), lr=1e-2), workload.batches(0)
+    for _ in range(40):
+        optimizer.zero_grad()
+        workload.loss(model, next(batches)).backward()
+        optimizer.step()
+    assert workload.translate(model, [["drei"], ["vier", "fünf", "eins"]]) == [["three"], ["four", "five", "one"]]
+    assert model.training
+    for name in TEST_FILES:
+        shutil.copy(tmp_path / f"val.{name[-2:]}", tmp_path / name)
+    assert Multi30k.smoke(tmp_path).quality(model) == {"BLEU, test_2016_flickr": 0.0}  # no four words in a row
+
+
+def test_translations_in_parts_are_the_same(data_dir, monkeypatch):
+    workload = Multi30k.smoke(data_dir)
+    model = workload.build_model(0)
+    sentences = workload._validation[0][:9]
+    whole = workload.translate(model, sentences)
+    monkeypatch.setattr(multi30k, "EVAL_SENTENCES", 2)
+    assert workload.translate(model, sentences) == whole
+
+
+def test_label_smoothing_is_for_training_only(data_dir):
+    plain, smooth = Multi30k.smoke(data_dir), replace(Multi30k.smoke(data_dir), label_smoothing=0.1)
+    model, batch = plain.build_model(0), next(plain.batches(0))
+    outputs, targets = plain.outputs(model, batch), plain.targets(batch)
+    even = -outputs.log_softmax(-1).mean(-1)[targets >= 0].mean()
+    expected = 0.9 * plain.loss(model, batch) + 0.1 * even
+    torch.testing.assert_close(smooth.loss(model, batch), expected)
+    assert smooth.evaluate(model) == plain.evaluate(model)
+    torch.testing.assert_close(cross_entropy(outputs, targets), plain.criterion(outputs, targets))
+
+
+def test_published_size_of_the_translator(data_dir):
+    workload = Multi30k.paper(data_dir)
+    with torch.device("meta"):
+        model = replace(workload, layers=1).build_model(0)
+    assert model.transformer.decoder.layers[0].linear1.out_features == 2048
+    assert (workload.layers, workload.width, workload.heads, workload.batch_size) == (6, 512, 8, 128)
+    assert workload.steps["paper"] == 200 * (29_000 // 128)

@@ -1,0 +1,384 @@
+"""The command ``train``: whole runs that stop and go on, what they write down, and recipes on paper."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import checkpoints
+from benchmarks.cli import main
+from benchmarks.commands.train import Train
+from benchmarks.peers import available
+from benchmarks.ranks import Ranks
+from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule, printing
+from benchmarks.runner import History, Trainer, mean_history
+from benchmarks.schedules import factor, make_schedule
+from benchmarks.workloads import make_workload
+
+ROOT = Path(__file__).parents[2]
+WORDS = ("train", "--workload", "digits", "--size", "smoke", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads_and_random_state():
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_rng_state(state)
+
+
+def _trainer(name, schedule=None, amp=None, steps=10):
+    method = METHODS[name]
+    make = partial(method.build, workload="digits")
+    scheduler = None if schedule is None else partial(make_schedule, schedule, steps)
+    closure = method.needs_closure("digits")
+    return Trainer(name, make_workload("digits", Path(), "smoke"), make, 0, scheduler, closure, amp=amp)
+
+
+def _steps(trainer, count):
+    for _ in range(count):
+        trainer.step()
+    return trainer
+
+
+def _run(folder, *words):
+    return main([*WORDS, *words, "--out-dir", str(folder)])
+
+
+def _rows(folder, name="kfac"):
+    return [json.loads(line) for line in (folder / f"train-digits-{name}.jsonl").read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------- going on
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, schedule) for name in ("adamw", "kfac", "hylo", "sparse_mfac") for schedule in (None, COSINE)]
+    + [("kfac_adaptive", None)],
+)
+def test_a_run_goes_on_to_the_bit(tmp_path, name, schedule):
+    whole = _steps(_trainer(name, schedule), 10)
+    part = _steps(_trainer(name, schedule), 6)
+    checkpoints.save(tmp_path / "run.pt", part, Ranks(), {"seed": 0})
+    again = _trainer(name, schedule)
+    checkpoints.load(tmp_path / "run.pt", again, {"seed": 0})
+    assert again.history.losses == part.history.losses
+    assert again.history.step_seconds == part.history.step_seconds
+    _steps(again, 4)
+    assert again.history.losses == whole.history.losses
+    for p, q in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert again.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+
+
+def test_a_longer_run_goes_on_with_the_rates_of_its_own_length():
+    short, long = _steps(_trainer("adamw", COSINE), 5), _trainer("adamw", COSINE, steps=20)
+    long.load_state_dict(short.state_dict())
+    assert long.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * factor(COSINE, 5, 20))
+
+
+def test_random_numbers_go_on_too(data_dir):
+    """Dropout draws from torch's own generator."""
+    workload = make_workload("chargpt", data_dir, "smoke", changes={"dropout": 0.5})
+
+    def build():
+        return Trainer("adamw", workload, partial(METHODS["adamw"].build, workload="chargpt"))
+
+    whole = _steps(build(), 2)
+    state = whole.state_dict()
+    torch.manual_seed(1)
+    again = build()
+    again.load_state_dict(state)
+    _steps(again, 2)
+    torch.manual_seed(2)
+    whole.load_state_dict(state)
+    assert _steps(whole, 2).history.losses == again.history.losses
+
+
+def test_evaluation_leaves_no_trace():
+    seen, other = (_trainer("kfac", amp="bfloat16") for _ in range(2))
+    for _ in range(3):
+        seen.step()
+        assert list(seen.evaluate()) == ["test accuracy"]
+        other.step()
+    assert seen.history.losses == other.history.losses
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    checkpoints.save(path, _steps(_trainer("adamw"), 1), Ranks(), {"seed": 0, "amp": None})
+    with pytest.raises(ValueError, match=r"run\.pt is of another run: seed 0 there, 1 here$"):
+        checkpoints.load(path, _trainer("adamw"), {"seed": 1, "amp": None})
+    with pytest.raises(ValueError, match="the checkpoint has no scheduler, unlike this run"):
+        checkpoints.load(path, _trainer("adamw", COSINE), {"seed": 0, "amp": None})
+    with pytest.raises(ValueError, match="no checkpoint"):
+        checkpoints.load(tmp_path / "none.pt", _trainer("adamw"), {})
+    torch.save([Trainer], tmp_path / "objects.pt")
+    with pytest.raises(ValueError, match=r"objects\.pt holds more than tensors.*--trust-checkpoint, if you wrote it"):
+        checkpoints.load(tmp_path / "objects.pt", _trainer("adamw"), {})
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match=r"list\.pt is no checkpoint of this command"):
+        checkpoints.load(tmp_path / "list.pt", _trainer("adamw"), {})
+
+
+def test_a_run_that_is_killed_while_it_saves_keeps_its_last_checkpoint(tmp_path, monkeypatch):
+    path, trainer = tmp_path / "run.pt", _steps(_trainer("adamw"), 1)
+    checkpoints.save(path, trainer, Ranks(), {})
+    before = path.read_bytes()
+
+    def half(state, new):
+        new.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save(path, _steps(trainer, 1), Ranks(), {})
+    assert path.read_bytes() == before
+
+
+def test_another_number_of_ranks_goes_on_with_the_mean():
+    histories = [History("a", [1.0, 2.0], [0.5, 0.5], [0.25, 0.25]), History("a", [3.0, 4.0]), History("a")]
+    found = mean_history("b", histories)
+    assert (found.label, found.losses, found.step_seconds) == ("b", [2.0, 3.0], [0.5, 0.5])
+
+
+# ---------------------------------------------------------------------- precision
+@pytest.mark.parametrize("name", ["adamw", "kfac", "mfac"])
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+def test_mixed_precision_trains_almost_alike(name, amp):
+    plain, mixed = (_steps(_trainer(name, amp=kind), 5).history.losses for kind in (None, amp))
+    assert plain != mixed
+    assert mixed == pytest.approx(plain, rel=0.05)
+
+
+def test_a_scaler_takes_no_closure():
+    with pytest.raises(ValueError, match="float16: a GradScaler takes no closure"):
+        _trainer("kfac_adaptive", amp="float16")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert _run(tmp_path, "--device", "cuda") == 2
+    assert "sees no CUDA device here, take cpu" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- the command
+def test_the_command_goes_on_and_keeps_its_journal(tmp_path, capsys):
+    words = ("--optimizer", "kfac", "--schedule", "linear", "--warmup", "0.2", "--steps", "8")
+    words += ("--evaluate-every", "4", "--amp", "bfloat16")
+    assert _run(tmp_path / "whole", *words) == 0
+    assert _run(tmp_path / "part", *words, "--checkpoint-every", "3", "--resume", "auto") == 0
+    rows = _rows(tmp_path / "part")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in _rows(tmp_path / "whole")]
+    assert [row["step"] for row in rows if "test accuracy" in row] == [4, 8]
+    assert [row["lr"] for row in rows[:3]] == pytest.approx([0.01, 0.02, 0.02])  # up within two steps, then down
+    assert rows[-1]["lr"] == pytest.approx(0.02 / 6)
+    assert 0 < rows[0]["seconds"] < rows[-1]["seconds"]
+    saved = json.loads((tmp_path / "part" / "train-digits-kfac.json").read_text())
+    assert [entry["step"] for entry in saved["evaluations"]] == [4, 8]
+
+
+def test_the_journal_is_cut_back_to_the_checkpoint(tmp_path):
+    words = ("--optimizer", "adamw", "--steps", "6", "--checkpoint-every", "6", "--evaluate-every", "3")
+    assert _run(tmp_path, *words) == 0
+    journal = tmp_path / "train-digits-adamw.jsonl"
+    kept = journal.read_text()
+    journal.write_text(kept + '{"step": 7, "loss": 9.0}\n{"step": 8, "lo')
+    assert _run(tmp_path, *words[:2], "--steps", "8", "--resume", str(tmp_path / "train-digits-adamw.pt")) == 0
+    assert journal.read_text().startswith(kept)
+    saved = json.loads((tmp_path / "train-digits-adamw.json").read_text())
+    assert [entry["step"] for entry in saved["evaluations"]] == [3, 6]
+    assert [row["step"] for row in _rows(tmp_path, "adamw")] == list(range(1, 9))
+    assert _run(tmp_path, *words[:2], "--seed", "1", "--resume", "auto") == 2
+
+
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path):
+    words = ("--optimizer", "sgd", "--set", "lr=1e30", "--steps", "9", "--checkpoint-every", "1")
+    assert _run(tmp_path, *words, "--evaluate-every", "1") == 1
+    rows = _rows(tmp_path, "sgd")
+    assert rows[-1]["loss"] is None
+    assert len(rows) < 9
+    saved = torch.load(tmp_path / "train-digits-sgd.pt", weights_only=True)["trainer"]
+    assert saved["drawn"] == len(rows) - 1
+
+
+def test_tensorboard_is_asked_for_by_name(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert _run(tmp_path, "--steps", "1", "--tensorboard") == 2
+    assert "--tensorboard needs the package: pip install tensorboard" in capsys.readouterr().err
+
+
+def test_tensorboard_gets_loss_and_metric(tmp_path, monkeypatch):
+    told = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            told.append((Path(folder).relative_to(tmp_path), purge_step))
+
+        def add_scalar(self, name, value, step):
+            told.append((name, step))
+
+        def close(self):
+            told.append("closed")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    words = ("--optimizer", "sgd", "--evaluate-every", "2", "--checkpoint-every", "2", "--tensorboard")
+    assert _run(tmp_path, *words, "--steps", "2") == 0
+    steps = [("loss", 1), ("lr", 1), ("loss", 2), ("lr", 2), ("test accuracy", 2)]
+    assert told == [(Path("tensorboard/train-digits-sgd"), None), *steps, "closed"]
+    told.clear()
+    assert _run(tmp_path, *words, "--steps", "3", "--resume", "auto") == 0
+    assert told[0][1] == 3  # what an earlier run wrote from there on does not count
+    assert told[1:-1] == [("loss", 3), ("lr", 3)]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--steps", "0"), "--steps must be at least 1, got 0"),
+        (("--checkpoint-every", "-1"), "--checkpoint-every must be at least 1, got -1"),
+        (("--schedule", "steps"), "say --milestones 0.5 0.75"),
+        (("--resume", "nowhere.pt"), "no checkpoint nowhere.pt"),
+    ],
+)
+def test_bad_words_are_one_line(tmp_path, capsys, words, why):
+    assert _run(tmp_path, *words) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["muon", "soap"])
+def test_an_optimizer_of_others_trains_and_goes_on(tmp_path, name):
+    if name not in available():
+        pytest.skip(f"{name} is not installed")
+    words = ("--optimizer", name, "--checkpoint-every", "2", "--schedule", "constant")
+    assert _run(tmp_path, *words, "--steps", "4") == 0
+    whole = json.loads((tmp_path / f"train-digits-{name}.json").read_text())
+    assert _run(tmp_path / "part", *words, "--steps", "2") == 0
+    assert _run(tmp_path / "part", *words, "--steps", "4", "--resume", "auto") == 0
+    assert json.loads((tmp_path / "part" / f"train-digits-{name}.json").read_text())["losses"] == whole["losses"]
+
+
+def test_schedules_of_the_command_line():
+    def course(**words):
+        return Train(size="smoke", **words).plan(1).recipe.schedule
+
+    assert course() == Schedule()
+    assert course(schedule="cosine") == Schedule("cosine")
+    assert course(warmup=0.1) == Schedule("constant", 0.1)
+    assert course(schedule="steps", milestones=(0.5,), warmup=0.2) == Schedule("steps", 0.2, (0.5,))
+
+
+# ---------------------------------------------------------------------- recipes
+def test_a_recipe_is_printed_with_its_scaling(tmp_path, capsys):
+    words = ("--optimizer", "kfac", "--print-recipe", "--world", "8", "--set", "momentum=0.8")
+    assert _run(tmp_path, *words) == 0
+    printed = capsys.readouterr().out
+    assert "KFAC on digits, size smoke" in printed
+    assert "tuned here" in printed
+    assert "1 × 64 = 64" in printed
+    scaled = 0.02 * 8**0.5
+    assert f"│ 8 ←   │                512 │ {scaled:.6g} │" in printed
+    shell = (
+        "torchrun --standalone --nproc-per-node 8 -m benchmarks train --workload digits --optimizer kfac --size smoke "
+    )
+    assert f"{shell}--batch-size 512 --scale-recipe --set momentum=0.8\n" in printed
+    assert f"secondorder.KFAC(model, lr={scaled:.6g}, graft='adam', inverse_method='cholesky', " in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_printed_line_trains_what_was_printed(tmp_path, capsys):
+    assert _run(tmp_path, "--optimizer", "adamw", "--print-recipe", "--batch-size", "16", "--steps", "2") == 0
+    *_, shell, python = capsys.readouterr().out.splitlines()
+    assert python == "torch.optim.AdamW(model.parameters(), lr=0.005)"  # a quarter of the examples, half of the rate
+    assert shell.startswith("python -m benchmarks train")
+    assert main([*shell.split()[3:], "--threads", "1", "--out-dir", str(tmp_path)]) == 0
+    saved = json.loads((tmp_path / "train-digits-adamw.json").read_text())
+    assert saved["settings"]["lr"] == 0.005
+
+
+def test_a_recipe_is_scaled_on_request_only(tmp_path, capsys):
+    words = ("--optimizer", "sgd", "--batch-size", "128", "--steps", "1")
+    assert _run(tmp_path, *words) == 0
+    assert (
+        "note: the recipe holds for 64 examples of a step, this run takes 128; its rates stay"
+        in capsys.readouterr().out
+    )
+    assert _run(tmp_path, *words, "--scale-recipe") == 0
+    assert "note" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "train-digits-sgd.json").read_text())["settings"]["lr"] == 0.2  # linear
+    assert (
+        Train(size="smoke", optimizer="sgd", batch_size=128, scale_recipe=True, set=("lr=0.5",))
+        .plan(2)
+        .recipe.settings["lr"]
+        == 0.5
+    )
+
+
+def test_python_lines_build_the_optimizer():
+    """Each line, executed, has the keywords of the recipe."""
+    names = {"torch": torch, "secondorder": __import__("secondorder")}
+    for name in ("kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "adamw"):
+        method = METHODS[name]
+        for workload in ("digits", "multi30k"):
+            settings = method.settings(workload)
+            model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+            built = eval(printing.python_line(method, settings), {**names, "model": model})
+            ours = method.build(model, None, settings)
+            for group, other in zip(built.param_groups, ours.param_groups, strict=True):
+                assert {k: v for k, v in group.items() if k != "params"} == {
+                    k: v for k, v in other.items() if k != "params"
+                }
+    line = printing.python_line(METHODS["sparse_mfac"], {"density": 0.5, "value_dtype": "bfloat16"})
+    assert (
+        line == "secondorder.SparseMFAC(model, compression=secondorder.TopK(density=0.5, value_dtype=torch.bfloat16))"
+    )
+    line = printing.python_line(METHODS["kfac"], {"skip_layers": "LayerNorm,head", "comm": "mem_opt"})
+    assert line == "secondorder.create(\"kfac\", model, skip_layers=[torch.nn.LayerNorm, 'head'], comm='mem_opt')"
+    line = printing.python_line(METHODS["adamw"], {"lr": 0.5, "beta2": 0.95})
+    assert line == "torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.9, 0.95))"
+    assert printing.python_line(replace(METHODS["sgd"], construct=dict), {}) is None
+
+
+def test_schedules_in_words():
+    assert printing.schedule_text(Schedule()) == "constant"
+    assert printing.schedule_text(COSINE) == "warm-up over 5 % of the run, then cosine to nothing"
+    assert printing.schedule_text(Schedule("steps", 0, (0.5, 0.75), 0.2)) == "× 0.2 after 50, 75 % of the run"
+    told = printing.schedule_text(Schedule("steps", 0.05, (0.35, 0.75)), 100)
+    assert told == "warm-up over 5 epochs, then × 0.1 after epochs 35, 75"
+
+
+def test_epochs_of_a_recipe_are_counted_in_steps(monkeypatch):
+    recipe = Recipe({"lr": 0.1}, "a paper", COSINE, batch_size=100, epochs=2)
+    monkeypatch.setitem(METHODS, "sgd", replace(METHODS["sgd"], recipes={"digits": recipe}))
+    plan = Train(size="smoke", optimizer="sgd").plan(2)
+    assert plan.workload.batch_size == 200  # of two ranks
+    assert plan.steps == 15  # 2 · 1437 / 200 = 14.4
+    assert Train(size="smoke", optimizer="sgd", steps=3).plan(1).steps == 3
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_to_the_bit(tmp_path):
+    """Curvature that each rank keeps of its own layers is gathered for the checkpoint, and handed out again."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*WORDS, "--optimizer", "kfac", "--comm", "mem_opt"]
+    for folder, steps in (("whole", "8"), ("part", "5"), ("part", "8")):
+        more = ["--steps", steps, "--checkpoint-every", "5", "--resume", "auto", "--out-dir", str(tmp_path / folder)]
+        done = subprocess.run(
+            [*launcher, "-m", "benchmarks", *words, *more],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    whole, part = (json.loads((tmp_path / name / "train-digits-kfac.json").read_text()) for name in ("whole", "part"))
+    assert whole["losses"] == part["losses"]
+    assert [row["step"] for row in _rows(tmp_path / "part")] == list(range(1, 9))

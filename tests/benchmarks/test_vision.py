@@ -1,0 +1,319 @@
+"""The workloads on pictures: sizes of the published networks, files that are refused, draws that follow the seed."""
+
+import math
+import pickle
+import shutil
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from benchmarks.workloads import DataMissingError, imagenet, make_workload
+from benchmarks.workloads.autoencoder import Autoencoder
+from benchmarks.workloads.cifar import PADDING, random_crops
+from benchmarks.workloads.convnet import ConvNet
+from benchmarks.workloads.digits import Digits
+from benchmarks.workloads.imagenet import MEAN, STD, Pictures, ResNet18, ResNet50, middle_crop, random_crop
+from benchmarks.workloads.lgg import LGG
+from benchmarks.workloads.resnet20 import ResNet20, ResNet32, ResNet110
+from benchmarks.workloads.tiny import write_photographs
+from benchmarks.workloads.unet import UNet
+from benchmarks.workloads.vgg import VGG16
+from tests.distributed.launching import launch, torchrun
+
+# Trainable numbers of the published networks: those of torchvision for ImageNet, of the papers' tables else by hand.
+PUBLISHED = {
+    ResNet20: 269_722,
+    ResNet32: 464_154,
+    ResNet110: 1_727_962,
+    VGG16: 14_724_042,
+    ResNet18: 11_689_512,
+    ResNet50: 25_557_032,
+    LGG: 7_763_041,
+    UNet: 31_036_481,
+    Autoencoder: 2_837_314,
+    ConvNet: 14_682,
+}
+NEW = ("resnet32", "resnet110", "vgg16", "resnet18", "resnet50", "lgg", "convnet")
+MISSING = {
+    "resnet32": ("cifar10", "data_batch_1", "cs.toronto.edu"),
+    "vgg16": ("cifar10", "test_batch", "cs.toronto.edu"),
+    "resnet18": ("imagenet", "train/<class>/*.JPEG, val/<class>/*.JPEG", "image-net.org"),
+    "lgg": ("lgg", "TCGA_*/TCGA_*.tif", "kaggle.com"),
+    "convnet": ("mnist", "train-images-idx3-ubyte.gz", "mnist"),
+}
+
+
+def _first(workload, count=2, seed=0):
+    return list(islice(workload.batches(seed), count))
+
+
+def _same(one, other):
+    return all(a.equal(b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+# ---------------------------------------------------------------------- sizes
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_networks(kind, tmp_path):
+    workload = kind.paper(tmp_path)
+    with torch.device("meta"):
+        model = workload.build_model(0)
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[kind]
+
+
+@pytest.mark.parametrize("kind", [*PUBLISHED, Digits])
+def test_the_published_length_is_the_longest(kind):
+    assert kind.steps["paper"] >= kind.steps["cpu"]
+
+
+def test_depths_of_residual_networks(tmp_path):
+    """6n + 2 layers with weights; the shortcuts of ImageNet's that are projected come on top."""
+    for kind, layers in ((ResNet20, 20), (ResNet32, 32), (ResNet110, 110), (ResNet18, 18 + 3), (ResNet50, 50 + 4)):
+        with torch.device("meta"):
+            model = kind.paper(tmp_path).build_model(0)
+        assert sum(isinstance(module, nn.Conv2d | nn.Linear) for module in model.modules()) == layers
+
+
+def test_digits_have_no_published_run():
+    assert Digits.paper() == Digits()
+
+
+# ---------------------------------------------------------------------- all
+@pytest.mark.parametrize("name", MISSING)
+def test_missing_data_says_what_and_where(name, tmp_path):
+    folder, files, origin = MISSING[name]
+    with pytest.raises(DataMissingError) as caught:
+        _first(make_workload(name, tmp_path))
+    for part in (str(tmp_path / folder), files, origin, "<data-dir>"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_training_stays_finite(name, data_dir):
+    workload = make_workload(name, data_dir, "smoke")
+    model = workload.build_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for batch in _first(workload, 3):
+        optimizer.zero_grad()
+        loss = workload.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        assert math.isfinite(loss.item())
+    part, everything = workload.evaluate(model), workload.evaluate(model, everything=True)
+    assert 0 <= part <= 1
+    assert 0 <= everything <= 1
+    assert workload.examples >= workload.batch_size
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "message"),
+    [
+        ("resnet20", "dataset", "cifar1000", "dataset must be one of cifar10, cifar100, got 'cifar1000'"),
+        ("vgg16", "augment", "crop", "augment must be one of none, flips, crops, got 'crop'"),
+        ("resnet32", "label_smoothing", 1.0, r"label_smoothing must be in \[0, 1\), got 1.0"),
+        ("resnet50", "label_smoothing", -0.1, r"label_smoothing must be in \[0, 1\), got -0.1"),
+        ("resnet18", "workers", -1, "workers must be >= 0, got -1"),
+        ("lgg", "side", 100, "side must be a multiple of 8, got 100"),
+        ("lgg", "side", 0, "side must be a multiple of 8, got 0"),
+        ("lgg", "augment", "crops", "augment must be one of none, flips, affine, got 'crops'"),
+        ("lgg", "dice", -1.0, "dice must be >= 0 and finite, got -1.0"),
+        ("autoencoder", "growth_steps", 1, "growth_steps must be 0 or at least 2, got 1"),
+    ],
+)
+def test_fields_are_checked(name, field, value, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make_workload(name, tmp_path, changes={field: value})
+
+
+def test_label_smoothing_joins_the_loss(tmp_path):
+    outputs, targets = torch.randn(6, 10), torch.arange(6)
+    logs = outputs.log_softmax(1)
+    expected = -(0.9 * logs[range(6), targets] + 0.1 * logs.mean(1)).mean()
+    for name in ("resnet20", "resnet50"):
+        loss = make_workload(name, tmp_path, changes={"label_smoothing": 0.1}).criterion(outputs, targets)
+        torch.testing.assert_close(loss, expected)
+
+
+# ---------------------------------------------------------------------- CIFAR
+def test_a_hundred_classes(data_dir):
+    workload = make_workload("resnet32", data_dir, "smoke", changes={"dataset": "cifar100"})
+    (images, labels), _ = _first(workload)
+    assert images.shape == (32, 3, 32, 32)
+    assert labels.max() > 10
+    model = workload.build_model(0)
+    assert model(images).shape == (32, 100)
+    assert 0 <= workload.evaluate(model, everything=True) <= 1
+    with pytest.raises(DataMissingError, match="cifar-100-python"):
+        _first(replace(workload, data_dir=data_dir / "mnist"))
+
+
+def test_augmentation_follows_the_seed_and_its_name(data_dir):
+    flips = make_workload("resnet20", data_dir, "smoke")
+    plain, crops = replace(flips, augment="none"), replace(flips, augment="crops")
+    for workload in (plain, flips, crops):
+        assert _same(_first(workload), _first(workload))
+    ordered = next(plain.in_order(train=True, batch_size=1000))[0]
+    first, mirrored, cropped = (_first(workload)[0][0] for workload in (plain, flips, crops))
+    place = [int((ordered == image).flatten(1).all(1).nonzero()) for image in first]
+    assert len(set(place)) == len(place)
+    same = [bool(a.equal(b)) for a, b in zip(first, mirrored, strict=True)]
+    turned = [bool(a.equal(b.flip(-1))) for a, b in zip(first, mirrored, strict=True)]
+    assert all(a != b for a, b in zip(same, turned, strict=True))
+    assert 5 < sum(same) < 27
+    assert sum(a.equal(b) for a, b in zip(mirrored, cropped, strict=True)) < 4
+    assert [len(labels) for _, labels in plain.in_order(train=False, batch_size=50)] == [50, 14]
+
+
+def test_crops_are_shifted_by_at_most_the_padding():
+    images = torch.arange(1.0, 33).expand(1000, 1, 32, 32) + 32 * torch.arange(32.0)[:, None]
+    crops = random_crops(images, torch.Generator().manual_seed(0))
+    shifts = {divmod(int(crop[0, PADDING, PADDING]) - 1, 32) for crop in crops}
+    assert shifts == {(i, j) for i in range(2 * PADDING + 1) for j in range(2 * PADDING + 1)}
+    corner = crops[:, 0, 0, 0]
+    assert ((corner == 0) | (corner <= 33 * PADDING + 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"labels": [0, 1, 2]}, "not a CIFAR-100 batch: 'fine_labels'"),
+        ({"fine_labels": [0, 1, 100]}, "must hold labels from 0 to 99, got 0 to 100"),
+        ({"fine_labels": [0, 1, -1]}, "must hold labels from 0 to 99, got -1 to 1"),
+        ({"fine_labels": [[0, 1, 2]]}, "train is damaged"),
+    ],
+)
+def test_a_damaged_file_of_a_hundred_classes_is_refused(content, message, tmp_path):
+    folder = tmp_path / "cifar100" / "cifar-100-python"
+    folder.mkdir(parents=True)
+    for name in ("train", "test"):
+        data = {"data": np.zeros((3, 3072), np.uint8), **content}
+        (folder / name).write_bytes(pickle.dumps(data, protocol=2))
+    with pytest.raises(ValueError, match=message):
+        _first(make_workload("vgg16", tmp_path, "smoke", changes={"dataset": "cifar100"}))
+
+
+# ---------------------------------------------------------------------- ImageNet
+def test_pictures_do_not_depend_on_workers_or_shares(data_dir):
+    workload = make_workload("resnet18", data_dir, "smoke")
+    whole = _first(workload, 5)  # past the end of an epoch
+    assert {tuple(images.shape) for images, _ in whole} == {(8, 3, 32, 32)}
+    assert not whole[0][0].equal(whole[4][0])
+    assert _same(whole[2:], list(islice(workload.batches(0, skip=2), 3)))
+    parts = [list(islice(workload.batches(0, rank=rank, ranks=2), 5)) for rank in range(2)]
+    joined = [tuple(torch.cat(both) for both in zip(*pair, strict=True)) for pair in zip(*parts, strict=True)]
+    assert _same(whole, joined)
+    with pytest.raises(ValueError, match="a batch of 8 cannot be divided evenly among 3 ranks"):
+        next(workload.batches(0, ranks=3))
+    before = torch.get_rng_state()
+    assert _same(whole, _first(replace(workload, workers=2), 5))
+    assert before.equal(torch.get_rng_state())
+
+
+def test_all_held_out_pictures_or_a_part(data_dir, monkeypatch):
+    monkeypatch.setattr(imagenet, "EVAL_PICTURES", 4)
+    workload = make_workload("resnet50", data_dir, "smoke")
+    seen = []
+
+    class First(nn.Module):
+        def forward(self, x):
+            seen.append(len(x))
+            return torch.eye(4)[:1].expand(len(x), 4)
+
+    assert workload.evaluate(First()) == workload.evaluate(First(), everything=True) == 1 / 4
+    assert seen == [4, 8]
+
+
+def test_as_many_classes_as_are_asked_for(data_dir, tmp_path):
+    workload = make_workload("resnet18", data_dir, "smoke", changes={"classes": 2, "batch_size": 16})
+    assert workload.examples == 16
+    assert _first(workload, 1)[0][1].sort().values.tolist() == [0] * 8 + [1] * 8
+    with pytest.raises(ValueError, match="must hold 5 classes, got 4"):
+        _first(replace(workload, classes=5))
+    write_photographs(tmp_path, np.random.default_rng(0), classes=3, each=4)
+    few = make_workload("resnet18", tmp_path, "smoke", changes={"classes": 3})
+    shutil.rmtree(tmp_path / "val" / "n00000001")
+    with pytest.raises(ValueError, match=r"val/n00000001 must hold pictures \(\.jpeg, \.jpg, \.png\), got none"):
+        few.evaluate(few.build_model(0))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_photograph_is_named(workers, tmp_path):
+    write_photographs(tmp_path, np.random.default_rng(0), each=4)
+    for path in tmp_path.rglob("*_3.JPEG"):
+        path.write_bytes(path.read_bytes()[:300])
+    workload = make_workload("resnet18", tmp_path, "smoke", changes={"workers": workers})
+    with pytest.raises(ValueError, match=r"_3\.JPEG is truncated or no picture"):
+        _first(workload)
+
+
+def test_colours_are_those_of_the_file(tmp_path):
+    """Of any kind that the data set has: gray, four inks, and palettes with transparency."""
+    (tmp_path / "a").mkdir()
+    gray = Image.new("RGB", (40, 40), (200, 200, 200))
+    kinds = {"0.png": gray, "1.png": gray.convert("L"), "2.jpg": gray.convert("CMYK"), "3.PNG": gray.quantize(4)}
+    for name, picture in kinds.items():
+        picture.save(tmp_path / "a" / name)
+    pictures = Pictures(tmp_path, ["a"], 32)
+    for number in range(4):
+        image, label = pictures[number, -1]
+        levels = image * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
+        assert label == 0
+        assert (levels - 200 / 255).abs().max() < 0.02
+
+
+def test_random_crops_are_parts_of_the_picture():
+    """Red tells the column and green the row, so a crop tells where it comes from."""
+    rows, columns = np.mgrid[:200, :250]
+    picture = Image.fromarray(np.stack([columns, rows, 0 * rows], 2).astype(np.uint8))
+    areas, ratios, mirrored = [], [], 0
+    for seed in range(200):
+        crop = np.asarray(random_crop(picture, 32, seed), np.float64)
+        across, down = crop[0, -1, 0] - crop[0, 0, 0], crop[-1, 0, 1] - crop[0, 0, 1]
+        mirrored += across < 0
+        width, height = abs(across) * 32 / 31, down * 32 / 31
+        areas.append(width * height / picture.width / picture.height)
+        ratios.append(width / height)
+    assert 0.07 < min(areas) < 0.15 < 0.8 < max(areas) < 1.05
+    assert 0.7 < min(ratios) < 0.8 < 1.25 < max(ratios) < 1.42
+    assert 70 < mirrored < 130
+
+
+def test_crops_of_long_pictures_and_from_the_middle():
+    for size in ((2, 300), (300, 2), (1, 1)):
+        assert random_crop(Image.new("RGB", size), 8, 0).size == (8, 8)
+        assert middle_crop(Image.new("RGB", size), 8).size == (8, 8)
+    rows = np.broadcast_to(np.arange(256, dtype=np.uint8)[:, None, None], (256, 256, 3))
+    middle = np.asarray(middle_crop(Image.fromarray(rows.copy()), 224))
+    assert (middle[0, 0, 0], middle[-1, 0, 0]) == (16, 239)
+
+
+# ---------------------------------------------------------------------- MNIST
+def test_batches_that_grow(data_dir):
+    workload = replace(Autoencoder.smoke(data_dir), batch_size=4, growth_steps=7)
+    sizes = [len(images) for images, _ in islice(workload.batches(0), 9)]
+    assert sizes == [4, 8, 16, 32, 64, 128, 256, 256, 256]
+    assert _same(_first(workload, 4), _first(workload, 4))
+    sizes = [len(images) for images, _ in islice(replace(workload, growth_steps=13).batches(0), 12)]
+    assert sizes == [4, 6, 8, 8, 16, 16, 32, 40, 64, 88, 128, 176]  # multiples of 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "comm", "roles"),
+    [
+        (2, "chief_only", ["rank 0", "rank 1"]),
+        (3, "dedicated_workers:gradient=[0], factor=[1], inverse=[2]", ["rank 1 (factor)", "rank 2 (inverse)"]),
+    ],
+)
+def test_convnet_with_a_chief_and_with_dedicated_workers(ranks, comm, roles, data_dir, tmp_path):
+    words = ["-m", "benchmarks", "train", "--workload", "convnet", "--optimizer", "kfac", "--size", "smoke"]
+    words += ["--no-recipe", "--set", "lr=0.01", "graft=adam", "factor_update_steps=1", "inv_update_steps=2"]
+    words += ["--steps", "8", "--batch-size", "30", "--threads", "1", "--comm", comm, "--data-dir", str(data_dir)]
+    done = launch(torchrun("--standalone", f"--nproc-per-node={ranks}", *words), tmp_path, 150)
+    assert done.returncode == 0, done.stdout
+    for role in roles:
+        assert role in done.stdout
