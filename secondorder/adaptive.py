@@ -165,7 +165,8 @@ class AdaptiveOptimizer(ModelledOptimizer):
         if rejected:
             before.undo()
             self._forget_momentum(before)
-            factor = self._rise()
+            # A λ that is far too small would take dozens of steps, none of which moves, to be mended by a few percent each.
+            factor = max(self._rise(), 2.0 ** (self.param_groups[0]["rejected_in_a_row"] - 1))
         self._scale_damping(factor)
 
     def _count_rejections(self, rejected: bool) -> None:

@@ -101,6 +101,21 @@ def test_a_rejected_step_raises_damping_once_and_by_the_ceiling() -> None:
     assert seen == [pytest.approx(0.1 / 0.95**2), 0.12, 0.12]
 
 
+def test_damping_rises_ever_faster_with_rejections_in_a_row() -> None:
+    model, (x, y) = mlp(), batch()
+    optimizer = kfac(model, adaptive_damping=True, damping_interval=1, reject_steps=True)
+    loop = Loop(model, optimizer, x, y)
+    seen = [optimizer.param_groups[0]["damping"]]
+    for _ in range(5):
+        optimizer.step(lambda: (loop(), float(loop.calls))[1])
+        seen.append(optimizer.param_groups[0]["damping"])
+    assert [b / a for a, b in zip(seen, seen[1:], strict=False)] == pytest.approx([1 / 0.95, 2.0, 4.0, 8.0, 16.0])
+    optimizer.step(loop)  # taken: the count starts anew
+    before = optimizer.param_groups[0]["damping"]
+    optimizer.step(lambda: (loop(), float(loop.calls))[1])
+    assert optimizer.param_groups[0]["damping"] == pytest.approx(before / 0.95)
+
+
 def test_momentum_that_is_rejected_twice_starts_anew() -> None:
     """An isolated rejection restores momentum; one that would come again, whatever λ is, ends it."""
     model, (x, y) = mlp(), batch()
