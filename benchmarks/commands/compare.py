@@ -4,7 +4,6 @@ It can be stopped at any time and goes on where it was; results that lie in the 
 """
 
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -25,12 +24,14 @@ from benchmarks.compare.tables import summary_tables
 from benchmarks.peers import available, set_paths
 from benchmarks.recipes import METHODS
 from benchmarks.settings import parse_settings
-from benchmarks.workloads import DataMissingError, Size, WorkloadName, make_workload
-from benchmarks.workloads.tiny import write_tiny_data
+from benchmarks.workloads import Size, Workload, WorkloadName
+from benchmarks.workloads.stand_in import found_or_made_up
 
 TARGETS: dict[str, tuple[float, float]] = {"autoencoder": (0.2, 0.4), "poisson": (0.2, 0.4)}
 """Shares of the best first-order run's steps and seconds within which one of ours should reach its loss."""
 TARGET = (0.7, 1.0)
+SMOKE_STEPS = 30
+"""Most steps of a whole run in the small size: enough to see that everything works."""
 
 
 @dataclass
@@ -78,7 +79,8 @@ class Compare(Common):
             0, or 1 when an optimizer's whole run failed.
         """
         set_paths(self.peer_path)
-        with self._data() as (data_dir, made_up):
+        changes = parse_settings(self.workload_set)
+        with found_or_made_up(self.workload, self.data_dir, self.size, changes) as (data_dir, made_up):
             setting = self._setting(data_dir)
             path = self.results or self.out_dir / f"compare-{self.workload}-{self.size}.json"
             results = store.load(path, self._head(setting, made_up))
@@ -144,12 +146,18 @@ class Compare(Common):
             workload_changes=parse_settings(self.workload_set),
         )
 
+    def _steps(self, workload: Workload) -> int:
+        own = workload.steps[self.size]
+        if self.steps is not None:
+            return self.steps
+        return min(own, SMOKE_STEPS) if self.size == "smoke" else own
+
     def _head(self, setting: Setting, made_up: bool) -> dict[str, Any]:
         workload = setting.make_workload()
         return {
             "workload": self.workload,
             "size": self.size,
-            "steps": workload.steps[self.size] if self.steps is None else self.steps,
+            "steps": self._steps(workload),
             "batch_size": workload.batch_size,
             "examples": workload.examples,
             "workload_settings": dict(setting.workload_changes),
@@ -162,28 +170,6 @@ class Compare(Common):
             "share_target": list(TARGETS.get(self.workload, TARGET)),
             "made_up_data": made_up,
         }
-
-    @contextmanager
-    def _data(self) -> Iterator[tuple[Path, bool]]:
-        """Find the data; in the small size made-up data stands in for missing files.
-
-        Yields:
-            Folder of the data, and whether it is made up.
-
-        Raises:
-            DataMissingError: When files are missing for another size.
-        """
-        with tempfile.TemporaryDirectory() as spare:
-            try:
-                next(make_workload(self.workload, self.data_dir, self.size).batches(self.seed))
-            except DataMissingError:
-                if self.size != "smoke":
-                    raise
-                print(f"{self.workload}: no data in {self.data_dir}, so made-up data of the same format stands in")
-                write_tiny_data(Path(spare))
-                yield Path(spare), True
-            else:
-                yield self.data_dir, False
 
     def _report(self, results: dict[str, Any], path: Path) -> None:
         store.save(path, results)

@@ -6,7 +6,6 @@ shows for that case, nothing else, and the loss after as many steps must be at l
 methods differ from it in the name, in the damping, which follows the gradients, and in the length of a dense window.
 """
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,8 +22,8 @@ from benchmarks.commands.options import Common
 from benchmarks.recipes import Schedule
 from benchmarks.runner import History, Trainer, race
 from benchmarks.schedules import make_schedule
-from benchmarks.workloads import DataMissingError, Size, Workload, make_workload
-from benchmarks.workloads.tiny import write_tiny_data
+from benchmarks.workloads import Size, Workload, make_workload
+from benchmarks.workloads.stand_in import found_or_made_up
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, SparseMFAC
 
 Base = Literal["adamw", "sgd"]
@@ -127,40 +126,20 @@ class Swap(Common):
         names = list(SCRIPTS) if self.workload is None else [self.workload]
         bases = list(LINES) if self.base is None else [self.base]
         outcomes = []
-        with tempfile.TemporaryDirectory() as spare, report.progress_bar() as progress:
+        with report.progress_bar() as progress:
             task = progress.add_task("scripts", total=len(names) * len(bases))
             for name in names:
-                workload = self._workload(name, Path(spare))
-                for base in bases:
-                    progress.update(task, description=f"{name}, {base}")
-                    outcomes.append(self._compare(name, base, workload))
-                    progress.advance(task)
+                with found_or_made_up(name, self.data_dir, self.size) as (data_dir, _):
+                    workload = make_workload(name, data_dir, self.size)
+                    for base in bases:
+                        progress.update(task, description=f"{name}, {base}")
+                        outcomes.append(self._compare(name, base, workload))
+                        progress.advance(task)
         lines = {base: (line, REPLACEMENTS[self.method][base]) for base, line in LINES.items()}
         data = {"size": self.size, "seed": self.seed, "lines": lines, "outcomes": [asdict(o) for o in outcomes]}
         stem = f"swap-{self.size}" if self.method == "kfac" else f"swap-{self.size}-{self.method}"
         report.save(self.out_dir, stem, [_table(self.size, outcomes)], data)
         return int(not all(outcome.passed for outcome in outcomes))
-
-    def _workload(self, name: ScriptName, spare: Path) -> Workload:
-        """Return a workload; in the small size, made-up data stands in for missing files.
-
-        Args:
-            name: Which one.
-            spare: Folder for made-up data.
-
-        Returns:
-            The workload.
-        """
-        workload = make_workload(name, self.data_dir, self.size)
-        try:
-            next(workload.batches(self.seed))
-        except DataMissingError:
-            if self.size != "smoke":
-                raise
-            print(f"{name}: no data in {self.data_dir}, so made-up data of the same format stands in")
-            write_tiny_data(spare)
-            workload = make_workload(name, spare, self.size)
-        return workload
 
     def _compare(self, name: ScriptName, base: Base, workload: Workload) -> Outcome:
         """Run a script before and after the change.

@@ -5,7 +5,7 @@ Under ``torchrun`` all ranks train together, each on its share of every batch, a
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from benchmarks.recipes import Recipe
 from benchmarks.runner import WINDOW, Trainer, memory_usage, race
 from benchmarks.schedules import make_schedule
 from benchmarks.settings import parse_settings
+from benchmarks.workloads.stand_in import found_or_made_up
 from secondorder import SecondOrderOptimizer
 from secondorder.comm.counter import Counter
 
@@ -66,20 +67,26 @@ class Train(Planned):
         if self.print_recipe:
             return self.show_recipe()
         device = own_device(self.device)
-        with joined(device) as ranks:
-            return self._run(ranks, device)
+        changes = parse_settings(self.workload_set)
+        with (
+            joined(device) as ranks,
+            found_or_made_up(self.workload, self.data_dir, self.size, changes, ranks.first) as (data_dir, made_up),
+        ):
+            return self._run(ranks, device, data_dir, made_up)
 
-    def _run(self, ranks: Ranks, device: torch.device) -> int:
+    def _run(self, ranks: Ranks, device: torch.device, data_dir: Path, made_up: bool) -> int:
         """Train, and report on the first rank.
 
         Args:
             ranks: The processes that train together.
             device: Where.
+            data_dir: Folder of the data.
+            made_up: Whether that is made up.
 
         Returns:
             Exit status.
         """
-        plan = self.plan(ranks.size)
+        plan = replace(self, data_dir=data_dir).plan(ranks.size)
         assert plan.steps is not None  # only a printed recipe goes without
         make = partial(plan.method.build, workload=None, changes=plan.recipe.settings)
         schedule = partial(make_schedule, plan.recipe.schedule, plan.steps)
@@ -94,7 +101,7 @@ class Train(Planned):
         figures = ranks.gather(mine)
         trainer.history.losses = mean_losses(figures)
         if ranks.first:
-            self._report(trainer, plan.recipe, figures, measured)
+            self._report(trainer, plan.recipe, figures, measured, made_up)
         return int(trainer.history.diverged)
 
     @property
@@ -209,6 +216,7 @@ class Train(Planned):
         recipe: Recipe,
         ranks: Sequence[RankFigures],
         measured: list[dict[str, float]],
+        made_up: bool,
     ) -> None:
         """Print and save what the run did.
 
@@ -217,6 +225,7 @@ class Train(Planned):
             recipe: Keywords of its optimizer, and its schedule.
             ranks: What each rank measured.
             measured: What was found on held-out data along the way.
+            made_up: Whether the data is made up.
         """
         history, memory = trainer.history, ranks[0].memory
         found = trainer.evaluate(self.evaluate, quality=self.evaluate)
@@ -234,7 +243,7 @@ class Train(Planned):
         seconds = f"{sum(history.step_seconds):.1f}"
         keywords = " ".join(f"{key}={value}" for key, value in recipe.settings.items())
         table = report.make_table(
-            f"{self.workload}: {history.label} {keywords}",
+            f"{self.workload}{' (made-up data)' * made_up}: {history.label} {keywords}",
             ("loss at step", *columns, *found, "seconds", "optimizer bytes"),
             [
                 (
@@ -258,6 +267,7 @@ class Train(Planned):
             "source": recipe.source,
             "schedule": asdict(recipe.schedule),
             "batch_size": trainer.workload.batch_size,
+            "made_up_data": made_up,
             "device": self.device,
             "amp": self.amp,
         }

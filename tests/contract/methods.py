@@ -178,6 +178,7 @@ def _layer_variant(
     *,
     over_gradients: bool = False,
     narrow: bool = False,
+    own_size: bool = False,
 ) -> Variant:
     """A variant of a layer method.
 
@@ -188,6 +189,7 @@ def _layer_variant(
         sizes: By kind of `memory_usage()`: the numbers of bytes.
         over_gradients: Whether momentum runs over the gradients of blocks, instead of their directions.
         narrow: Whether one task is enough.
+        own_size: Whether steps have a size that the clip leaves alone.
     """
     own = {"gradient_momentum", "gradient_updates"} if over_gradients else set()
 
@@ -205,7 +207,9 @@ def _layer_variant(
         dtypes=dtypes,
         heavy_ball=not over_gradients,
         lingers=over_gradients,
-        excludes=frozenset({"graft", "inner", "nesterov"} if over_gradients else ()),
+        excludes=frozenset(
+            {*({"graft", "inner", "nesterov"} if over_gradients else ()), *({"kl_clip"} if own_size else ())}
+        ),
         narrow=narrow,
     )
 
@@ -349,6 +353,21 @@ METHODS = (
                 _SCALED,
                 _EKFAC,
                 over_gradients=True,
+            ),
+            _layer_variant(
+                "spectral",
+                {
+                    "estimator": "running",
+                    "momentum_mode": "pre",
+                    "power": 0.5,
+                    "fallback_eps": 1e-3,
+                    "orthogonalize": True,
+                },
+                _SCALED,
+                _EKFAC,
+                over_gradients=True,
+                narrow=True,
+                own_size=True,
             ),
             _layer_variant("qr", {"basis_update": "qr"}, _SCALED | {"off_diagonal"}, _EKFAC, narrow=True),
         ),

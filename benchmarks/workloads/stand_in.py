@@ -1,0 +1,56 @@
+"""Data where there is none: in the small size made-up files of the same format stand in for missing ones."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workloads import DataMissingError, Size, WorkloadName, make_workload
+from benchmarks.workloads.tiny import write_tiny_data
+
+
+@contextmanager
+def found_or_made_up(
+    name: WorkloadName,
+    data_dir: Path,
+    size: Size,
+    changes: Mapping[str, Any] | None = None,
+    talk: bool = True,
+) -> Iterator[tuple[Path, bool]]:
+    """Give the folder that a workload is to read: in the small size one of made-up files where some are missing.
+
+    Args:
+        name: The workload.
+        data_dir: Where its files should be.
+        size: Other sizes than ``"smoke"`` take the folder as it is.
+        changes: Fields of the workload that are changed.
+        talk: Say it when the data is made up; several ranks would all say it.
+
+    Yields:
+        The folder, and whether what it holds is made up; such a folder goes with the end of the body.
+
+    Raises:
+        DataMissingError: When nothing stands in for what is missing, such as a file that the changes name.
+    """
+    missing = _missing(name, data_dir, size, changes) if size == "smoke" else None
+    if missing is None:
+        yield data_dir, False
+        return
+    with tempfile.TemporaryDirectory() as spare:
+        write_tiny_data(Path(spare))
+        if _missing(name, Path(spare), size, changes):
+            raise missing
+        if talk:
+            print(f"{name}: no data in {data_dir}, so made-up data of the same format stands in")
+        yield Path(spare), True
+
+
+def _missing(
+    name: WorkloadName, data_dir: Path, size: Size, changes: Mapping[str, Any] | None
+) -> DataMissingError | None:
+    try:
+        next(make_workload(name, data_dir, size, changes=changes).batches(0))
+    except DataMissingError as err:
+        return err
+    return None
