@@ -60,7 +60,7 @@ class Ranks:
         Returns:
             The model in ``DistributedDataParallel``, or the model itself where some ranks compute no gradients.
         """
-        return DistributedDataParallel(model) if self._readers(optimizer)[1] == self.size > 1 else model
+        return DistributedDataParallel(model) if self.readers(optimizer)[1] == self.size > 1 else model
 
     def share(self, batch: Batch, optimizer: Optimizer) -> Batch:
         """Return the part of a batch that this rank trains on.
@@ -75,7 +75,7 @@ class Ranks:
         Raises:
             ValueError: When the examples cannot be divided evenly.
         """
-        rank, size = self._readers(optimizer)
+        rank, size = self.readers(optimizer)
         examples = len(batch[0])
         if examples % size:
             raise ValueError(
@@ -85,7 +85,7 @@ class Ranks:
         inputs, targets = (part.chunk(size)[rank] for part in batch)
         return inputs, targets
 
-    def _readers(self, optimizer: Optimizer) -> tuple[int, int]:
+    def readers(self, optimizer: Optimizer) -> tuple[int, int]:
         """Return the index of this rank among those that read data, and their number.
 
         Args:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from inspect import signature
 from itertools import islice
 from statistics import fmean
 from typing import Any, cast
@@ -245,8 +246,15 @@ class Trainer:
         Yields:
             Inputs and targets.
         """
-        for batch in islice(self.workload.batches(self._seed), skip, None):
-            yield cast("Batch", moved(self._ranks.share(batch, self.optimizer), self.precision.device))
+        draw: Callable[..., Iterator[Batch]] = self.workload.batches
+        if "skip" in signature(draw).parameters:  # one that decodes no more than it has to
+            rank, ranks = self._ranks.readers(self.optimizer)
+            own = draw(self._seed, skip=skip, rank=rank, ranks=ranks)
+        else:
+            whole = islice(draw(self._seed), skip, None)
+            own = (self._ranks.share(batch, self.optimizer) for batch in whole)
+        for batch in own:
+            yield cast("Batch", moved(batch, self.precision.device))
 
     def _train_on(self, batch: Batch) -> Tensor:
         if self._closure:

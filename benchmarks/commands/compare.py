@@ -19,7 +19,7 @@ from benchmarks.compare import store
 from benchmarks.compare.html import write_report
 from benchmarks.compare.plan import STEP, Budget, Job, end_loss, pending
 from benchmarks.compare.roster import find
-from benchmarks.compare.runs import Setting, execute, recipe_of
+from benchmarks.compare.runs import Setting, execute, key_of, recipe_of
 from benchmarks.compare.tables import summary_tables
 from benchmarks.peers import available, set_paths
 from benchmarks.recipes import METHODS
@@ -205,7 +205,7 @@ def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) 
         if run["optimizer"] not in names:
             return True
         job = Job(run["optimizer"], run["phase"], run["factor"], run["seed"], run["steps"])
-        return bool(run["key"] == job.key(recipe_of(job, setting).settings))
+        return bool(run["key"] == key_of(job, recipe_of(job, setting)))
 
     results["runs"] = [run for run in results["runs"] if current(run)]
 

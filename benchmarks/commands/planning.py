@@ -73,7 +73,8 @@ class Planned(Common):
     milestones: tuple[float, ...] = ()
     """For --schedule steps: shares of the run after which the learning rate falls to a tenth; unset: the recipe's."""
     size: Size = "cpu"
-    """Size of the model and of the batch; paper takes published recipes where there are any."""
+    """Size of the model and of the batch; paper takes published recipes where there are any, smoke makes tiny data
+    where files are missing."""
     batch_size: int | None = None
     """Examples per step, of all ranks together; unset: those per rank of the recipe, or else the workload's own number
     in all."""

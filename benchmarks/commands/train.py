@@ -93,7 +93,7 @@ class Train(Planned):
         trainer = Trainer(
             plan.method.label, plan.workload, make, self.seed, schedule, plan.closure, ranks, device, self.amp
         )
-        identity = self._identity(plan)
+        identity = {**self._identity(plan), **({"made_up_data": True} if made_up else {})}
         self._resume(trainer, identity)
         if ranks.first:
             self.say_what_is_not_scaled(plan)

@@ -34,16 +34,17 @@ class Job:
     steps: int
     """Length of the run and of its schedule."""
 
-    def key(self, settings: Mapping[str, Any]) -> str:
+    def key(self, settings: Mapping[str, Any], *more: Any) -> str:
         """Return what tells this run from others; the seed of a sift, say, or a recipe that has changed.
 
         Args:
             settings: Keywords of the optimizer.
+            *more: What else a run depends on: a schedule that is not the comparison's.
 
         Returns:
             A short text.
         """
-        text = json.dumps([asdict(self), dict(settings)], sort_keys=True, default=str)
+        text = json.dumps([asdict(self), dict(settings), *more], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

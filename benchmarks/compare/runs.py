@@ -3,8 +3,8 @@
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,16 @@ class Setting:
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
 
     def make_workload(self) -> Workload:
-        """Return the workload."""
-        return make_workload(self.workload, self.data_dir, self.size, self.batch_size, self.workload_changes)
+        """Return the workload, the same one each time: reading its data may take longer than a short run."""
+        changes = tuple(sorted(self.workload_changes.items()))
+        return _read_once(self.workload, self.data_dir, self.size, self.batch_size, changes)
+
+
+@lru_cache(maxsize=1)
+def _read_once(
+    name: WorkloadName, data_dir: Path, size: Size, batch_size: int | None, changes: tuple[tuple[str, Any], ...]
+) -> Workload:
+    return make_workload(name, data_dir, size, batch_size, dict(changes))
 
 
 def recipe_of(job: Job, setting: Setting) -> Recipe:
@@ -55,6 +63,19 @@ def recipe_of(job: Job, setting: Setting) -> Recipe:
         The recipe with the searched keywords multiplied.
     """
     return find(job.optimizer).recipe(setting.workload, setting.size).times(job.factor)
+
+
+def key_of(job: Job, recipe: Recipe) -> str:
+    """Return what tells a run from others.
+
+    Args:
+        job: The run.
+        recipe: Its recipe.
+
+    Returns:
+        A short text.
+    """
+    return job.key(recipe.settings, *([asdict(recipe.schedule)] if recipe.own_schedule else []))
 
 
 def schedule_of(recipe: Recipe, setting: Setting) -> Schedule:
@@ -84,7 +105,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
     set_paths(setting.peer_paths)
     method, recipe = find(job.optimizer), recipe_of(job, setting)
     entry: dict[str, Any] = {
-        "key": job.key(recipe.settings),
+        "key": key_of(job, recipe),
         "optimizer": job.optimizer,
         "label": method.label,
         "ours": method.ours,

@@ -34,20 +34,25 @@ def _recipes(
     source: str,
     schedule: Schedule = COSINE,
     searched: tuple[str, ...] = ("lr",),
+    note: str = "",
 ) -> dict[str, Recipe]:
     """Make the recipes of a method.
 
     Args:
         settings: Returns the keywords on a workload, given its name and AdamW's rate.
         source: Where they come from.
-        schedule: Course of the rate.
+        schedule: Course of the rate; one that is not the common one belongs to the optimizer.
         searched: Keywords that a search multiplies.
+        note: What a reader of a comparison should know.
 
     Returns:
         Recipes by workload.
     """
-    names = OURS["adamw"].recipes
-    return {name: Recipe(settings(name, _adamw(name)), source, schedule, searched=searched) for name in names}
+    own = schedule is not COSINE
+    return {
+        name: Recipe(settings(name, _adamw(name)), source, schedule, searched=searched, own_schedule=own, note=note)
+        for name in OURS["adamw"].recipes
+    }
 
 
 def _adamw(workload: str) -> float:
@@ -119,7 +124,13 @@ SOAP = _recipes(_soap, _SOAP)
 SHAMPOO = _recipes(_shampoo, _SHAMPOO)
 PSGD_KRON = _recipes(lambda _, rate: {"lr": _times(rate, 3)}, _KRON)
 SINGD = _recipes(_singd, _SINGD, searched=("lr", "adamw_lr"))
-SCHEDULE_FREE = _recipes(lambda _, rate: {"lr": _times(rate, 3)}, _SCHEDULE_FREE, WARMUP)
+SCHEDULE_FREE = _recipes(
+    lambda _, rate: {"lr": _times(rate, 3)},
+    _SCHEDULE_FREE,
+    WARMUP,
+    note="no schedule but its own warm-up; losses of training are at its point of gradients, the held-out metric at "
+    "the average",
+)
 KFAC_PYTORCH = _recipes(_kfac_pytorch, _KFAC_PYTORCH, searched=("lr", "kl_clip"))
 DISTRIBUTED_SHAMPOO = _recipes(_meta_shampoo, _META_SHAMPOO)
 IST_MFAC = _recipes(_ist_mfac, _IST_MFAC)

@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +11,9 @@ from benchmarks.cli import main
 from benchmarks.commands.compare import Compare
 from benchmarks.compare import store
 from benchmarks.compare.plan import STEP, Budget, Job, pending, sift, winner
-from benchmarks.compare.runs import curve
-from benchmarks.recipes import Recipe, Schedule
+from benchmarks.compare.roster import find
+from benchmarks.compare.runs import Setting, curve, key_of, schedule_of
+from benchmarks.recipes import COSINE, Recipe, Schedule
 from benchmarks.runner import History
 from benchmarks.schedules import factor
 
@@ -92,6 +95,16 @@ def test_the_key_of_a_run_follows_its_settings():
     assert job.key({"lr": 1.0}) == job.key({"lr": 1.0})
     assert job.key({"lr": 1.0}) != job.key({"lr": 2.0})
     assert job.key({"lr": 1.0}) != Job("kfac", "final", 1.0, 1, 10).key({"lr": 1.0})
+
+
+def test_a_schedule_that_belongs_to_the_optimizer_stays():
+    setting = Setting("digits", "cpu", Path("data"))
+    own, common = (find(name).recipe("digits") for name in ("schedule_free", "muon"))
+    assert schedule_of(own, setting) == Schedule("constant", 0.05)
+    assert schedule_of(common, setting) == COSINE
+    job = Job("schedule_free", "final", 1.0, 0, 10)
+    assert key_of(job, own) != key_of(job, replace(own, schedule=COSINE))
+    assert key_of(job, common) == key_of(job, replace(common, schedule=own.schedule))  # the comparison's counts
 
 
 def test_a_factor_multiplies_what_is_searched_and_nothing_else():

@@ -240,6 +240,22 @@ def test_as_many_classes_as_are_asked_for(data_dir, tmp_path):
         few.evaluate(few.build_model(0))
 
 
+def test_a_run_that_goes_on_decodes_what_it_trains_on(data_dir, monkeypatch):
+    make = partial(torch.optim.SGD, lr=0.1)
+    workload = make_workload("resnet18", data_dir, "smoke")
+    whole, part = (Trainer("sgd", workload, lambda model: make(model.parameters())) for _ in range(2))
+    for _ in range(5):
+        whole.step()
+        if len(whole.history.losses) == 3:
+            part.load_state_dict(copy.deepcopy(whole.state_dict()))
+    decoded, own = [], Pictures.__getitem__
+    monkeypatch.setattr(Pictures, "__getitem__", lambda self, draw: decoded.append(draw) or own(self, draw))
+    part.step()
+    assert len(decoded) == workload.batch_size
+    part.step()
+    assert part.history.losses == whole.history.losses
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_photograph_is_named(workers, tmp_path):
     write_photographs(tmp_path, np.random.default_rng(0), each=4)

@@ -1,0 +1,59 @@
+"""The small size: it runs anywhere, on made-up data where there is none, and says so."""
+
+import json
+
+import pytest
+
+from benchmarks.cli import main
+from benchmarks.workloads import WORKLOADS, DataMissingError
+from benchmarks.workloads.stand_in import found_or_made_up
+
+NEED_NONE = ("digits", "poisson")  # one comes with scikit-learn, the other is a formula
+BY_DEFAULT = ("resnet18", "glue")
+CASES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in WORKLOADS]
+
+
+@pytest.mark.parametrize("workload", CASES)
+def test_compare_needs_no_data(workload, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # where there is no folder of data
+    words = ["compare", "--workload", workload, "--size", "smoke", "--steps", "3"]
+    assert main([*words, "--optimizers", "sgd", "muon", "kfac", "--out-dir", "out"]) == 0
+    found = json.loads((tmp_path / "out" / f"compare-{workload}-smoke.json").read_text(encoding="utf-8"))
+    finals = [run for run in found["runs"] if run["phase"] == "final"]
+    assert [(run["optimizer"], run["taken"], run["failed"]) for run in finals] == [
+        (name, 3, None) for name in ("sgd", "muon", "kfac")
+    ]
+    made_up = workload not in NEED_NONE
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert ("Made-up data" in page) == ("made-up data" in capsys.readouterr().out) == found["made_up_data"] == made_up
+    assert not any(word in page for word in ("<script", "<link", "<img", "src="))
+    assert str(tmp_path) not in page
+
+
+def test_train_needs_no_data_in_the_small_size(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--workload", "features", "--optimizer", "sgd", "--steps", "2", "--threads", "1"]
+    assert main([*words, "--size", "smoke"]) == 0
+    assert "features: no data in data, so made-up data" in capsys.readouterr().out
+    assert json.loads((tmp_path / "bench-output" / "train-features-sgd.json").read_text())["made_up_data"]
+    assert main(words) == 2
+    assert "missing data" in capsys.readouterr().err
+
+
+def test_nothing_stands_in_for_a_file_of_ones_own(tmp_path):
+    own = found_or_made_up("chargpt", tmp_path, "smoke", {"text": str(tmp_path / "mine.txt")})
+    with pytest.raises(DataMissingError, match=r"mine\.txt"), own:
+        pass
+
+
+def test_data_that_is_there_is_taken(data_dir, capsys):
+    with found_or_made_up("chargpt", data_dir, "smoke") as found:
+        assert found == (data_dir, False)
+    assert capsys.readouterr().out == ""
+
+
+def test_made_up_data_goes_with_the_run(tmp_path):
+    with found_or_made_up("chargpt", tmp_path, "smoke", talk=False) as (folder, made_up):
+        assert made_up
+        assert (folder / "shakespeare").is_dir()
+    assert not folder.exists()
