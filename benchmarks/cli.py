@@ -15,6 +15,7 @@ from benchmarks.commands.features import Features
 from benchmarks.commands.fetch import Fetch
 from benchmarks.commands.kernel import Kernel
 from benchmarks.commands.memory import Memory
+from benchmarks.commands.overview import Overview
 from benchmarks.commands.rank_fraction import RankFraction
 from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.robustness import Robustness
@@ -38,6 +39,7 @@ Command = (
     | Fetch
     | Kernel
     | Memory
+    | Overview
     | RankFraction
     | Ranks
     | Robustness

@@ -22,7 +22,7 @@ from benchmarks.compare.roster import find
 from benchmarks.compare.runs import Setting, execute, key_of, recipe_of
 from benchmarks.compare.tables import summary_tables
 from benchmarks.peers import available, set_paths
-from benchmarks.recipes import METHODS
+from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import Size, Workload, WorkloadName
 from benchmarks.workloads.stand_in import found_or_made_up
@@ -130,8 +130,11 @@ class Compare(Common):
         return Budget(steps, tuple(self.factors), self.seeds, 1 / 6, share)
 
     def _everyone(self) -> list[str]:
-        names = [*METHODS, *available()]
-        return [name for name in names if self.workload in find(name).recipes]
+        names = [name for name in (*METHODS, *available()) if self.workload in find(name).recipes]
+        plain = {name: dict(find(name).settings(self.workload, size=self.size)) for name in names}
+        # A variant that is the recipe of its method on this workload would do every run twice.
+        twins = [name for name in names if name in VARIANTS and plain[name] == plain[name.split("_")[0]]]
+        return [name for name in names if name not in twins]
 
     def _setting(self, data_dir: Path) -> Setting:
         return Setting(

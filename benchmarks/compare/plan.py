@@ -117,6 +117,20 @@ def winner(runs: Sequence[Run], optimizer: str) -> float | None:
     return ranked[0][1] if ranked and math.isfinite(ranked[0][0]) else None
 
 
+def chosen(runs: Sequence[Run], optimizer: str, budget: Budget) -> float | None:
+    """Return the factor of an optimizer's whole runs: the only one there is, or the best of its sift.
+
+    Args:
+        runs: Finished runs.
+        optimizer: Whose.
+        budget: What it gets.
+
+    Returns:
+        The factor, or None when no trial ended with a finite loss.
+    """
+    return budget.factors[0] if len(budget.factors) == 1 else winner(runs, optimizer)
+
+
 def sift(runs: Sequence[Run], optimizer: str, budget: Budget) -> list[Job]:
     """Return the trials that an optimizer still needs.
 
@@ -126,11 +140,13 @@ def sift(runs: Sequence[Run], optimizer: str, budget: Budget) -> list[Job]:
         budget: What it gets.
 
     Returns:
-        Jobs; none once its best rate is known.
+        Jobs; none once its best rate is known, or where there is one rate only.
     """
+    if len(budget.factors) == 1:
+        return []
     done = sorted(run["factor"] for run in of(runs, optimizer, "sift"))
     missing = [factor for factor in budget.factors if not any(math.isclose(factor, other) for other in done)]
-    if not missing and budget.extend and len(budget.factors) > 1 and len(done) < len(budget.factors) + EXTENSIONS:
+    if not missing and budget.extend and len(done) < len(budget.factors) + EXTENSIONS:
         missing = _beyond(done, winner(runs, optimizer))
     return [Job(optimizer, "sift", factor, 0, budget.sift_steps) for factor in missing]
 
@@ -168,12 +184,13 @@ def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str]
     trials = {name: sift(runs, name, budget) for name in optimizers}
     for jobs in trials.values():
         yield from jobs
-    ready = [(name, factor) for name in optimizers if not trials[name] and (factor := winner(runs, name)) is not None]
+    best = {name: chosen(runs, name, budget) for name in optimizers if not trials[name]}
+    ready = [(name, factor) for name, factor in best.items() if factor is not None]
     for seed in range(budget.seeds):
         yield from _missing(runs, [Job(name, "final", factor, seed, budget.steps) for name, factor in ready])
         if budget.short_share:
-            chosen = [(name, factor) for name, factor in ready if name in short]
-            yield from _missing(runs, [Job(name, "short", factor, seed, budget.short_steps) for name, factor in chosen])
+            some = [(name, factor) for name, factor in ready if name in short]
+            yield from _missing(runs, [Job(name, "short", factor, seed, budget.short_steps) for name, factor in some])
 
 
 def _missing(runs: Sequence[Run], jobs: Sequence[Job]) -> Iterator[Job]:

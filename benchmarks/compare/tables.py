@@ -55,7 +55,7 @@ def markdown(results: Results) -> str:
     Returns:
         The text.
     """
-    parts = [_plain(" ".join(wording.summary(results))), _plain(" ".join(wording.fairness(results)))]
+    parts = [plain(" ".join(wording.summary(results))), plain(" ".join(wording.fairness(results)))]
     parts += [markdown_table(table) for table in all_rows(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -70,16 +70,23 @@ def markdown_table(table: Rows) -> str:
         The text.
     """
     head = [_line(table.columns), "|" + "|".join([" :--- ", *[" ---: "] * (len(table.columns) - 1)]) + "|"]
-    text = "\n".join([f"**{_plain(table.title)}**", "", *head, *map(_line, table.rows)])
-    return f"{text}\n\n{_plain(table.caption)}" if table.caption else text
+    text = "\n".join([f"**{plain(table.title)}**", "", *head, *map(_line, table.rows)])
+    return f"{text}\n\n{plain(table.caption)}" if table.caption else text
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(_plain, cells)) + " |"
+    return "| " + " | ".join(map(plain, cells)) + " |"
 
 
-def _plain(text: str) -> str:
-    """Return text that Markdown shows as it is, on one line."""
+def plain(text: str) -> str:
+    """Return text that Markdown shows as it is, on one line.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The text.
+    """
     for letter in ("\\", "|", "*", "_", "`", "<", "["):
         text = text.replace(letter, f"\\{letter}")
     return " ".join(text.split())

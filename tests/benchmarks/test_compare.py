@@ -64,6 +64,12 @@ def test_there_are_no_more_than_two_rates_beyond():
     assert winner(runs, "kfac") == STEP**3
 
 
+def test_of_one_rate_there_is_no_trial():
+    budget = Budget(60, (0.5,), seeds=1)
+    assert sift([], "kfac", budget) == []
+    assert [(job.phase, job.factor) for job in pending([], ["kfac"], (), budget)] == [("final", 0.5)]
+
+
 def test_of_equal_trials_the_smaller_rate_wins():
     assert winner([_run("kfac", "sift", 1.0, f) for f in (1.0, STEP)], "kfac") == 1.0
     assert winner([_run("kfac", "sift", None)], "kfac") is None
@@ -163,7 +169,7 @@ def test_a_comparison_goes_on_where_it_was(tmp_path, capsys):
     assert main([*WORDS, "--out-dir", str(tmp_path)]) == 0
     first = json.loads(path.read_text())
     assert [(run["optimizer"], run["phase"]) for run in first["runs"]] == [
-        (name, phase) for phase in ("sift", "final") for name in ("sgd", "muon", "kfac")
+        (name, "final") for name in ("sgd", "muon", "kfac")  # where there is one rate, nothing is sifted
     ]
     assert all(run["taken"] == run["steps"] and run["failed"] is None for run in first["runs"])
     assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
@@ -173,16 +179,16 @@ def test_a_comparison_goes_on_where_it_was(tmp_path, capsys):
 
 
 def test_a_run_of_a_changed_recipe_is_done_again(tmp_path):
-    words = [*WORDS[:-3], "sgd", "--out-dir", str(tmp_path)]
+    words = [*WORDS[:-3], "sgd", "muon", "--out-dir", str(tmp_path)]
     assert main(words) == 0
     path = tmp_path / "compare-digits-smoke.json"
     results = json.loads(path.read_text())
-    results["runs"][1]["key"] = "that of another recipe"
+    results["runs"][0]["key"] = "that of another recipe"
     path.write_text(json.dumps(results))
     assert main(words) == 0
     again = json.loads(path.read_text())["runs"]
-    assert [run["phase"] for run in again] == ["sift", "final"]
-    assert again[0] == results["runs"][0]
+    assert [run["optimizer"] for run in again] == ["muon", "sgd"]  # what was dropped comes last
+    assert again[0] == results["runs"][1]
     assert again[1]["key"] != "that of another recipe"
 
 
@@ -195,3 +201,5 @@ def test_everyone_takes_part_who_needs_no_path():
     names = Compare()._everyone()
     assert {"sgd", "adamw", "muon", "soap", "kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt"} <= set(names)
     assert "kfac_pytorch" not in names
+    assert "ekfac_natural" not in names  # which is the recipe of ekfac there
+    assert "ekfac_whiten" in names

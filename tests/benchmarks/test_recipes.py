@@ -20,9 +20,7 @@ def _marks(name, workload):
 
 
 CASES = [
-    pytest.param(name, workload, marks=_marks(name, workload))
-    for name in LAYERED
-    for workload in METHODS[name].recipes
+    pytest.param(name, workload, marks=_marks(name, workload)) for name in LAYERED for workload in METHODS[name].recipes
 ]
 
 

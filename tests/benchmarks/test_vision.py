@@ -1,9 +1,11 @@
 """The workloads on pictures: sizes of the published networks, files that are refused, draws that follow the seed."""
 
+import copy
 import math
 import pickle
 import shutil
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from benchmarks.runner import Trainer
 from benchmarks.workloads import DataMissingError, imagenet, make_workload
 from benchmarks.workloads.autoencoder import Autoencoder
 from benchmarks.workloads.cifar import PADDING, random_crops
