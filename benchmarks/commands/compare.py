@@ -8,20 +8,22 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from benchmarks import report
 from benchmarks.commands.options import Common
 from benchmarks.compare import store
 from benchmarks.compare.html import write_report
-from benchmarks.compare.plan import STEP, Budget, Job, end_loss, pending
+from benchmarks.compare.plan import STEP, Budget, Job, current, end_loss, pending
 from benchmarks.compare.roster import find
-from benchmarks.compare.runs import Setting, execute, key_of, recipe_of
+from benchmarks.compare.runs import Setting, execute, key_of, measure_reference, recipe_of
 from benchmarks.compare.tables import summary_tables
-from benchmarks.peers import available, set_paths
+from benchmarks.peers import PEERS, available, set_paths
 from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import Size, Workload, WorkloadName
@@ -58,7 +60,8 @@ class Compare(Common):
     jobs: int = 1
     """Runs at a time, each with its own --threads."""
     threads: int = 1
-    """Threads of a run. With one of them seconds are those of the processor, which other work does not lengthen."""
+    """Threads of a run. With one of them seconds are those of the processor, scaled by steps of SGD in between to its
+    speed when the comparison began, for other work slows it down; with more they are those of the clock."""
     batch_size: int | None = None
     """Examples per step; unset: the workload's own number."""
     workload_set: tuple[str, ...] = ()
@@ -88,6 +91,11 @@ class Compare(Common):
             names = list(self.optimizers) or self._everyone()
             for name in names:
                 find(name).recipe(self.workload, self.size)  # names a wrong one before hours have passed
+                if name in PEERS and name not in available():
+                    find(name).construct(nn.Linear(1, 1), **find(name).settings(self.workload))  # says what is missing
+            if self.threads == 1 and self.size != "smoke":
+                results.setdefault("reference_seconds", measure_reference(setting))
+                setting = replace(setting, reference_seconds=results["reference_seconds"])
             self._fill(results, names, setting, path)
         self._report(results, path)
         return int(any(run["failed"] for run in results["runs"] if run["optimizer"] in names))
@@ -121,6 +129,7 @@ class Compare(Common):
                     if isinstance(future.exception(), TimeoutError):
                         continue
                     results["runs"].append(future.result() | {"machine": len(results["machines"]) - 1})
+                    results["runs"] = current(results["runs"], names, budget)
                     store.save(path, results)
                     progress.advance(task)
 
@@ -170,6 +179,7 @@ class Compare(Common):
             "loss": "mean of 10 training steps",
             "schedule": "warm-up over 5 % of the steps, then cosine to nothing",
             "clock": "processor" if self.threads == 1 else "wall",
+            "factors": [float(f"{factor:.4g}") for factor in self.factors],
             "share_target": list(TARGETS.get(self.workload, TARGET)),
             "made_up_data": made_up,
         }
@@ -196,7 +206,7 @@ def _counts_hits(metric: str) -> bool:
 
 
 def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) -> None:
-    """Forget runs of recipes that have changed since: their trials are not those of the recipe.
+    """Forget runs that failed, which deserve another try, and those of recipes that have changed since.
 
     Args:
         results: The results; changed in place.
@@ -204,13 +214,15 @@ def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) 
         setting: What all runs share.
     """
 
-    def current(run: Mapping[str, Any]) -> bool:
+    def stays(run: Mapping[str, Any]) -> bool:
         if run["optimizer"] not in names:
             return True
+        if run["failed"]:
+            return False
         job = Job(run["optimizer"], run["phase"], run["factor"], run["seed"], run["steps"])
         return bool(run["key"] == key_of(job, recipe_of(job, setting)))
 
-    results["runs"] = [run for run in results["runs"] if current(run)]
+    results["runs"] = [run for run in results["runs"] if stays(run)]
 
 
 def _best(runs: list[dict[str, Any]], names: list[str], budget: Budget) -> list[str]:

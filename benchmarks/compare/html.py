@@ -144,7 +144,9 @@ def _tiles(results: Results) -> str:
 def _facts(results: Results) -> list[tuple[str, str]]:
     """Return what was run and where, the values as HTML."""
     held_out = "all held-out data" if results.get("everything") else "the workload's sample of held-out data"
-    clock = "of the processor, all threads together" if results["clock"] == "processor" else "of the clock on the wall"
+    scaled = ", scaled to its speed at the start by steps of SGD in between" if results.get("reference_seconds") else ""
+    processor = f"of the processor{scaled}"
+    clock = processor if results["clock"] == "processor" else "of the clock on the wall"
     facts = [
         ("workload", f"{results['workload']}, size {results['size']}: {results['examples']} training examples"),
         ("full run", f"{results['steps']} steps of {results['batch_size']} examples"),

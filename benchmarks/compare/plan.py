@@ -166,6 +166,25 @@ def _beyond(done: Sequence[float], best: float | None) -> list[float]:
     return [done[-1] * STEP] if best == done[-1] else []
 
 
+def current(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> list[Run]:
+    """Return the runs that count: whole runs of a rate that is no longer the best one do not.
+
+    Args:
+        runs: Finished runs.
+        optimizers: Whose are looked at; those of others stay.
+        budget: What each gets.
+
+    Returns:
+        The runs that stay.
+    """
+    best = {name: chosen(runs, name, budget) for name in optimizers}
+    return [
+        run
+        for run in runs
+        if run["phase"] == "sift" or run["optimizer"] not in best or run["factor"] == best[run["optimizer"]]
+    ]
+
+
 def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str], budget: Budget) -> Iterator[Job]:
     """Yield the jobs that can be done now, the most useful first.
 

@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks.compare.plan import Job
 from benchmarks.compare.roster import find
-from benchmarks.peers import evaluating, set_paths, versions
+from benchmarks.peers import PeerMissingError, evaluating, set_paths, versions
 from benchmarks.recipes import COSINE, Method, Recipe, Schedule
 from benchmarks.runner import WINDOW, History, Trainer, optimizer_bytes
 from benchmarks.schedules import make_schedule
-from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
+from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
 POINTS = 60
 """Of a curve that is kept."""
+REFERENCE_EVERY = 5
+"""Steps between two of the reference."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class Setting:
     """Evaluate on all held-out data."""
     schedule: Schedule = COSINE
     peer_paths: tuple[str, ...] = ()
+    reference_seconds: float | None = None
+    """What a step of SGD took when the file of results was begun; None: seconds are not scaled."""
     deadline: float = math.inf
     """Time of day, in seconds since the epoch, at which runs that are not done are given up."""
     workload_changes: Mapping[str, Any] = field(default_factory=dict)
@@ -120,7 +125,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
     }
     try:
         return entry | _train(job, setting, method, recipe)
-    except TimeoutError:
+    except (TimeoutError, DataMissingError, PeerMissingError):
         raise
     except Exception as err:
         empty = {"taken": 0, "diverged": False, "curve": [], "metric": None, "quality": {}, "optimizer_bytes": 0}
@@ -133,13 +138,69 @@ def _train(job: Job, setting: Setting, method: Method, recipe: Recipe) -> dict[s
     schedule = partial(make_schedule, schedule_of(recipe, setting), job.steps)
     closure = method.needs_closure(None, recipe.settings)
     trainer = Trainer(method.label, workload, make, job.seed, schedule, closure)
-    for _ in range(job.steps):
+    reference = reference_of(workload, setting) if setting.reference_seconds else None
+    for step in range(job.steps):
         if time.time() > setting.deadline:
             raise TimeoutError(f"{method.label}: out of time after {len(trainer.history.losses)} steps")
         if trainer.diverged:
             break
         trainer.step()
-    return _figures(trainer, job, setting)
+        if reference is not None and step % REFERENCE_EVERY == 0:
+            reference.step()
+    return _figures(trainer, job, setting) | _scaled(trainer.history, reference, setting)
+
+
+def reference_of(workload: Workload, setting: Setting) -> Trainer:
+    """Return a run of SGD whose steps tell how fast the machine is just now.
+
+    Args:
+        workload: What it trains; nobody looks at its losses.
+        setting: The comparison.
+
+    Returns:
+        The run.
+    """
+    sgd = find("sgd").recipe(setting.workload, setting.size).times(1e-3)  # so small that it cannot diverge
+    return Trainer("reference", workload, partial(find("sgd").construct, **sgd.settings))
+
+
+def measure_reference(setting: Setting, steps: int = 12) -> float:
+    """Return what a step of SGD takes.
+
+    Args:
+        setting: The comparison.
+        steps: Steps that are looked at, after three that are not.
+
+    Returns:
+        Median seconds of the processor.
+    """
+    torch.set_num_threads(setting.threads)
+    reference = reference_of(setting.make_workload(), setting)
+    for _ in range(steps + 3):
+        reference.step()
+    return median(reference.history.processor_seconds[3:])
+
+
+def _scaled(history: History, reference: Trainer | None, setting: Setting) -> dict[str, Any]:
+    """Return the curve with seconds as they would be at the speed at which the comparison began.
+
+    Other work on the machine slows a processor down: it shares caches, memory and clock. Steps of SGD in between are
+    slowed down alike.
+
+    Args:
+        history: The run.
+        reference: SGD's steps in between, or None.
+        setting: The comparison.
+
+    Returns:
+        What replaces the entries of the run.
+    """
+    if reference is None or setting.reference_seconds is None or not reference.history.processor_seconds:
+        return {}
+    now = median(reference.history.processor_seconds)
+    scale = setting.reference_seconds / now
+    points = [[step, loss, _short(worked * scale), passed] for step, loss, worked, passed in curve(history)]
+    return {"curve": points, "reference_seconds": _short(now)}
 
 
 def _figures(trainer: Trainer, job: Job, setting: Setting) -> dict[str, Any]:

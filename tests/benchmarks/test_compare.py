@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.cli import main
 from benchmarks.commands.compare import Compare
 from benchmarks.compare import store
-from benchmarks.compare.plan import STEP, Budget, Job, pending, sift, winner
+from benchmarks.compare.plan import STEP, Budget, Job, current, pending, sift, winner
 from benchmarks.compare.roster import find
-from benchmarks.compare.runs import Setting, curve, key_of, schedule_of
+from benchmarks.compare.runs import Setting, curve, execute, key_of, schedule_of
 from benchmarks.recipes import COSINE, Recipe, Schedule
 from benchmarks.runner import History
 from benchmarks.schedules import factor
@@ -159,9 +160,39 @@ def test_results_of_another_comparison_are_refused(tmp_path):
         store.load(path, head)
 
 
+def test_whole_runs_of_a_rate_that_is_no_longer_the_best_do_not_count():
+    runs = [_run("kfac", "sift", loss, f) for loss, f in zip((3.0, 1.0, 2.0), BUDGET.factors, strict=True)]
+    runs += [_run("kfac", "final", 0.5, STEP), _run("kfac", "final", 0.4, 1.0), _run("sgd", "final", 0.3, STEP)]
+    assert current(runs, ["kfac"], BUDGET) == [*runs[:3], runs[4], runs[5]]
+
+
+def test_seconds_are_scaled_to_the_speed_at_the_start(data_dir):
+    setting = Setting("digits", "smoke", data_dir, reference_seconds=1e6)
+    run = execute(Job("kfac", "final", 1.0, 0, 11), setting)
+    plain = execute(Job("kfac", "final", 1.0, 0, 11), replace(setting, reference_seconds=None))
+    assert [point[:2] for point in run["curve"]] == [point[:2] for point in plain["curve"]]  # SGD changes nothing else
+    assert "reference_seconds" not in plain
+    assert 1e6 < run["curve"][-1][2] < 1e10  # in steps of SGD: some, at a million seconds each
+    assert 0 < run["reference_seconds"] < 10
+
+
+def test_a_run_that_failed_is_tried_again(tmp_path, capsys):
+    words = [*WORDS[:-3], "kfac_pytorch", "--out-dir", str(tmp_path)]
+    assert main(words) == 2  # before anything runs
+    assert "--peer-path kfac_pytorch=DIR" in capsys.readouterr().err
+    assert main([*WORDS[:-3], "sgd", "--out-dir", str(tmp_path)]) == 0
+    path = tmp_path / "compare-digits-smoke.json"
+    results = json.loads(path.read_text())
+    results["runs"][-1]["failed"] = "MemoryError: some other time"
+    path.write_text(json.dumps(results))
+    assert main([*WORDS[:-3], "sgd", "--out-dir", str(tmp_path)]) == 0
+    assert json.loads(path.read_text())["runs"][-1]["failed"] is None
+
+
 WORDS = ("compare", "--workload", "digits", "--size", "smoke", "--steps", "12", "--optimizers", "sgd", "muon", "kfac")
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_a_comparison_goes_on_where_it_was(tmp_path, capsys):
     assert main([*WORDS, "--minutes", "0", "--out-dir", str(tmp_path)]) == 0
     path = tmp_path / "compare-digits-smoke.json"
@@ -169,7 +200,8 @@ def test_a_comparison_goes_on_where_it_was(tmp_path, capsys):
     assert main([*WORDS, "--out-dir", str(tmp_path)]) == 0
     first = json.loads(path.read_text())
     assert [(run["optimizer"], run["phase"]) for run in first["runs"]] == [
-        (name, "final") for name in ("sgd", "muon", "kfac")  # where there is one rate, nothing is sifted
+        (name, "final")
+        for name in ("sgd", "muon", "kfac")  # where there is one rate, nothing is sifted
     ]
     assert all(run["taken"] == run["steps"] and run["failed"] is None for run in first["runs"])
     assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
@@ -178,6 +210,7 @@ def test_a_comparison_goes_on_where_it_was(tmp_path, capsys):
     assert f"report: {tmp_path / 'report.html'}\n" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_a_run_of_a_changed_recipe_is_done_again(tmp_path):
     words = [*WORDS[:-3], "sgd", "muon", "--out-dir", str(tmp_path)]
     assert main(words) == 0
@@ -190,6 +223,14 @@ def test_a_run_of_a_changed_recipe_is_done_again(tmp_path):
     assert [run["optimizer"] for run in again] == ["muon", "sgd"]  # what was dropped comes last
     assert again[0] == results["runs"][1]
     assert again[1]["key"] != "that of another recipe"
+
+
+def test_rates_are_measured_on_this_machine():
+    found = store.limits(1)
+    assert found["threads"] == 1
+    assert found["torch"] == torch.__version__
+    assert found["gemm_gflops"]["best"] >= found["gemm_gflops"]["median"] > 0
+    assert found["copy_gbytes"]["best"] >= found["copy_gbytes"]["median"] > 0
 
 
 def test_an_unknown_optimizer_is_named(tmp_path, capsys):

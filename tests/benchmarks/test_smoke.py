@@ -4,9 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import machine
 from benchmarks.cli import main
-from benchmarks.machine import Rate
 from benchmarks.workloads import WORKLOADS, DataMissingError
 from benchmarks.workloads.stand_in import found_or_made_up
 
@@ -15,11 +13,10 @@ BY_DEFAULT = ("resnet18", "glue")
 CASES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.slow) for name in WORKLOADS]
 
 
+@pytest.mark.usefixtures("known_machine")
 @pytest.mark.parametrize("workload", CASES)
 def test_compare_needs_no_data(workload, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)  # where there is no folder of data
-    monkeypatch.setattr(machine, "gemm_gflops", lambda: Rate(1.0, 1.0))  # a second each, whatever the workload
-    monkeypatch.setattr(machine, "copy_gbytes", lambda: Rate(1.0, 1.0))
     words = ["compare", "--workload", workload, "--size", "smoke", "--steps", "3"]
     assert main([*words, "--optimizers", "sgd", "muon", "kfac", "--out-dir", "out"]) == 0
     found = json.loads((tmp_path / "out" / f"compare-{workload}-smoke.json").read_text(encoding="utf-8"))
