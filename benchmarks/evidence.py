@@ -6,6 +6,7 @@ a command that is started again, after an interruption or with more cells to fil
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ VERSION = 1
 Identity = Mapping[str, Any]
 """Everything that the figures of a cell depend on, beside the code and the machine."""
 Figures = dict[str, Any]
+Machine = dict[str, Any]
 
 _RISEN = 2.0
 """A mean loss of so many times the first one counts as diverged."""
@@ -111,13 +113,14 @@ class Cells:
     _started: float = field(default_factory=time.monotonic)
 
     @cached_property
-    def _found(self) -> dict[str, tuple[Identity, Figures]]:
+    def _found(self) -> dict[str, tuple[Identity, Figures, Machine]]:
         if not self.path.is_file():
             return {}
         data = json.loads(self.path.read_text(encoding="utf-8"))
         if not isinstance(data, dict) or data.get("version") != VERSION or "cells" not in data:
             raise ValueError(f"{self.path} is no file of finished runs of this version: move it away")
-        return {_key(cell["of"]): (cell["of"], cell["figures"]) for cell in data["cells"]}
+        machines = data["machines"]
+        return {_key(cell["of"]): (cell["of"], cell["figures"], machines[cell["machine"]]) for cell in data["cells"]}
 
     def get(self, identity: Identity) -> Figures | None:
         """Return the figures of a cell, None while it is not done.
@@ -128,7 +131,7 @@ class Cells:
         Returns:
             The figures.
         """
-        return self._found.get(_key(identity), (None, None))[1]
+        return self._found.get(_key(_timed(identity)), (None, None, None))[1]
 
     def run(self, identity: Identity, measure: Callable[[], Figures]) -> Figures | None:
         """Return the figures of a cell; run it if it is not done and there is time for it.
@@ -147,14 +150,15 @@ class Cells:
             self.left += 1
             return None
         figures: Figures = _plain(measure())
-        self._found[_key(identity)] = _plain(identity), figures
+        identity = _timed(identity)
+        self._found[_key(identity)] = _plain(identity), figures, machine()
         self.write()
         return figures
 
     def write(self) -> None:
         """Write the file, a cell a line, in one move: an interruption leaves the old one or the new one."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_suffix(".json.part")
+        draft = self.path.with_suffix(f".{os.getpid()}.part")
         head = _plain(self.payload())
         lines = ",\n".join(json.dumps(cell, allow_nan=False) for cell in head.pop("cells"))
         text = json.dumps(head, indent=1, allow_nan=False)[:-2] + ',\n "cells": [\n' + lines + "\n]}\n"
@@ -163,9 +167,20 @@ class Cells:
 
     def payload(self) -> dict[str, Any]:
         """Return all that the file holds."""
-        cells = [{"of": identity, "figures": figures} for identity, figures in self._found.values()]
-        machine = {**report.environment(), "processor": processor()}
-        return {"version": VERSION, "environment": machine, **self.summary, "cells": cells}
+        found = list(self._found.values())
+        machines = [used for index, (_, _, used) in enumerate(found) if used not in [m for _, _, m in found[:index]]]
+        cells = [{"of": of, "figures": figures, "machine": machines.index(used)} for of, figures, used in found]
+        return {"version": VERSION, "machines": machines, **self.summary, "cells": cells}
+
+
+def machine() -> Machine:
+    """Return what the figures of a cell depend on beside its identity."""
+    return {**report.environment(), "processor": processor()}
+
+
+def _timed(identity: Identity) -> Identity:
+    """Return an identity with the threads, which times among the figures depend on."""
+    return {**identity, "threads": torch.get_num_threads()}
 
 
 def _key(identity: Identity) -> str:

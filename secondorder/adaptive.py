@@ -165,7 +165,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
         if rejected:
             before.undo()
             self._forget_momentum(before)
-            # A λ that is far too small would take dozens of steps, none of which moves, to be mended by a few percent each.
+            # By a few percent each it would take dozens of steps, none of which moves, to mend a λ that is far off.
             factor = max(self._rise(), 2.0 ** (self.param_groups[0]["rejected_in_a_row"] - 1))
         self._scale_damping(factor)
 

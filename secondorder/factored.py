@@ -333,6 +333,10 @@ class FactoredOptimizer(ObservingOptimizer):
                 "calibrate_damping=True": chosen.calibrate_damping,
                 "quadratic_model=True": chosen.quadratic_model,
             }
+            if group["inner"] == "adamw":
+                raise ValueError(
+                    "orthogonalize=True gives all directions one length, inner='adamw' undoes it: drop one"
+                )
             if found := options.clashing(judged):
                 raise ValueError(f"orthogonalize=True takes steps that no quadratic model describes: drop {found}")
         if group["approx"] == "reduce" and group["factor_positions"] is not None:

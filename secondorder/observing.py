@@ -19,6 +19,8 @@ from secondorder.layerwise import LayerOptimizer
 
 #: Backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000
+#: Calls of `observe` in a step, at most: random streams of one rank before those of the next.
+_CALLS = 1_000_003
 _FISHERS = ("empirical", "mc", "exact", "curvature_prop", "forward_only")
 
 
@@ -120,7 +122,9 @@ class Observing(LayerOptimizer):
 
     def _drawn_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Random vectors whose second moment is the loss curvature of one example."""
-        generator = torch.Generator(heads[0].outputs.device).manual_seed(self.seed(-1 - self._observations))
+        # Each rank has other examples, whose vectors must not be those of the examples of another.
+        stream = -1 - self._observations - _CALLS * (self.comm.data_rank if self.comm.combines else 0)
+        generator = torch.Generator(heads[0].outputs.device).manual_seed(self.seed(stream))
         samples = self._fisher.fisher_samples
         for _ in range(samples):
             yield [

@@ -5,7 +5,7 @@ It can be stopped at any time and goes on where it was; results that lie in the 
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +23,8 @@ from benchmarks.compare.plan import STEP, Budget, Job, current, end_loss, pendin
 from benchmarks.compare.roster import find
 from benchmarks.compare.runs import Setting, execute, key_of, measure_reference, recipe_of
 from benchmarks.compare.tables import summary_tables
-from benchmarks.peers import PEERS, available, set_paths
+from benchmarks.locking import locked
+from benchmarks.peers import PEERS, available, set_paths, versions
 from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import Size, Workload, WorkloadName
@@ -79,13 +80,13 @@ class Compare(Common):
         """Run the command.
 
         Returns:
-            0, or 1 when an optimizer's whole run failed.
+            0, or 1 when an optimizer's whole run raised an error; one that diverged is a result.
         """
         set_paths(self.peer_path)
-        changes = parse_settings(self.workload_set)
-        with found_or_made_up(self.workload, self.data_dir, self.size, changes) as (data_dir, made_up):
+        path = self.results or self.out_dir / f"compare-{self.workload}-{self.size}.json"
+        found = found_or_made_up(self.workload, self.data_dir, self.size, parse_settings(self.workload_set))
+        with locked(path), found as (data_dir, made_up):
             setting = self._setting(data_dir)
-            path = self.results or self.out_dir / f"compare-{self.workload}-{self.size}.json"
             results = store.load(path, self._head(setting, made_up))
             results["command"] = _command()
             names = list(self.optimizers) or self._everyone()
@@ -98,7 +99,7 @@ class Compare(Common):
                 setting = replace(setting, reference_seconds=results["reference_seconds"])
             self._fill(results, names, setting, path)
         self._report(results, path)
-        return int(any(run["failed"] for run in results["runs"] if run["optimizer"] in names))
+        return int(_failed([run for run in results["runs"] if run["optimizer"] in names]))
 
     def _fill(self, results: dict[str, Any], names: list[str], setting: Setting, path: Path) -> None:
         """Do the runs that are missing, saving after each.
@@ -179,6 +180,7 @@ class Compare(Common):
             "loss": "mean of 10 training steps",
             "schedule": "warm-up over 5 % of the steps, then cosine to nothing",
             "clock": "processor" if self.threads == 1 else "wall",
+            "threads": self.threads,
             "factors": [float(f"{factor:.4g}") for factor in self.factors],
             "share_target": list(TARGETS.get(self.workload, TARGET)),
             "made_up_data": made_up,
@@ -205,19 +207,33 @@ def _counts_hits(metric: str) -> bool:
     return any(word in metric.lower() for word in ("accuracy", "f1", "bleu", "dice", "correlation"))
 
 
+def _failed(runs: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a whole run raised an error, or every run of an optimizer did, so that it has no whole one.
+
+    Args:
+        runs: Finished runs.
+
+    Returns:
+        The answer; trials that raised while others went well do not count.
+    """
+    able = {run["optimizer"] for run in runs if not run["failed"]}
+    return any(run["failed"] and (run["phase"] != "sift" or run["optimizer"] not in able) for run in runs)
+
+
 def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) -> None:
-    """Forget runs that failed, which deserve another try, and those of recipes that have changed since.
+    """Forget runs that failed, which deserve another try, and those of recipes and packages that have changed since.
 
     Args:
         results: The results; changed in place.
         names: Who takes part; runs of others stay.
         setting: What all runs share.
     """
+    now = versions()
 
     def stays(run: Mapping[str, Any]) -> bool:
         if run["optimizer"] not in names:
             return True
-        if run["failed"]:
+        if run["failed"] or any(now.get(name, version) != version for name, version in run["versions"].items()):
             return False
         job = Job(run["optimizer"], run["phase"], run["factor"], run["seed"], run["steps"])
         return bool(run["key"] == key_of(job, recipe_of(job, setting)))

@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,7 +53,7 @@ def save(path: Path, results: Mapping[str, Any]) -> None:
     head = {key: value for key, value in results.items() if key != "runs"}
     lines = ",\n".join(json.dumps(_finite(run)) for run in results["runs"])
     text = json.dumps(_finite(head), indent=1)[:-2] + ',\n "runs": [\n' + lines + "\n]}\n"
-    spare = path.with_suffix(".part")
+    spare = path.with_suffix(f".{os.getpid()}.part")
     spare.write_text(text, encoding="utf-8")
     spare.replace(path)
 

@@ -15,19 +15,26 @@ from benchmarks.peers.peer import Peer
 
 
 def kfac_pytorch(
-    model: nn.Module, lr: float = 0.1, momentum: float = 0.9, weight_decay: float = 0.0, **options: Any
+    model: nn.Module,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    clip_root: float = 0.001**0.5,
+    **options: Any,
 ) -> Optimizer:
     """Return SGD behind the preconditioner of kfac-pytorch (KAISA).
 
-    It takes linear layers and 2-D convolutions; all else follows SGD alone. Its ``kl_clip`` bounds the step, so that
-    with the usual values the rate decides little.
+    It takes linear layers and 2-D convolutions; all else follows SGD alone. Where its clip bounds the step, its length
+    is ``√kl_clip`` whatever the rate: here the clip follows the square of the rate, so that a schedule, and a search,
+    do what they do to others.
 
     Args:
         model: The model to train.
         lr: Rate of SGD, which the clip follows.
         momentum: Of SGD.
         weight_decay: Of SGD, which adds it to the gradient.
-        **options: Keywords of ``KFACPreconditioner``.
+        clip_root: Root of its ``kl_clip`` at the rate ``lr``.
+        **options: Further keywords of ``KFACPreconditioner``.
 
     Returns:
         The optimizer.
@@ -35,7 +42,14 @@ def kfac_pytorch(
     kind = package("kfac_pytorch", "kfac.preconditioner").KFACPreconditioner
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
     skipped = [f"^{re.escape(name)}$" for name in unheard_layers(model)]
-    preconditioner = kind(model, lr=lambda _: optimizer.param_groups[0]["lr"], skip_layers=skipped, **options)
+
+    def rate(_: int) -> float:
+        return float(optimizer.param_groups[0]["lr"])
+
+    def clip(step: int) -> float:
+        return (clip_root * rate(step) / lr) ** 2
+
+    preconditioner = kind(model, lr=rate, kl_clip=clip, skip_layers=skipped, **options)
     return Peer(optimizer, before=preconditioner.step, beside=[preconditioner])
 
 

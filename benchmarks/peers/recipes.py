@@ -93,7 +93,7 @@ def _kfac_pytorch(workload: str, _: float) -> Settings:
         "lr": 0.1,
         "momentum": 0.9,
         "damping": 0.003,
-        "kl_clip": 0.01 if workload == "autoencoder" else 0.001,
+        "clip_root": 0.1 if workload == "autoencoder" else 0.0316,
         "factor_update_steps": 1,
         "inv_update_steps": 10,
     }
@@ -131,6 +131,6 @@ SCHEDULE_FREE = _recipes(
     note="no schedule but its own warm-up; losses of training are at its point of gradients, the held-out metric at "
     "the average",
 )
-KFAC_PYTORCH = _recipes(_kfac_pytorch, _KFAC_PYTORCH, searched=("lr", "kl_clip"))
+KFAC_PYTORCH = _recipes(_kfac_pytorch, _KFAC_PYTORCH, searched=("lr", "clip_root"))
 DISTRIBUTED_SHAMPOO = _recipes(_meta_shampoo, _META_SHAMPOO)
 IST_MFAC = _recipes(_ist_mfac, _IST_MFAC)

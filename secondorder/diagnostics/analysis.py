@@ -94,7 +94,7 @@ class Analysis:
 
     Raises:
         TypeError: If the optimizer is no layer method, or an option is of a wrong kind.
-        ValueError: For an option out of range.
+        ValueError: For an option out of range, or an optimizer whose rows are those of an observed Fisher.
         RuntimeError: If the stages of the optimizer are being timed already, or it has no module.
 
     Example:
@@ -140,7 +140,11 @@ class Analysis:
         # The classes of layer methods stand above this one, so a type checker does not know their members here.
         self._method: Any = cast("Any", optimizer)
         self._method._require_capture()
-        per_kernel = self._method.damps_kernel
+        per_kernel, fisher = self._method.damps_kernel, self._method._fisher.fisher
+        if per_kernel and fisher != "empirical":
+            raise ValueError(
+                f"rows of an analysis are gradients of the loss, those of the optimizer of fisher={fisher!r}"
+            )
         self._few_rows = FewRows(self._tools, rank_fraction, max_rank, damping, per_kernel, samplings, seed)
         self.refused: dict[str, str] = {}
         self._observe(Path(out_dir), epoch_steps)

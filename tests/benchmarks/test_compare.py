@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from benchmarks.cli import main
-from benchmarks.commands.compare import Compare
+from benchmarks.commands.compare import Compare, _failed
 from benchmarks.compare import store
 from benchmarks.compare.plan import STEP, Budget, Job, current, pending, sift, winner
 from benchmarks.compare.roster import find
 from benchmarks.compare.runs import Setting, curve, execute, key_of, schedule_of
-from benchmarks.recipes import COSINE, Recipe, Schedule
+from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule
 from benchmarks.runner import History
 from benchmarks.schedules import factor
 
@@ -176,6 +176,7 @@ def test_seconds_are_scaled_to_the_speed_at_the_start(data_dir):
     assert 0 < run["reference_seconds"] < 10
 
 
+@pytest.mark.usefixtures("known_machine")
 def test_a_run_that_failed_is_tried_again(tmp_path, capsys):
     words = [*WORDS[:-3], "kfac_pytorch", "--out-dir", str(tmp_path)]
     assert main(words) == 2  # before anything runs
@@ -223,6 +224,32 @@ def test_a_run_of_a_changed_recipe_is_done_again(tmp_path):
     assert [run["optimizer"] for run in again] == ["muon", "sgd"]  # what was dropped comes last
     assert again[0] == results["runs"][1]
     assert again[1]["key"] != "that of another recipe"
+
+
+@pytest.mark.usefixtures("known_machine")
+def test_a_method_that_cannot_run_is_told_with_its_reason(tmp_path, monkeypatch):
+    def refuse(model, **settings):
+        raise RuntimeError("not on this <model>")
+
+    monkeypatch.setitem(METHODS, "kfac", replace(METHODS["kfac"], construct=refuse))
+    words = [*WORDS[:-3], "kfac", "sgd", "--out-dir", str(tmp_path)]
+    assert main(words) == 1
+    runs = json.loads((tmp_path / "compare-digits-smoke.json").read_text())["runs"]
+    assert [(run["optimizer"], run["failed"]) for run in runs] == [
+        ("kfac", "RuntimeError: not on this <model>"),
+        ("sgd", None),
+    ]
+    assert "RuntimeError: not on this &lt;model&gt;" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_trial_that_failed_is_no_failure_where_others_went_well():
+    broken = {**_run("kfac", "sift", None), "failed": "RuntimeError: no"}
+    whole = {**_run("kfac", "final", None), "failed": "RuntimeError: no"}
+    fine = _run("kfac", "sift", 1.0)
+    assert not _failed([broken, fine, _run("kfac", "final", 1.0)])
+    assert not _failed([_run("kfac", "final", None)])  # it diverged, which is a result
+    assert _failed([broken, _run("sgd", "sift", 1.0)])
+    assert _failed([fine, whole])
 
 
 def test_rates_are_measured_on_this_machine():

@@ -88,7 +88,10 @@ def test_results_are_kept_apart_from_those_of_a_run(tmp_path, monkeypatch):
     monkeypatch.setattr(evidence, "RESULTS", tmp_path / "results")
     words = {"workload": "digits", "size": "smoke", "optimizers": ("sgd",), "out_dir": tmp_path / "out"}
     assert Memory(keep=True, **words).run() == 0
-    assert saved(tmp_path / "results" / "memory-digits.json") == saved(tmp_path / "out" / "memory-digits.json")
+    kept, reported = (saved(tmp_path / folder / "memory-digits.json") for folder in ("results", "out"))
+    assert reported == {**kept, "environment": reported["environment"]}
+    assert all(cell["of"]["threads"] == 1 for cell in kept["cells"])
+    assert [kept["machines"][cell["machine"]]["torch"] for cell in kept["cells"]] == [torch.__version__]
     with pytest.raises(ValueError, match=r"minutes must be positive, got 0"):
         Memory(minutes=0.0, **words).run()
 
@@ -173,7 +176,7 @@ def test_memory_table(data_dir, tmp_path, capsys):
     words = {"data_dir": data_dir, "out_dir": tmp_path, "workload": "chargpt", "size": "smoke", "steps": 2}
     assert Memory(optimizers=("adamw", "hylo", "ekfac_natural", "kfac_adaptive"), **words).run() == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "KFAC, adaptive has no recipe for chargpt" in text
+    assert "KFAC, quadratic model has no recipe for chargpt" in text
     adamw, hylo, ekfac = (cell["figures"] for cell in saved(tmp_path / "memory-chargpt.json")["cells"])
     assert state_bytes(adamw) == sum(adamw["formula"].values())
     assert [plan["formula"] is None for plan in ekfac["plans"].values()] == [False, True, True]

@@ -307,7 +307,9 @@ __version__ = importlib.metadata.version("no-such-distribution")
 class KFACPreconditioner:
     def __init__(self, model, lr, skip_layers, damping, kl_clip, factor_update_steps, inv_update_steps):
         self.model, self.lr, self.skipped, self.rates = model, lr, skip_layers, []
+        self.kl_clip, self.clips = kl_clip, []
     def step(self):
+        self.clips.append(self.kl_clip(len(self.rates)))
         self.rates.append(self.lr(len(self.rates)))
         for parameter in self.model.parameters():
             parameter.grad.zero_()
@@ -372,6 +374,7 @@ def test_kfac_pytorch_goes_before_sgd_at_its_rate(checkout):
         optimizer.step()
         schedule.step()
     assert optimizer._beside[0].rates == pytest.approx([0.1, 0.05])
+    assert optimizer._beside[0].clips == pytest.approx([0.001, 0.00025], rel=2e-3)  # with the square of the rate
     assert optimizer._beside[0].skipped == [r"^2\.out_proj$"]
     assert torch.equal(model[0].weight, known)
     assert versions()["kfac_pytorch"].startswith("1.2, sha256 ")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from secondorder import HyLo
+from secondorder.diagnostics import Analysis
 
 N, LAMBDA = 7, 0.3
 
@@ -166,6 +167,11 @@ def test_what_it_cannot_do_is_refused():
         _hylo(_net(), fisher="mc", kfac_when_cheaper=True)
     with pytest.raises(ValueError, match="forward_only"):
         _hylo(_net(), fisher="forward_only")
+
+
+def test_an_analysis_of_other_rows_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="fisher='mc'"):
+        Analysis(_hylo(_net(), fisher="mc"), tmp_path)
 
 
 def test_a_step_that_nobody_observed_is_the_gradient_and_a_warning():

@@ -1,0 +1,32 @@
+"""One process at a time writes a file of results: another would erase what it has not read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep others from a file for the time of the body.
+
+    Args:
+        path: The file; its folder is made.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ValueError: When another process has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout as err:
+        raise ValueError(f"{path} is being written by another process: wait for it, or give another file") from err
+    try:
+        yield
+    finally:
+        lock.release()
