@@ -38,9 +38,6 @@ Identity = Mapping[str, Any]
 Figures = dict[str, Any]
 Machine = dict[str, Any]
 
-_RISEN = 2.0
-"""A mean loss of so many times the first one counts as diverged."""
-
 
 @dataclass
 class Evidence(Common):
@@ -133,18 +130,21 @@ class Cells:
         """
         return self._found.get(_key(_timed(identity)), (None, None, None))[1]
 
-    def run(self, identity: Identity, measure: Callable[[], Figures]) -> Figures | None:
+    def run(
+        self, identity: Identity, measure: Callable[[], Figures], counts: Callable[[Figures], bool] = lambda _: True
+    ) -> Figures | None:
         """Return the figures of a cell; run it if it is not done and there is time for it.
 
         Args:
             identity: What it depends on.
             measure: Runs it.
+            counts: Whether figures that are there are of use; else it is run again, and replaced.
 
         Returns:
             The figures, None when the time is over.
         """
         found = self.get(identity)
-        if found is not None:
+        if found is not None and counts(found):
             return found
         if self.budget is not None and time.monotonic() - self._started > self.budget:
             self.left += 1
@@ -219,6 +219,22 @@ def progress(title: str, total: int) -> Iterator[Callable[[str], None]]:
         yield advance
 
 
+def notes_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the notes of recipes for a caption, each once, with the optimizers that have it.
+
+    Args:
+        rows: With a label, and often a note.
+
+    Returns:
+        A sentence for each note, with a space before.
+    """
+    labels: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.get("note"):
+            labels.setdefault(row["note"], {})[row["label"]] = None
+    return "".join(f" {', '.join(found)}: {note}." for note, found in labels.items())
+
+
 def train_until(trainer: Trainer, steps: int, target: float | None = None, seconds: float | None = None) -> str:
     """Train until something ends it.
 
@@ -239,10 +255,9 @@ def train_until(trainer: Trainer, steps: int, target: float | None = None, secon
             return "diverged"
         if step < WINDOW:
             continue
-        mean = history.loss_at(step)
-        if target is not None and mean <= target:
+        if target is not None and history.loss_at(step) <= target:
             return "target"
-        if mean > _RISEN * abs(history.losses[0]):
+        if history.risen:
             return "diverged"
         if seconds is not None and spent > seconds:
             return "seconds"

@@ -28,6 +28,9 @@ from secondorder.observing import Observing
 WINDOW = 10
 """Steps that a reported loss is the mean of: single batches are noisy."""
 
+_RISEN = 2.0
+"""A mean loss of so many times the first one counts as diverged."""
+
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 Evaluation = tuple[Tensor, Tensor, Tensor]
@@ -48,6 +51,12 @@ class History:
     def diverged(self) -> bool:
         """Whether the last loss was not finite."""
         return bool(self.losses) and not math.isfinite(self.losses[-1])
+
+    @property
+    def risen(self) -> bool:
+        """Whether the mean of the last :data:`WINDOW` losses is above twice the first loss: nothing was learned."""
+        taken = len(self.losses)
+        return taken >= WINDOW and self.loss_at(taken) > _RISEN * abs(self.losses[0])
 
     @property
     def seconds(self) -> list[float]:

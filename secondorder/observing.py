@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,6 @@ from secondorder.layerwise import LayerOptimizer
 
 #: Backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000
-#: Calls of `observe` in a step, at most: random streams of one rank before those of the next.
-_CALLS = 1_000_003
 _FISHERS = ("empirical", "mc", "exact", "curvature_prop", "forward_only")
 
 
@@ -123,7 +122,9 @@ class Observing(LayerOptimizer):
     def _drawn_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Random vectors whose second moment is the loss curvature of one example."""
         # Each rank has other examples, whose vectors must not be those of the examples of another.
-        stream = -1 - self._observations - _CALLS * (self.comm.data_rank if self.comm.combines else 0)
+        stream = -1 - self._observations
+        if self.comm.combines:
+            stream = zlib.crc32(f"observation {self._observations} on rank {self.comm.data_rank}".encode())
         generator = torch.Generator(heads[0].outputs.device).manual_seed(self.seed(stream))
         samples = self._fisher.fisher_samples
         for _ in range(samples):

@@ -28,6 +28,8 @@ OPEN = {
     "--method": "kfac",
     "--steps": "10",
     "--comm": "mem_opt",
+    "--data-dir": "data",
+    "--results": "results",
 }
 
 

@@ -24,14 +24,16 @@ from rich.table import Table
 
 from benchmarks import report
 from benchmarks.commands.demo import TARGETS
-from benchmarks.compare.roster import find
-from benchmarks.evidence import Cells, Evidence, Figures, Identity, progress, train_until
+from benchmarks.compare.roster import find, recipe_on
+from benchmarks.evidence import Cells, Evidence, Figures, Identity, notes_text, progress, train_until
 from benchmarks.plot import COLOURS, STYLES, styled
 from benchmarks.recipes import Recipe
 from benchmarks.runner import WINDOW, Trainer, optimizer_bytes
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 
-COLUMNS = ("optimizer", "batch", "rate ×", "learning rate", "steps", "examples", "seconds", "of SGD's steps", "others")
+COLUMNS = (
+    "optimizer", "batch", "rate ×", "learning rate", "steps", "examples", "seconds", "of SGD's steps", "seeds", "others"
+)  # fmt: skip
 
 
 @dataclass
@@ -53,7 +55,7 @@ class BatchSize(Evidence):
     seconds: float = 300.0
     """Processor seconds after which a run ends without having reached it."""
     seeds: int = 1
-    """Seeds for which the best rate is run; the median counts."""
+    """Seeds for which the best rate is run; the median counts, of which one that does not get there is infinite."""
 
     def run(self) -> int:
         """Run the command.
@@ -136,6 +138,8 @@ class BatchSize(Evidence):
     ) -> Figures | None:
         """Do one run, or take it from the cells, where the limit is no part of its name: it only ends what has lost.
 
+        What lost against a lower limit than this one may yet win, and runs again.
+
         Args:
             cells: What is done already.
             name: Of the optimizer.
@@ -160,11 +164,15 @@ class BatchSize(Evidence):
             "seconds": self.seconds,
             "seed": seed,
         }
-        return cells.run(identity, partial(self._train, name, workload, recipe, seed, limit))
+
+        def counts(found: Figures) -> bool:
+            # Files of an earlier time have no limit: what was slower took as many steps as it was given.
+            return bool(found["end"] != "slower" or limit <= found["limit" if "limit" in found else "taken"])
+
+        return cells.run(identity, partial(self._train, name, workload, recipe, seed, limit), counts)
 
     def _recipe(self, name: str, workload: Workload, factor: float) -> Recipe:
-        own = make_workload(self.workload, self.data_dir, self.size).batch_size
-        return find(name).recipe(self.workload, self.size).at(1, workload.batch_size, own).times(factor)
+        return recipe_on(name, workload, self.size, self.data_dir).times(factor)
 
     def _train(self, name: str, workload: Workload, recipe: Recipe, seed: int, limit: int) -> Figures:
         method = find(name)
@@ -177,6 +185,8 @@ class BatchSize(Evidence):
             "label": method.label,
             "lr": recipe.settings.get("lr"),
             "end": end,
+            "limit": limit,
+            "note": recipe.note,
             "taken": len(history.losses),
             "loss": history.loss_at(len(history.losses)),
             "processor_seconds": sum(history.processor_seconds),
@@ -186,8 +196,8 @@ class BatchSize(Evidence):
     def _row(
         self, name: str, batch_size: int, best: float | None, trials: Mapping[float, Figures], runs: Sequence[Figures]
     ) -> Figures:
-        ended = [run for run in runs if run["end"] == "target"]
-        steps = statistics.median(run["taken"] for run in ended) if ended else None
+        ended = sum(run["end"] == "target" for run in runs)
+        steps, seconds = _median(runs, "taken"), _median(runs, "processor_seconds")
         row: Figures = {
             "optimizer": name,
             "label": find(name).label,
@@ -197,13 +207,21 @@ class BatchSize(Evidence):
             "at_edge": best is not None and len(trials) > 1 and best in {min(self.factors), max(self.factors)},
             "steps": steps,
             "examples": None if steps is None else steps * batch_size,
-            "processor_seconds": statistics.median(run["processor_seconds"] for run in ended) if ended else None,
-            "reached": [len(ended), len(runs)],
+            "processor_seconds": seconds,
+            "reached": [ended, len(runs)],
             "tried": len(trials),
             "ends": {f"{factor:.3g}": trial["end"] for factor, trial in sorted(trials.items())},
-            "most_steps": max((trial["taken"] for trial in trials.values()), default=0),
+            "most_steps": max((run["taken"] for run in (*trials.values(), *runs)), default=0),
+            "note": next((trial["note"] for trial in trials.values() if trial.get("note")), ""),
         }
         return row
+
+
+def _median(runs: Sequence[Figures], key: str) -> float | None:
+    """Return the median over the seeds, None where it is one that did not get to the target: those are infinite."""
+    values = [run[key] if run["end"] == "target" else math.inf for run in runs]
+    middle = statistics.median(values) if values else math.inf
+    return middle if math.isfinite(middle) else None
 
 
 def _table(workload: str, target: float, first: str, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -212,9 +230,10 @@ def _table(workload: str, target: float, first: str, rows: Sequence[Mapping[str,
     for row in rows:
         head = (row["label"], f"{row['batch_size']:,}")
         others = ", ".join(f"{factor}: {end}" for factor, end in row["ends"].items() if end != "target")
+        seeds = "{} of {}".format(*row["reached"]) if row["reached"][1] else "-"
         if row["steps"] is None:
             most = f"> {row['most_steps']:,}" if row["tried"] else "not run"
-            cells.append((*head, "-", "-", most, "-", "-", "-", others or "-"))
+            cells.append((*head, "-", "-", most, "-", "-", "-", seeds, others or "-"))
             continue
         edge = "*" if row["at_edge"] else ""
         own = reference.get(row["batch_size"])
@@ -228,6 +247,7 @@ def _table(workload: str, target: float, first: str, rows: Sequence[Mapping[str,
                 f"{row['examples']:,.0f}",
                 f"{row['processor_seconds']:.1f}",
                 share,
+                seeds,
                 others or "-",
             )
         )
@@ -235,9 +255,9 @@ def _table(workload: str, target: float, first: str, rows: Sequence[Mapping[str,
     caption = (
         f"Best of the learning rates tried, the same multiples of the recipe's for all. Steps: until the mean of "
         f"{WINDOW} is at most {target:g}. * the last of the row: a better one may lie beyond. Others: why trials ended "
-        "that did not get there; slower: not within the steps of the best before. Seconds: of the processor, in all "
-        "threads."
-    )
+        "that did not get there; slower: not within the steps of the best before. Seeds: those that got there, of all; "
+        "the others count as infinite in the medians. Seconds: of the processor, in all threads."
+    ) + notes_text(rows)
     return report.make_table(f"{workload}: steps to a training loss of {target:g}", columns, cells, caption)
 
 

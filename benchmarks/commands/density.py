@@ -18,9 +18,9 @@ from matplotlib.ticker import FuncFormatter
 from rich.table import Table
 
 from benchmarks import report
-from benchmarks.compare.roster import find
+from benchmarks.compare.roster import find, recipe_on
 from benchmarks.compare.runs import curve
-from benchmarks.evidence import Evidence, Figures, Identity, attempt, progress, train_until
+from benchmarks.evidence import Evidence, Figures, Identity, attempt, notes_text, progress, train_until
 from benchmarks.footprint import kept
 from benchmarks.peers import evaluating
 from benchmarks.plot import COLOURS, styled
@@ -56,6 +56,7 @@ class _Entry:
     settings: Settings
     share: float | None
     """Of the entries of a gradient that a row keeps; None without a window."""
+    note: str = ""
 
 
 @dataclass
@@ -128,19 +129,20 @@ class Density(Evidence):
             Methods without a window, sparse windows, the dense one.
         """
         for name in self.references:
-            method = find(name)
-            yield _Entry(method.label, name, method.settings(self.workload, size=self.size), None)
+            recipe = recipe_on(name, workload, self.size, self.data_dir)
+            yield _Entry(find(name).label, name, recipe.settings, None, recipe.note)
         sizes = [p.numel() for p in workload.build_model(self.seed).parameters()]
-        recipe = find("sparse_mfac").recipe(self.workload, self.size)
+        recipe = recipe_on("sparse_mfac", workload, self.size, self.data_dir)
+        note = "" if self.settings == "published" else recipe.note
         shared = dict(PUBLISHED) if self.settings == "published" else dict(recipe.settings)
         shared["lr"] = float(f"{float(shared['lr'] or 0) * self.factor:.6g}")
         if self.window_size is not None:
             shared["window_size"] = self.window_size
         for density in sorted(self.densities):
             own = {**shared, "density": density}
-            yield _Entry(f"{100 * density:g} %", "sparse_mfac", own, _kept_share(sizes, own))
+            yield _Entry(f"{100 * density:g} %", "sparse_mfac", own, _kept_share(sizes, own), note)
         dense = {key: value for key, value in shared.items() if key not in window_only(shared)}
-        yield _Entry("dense", "mfac", dense, 1.0)
+        yield _Entry("dense", "mfac", dense, 1.0, note)
 
     def _identity(self, entry: _Entry, workload: Workload, steps: int, seed: int) -> Identity:
         return {
@@ -155,9 +157,10 @@ class Density(Evidence):
         }
 
     def _train(self, entry: _Entry, workload: Workload, steps: int, seed: int) -> Figures:
-        make = partial(find(entry.optimizer).construct, **entry.settings)
+        method = find(entry.optimizer)
+        make = partial(method.construct, **entry.settings)
         schedule = partial(make_schedule, COSINE, steps)
-        trainer = Trainer(entry.label, workload, make, seed, schedule)
+        trainer = Trainer(entry.label, workload, make, seed, schedule, method.needs_closure(None, entry.settings))
         end = train_until(trainer, steps)
         history = trainer.history
         metric = None
@@ -178,11 +181,13 @@ class Density(Evidence):
         columns = [about["metric"] if column == "metric" else column for column in COLUMNS]
         cells = [_cells(row, dense) for row in rows]
         caption = (
-            f"Means over {self.seeds} seeds, spread: largest minus smallest. Loss: mean of the last {WINDOW} steps. "
+            f"Means over {self.seeds} seeds, none where a run was lost; spread: largest minus smallest. "
+            f"Loss: mean of the last {WINDOW} steps. "
             "Kept: of all entries of a gradient; a block keeps at least 8. Window: rows, residual and Gram matrix. "
             "Schedule: warm-up over a twentieth, then cosine to nothing. "
         )
         caption += f"Windows: {SOURCE}." if self.settings == "published" else "Windows: the recipe of sparse_mfac."
+        caption += notes_text(rows)
         return report.make_table(f"{self.workload}, {about['steps']} steps", columns, cells, caption)
 
 
@@ -224,7 +229,8 @@ def _summary(entry: _Entry, runs: Sequence[Figures]) -> Figures:
 
     Args:
         entry: What it is of.
-        runs: Its runs; those that failed or diverged are counted and left out.
+        runs: Its runs; those that failed or diverged are counted, and with one of them there is no mean: the others'
+            would flatter it.
 
     Returns:
         Means and spreads.
@@ -235,12 +241,13 @@ def _summary(entry: _Entry, runs: Sequence[Figures]) -> Figures:
         "optimizer": entry.optimizer,
         "settings": dict(entry.settings),
         "share": entry.share,
+        "note": entry.note,
         "runs": len(runs),
         "failed": [run["failed"] for run in runs if run["failed"]],
         "diverged": sum(bool(run.get("diverged")) for run in runs),
     }
     for key in ("loss", "metric", "processor_seconds"):
-        values = [run[key] for run in whole]
+        values = [run[key] for run in whole] if len(whole) == len(runs) else []
         row[key] = statistics.fmean(values) if values else None
         row[f"{key}_spread"] = max(values) - min(values) if values else None
     memory = whole[0]["memory"] if whole else {}
@@ -251,23 +258,26 @@ def _summary(entry: _Entry, runs: Sequence[Figures]) -> Figures:
 
 def _cells(row: Mapping[str, Any], dense: int | None) -> tuple[str, ...]:
     label, share = row["label"], "-" if row["share"] is None else f"{100 * row['share']:.2f} %"
+    window, state = row["window_bytes"], row["state_bytes"]
+    nbytes = (
+        f"{window / 1e6:.2f}" if window else "-",
+        "-" if state is None else f"{state / 1e6:.2f}",
+        f"{dense / window:.1f}" if dense and window else "-",
+    )
     if row["loss"] is None:
         reason = row["failed"][0] if row["failed"] else "diverged" if row["diverged"] else "not run"
-        return (label, share, reason, *("-" for _ in COLUMNS[3:]))
-    bad = len(row["failed"]) + row["diverged"]
-    loss = f"{row['loss']:.4g}" + (f" ({bad} of {row['runs']} lost)" if bad else "")
-    window = row["window_bytes"]
+        bad = len(row["failed"]) + row["diverged"]
+        lost = f" ({bad} of {row['runs']} lost)" if 0 < bad < row["runs"] else ""
+        return (label, share, reason + lost, "-", "-", "-", "-", *nbytes)
     return (
         label,
         share,
-        loss,
+        f"{row['loss']:.4g}",
         f"{row['loss_spread']:.2g}",
         f"{row['metric']:.4g}",
         f"{row['metric_spread']:.2g}",
         f"{row['processor_seconds']:.1f}",
-        f"{window / 1e6:.2f}" if window else "-",
-        f"{row['state_bytes'] / 1e6:.2f}",
-        f"{dense / window:.1f}" if dense and window else "-",
+        *nbytes,
     )
 
 
@@ -275,11 +285,12 @@ def plot_density(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
     """Draw the loss at the end against the entries kept, and the bytes of the window beside it.
 
     Args:
-        rows: One for each window; those without a window become lines.
+        rows: One for each window; those without a window become lines. One that lost a run has bytes, and no loss.
         title: Above the panels.
         path: Image file to write; its suffix decides the format.
     """
     windows = [row for row in rows if row["share"] is not None and row["loss"] is not None]
+    sizes = [(100 * row["share"], row["window_bytes"] / 1e6) for row in rows if row["share"] and row["window_bytes"]]
     with styled():
         figure = Figure(figsize=(9, 3.8), layout="constrained")
         by_loss, by_bytes = figure.subplots(1, 2)
@@ -290,7 +301,7 @@ def plot_density(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> N
         )
         for index, row in enumerate(row for row in rows if row["share"] is None and row["loss"] is not None):
             by_loss.axhline(row["loss"], color=COLOURS[index + 1], linestyle="--", linewidth=1.2, label=row["label"])
-        by_bytes.plot(shares, [row["window_bytes"] / 1e6 for row in windows], marker="o", color=COLOURS[0])
+        by_bytes.plot([share for share, _ in sizes], [size for _, size in sizes], marker="o", color=COLOURS[0])
         by_bytes.set_yscale("log")
         for axes, label in ((by_loss, f"training loss (mean of {WINDOW} steps)"), (by_bytes, "window, MB")):
             axes.set_xscale("log")

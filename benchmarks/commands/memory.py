@@ -14,13 +14,13 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks import report
-from benchmarks.compare.roster import find
-from benchmarks.evidence import Evidence, Figures, Identity, progress
+from benchmarks.compare.roster import find, recipe_on
+from benchmarks.evidence import Evidence, Figures, Identity, notes_text, progress
 from benchmarks.flops import LayerShape, layer_shapes
 from benchmarks.formulas import Formula, Ranks, formula
 from benchmarks.peers import PEERS, PeerMissingError
 from benchmarks.recipes import METHODS as OURS
-from benchmarks.recipes import VARIANTS, MethodName
+from benchmarks.recipes import VARIANTS, MethodName, Recipe
 from benchmarks.runner import Trainer, memory_usage
 from benchmarks.workloads import Workload, WorkloadName, make_workload
 from secondorder import CommOpt, HybridOpt, MemOpt, SecondOrderOptimizer
@@ -76,7 +76,9 @@ class Memory(Evidence):
             for name in self.optimizers:
                 advance(name)
                 try:
-                    figures = cells.run(self._identity(name, workload), partial(self._measure, name, workload))
+                    recipe = recipe_on(name, workload, self.size, self.data_dir)
+                    measure = partial(self._measure, name, recipe, workload)
+                    figures = cells.run(self._identity(name, recipe, workload), measure)
                 except (PeerMissingError, ValueError) as err:
                     left_out.append(str(err))
                     continue
@@ -87,10 +89,10 @@ class Memory(Evidence):
         self.publish(cells, tables, {"workload": self.workload, "optimizers": list(self.optimizers)})
         return int(any(differences(figures) for figures in found))
 
-    def _identity(self, name: str, workload: Workload) -> Identity:
+    def _identity(self, name: str, recipe: Recipe, workload: Workload) -> Identity:
         return {
             "optimizer": name,
-            "settings": dict(find(name).settings(self.workload, size=self.size)),
+            "settings": dict(recipe.settings),
             "workload": self.workload,
             "size": self.size,
             "batch_size": workload.batch_size,
@@ -99,19 +101,20 @@ class Memory(Evidence):
             "worker_fraction": self.worker_fraction,
         }
 
-    def _measure(self, name: str, workload: Workload) -> Figures:
+    def _measure(self, name: str, recipe: Recipe, workload: Workload) -> Figures:
         """Train a little, and count.
 
         Args:
             name: Of the optimizer.
+            recipe: Its keywords.
             workload: What to train.
 
         Returns:
             Bytes by kind, measured and planned, with their formulas.
         """
         method = find(name)
-        make = partial(method.build, workload=self.workload, size=self.size)
-        closure = method.needs_closure(self.workload, size=self.size)
+        make = partial(method.construct, **recipe.settings)
+        closure = method.needs_closure(None, recipe.settings)
         trainer = Trainer(method.label, workload, make, self.seed, closure=closure)
         for _ in range(self.steps):
             trainer.step()
@@ -120,6 +123,7 @@ class Memory(Evidence):
         shapes = layer_shapes(model, lambda: workload.loss(model, batch))
         figures = {
             "label": method.label,
+            "note": recipe.note,
             "parameter_bytes": sum(p.nbytes for p in model.parameters() if p.requires_grad),
             "memory": memory_usage(optimizer),
             "formula": formula(optimizer, model, shapes, workload.batch_size),
@@ -210,7 +214,7 @@ def _table(workload: str, batch_size: int, found: Sequence[Figures]) -> Table:
     caption = (
         "MB, the difference in bytes. Rest: counters. Temporary: memory to compute in that is kept from step to step, "
         "which no formula is for. Optimizers of other projects are counted, tensor by tensor."
-    )
+    ) + notes_text(found)
     return report.make_table(f"{workload}, batch {batch_size}, {size}: state of one process", COLUMNS, rows, caption)
 
 

@@ -136,6 +136,7 @@ class Train(Planned):
             "batch_size": plan.workload.batch_size,
             "optimizer": self.optimizer,
             "settings": dict(plan.recipe.settings),
+            "schedule": asdict(plan.recipe.schedule),
             "seed": self.seed,
             "amp": self.amp,
         }

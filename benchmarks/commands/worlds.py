@@ -43,7 +43,7 @@ COLUMNS = (
     "measured / model",
     "network ms",
     "sum ms",
-    "least share",
+    "share of SGD",
 )
 
 
@@ -191,7 +191,7 @@ class Worlds(Evidence):
             plan = optimizer.plan(world, comm, batch_size=self.batch_size)
             computing = [base + _computing(rank, alone, spent, rates) for rank in plan.ranks]
             row: Figures = {"method": way, "label": method.label, "world": world, "training": base}
-            row |= {"computing": max(computing), "least": min(computing)}
+            row["computing"] = max(computing)
             row["network"] = self._network(comm, plan, nbytes)
             row["measured"] = _busiest(method, points[world]["ranks"]) if world in points else None
             row["notes"] = plan.notes

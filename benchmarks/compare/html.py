@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.compare import figures, panels, statistics, wording
 from benchmarks.compare.curves import Against
 from benchmarks.compare.statistics import Results, Run
-from benchmarks.compare.tables import Rows, default_rows, failure_rows, reach_rows, result_rows, sift_rows
+from benchmarks.compare.tables import Rows, failure_rows, reach_rows, result_rows, sift_rows
 
 _STYLE = """
 :root { color-scheme: light dark; --back: #eef1f4; --shade: #d5dae0; }
@@ -91,7 +91,6 @@ def page(results: Results) -> str:
         _losses(results),
         _each(results),
         _sift(results),
-        _table(default_rows(results)),
         _table(failure_rows(results), "prose"),
         _settings(results),
     ]
@@ -284,9 +283,8 @@ def _settings(results: Results) -> str:
 def _setting(results: Results, optimizer: str) -> str:
     runs = statistics.select(results, optimizer=optimizer)
     phases = {run["phase"]: run for run in runs}  # the last of each
-    shown = [(phase, phases[phase]) for phase in ("final", "default") if phase in phases] or [("sift", runs[0])]
-    names = {"final": "full runs", "default": "defaults", "sift": "a trial"}
-    lines = [f"<p>{names[phase]}: <code>{escape(_plain(run['settings']))}</code></p>" for phase, run in shown]
+    name, run = ("full runs", phases["final"]) if "final" in phases else ("a trial", runs[0])
+    lines = [f"<p>{name}: <code>{escape(_plain(run['settings']))}</code></p>"]
     notes = list(dict.fromkeys(run["note"] for run in runs if run.get("note")))
     more = f' <span class="note">{escape("; ".join(notes))}</span>' if notes else ""
     return f"<details>\n<summary>{escape(runs[0]['label'])}{more}</summary>\n" + "\n".join(lines) + "\n</details>"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.compare.plan import Job
-from benchmarks.compare.roster import find
+from benchmarks.compare.roster import find, recipe_on
 from benchmarks.peers import PeerMissingError, evaluating, set_paths, versions
 from benchmarks.recipes import COSINE, Method, Recipe, Schedule
 from benchmarks.runner import WINDOW, History, Trainer, optimizer_bytes
@@ -65,9 +65,10 @@ def recipe_of(job: Job, setting: Setting) -> Recipe:
         setting: The comparison.
 
     Returns:
-        The recipe with the searched keywords multiplied.
+        The recipe for the examples of a step, with the searched keywords multiplied.
     """
-    return find(job.optimizer).recipe(setting.workload, setting.size).times(job.factor)
+    workload = setting.make_workload()
+    return recipe_on(job.optimizer, workload, setting.size, setting.data_dir).times(job.factor)
 
 
 def key_of(job: Job, recipe: Recipe) -> str:
@@ -121,6 +122,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
         "seed": job.seed,
         "steps": job.steps,
         "versions": versions(),
+        "source": recipe.source,
         "note": recipe.note,
     }
     try:
@@ -205,14 +207,15 @@ def _scaled(history: History, reference: Trainer | None, setting: Setting) -> di
 
 def _figures(trainer: Trainer, job: Job, setting: Setting) -> dict[str, Any]:
     history = trainer.history
+    lost = history.diverged or history.risen
     metric, quality = None, {}
-    if job.phase != "sift" and not history.diverged:
+    if job.phase != "sift" and not lost:
         with evaluating(trainer.optimizer, trainer.model, trainer.workload):
             metric = trainer.workload.evaluate(trainer.model, setting.everything)
             quality = dict(trainer.workload.quality(trainer.model)) if setting.everything else {}
     figures = {
         "taken": len(history.losses),
-        "diverged": history.diverged,
+        "diverged": lost,
         "failed": None,
         "curve": curve(history),
         "metric": metric,

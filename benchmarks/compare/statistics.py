@@ -1,8 +1,9 @@
 """What the runs of a comparison amount to: pure functions from the results of one workload to numbers.
 
 A loss is the mean of ten training steps. A curve has some sixty points, so the step at which a loss was reached is that
-of the first point at or below it: late by up to one gap between points, never early. A run that failed, diverged or
-ended early has reached nothing and has no final loss, but counts among the seeds.
+of the first of two consecutive points at or below it: late by up to one gap between points, never early, and no single
+lucky point counts but the last one. A run that failed, diverged or ended early has reached nothing and has no final
+loss, but counts among the seeds.
 """
 
 import math
@@ -15,7 +16,7 @@ from benchmarks.runner import WINDOW
 
 Results = Mapping[str, Any]
 Run = Mapping[str, Any]
-Phase = Literal["sift", "final", "short", "default"]
+Phase = Literal["sift", "final", "short"]
 
 _CLOCKS = {"processor": 2, "wall": 3}  # their columns in a curve
 _LOSS = 1
@@ -109,22 +110,6 @@ class Summary:
     def incomplete(self) -> bool:
         """Whether a full run did not finish."""
         return self.loss is None or self.loss.count < self.seeds
-
-
-@dataclass(frozen=True)
-class Default:
-    """A run with the constructor's defaults, beside AdamW's."""
-
-    optimizer: str
-    label: str
-    ours: bool
-    loss: float | None
-    metric: float | None
-    ratio: float | None
-    """Of the losses, to AdamW's; None where one of them is not there, or AdamW's is not positive."""
-    as_good: bool | None
-    """Whether the loss is not above AdamW's; None where that is not there."""
-    flaws: tuple[str, ...]
 
 
 def finite(value: float | None) -> bool:
@@ -240,9 +225,9 @@ def summarize(results: Results, optimizer: str) -> Summary:
 
 
 def summaries(results: Results) -> list[Summary]:
-    """Return what is told of every optimizer, lowest final loss first; without those that ran with defaults only."""
-    tried = [name for name in optimizers(results) if select(results, "sift", name) or select(results, "final", name)]
-    return sorted((summarize(results, name) for name in tried), key=lambda s: s.loss.mean if s.loss else math.inf)
+    """Return what is told of every optimizer, lowest final loss first."""
+    found = (summarize(results, name) for name in optimizers(results))
+    return sorted(found, key=lambda s: s.loss.mean if s.loss else math.inf)
 
 
 def best_first(results: Results) -> str | None:
@@ -297,14 +282,16 @@ def first_reach(run: Run, loss: float, column: int) -> tuple[int, float] | None:
         column: Of the curve, the one with the seconds.
 
     Returns:
-        Step and seconds of the first point whose mean of ten steps is at most ``loss``, or None.
+        Step and seconds of the first of two consecutive points whose means of ten steps are at most ``loss``, or of
+        the last point of all where only that one is; else None. One point alone may be luck, the end is what counts.
     """
     if flaw(run):
         return None
     points = run["curve"][-1:] if run["phase"] == "short" else run["curve"]
-    whole = (p for p in points if p[0] >= min(WINDOW, run["taken"]))  # before, the mean is of fewer steps
-    found = next((p for p in whole if finite(p[_LOSS]) and p[_LOSS] <= loss), None)
-    return (found[0], found[column]) if found else None
+    whole = [p for p in points if p[0] >= min(WINDOW, run["taken"])]  # before, the mean is of fewer steps
+    below = [finite(p[_LOSS]) and p[_LOSS] <= loss for p in whole]
+    pairs = zip(whole, below, [*below[1:], True], strict=True)  # nothing follows the last one
+    return next(((p[0], p[column]) for p, here, after in pairs if here and after), None)
 
 
 def reach(results: Results, optimizer: str, target: Target, phase: Phase) -> Reach | None:
@@ -358,29 +345,6 @@ def best_of_ours(results: Results, target: Target) -> Reach | None:
         return (-item.reached / item.seeds, excess, math.inf if item.loss is None else item.loss)
 
     return min((item for item in reaches(results, target) if item.ours), key=rank, default=None)
-
-
-def defaults(results: Results) -> list[Default]:
-    """Return the runs with the constructor's defaults beside AdamW's, lowest loss first."""
-    base = _default(results, "adamw", None)
-    limit = base.loss if base else None
-    found = [_default(results, name, limit) for name in optimizers(results)]
-    return sorted((item for item in found if item), key=lambda item: math.inf if item.loss is None else item.loss)
-
-
-def _default(results: Results, optimizer: str, base: float | None) -> Default | None:
-    runs = select(results, "default", optimizer)
-    if not runs:
-        return None
-    flaws = tuple(why for run in runs if (why := flaw(run)))
-    loss = None if flaws else fmean(map(final_loss, runs))
-    metric = spread(run["metric"] for run in runs if not flaw(run))
-    ratio = loss / base if loss is not None and base is not None and base > 0 else None
-    as_good = None if base is None else loss is not None and loss <= base
-    known = runs[0]
-    return Default(
-        optimizer, known["label"], known["ours"], loss, metric.mean if metric else None, ratio, as_good, flaws
-    )
 
 
 def trials(results: Results) -> tuple[int, int]:

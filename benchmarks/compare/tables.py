@@ -33,7 +33,7 @@ def summary_tables(results: Results) -> list[Table]:
         results: Of one workload.
 
     Returns:
-        What came out of the full runs, how the targets were reached, defaults, trials, and runs that did not finish.
+        What came out of the full runs, how the targets were reached, trials, and runs that did not finish.
     """
     return [
         make_table(
@@ -102,7 +102,7 @@ def all_rows(results: Results) -> list[Rows]:
         The tables, in the order in which they are shown.
     """
     reached = [reach_rows(results, target) for target in statistics.targets(results)]
-    tables = [result_rows(results), *reached, default_rows(results), sift_rows(results), failure_rows(results)]
+    tables = [result_rows(results), *reached, sift_rows(results), failure_rows(results)]
     return [table for table in tables if table.rows]
 
 
@@ -181,8 +181,9 @@ def reach_rows(results: Results, target: Target) -> Rows:
         ),
         tuple(_reach(item, aims) for item in found),
         f"Shares are of a full run of {target.label}: {target.steps:.0f} steps, {seconds(target.seconds)} s. Full runs "
-        f"count up to the first point of their curve whose mean of {WINDOW} steps is at most that loss, short "
-        "ones as a whole, if they end there. Means over the seeds that got there. Target, for ours: every seed gets "
+        f"count up to the first of two consecutive points of their curve, or the last one, whose mean of {WINDOW} "
+        "steps is at most that loss, short ones as a whole, if they end there. Means over the seeds that got there. "
+        "Target, for ours: every seed gets "
         f"there, within {aims[0]:g} of the steps and {aims[1]:g} of the seconds.",
         _ours([item.ours for item in found]),
     )
@@ -201,27 +202,6 @@ def _reach(item: Reach, aims: Sequence[float]) -> tuple[str, ...]:
         seconds(item.seconds),
         share(item.seconds_share),
         answer.get((by_steps, by_seconds), "missed") if item.ours else NOTHING,
-    )
-
-
-def default_rows(results: Results) -> Rows:
-    """Return how each optimizer did with the defaults of its constructor."""
-    found = statistics.defaults(results)
-    return Rows(
-        "Defaults of the constructors",
-        ("optimizer", "final loss", "÷ AdamW's", "at least as good", results["metric"]),
-        tuple(
-            (
-                item.label,
-                "; ".join(item.flaws) or number(item.loss),
-                share(item.ratio),
-                {True: "yes", False: "no", None: NOTHING}[item.as_good],
-                number(item.metric),
-            )
-            for item in found
-        ),
-        "Nothing was searched. AdamW has its defaults, too.",
-        _ours([item.ours for item in found]),
     )
 
 
@@ -260,6 +240,7 @@ def failure_rows(results: Results) -> Rows:
         "Runs that did not finish",
         ("optimizer", "phase", "rate ×", "seed", "what happened"),
         tuple((r["label"], r["phase"], f"{r['factor']:.3g}", str(r["seed"]), why) for r, why in broken),
-        "They count among the seeds, as having reached nothing.",
+        "They count among the seeds, as having reached nothing. Diverged: a loss that was not finite, or whose mean at "
+        "the end was above twice the first one.",
         _ours([bool(run["ours"]) for run, _ in broken]),
     )

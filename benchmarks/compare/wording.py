@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from benchmarks.compare import statistics
-from benchmarks.compare.statistics import Reach, Results, Spread, Summary, Target
+from benchmarks.compare.roster import find
+from benchmarks.compare.statistics import Reach, Results, Run, Spread, Summary, Target
+from benchmarks.recipes.tuned import TUNED
 
 NOTHING = "–"
 _DIFFERENT = 1.1  # ratio of measured rates from which on two machines do not count as alike
@@ -138,7 +140,8 @@ def _broken(results: Results) -> list[str]:
 def fairness(results: Results) -> list[str]:
     """Return how the budget was shared out, and what speaks against the comparison."""
     budget = [*_trials(results), *_fewer(results), *_shorter(results)]
-    return [*budget, *_edges(results), *_strayed(results), *_machines(results)]
+    told = [*_keywords(results), *_notes(results)]
+    return [*budget, *_edges(results), *_strayed(results), *_machines(results), *told]
 
 
 def _trials(results: Results) -> list[str]:
@@ -202,3 +205,31 @@ def _machines(results: Results) -> list[str]:
             "seconds compare only that well."
         ]
     return []
+
+
+def _keywords(results: Results) -> list[str]:
+    """Return whose keywords beyond the rate were tuned by workload, and whose are those of its authors."""
+    sources = {run["label"]: _source(results, run) for run in results["runs"]}  # the last run of each
+    tuned = [label for label, source in sources.items() if source.startswith(TUNED)]
+    others = [f"{label} ({source})" if source else label for label, source in sources.items() if label not in tuned]
+    said = [f"Keywords beyond the rate were tuned here, workload by workload, for {'; '.join(tuned)}."] if tuned else []
+    return said + ([f"These have those of their authors: {'; '.join(others)}."] if others else [])
+
+
+def _source(results: Results, run: Run) -> str:
+    """Return who found the keywords of a run; files of an earlier time do not say, the recipe does."""
+    if run.get("source"):
+        return str(run["source"])
+    try:
+        return find(run["optimizer"]).recipe(results["workload"], results["size"]).source
+    except ValueError:  # one that is no more
+        return TUNED if run["ours"] else ""
+
+
+def _notes(results: Results) -> list[str]:
+    """Return what has to be known of single optimizers, each note once, such as at which point losses were taken."""
+    labels: dict[str, dict[str, None]] = {}
+    for run in results["runs"]:
+        if run.get("note"):
+            labels.setdefault(run["note"], {})[run["label"]] = None
+    return [f"{joined(list(found))}: {note}." for note, found in labels.items()]

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.peers import by_path, checkouts, muon, preconditioned, recipes, schedule_free, singd
 from benchmarks.peers.by_path import set_paths
-from benchmarks.peers.libraries import PeerMissingError, has_library, installed
+from benchmarks.peers.libraries import PACKAGES, PeerMissingError, has_library, installed
 from benchmarks.peers.peer import Peer
 from benchmarks.peers.schedule_free import evaluating
 from benchmarks.recipes.types import Method
@@ -55,10 +55,17 @@ def available() -> list[str]:
     return [name for name in PEERS if name not in lacking]
 
 
-def versions() -> dict[str, str]:
+def versions(name: str | None = None) -> dict[str, str]:
     """Return the versions of the packages and checkouts that peers come from.
+
+    Args:
+        name: Whose, nothing for an optimizer that is no peer or comes with torch; unset: of all.
 
     Returns:
         By the name of the distribution, or of the peer with a checkout.
     """
-    return {**installed(), **by_path.PATHS.versions()}
+    found = {**installed(), **by_path.PATHS.versions()}
+    if name is None:
+        return found
+    own = {name, PACKAGES.get(_LIBRARIES.get(name, ""), "")}
+    return {key: version for key, version in found.items() if key in own}

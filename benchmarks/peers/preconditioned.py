@@ -1,5 +1,6 @@
 """SOAP, Shampoo and PSGD-Kron by the package pytorch-optimizer."""
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,18 +63,26 @@ def shampoo(
     return Peer(kind(_trained(model), betas=(beta1, beta2), graft_type=GRAFTS[graft], **keywords))
 
 
-def psgd_kron(model: nn.Module, seed: int = 0, **settings: Any) -> Optimizer:
+def psgd_kron(model: nn.Module, seed: int | None = None, **settings: Any) -> Optimizer:
     """Return PSGD with Kronecker factors that are triangular.
 
     Args:
         model: The model to train.
-        seed: Of the noise that it fits its factors to.
+        seed: Of the noise that it fits its factors to; unset: made of the model's weights, so that it differs from run
+            to run as they do.
         **settings: Further keywords of ``Kron``.
 
     Returns:
         The optimizer.
     """
-    return _Seeded(library("pytorch_optimizer").Kron(_trained(model), **settings), seed=seed)
+    kron = library("pytorch_optimizer").Kron(_trained(model), **settings)
+    return _Seeded(kron, seed=_seed_of(model) if seed is None else seed)
+
+
+def _seed_of(model: nn.Module) -> int:
+    """Return a number that is the same for equal weights; vectors often begin as zeros or ones, whatever the seed."""
+    weights = next((p for p in _trained(model) if p.dim() > 1), _trained(model)[0])
+    return zlib.crc32(weights.detach().cpu().float().numpy().tobytes())
 
 
 class _Seeded(Peer):

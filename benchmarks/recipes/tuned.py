@@ -13,12 +13,13 @@ from benchmarks.recipes.further import FURTHER
 from benchmarks.recipes.shared import DAMPED, DECAYED, HALF, SPECTRAL, WATCHFUL, WHITENING
 from benchmarks.recipes.types import Method, MethodName, Recipe, Rule, Settings
 
-_SOURCE = "tuned here"
+TUNED = "tuned here"
+"""Source of these recipes: keywords of each method were tuned workload by workload."""
 _BOTH = ("lr", "fallback_lr")
 
 
 def tuned(
-    tables: Mapping[str, Settings], rule: Rule = "sqrt", searched: tuple[str, ...] = ("lr",), source: str = _SOURCE
+    tables: Mapping[str, Settings], rule: Rule = "sqrt", searched: tuple[str, ...] = ("lr",), source: str = TUNED
 ) -> dict[str, Recipe]:
     """Make recipes of plain tables of keywords.
 

@@ -13,7 +13,7 @@ from benchmarks.commands.compare import Compare, _failed
 from benchmarks.compare import store
 from benchmarks.compare.plan import STEP, Budget, Job, current, pending, sift, winner
 from benchmarks.compare.roster import find
-from benchmarks.compare.runs import Setting, curve, execute, key_of, schedule_of
+from benchmarks.compare.runs import Setting, curve, execute, key_of, recipe_of, schedule_of
 from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule
 from benchmarks.runner import History
 from benchmarks.schedules import factor
@@ -138,6 +138,42 @@ def test_schedules():
     assert [factor(steps, step, 8) for step in (0, 3, 4, 6, 7)] == pytest.approx([1, 1, 0.1, 0.01, 0.01])
     assert factor(Schedule("linear"), 5, 10) == 0.5
     assert factor(Schedule(), 5, 10) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("workload", "size", "batch_size", "name", "lr", "note"),
+    [
+        ("resnet32", "paper", None, "hylo", 1.8 / 32, ""),  # held for 32 ranks of 128 examples
+        ("vgg16", "paper", None, "kfac", 0.4 / 4, "published with dataset=cifar100, which is not applied here"),
+        ("resnet50", "paper", 640, "hylo", 4.0 / 8, "label_smoothing=0.1, which is not applied here"),
+        ("resnet32", "paper", None, "adamw", 3e-3, ""),
+        ("digits", "cpu", None, "sgd", 0.1, ""),
+        ("digits", "cpu", 1024, "sgd", 0.4, ""),
+        ("digits", "cpu", 1024, "kfac", 0.04, ""),
+    ],
+)
+def test_rates_follow_the_examples_of_a_step(workload, size, batch_size, name, lr, note):
+    setting = Setting(workload, size, Path("data"), batch_size=batch_size)
+    recipe = recipe_of(Job(name, "final", 1.0, 0, 10), setting)
+    assert recipe.settings["lr"] == pytest.approx(lr, rel=1e-5)
+    assert recipe.note.endswith(note)
+    assert ("not applied" in recipe.note) == bool(note)
+
+
+def test_fields_that_all_of_a_comparison_have_need_no_note():
+    setting = Setting("vgg16", "paper", Path("data"), workload_changes={"dataset": "cifar100"})
+    assert "not applied" not in recipe_of(Job("kfac", "final", 1.0, 0, 10), setting).note
+
+
+def test_a_run_that_ends_above_twice_its_first_loss_diverged(data_dir):
+    assert not History("kfac", [1.0] + [3.0] * 8).risen  # too few to tell
+    assert not History("kfac", [1.0] + [2.0] * 20).risen
+    assert History("kfac", [1.0] + [2.1] * 20).risen
+    run = execute(Job("sgd", "final", 1e3, 0, 12), Setting("digits", "smoke", data_dir))
+    assert math.isfinite(run["curve"][-1][1])
+    assert run["diverged"]
+    assert run["metric"] is None
+    assert run["source"] == "tuned here"
 
 
 def test_the_points_of_a_curve_end_with_the_run():

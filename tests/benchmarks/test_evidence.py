@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from benchmarks import evidence, few_rows, timed_ranks
-from benchmarks.commands import worlds
+from benchmarks.commands import batch_size, density, worlds
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.density import PUBLISHED, Density
 from benchmarks.commands.memory import Memory, differences, state_bytes
@@ -209,6 +209,45 @@ def test_batch_size(data_dir, tmp_path, capsys):
     assert "128" in capsys.readouterr().out
 
 
+def test_seeds_that_did_not_get_there_are_infinite(monkeypatch):
+    ends = iter([("target", 20), ("target", 30), ("steps", 40), ("steps", 40)])
+
+    def trial(self, cells, name, workload, factor, seed, limit):
+        end, taken = next(ends)
+        return {"end": end, "taken": taken, "lr": 0.1, "processor_seconds": 1.0}
+
+    monkeypatch.setattr(BatchSize, "_trial", trial)
+    command = BatchSize(workload="digits", optimizers=("sgd",), factors=(1.0,), seeds=3, steps=40)
+    row = command._search(None, "sgd", make_workload("digits", None, "smoke"))
+    assert (row["steps"], row["reached"]) == (30, [2, 3])
+    row = command._row("sgd", 64, 1.0, {1.0: {"lr": 0.1, "end": "target", "taken": 20}}, [
+        {"end": end, "taken": 20, "processor_seconds": 1.0} for end in ("target", "steps", "diverged")
+    ])  # fmt: skip
+    assert (row["steps"], row["examples"], row["processor_seconds"], row["reached"]) == (None, None, None, [1, 3])
+    assert _cells_of(batch_size._table("digits", 1.0, "sgd", [row]))[4:9] == ["> 20", "-", "-", "-", "1 of 3"]
+
+
+def _cells_of(table):
+    return [next(iter(column.cells)) for column in table.columns]
+
+
+def test_what_lost_against_a_lower_limit_runs_again(tmp_path, data_dir):
+    words = {"workload": "digits", "size": "smoke", "target": 0.0, "steps": 30, "data_dir": data_dir}
+    command, cells = BatchSize(**words), Cells(tmp_path / "cells.json")
+    workload = make_workload("digits", data_dir, "smoke")
+
+    def trial(limit):
+        found = command._trial(cells, "sgd", workload, 1.0, 0, limit)
+        return found["end"], found["taken"], found["limit"]
+
+    assert trial(12) == ("slower", 12, 12)
+    assert trial(11) == ("slower", 12, 12)  # lost already
+    assert trial(20) == ("slower", 20, 20)
+    assert trial(30) == ("steps", 30, 30)
+    assert trial(12) == ("steps", 30, 30)
+    assert len(saved(tmp_path / "cells.json")["cells"]) == 1
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -246,6 +285,34 @@ def test_density(data_dir, tmp_path, capsys, drawn):
     assert data["rows"][0]["settings"] == {**PUBLISHED, "window_size": 4, "density": 0.05}
     assert drawn == ["density-digits.png", "density-digits-published.png"]
     assert "README and scripts of" in capsys.readouterr().out
+
+
+def test_a_window_that_lost_a_run_has_bytes_and_no_loss():
+    run = {"failed": None, "diverged": False, "loss": 1.0, "metric": 0.5, "processor_seconds": 2.0}
+    run["memory"] = {"window": 3_000_000, "total": 4_000_000}
+    entry = density._Entry("1 %", "sparse_mfac", {}, 0.01)
+    row = density._summary(entry, [run, {**run, "diverged": True}, {"failed": "ValueError: no"}])
+    assert (row["loss"], row["runs"], row["diverged"], row["window_bytes"]) == (None, 3, 1, 3_000_000)
+    assert density._cells(row, 6_000_000)[2:] == ("ValueError: no (2 of 3 lost)", *"----", "3.00", "4.00", "2.0")
+    assert density._summary(entry, [run, run])["loss"] == 1.0
+    drawn = []
+
+    class Recorder(Figure):
+        def savefig(self, path, **keywords):
+            drawn.extend(len(line.get_xdata()) for axes in self.axes for line in axes.lines[:1])
+
+    density.Figure, kept = Recorder, density.Figure
+    try:
+        density.plot_density([row, density._summary(entry, [run, run])], "", None)
+    finally:
+        density.Figure = kept
+    assert drawn == [1, 2]
+
+
+def test_density_gives_a_closure_to_who_needs_one(data_dir):
+    entry = density._Entry("", "kfac_adaptive", METHODS["kfac_adaptive"].settings("digits"), None)
+    run = Density(workload="digits")._train(entry, make_workload("digits", data_dir, "smoke"), 2, 0)
+    assert not run["diverged"]
 
 
 def test_robustness(data_dir, tmp_path, capsys):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.peers import PEERS, available, evaluating, versions
+from benchmarks.peers import PEERS, available, evaluating, preconditioned, versions
 from benchmarks.peers.by_path import CHECKOUTS, PATHS, PeerPaths
 from benchmarks.peers.layers import heard_layers, hidden_matrices
 from benchmarks.peers.libraries import PeerMissingError
@@ -153,6 +153,12 @@ def test_psgd_draws_from_generators_of_its_own():
         assert torch.equal(torch.get_rng_state(), known)
         found.append(model[0].weight.detach().clone())
     assert torch.equal(*found)
+
+
+def test_noise_of_psgd_follows_the_weights():
+    seeds = [preconditioned._seed_of(_regression(seed)[2]) for seed in (0, 0, 1)]
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert preconditioned.psgd_kron(_regression()[2], seed=3)._seed == 3
 
 
 # Muon

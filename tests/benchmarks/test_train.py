@@ -185,6 +185,15 @@ def test_the_command_goes_on_and_keeps_its_journal(tmp_path, capsys):
     assert [entry["step"] for entry in saved["evaluations"]] == [4, 8]
 
 
+def test_another_schedule_is_another_run(tmp_path, capsys):
+    words = ("--optimizer", "sgd", "--steps", "2", "--checkpoint-every", "2")
+    assert _run(tmp_path, *words) == 0
+    assert _run(tmp_path, *words, "--resume", "auto", "--schedule", "cosine", "--warmup", "0.2") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "is of another run: schedule {'shape': 'constant', 'warmup': 0.0" in told
+    assert "{'shape': 'cosine', 'warmup': 0.2" in told
+
+
 def test_the_journal_is_cut_back_to_the_checkpoint(tmp_path):
     words = ("--optimizer", "adamw", "--steps", "6", "--checkpoint-every", "6", "--evaluate-every", "3")
     assert _run(tmp_path, *words) == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import HyLo
@@ -478,3 +478,28 @@ def frozen(rank: int, world: int, strategy: str) -> Tensor:
 def test_layers_may_be_frozen_for_a_while(pool: Pool) -> None:
     results = [path for strategy in ("comm", "mem") for path in pool.run(frozen, strategy, world=2)]
     assert_replicas(results)
+
+
+def rows_of_draws(rank: int, world: int) -> Any:
+    """Rows of all ranks, which have the same examples, at three steps that move nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    found = []
+    with HyLo(model, lr=1e-300, fisher="mc", mode="sngd", update_steps=1, approx="expand") as optimizer:
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = model(x)
+            optimizer.observe(outputs, "categorical")
+            outputs.logsumexp(1).mean().backward()
+            optimizer.step()
+            found += optimizer.state[model.weight]["rows_g"].clone().chunk(world)
+    return found
+
+
+def test_ranks_draw_apart_and_steps_too(pool: Pool) -> None:
+    """A rank whose draws are those of another, now or some steps ago, would add no information."""
+    found = pool.run(rows_of_draws, world=2)[0]
+    assert len(found) == 6
+    for i, one in enumerate(found):
+        assert not any(torch.equal(one, other) for other in found[:i])
