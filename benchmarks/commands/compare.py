@@ -228,12 +228,11 @@ def _drop_outdated(results: dict[str, Any], names: list[str], setting: Setting) 
         names: Who takes part; runs of others stay.
         setting: What all runs share.
     """
-    now = versions()
 
     def stays(run: Mapping[str, Any]) -> bool:
         if run["optimizer"] not in names:
             return True
-        if run["failed"] or any(now.get(name, version) != version for name, version in run["versions"].items()):
+        if run["failed"] or run["versions"] != versions(run["optimizer"]):
             return False
         job = Job(run["optimizer"], run["phase"], run["factor"], run["seed"], run["steps"])
         return bool(run["key"] == key_of(job, recipe_of(job, setting)))

@@ -121,7 +121,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
         "settings": dict(recipe.settings),
         "seed": job.seed,
         "steps": job.steps,
-        "versions": versions(),
+        "versions": versions(job.optimizer),
         "source": recipe.source,
         "note": recipe.note,
     }
@@ -139,6 +139,7 @@ def _train(job: Job, setting: Setting, method: Method, recipe: Recipe) -> dict[s
     make = partial(method.construct, **recipe.settings)
     schedule = partial(make_schedule, schedule_of(recipe, setting), job.steps)
     closure = method.needs_closure(None, recipe.settings)
+    torch.manual_seed(job.seed)  # of dropout, say
     trainer = Trainer(method.label, workload, make, job.seed, schedule, closure)
     reference = reference_of(workload, setting) if setting.reference_seconds else None
     for step in range(job.steps):
@@ -148,7 +149,8 @@ def _train(job: Job, setting: Setting, method: Method, recipe: Recipe) -> dict[s
             break
         trainer.step()
         if reference is not None and step % REFERENCE_EVERY == 0:
-            reference.step()
+            with torch.random.fork_rng(devices=[]):  # dropout of the run goes on as if there were no reference
+                reference.step()
     return _figures(trainer, job, setting) | _scaled(trainer.history, reference, setting)
 
 

@@ -213,6 +213,12 @@ def test_seconds_are_scaled_to_the_speed_at_the_start(data_dir):
 
 
 @pytest.mark.usefixtures("known_machine")
+def test_a_run_follows_from_its_seed_with_dropout_too(data_dir):
+    setting = Setting("chargpt", "smoke", data_dir, reference_seconds=1.0, workload_changes={"dropout": 0.5})
+    first, again = (execute(Job("kfac", "final", 1.0, 0, 4), setting)["curve"] for _ in range(2))
+    assert [point[1] for point in first] == [point[1] for point in again]
+
+
 def test_a_run_that_failed_is_tried_again(tmp_path, capsys):
     words = [*WORDS[:-3], "kfac_pytorch", "--out-dir", str(tmp_path)]
     assert main(words) == 2  # before anything runs
