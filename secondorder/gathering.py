@@ -239,7 +239,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
         elif raw is not None and looked_at is not None:
             by_rank[:, self.comm.rank] = torch.tensor([n, raw.rows.n, raw.rows.g.shape[-2]], dtype=torch.float64)
             tail[0] = float(raw.rows.a is None and not block.adapter.constant_input)
-            tail[1 : len(looked_at)] = looked_at[1:] * (n * self.gradient_scale(block, n))
+            tail[1 : len(looked_at)] = looked_at[1:] * (n * float(self.gradient_scale(block, n)))
             tail[len(looked_at) :] = torch.as_tensor(raw.real, dtype=torch.float64).cpu()
         else:
             by_rank[0, self.comm.rank] = n

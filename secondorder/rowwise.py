@@ -319,11 +319,12 @@ class RowOptimizer(Observing):
             self._fresh[block] = Fresh(rows, examples, raw.real, ok)
         return finite
 
-    def gradient_scale(self, block: Block, examples: int) -> float:
-        """Factor of ``‖u‖²`` from captured rows of so many examples to rows scaled per datum."""
+    def gradient_scale(self, block: Block, examples: int) -> Any:
+        """Factor of ``‖u‖²`` from captured rows of so many examples to rows scaled per datum; on a device a tensor."""
         group = block.group
         if self._fisher.is_observed:  # rows are of unit scale
-            return 1.0 / (examples if group["loss_reduction"] == "sum" else max(1.0, float(self._observed_terms)))
+            terms = self._observed_terms.clamp(min=1)
+            return 1.0 / (examples if group["loss_reduction"] == "sum" else terms if terms.is_cuda else float(terms))
         return statistics.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
 
     def _has_estimate(self, block: Block) -> bool:
