@@ -88,7 +88,7 @@ class Compare(Common):
         with locked(path), found as (data_dir, made_up):
             setting = self._setting(data_dir)
             results = store.load(path, self._head(setting, made_up))
-            results["command"] = _command()
+            results["command"] = command_line(sys.argv[1:])
             names = list(self.optimizers) or self._everyone()
             for name in names:
                 find(name).recipe(self.workload, self.size)  # names a wrong one before hours have passed
@@ -198,9 +198,22 @@ class Compare(Common):
         report.print_path("report", target)
 
 
-def _command() -> str:
-    """Return the command line, without the folder in which Python lies."""
-    return " ".join(["python -m benchmarks", *sys.argv[1:]])
+def command_line(words: Sequence[str]) -> str:
+    """Return a command line as others may type it: folders are theirs.
+
+    Args:
+        words: After the program's name.
+
+    Returns:
+        One line.
+    """
+    shown, before = ["python -m benchmarks"], ""
+    for word in words:
+        folder = before in {"--data-dir", "--out-dir", "--results"}
+        peer = not word.startswith("--") and "=" in word and "/" in word
+        shown.append("…" if folder else f"{word.partition('=')[0]}=…" if peer else word)
+        before = word if word.startswith("--") else ""
+    return " ".join(shown)
 
 
 def _counts_hits(metric: str) -> bool:
