@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.cli import main
-from benchmarks.commands.compare import Compare, _failed
+from benchmarks.commands.compare import Compare, _failed, command_line
 from benchmarks.compare import store
 from benchmarks.compare.plan import STEP, Budget, Job, current, pending, sift, winner
 from benchmarks.compare.roster import find
@@ -300,6 +300,13 @@ def test_rates_are_measured_on_this_machine():
     assert found["torch"] == torch.__version__
     assert found["gemm_gflops"]["best"] >= found["gemm_gflops"]["median"] > 0
     assert found["copy_gbytes"]["best"] >= found["copy_gbytes"]["median"] > 0
+
+
+def test_the_command_line_that_is_kept_names_no_folder():
+    words = "compare --workload digits --data-dir /home/me --peer-path a=/x b=../y --factors 0.3 1 --out-dir there"
+    assert command_line(words.split()) == (
+        "python -m benchmarks compare --workload digits --data-dir … --peer-path a=… b=… --factors 0.3 1 --out-dir …"
+    )
 
 
 def test_an_unknown_optimizer_is_named(tmp_path, capsys):
