@@ -17,13 +17,12 @@ from benchmarks.recipes.types import Method
 
 __all__ = ["PEERS", "Peer", "PeerMissingError", "available", "evaluating", "set_paths", "versions"]
 
-_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _first = partial(Method, order="first", ours=False)
 _second = partial(Method, order="second", ours=False)
 
 PEERS: dict[str, Method] = {
-    "muon": _first(muon.label(_DEVICE), muon.muon, recipes.MUON),
-    "muon_short": _first(f"{muon.label(_DEVICE)}, momentum 0.85", muon.muon, recipes.MUON_SHORT),
+    "muon": _first(muon.label(), muon.muon, recipes.MUON),
+    "muon_short": _first(f"{muon.label()}, momentum 0.85", muon.muon, recipes.MUON_SHORT),
     "soap": _first("SOAP", preconditioned.soap, recipes.SOAP),
     "shampoo": _first("Shampoo", preconditioned.shampoo, recipes.SHAMPOO),
     "psgd_kron": _first("PSGD-Kron", preconditioned.psgd_kron, recipes.PSGD_KRON),

@@ -135,10 +135,12 @@ def _source_file(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(plan)
     # Files for one experiment set things for all.
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    try:
-        plan.loader.exec_module(module)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+    # What tests torch itself forbids such settings to the whole process.
+    with torch.backends.__allow_nonbracketed_mutation():
+        try:
+            plan.loader.exec_module(module)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
     return module
 
 

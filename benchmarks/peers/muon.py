@@ -243,33 +243,27 @@ def muon(
     return Peer(*parts)
 
 
-def label(device: str = "cpu") -> str:
-    """Return the name of Muon in tables.
-
-    Args:
-        device: Type of the device that trains.
-
-    Returns:
-        The name, which tells where the iteration runs in float32.
-    """
+def label() -> str:
+    """Return the name of Muon in tables, which tells where the iteration runs in float32."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     return "Muon" if does_bfloat16(device) else "Muon (float32)"
 
 
 @functools.cache
-def does_bfloat16(device: str) -> bool:
+def does_bfloat16(device_type: str) -> bool:
     """Return whether a device multiplies matrices of bfloat16 about as fast as those of float32, by the clock.
 
     Args:
-        device: Type of the device.
+        device_type: Type of the device.
 
     Returns:
         Whether it does; False where torch has no Muon of its own.
     """
     if not hasattr(torch.optim, "Muon"):
         return False
-    if device == "cuda":
+    if device_type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device != "cpu":
+    if device_type != "cpu":
         return False
     return _seconds(torch.bfloat16) < _SLOWER * _seconds(torch.float32)
 

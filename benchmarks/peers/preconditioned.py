@@ -108,11 +108,11 @@ class _Seeded(Peer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "taken": self._taken}
+        return {**super().state_dict(), "seed": self._seed, "taken": self._taken}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self._taken = state_dict["taken"]
+        self._seed, self._taken = state_dict["seed"], state_dict["taken"]
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:

@@ -406,7 +406,7 @@ METHODS = (
         partial=("none",),
         foreign={
             "weight_decay_mode": ("legacy", "both"),
-            "fisher": ("forward_only",),
+            "fisher": ("forward_only", "exact"),  # the latter for losses of one output only
         },
         capture_keyword="update_steps",
         refresh_keyword="update_steps",

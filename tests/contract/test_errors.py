@@ -289,6 +289,7 @@ def test_decoupled_decay_in_another_mode_than_the_standard_is_refused(method: Me
     assert "decoupled_weight_decay" in str(refusal.value)
 
 
+@pytest.mark.option("window_size")  # EK-FAC has it before preconditioning, too
 @pytest.mark.rules({mode: {"momentum_mode": mode} for mode in ("ema", "pre")})
 def test_nesterov_is_for_the_heavy_ball(method: Method, mlp: Task, rule: str) -> None:
     with pytest.raises(ValueError, match="(?i)nesterov"):
