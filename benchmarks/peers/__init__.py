@@ -6,8 +6,6 @@ no package are read from a checkout, see :mod:`benchmarks.peers.by_path`.
 
 from functools import partial
 
-import torch
-
 from benchmarks.peers import by_path, checkouts, muon, preconditioned, recipes, schedule_free, singd
 from benchmarks.peers.by_path import set_paths
 from benchmarks.peers.libraries import PACKAGES, PeerMissingError, has_library, installed
