@@ -42,12 +42,12 @@ def pool(request: pytest.FixtureRequest) -> "Iterator[Pool]":
 
 #: Tests of several ranks with many cases: of how many one is run by default; the others are slow.
 ONE_IN = {
-    "test_shards_equal_the_joined_batch": 7,
+    "test_shards_equal_the_joined_batch": 10,
     "test_every_kind_of_layer": 4,
-    "test_bytes_sent": 8,
+    "test_bytes_sent": 12,
     "test_a_rank_plans_the_world_it_is_in": 5,
     "test_replicas_are_equal_for_200_steps": 4,
-    "test_a_repeated_run_has_the_same_bits": 6,
+    "test_a_repeated_run_has_the_same_bits": 9,
     "test_from_two_ranks_to_others": 5,
     "test_sngd_of_every_kind_of_rows": 3,
     "test_elsewhere_it_goes_on_alike": 4,
@@ -66,9 +66,9 @@ ONE_IN = {
     "test_the_end_comes_at_any_step_of_any_role": 2,
     "test_sngd_of_unequal_batches_is_that_of_the_joined_batch": 3,
     "test_checkpoints_go_on_in_every_world": 2,
-    "test_every_method_does_what_one_process_does": 11,
-    "test_every_option_means_what_it_means_in_one_process": 14,
-    "test_the_strategy_changes_nothing_in_the_result": 12,
+    "test_every_method_does_what_one_process_does": 16,
+    "test_every_option_means_what_it_means_in_one_process": 20,
+    "test_the_strategy_changes_nothing_in_the_result": 18,
     "test_parameters_may_be_cut_and_kept_in_any_way": 5,
     "test_replicas_of_a_sharded_model": 5,
     "test_other_numbers_of_ranks": 4,
@@ -87,6 +87,10 @@ ONE_IN = {
     "test_an_optimizer_made_before_sharding_says_so_at_its_first_step": 2,
     "test_join_is_refused": 2,
     "test_curvature_of_layers_is_on_its_owner_alone": 3,
+    "test_every_parameter_is_covered": 4,
+    "test_formulas_are_what_is_held": 3,
+    "test_a_run_goes_on_to_the_bit": 3,
+    "test_a_few_steps_lower_the_loss": 2,
     "test_windows_are_cut_over_the_ranks": 3,
     "test_sparse_windows_are_cut_evenly_too": 2,
     "test_a_nan_in_the_piece_of_one_rank_drops_the_step_on_all": 6,
@@ -105,7 +109,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         name = getattr(item, "originalname", None) or item.name
         folder = item.path.parent.name
-        if folder in ("distributed", "window", "fsdp") and name in ONE_IN and not item.get_closest_marker("slow"):
+        long = folder in ("distributed", "window", "fsdp", "benchmarks") and name in ONE_IN
+        if long and not item.get_closest_marker("slow"):
             seen[name] = seen.get(name, -1) + 1
             if seen[name] % ONE_IN[name]:
                 item.add_marker(pytest.mark.slow)
