@@ -5,7 +5,7 @@ equally far. It is found by the odd quintic iteration ``X ← aX + (bXXᵀ + c(X
 values of ``X/‖X‖`` from about a thousandth upwards into [0.7, 1.2] in five rounds, which does as well as exactly 1;
 smaller ones stay small (Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"). The result is
 multiplied by ``0.2 √max(n, m)``, which gives a matrix of full rank entries of root mean square 0.2, the usual size of
-Adam's steps, so that learning rates carry over (Liu et al. 2025, arXiv 2502.16982, equation 4).
+Adam's steps, so that learning rates carry over (Liu et al. 2025, arXiv 2502.16982).
 """
 
 from __future__ import annotations

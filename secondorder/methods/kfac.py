@@ -91,7 +91,7 @@ class KFAC(FactoredOptimizer):
             ``inverse_method="eigen"``.
         orthogonalize: Give steps of linear and convolution layers a uniform spectrum, as Muon does: of the
             preconditioned matrix only its polar factor is taken, at the usual size of Adam's steps (or that of
-            ``graft``), so that rates of AdamW fit. It wants momentum before it: ``momentum_mode="pre"`` of EKFAC, or
+            ``graft``), so that some times the rate of AdamW fits. It wants momentum before it: ``momentum_mode="pre"`` of EKFAC, or
             ``graft="adam"``.
         kl_clip: κ, bound on the step in the Fisher metric; None disables. Steps that graft or orthogonalize have their
             own size.
