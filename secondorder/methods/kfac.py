@@ -91,8 +91,8 @@ class KFAC(FactoredOptimizer):
             ``inverse_method="eigen"``.
         orthogonalize: Give steps of linear and convolution layers a uniform spectrum, as Muon does: of the
             preconditioned matrix only its polar factor is taken, at the usual size of Adam's steps (or that of
-            ``graft``), so that some times the rate of AdamW fits. It wants momentum before it: ``momentum_mode="pre"`` of EKFAC, or
-            ``graft="adam"``.
+            ``graft``), so that some times AdamW's rate fits. It wants momentum before it: ``momentum_mode="pre"`` of
+            EKFAC, or ``graft="adam"``.
         kl_clip: κ, bound on the step in the Fisher metric; None disables. Steps that graft or orthogonalize have their
             own size.
         adaptive_damping: Move λ every ``damping_interval`` steps by how well the quadratic model predicted the change
