@@ -281,5 +281,5 @@ def attempt(measure: Callable[[], Figures]) -> Figures:
         return {"failed": None, **measure()}
     except (DataMissingError, PeerMissingError):
         raise
-    except Exception as err:
+    except Exception as err:  # of any method or project: its text is kept with the cell, the others go on
         return {"failed": f"{type(err).__name__}: {err}"}

@@ -129,7 +129,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
         return entry | _train(job, setting, method, recipe)
     except (TimeoutError, DataMissingError, PeerMissingError):
         raise
-    except Exception as err:
+    except Exception as err:  # of any of a dozen projects: what it raises is told in the report, the others go on
         empty = {"taken": 0, "diverged": False, "curve": [], "metric": None, "quality": {}, "optimizer_bytes": 0}
         return entry | empty | {"failed": f"{type(err).__name__}: {err}"}
 

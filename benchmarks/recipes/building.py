@@ -39,10 +39,10 @@ def second_order(name: str, model: nn.Module, **settings: Any) -> Optimizer:
     keywords = window_keywords(settings) if method in _WINDOWED else layer_keywords(settings)
     if "kid_residual" in keywords:
         keywords["kid_residual"] = keywords["kid_residual"] or "none"  # a word here, nothing on a command line
+    params: Any = model
     if "plain_layers" in keywords:
-        keywords["module"] = model
-        return create(name, orthogonal_groups(model, keywords), **keywords)
-    return create(name, model, **keywords)
+        params, keywords["module"] = orthogonal_groups(model, keywords), model
+    return create(name, params, **keywords)
 
 
 def orthogonal_groups(model: nn.Module, keywords: dict[str, Any]) -> list[dict[str, Any]]:

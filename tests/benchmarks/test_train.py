@@ -264,8 +264,7 @@ def test_bad_words_are_one_line(tmp_path, capsys, words, why):
 
 @pytest.mark.parametrize("name", ["muon", "soap"])
 def test_an_optimizer_of_others_trains_and_goes_on(tmp_path, name):
-    if name not in available():
-        pytest.skip(f"{name} is not installed")
+    assert name in available()
     words = ("--optimizer", name, "--checkpoint-every", "2", "--schedule", "constant")
     assert _run(tmp_path, *words, "--steps", "4") == 0
     whole = json.loads((tmp_path / f"train-digits-{name}.json").read_text())

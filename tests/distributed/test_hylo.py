@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from secondorder import HyLo
+from secondorder import CommOpt, HyLo, MemOpt
 from secondorder.curvature.measured import Measured
 from secondorder.switching import ProbeError
 from tests.distributed.oracle import (
@@ -503,3 +503,29 @@ def test_ranks_draw_apart_and_steps_too(pool: Pool) -> None:
     assert len(found) == 6
     for i, one in enumerate(found):
         assert not any(torch.equal(one, other) for other in found[:i])
+
+
+def step_of_observed_rows(rank: int, world: int, comm: str | None) -> Any:
+    """Parameters after a step with Gauss-Newton rows, this rank having its share of the batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(8, d, dtype=torch.float64, generator=generator) for d in (4, 1))
+    x, y = x.chunk(world)[rank], y.chunk(world)[rank]
+    strategy = {None: None, "comm_opt": CommOpt, "mem_opt": MemOpt}[comm]
+    options = {"mode": "sngd", "update_steps": 1, "approx": "expand", "damping": 0.3, "momentum": 0.0}
+    with HyLo(model, lr=0.1, fisher="exact", comm=strategy and strategy(), **options) as optimizer:
+        network = model if comm is None else DDP(model)
+        outputs = network(x)
+        optimizer.observe(outputs, "gaussian")
+        (outputs - y).square().sum(1).mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("comm", ["comm_opt", "mem_opt"])
+def test_observed_rows_of_two_ranks_are_those_of_the_joined_batch(pool: Pool, comm: str) -> None:
+    expected = step_of_observed_rows(0, 1, None)
+    for found in pool.run(step_of_observed_rows, comm, world=2):
+        for p, q in zip(found, expected, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-11)
