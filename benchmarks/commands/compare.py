@@ -52,7 +52,10 @@ class Compare(Common):
     factors: tuple[float, ...] = (1 / STEP, 1.0, STEP)
     """Learning rates to try, as multiples of the recipe's."""
     seeds: int = 3
-    """Whole runs of the best rate."""
+    """Whole runs of the best rate, for those that lead."""
+    leaders: int = 2
+    """How many of ours, and of those without curvature, lead: they also run whole at the rate below the best trial's,
+    and with further seeds. 0: all have further seeds, none a second rate."""
     short: tuple[str, ...] = ()
     """Who also runs with a schedule that ends at the target's share of the steps; unset: the best two of ours, and the
     best of those that use no curvature."""
@@ -137,7 +140,7 @@ class Compare(Common):
     def _budget(self, steps: int, share: float) -> Budget:
         if self.size == "smoke":
             return Budget(steps, (1.0,), 1, 1 / 6, 0.0, extend=False)
-        return Budget(steps, tuple(self.factors), self.seeds, 1 / 6, share)
+        return Budget(steps, tuple(self.factors), self.seeds, 1 / 6, share, leaders=self.leaders)
 
     def _everyone(self) -> list[str]:
         names = [name for name in (*METHODS, *available()) if self.workload in find(name).recipes]

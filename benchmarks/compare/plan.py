@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-Phase = Literal["sift", "final", "short"]
+Phase = Literal["sift", "long", "final", "short"]
+"""A trial; a whole run at a rate that proved worse; a whole run that counts; one with a schedule that ends early."""
 Run = Mapping[str, Any]
 """What a finished run left, see :mod:`benchmarks.compare.runs`."""
 
@@ -44,7 +45,8 @@ class Job:
         Returns:
             A short text.
         """
-        text = json.dumps([asdict(self), dict(settings), *more], sort_keys=True, default=str)
+        phase = "final" if self.phase == "long" else self.phase  # which of the two it is shows later
+        text = json.dumps([asdict(self) | {"phase": phase}, dict(settings), *more], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -62,6 +64,9 @@ class Budget:
     short_share: float = 0.0
     """Share of the steps of the short runs; 0: none."""
     extend: bool = True
+    leaders: int = 0
+    """Of ours, and of those without curvature, who run whole at a second rate and with further seeds; 0: all run with
+    further seeds, none at a second rate."""
 
     @property
     def sift_steps(self) -> int:
@@ -118,7 +123,7 @@ def winner(runs: Sequence[Run], optimizer: str) -> float | None:
 
 
 def chosen(runs: Sequence[Run], optimizer: str, budget: Budget) -> float | None:
-    """Return the factor of an optimizer's whole runs: the only one there is, or the best of its sift.
+    """Return the factor of an optimizer's whole runs: the only one there is, or the best of what was tried.
 
     Args:
         runs: Finished runs.
@@ -126,9 +131,54 @@ def chosen(runs: Sequence[Run], optimizer: str, budget: Budget) -> float | None:
         budget: What it gets.
 
     Returns:
-        The factor, or None when no trial ended with a finite loss.
+        That of the best trial, or the next lower one if that ended lower over the whole run; None when no trial ended
+        with a finite loss.
     """
-    return budget.factors[0] if len(budget.factors) == 1 else winner(runs, optimizer)
+    if len(budget.factors) == 1:
+        return budget.factors[0]
+    best = winner(runs, optimizer)
+    whole = {run["factor"]: end_loss(run) for run in rivals(runs, optimizer, best)}
+    if best is None or best not in whole:
+        return best
+    return min(whole, key=lambda factor: (whole[factor], -factor))
+
+
+def rivals(runs: Sequence[Run], optimizer: str, best: float | None) -> list[Run]:
+    """Return the whole runs of the first seed at the rate of the best trial, and at the next lower one.
+
+    Args:
+        runs: Finished runs.
+        optimizer: Whose.
+        best: Factor of the best trial.
+
+    Returns:
+        Two runs at most.
+    """
+    if best is None:
+        return []
+    first = [run for phase in ("final", "long") for run in of(runs, optimizer, phase) if run["seed"] == 0]
+    return [run for run in first if run["factor"] == best or math.isclose(run["factor"], best / STEP)]
+
+
+def leaders(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> list[str]:
+    """Return who gets further seeds.
+
+    Args:
+        runs: Finished runs.
+        optimizers: Who takes part.
+        budget: What each gets.
+
+    Returns:
+        All; or so many of ours and of those without curvature as the budget says, lowest first, by the first seed: who
+        of them leads does not change when the leaders' runs at a second rate are done, which can only be lower.
+    """
+    if not budget.leaders:
+        return list(optimizers)
+    first = [run for name in optimizers for run in of(runs, name, "final") if run["seed"] == 0]
+    ranked = sorted(first, key=end_loss)
+    ours = [run["optimizer"] for run in ranked if run["ours"]]
+    others = [run["optimizer"] for run in ranked if run["order"] == "first"]
+    return ours[: budget.leaders] + others[: budget.leaders]
 
 
 def sift(runs: Sequence[Run], optimizer: str, budget: Budget) -> list[Job]:
@@ -175,21 +225,27 @@ def current(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> l
         budget: What each gets.
 
     Returns:
-        The runs that stay.
+        The runs that stay. Of two rates that ran whole, the better one's run is ``"final"``, the other's ``"long"``.
     """
     best = {name: chosen(runs, name, budget) for name in optimizers}
-    return [
-        run
-        for run in runs
-        if run["phase"] == "sift" or run["optimizer"] not in best or run["factor"] == best[run["optimizer"]]
-    ]
+    tried = [run for name in optimizers for run in rivals(runs, name, winner(runs, name))]
+    kept: list[Run] = []
+    for run in runs:
+        whole = run["phase"] in {"final", "long"}
+        if run["phase"] == "sift" or run["optimizer"] not in best:
+            kept.append(run)
+        elif run["factor"] == best[run["optimizer"]]:
+            kept.append({**run, "phase": "final"} if whole else run)
+        elif run in tried:
+            kept.append({**run, "phase": "long"})
+    return kept
 
 
 def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str], budget: Budget) -> Iterator[Job]:
     """Yield the jobs that can be done now, the most useful first.
 
-    Trials come first, then the first seed of every optimizer, then short runs, then the other seeds: an interrupted
-    comparison has something to show.
+    Trials come first, then the first seed of every optimizer, then that of the leaders at a second rate, then short
+    runs, then the other seeds: an interrupted comparison has something to show.
 
     Args:
         runs: Finished runs.
@@ -204,16 +260,44 @@ def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str]
     for jobs in trials.values():
         yield from jobs
     best = {name: chosen(runs, name, budget) for name in optimizers if not trials[name]}
-    ready = [(name, factor) for name, factor in best.items() if factor is not None]
+    ready = {name: factor for name, factor in best.items() if factor is not None}
+    first = list(_missing(runs, [Job(name, "final", factor, 0, budget.steps) for name, factor in ready.items()]))
+    yield from first
+    if budget.leaders and (first or any(trials.values())):
+        return  # who leads is not known yet
+    ahead = [name for name in leaders(runs, list(ready), budget) if name in ready]
+    seconds = list(_missing(runs, _seconds(runs, ahead, budget)))
+    yield from seconds
+    if seconds:
+        return
     for seed in range(budget.seeds):
-        yield from _missing(runs, [Job(name, "final", factor, seed, budget.steps) for name, factor in ready])
+        if seed:
+            yield from _missing(runs, [Job(name, "final", ready[name], seed, budget.steps) for name in ahead])
         if budget.short_share:
-            some = [(name, factor) for name, factor in ready if name in short]
-            yield from _missing(runs, [Job(name, "short", factor, seed, budget.short_steps) for name, factor in some])
+            some = [name for name in ahead if name in short]
+            yield from _missing(runs, [Job(name, "short", ready[name], seed, budget.short_steps) for name in some])
+
+
+def _seconds(runs: Sequence[Run], ahead: Sequence[str], budget: Budget) -> list[Job]:
+    """Return whole runs at the rate below that of the best trial.
+
+    Args:
+        runs: Finished runs.
+        ahead: Who leads.
+        budget: What each gets.
+
+    Returns:
+        Jobs, also those that are done.
+    """
+    if not budget.leaders or len(budget.factors) == 1:
+        return []
+    lower = {name: best / STEP for name in ahead if (best := winner(runs, name)) is not None}
+    return [Job(name, "final", factor, 0, budget.steps) for name, factor in lower.items()]
 
 
 def _missing(runs: Sequence[Run], jobs: Sequence[Job]) -> Iterator[Job]:
-    done = {(run["optimizer"], run["phase"], run["seed"], run["steps"], run["factor"]) for run in runs}
+    whole = {"long": "final"}
+    done = {(r["optimizer"], whole.get(r["phase"], r["phase"]), r["seed"], r["steps"], r["factor"]) for r in runs}
     for job in jobs:
         if (job.optimizer, job.phase, job.seed, job.steps, job.factor) not in done:
             yield job

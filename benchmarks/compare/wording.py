@@ -148,12 +148,31 @@ def _trials(results: Results) -> list[str]:
     low, high = statistics.trials(results)
     sifted = statistics.select(results, "sift")
     seeds = max((s.seeds for s in statistics.summaries(results)), default=0)
-    after = f"the best rate then ran for all {results['steps']} steps with {_seeds(seeds)}"
+    least = min((s.seeds for s in statistics.summaries(results) if s.seeds), default=0)
+    after = f"the best rate then ran for all {results['steps']} steps with {_seeds(least)}"
     if not sifted or high <= 1:
         return [f"No learning rates were sifted: each optimizer ran with that of its recipe, {_seeds(seeds)}."]
     rates = f"{low} learning rates" if low == high else f"{low} to {high} learning rates"
     more = "" if low == high else " (the same row for all, and more where the best one was the last of its row)"
-    return [f"Equal budgets: every optimizer had {rates}{more}, each for {sifted[0]['steps']} steps; {after}."]
+    head = f"Equal budgets: every optimizer had {rates}{more}, each for {sifted[0]['steps']} steps; "
+    return [f"{head}{after}.", *_second_rates(results, seeds)]
+
+
+def _second_rates(results: Results, seeds: int) -> list[str]:
+    """Return who ran whole at two rates, and which was the better one."""
+    told = []
+    for run in statistics.select(results, "long"):
+        counted = next(
+            (r for r in statistics.select(results, "final", run["optimizer"]) if r["seed"] == run["seed"]), None
+        )
+        found = [f"{number(statistics.final_loss(r))} at × {r['factor']:.3g}" for r in (counted, run) if r]
+        told.append(f"{run['label']} {' and '.join(found)}")
+    if not told:
+        return []
+    return [
+        f"Who led by then ran whole at the next lower rate, too, and with {_seeds(seeds)} at the better one of both: "
+        f"{'; '.join(told)}."
+    ]
 
 
 def _seeds(count: int) -> str:
@@ -164,7 +183,8 @@ def _fewer(results: Results) -> list[str]:
     """Return who has fewer full runs than others: not all are done, or no trial ended with a finite loss."""
     found = statistics.summaries(results)
     most = max((s.seeds for s in found), default=0)
-    fewer = [f"{s.label} {s.seeds}" for s in found if s.seeds < most]
+    expected = {1} if statistics.select(results, "long") else set()  # of those that did not lead
+    fewer = [f"{s.label} {s.seeds}" for s in found if s.seeds < most and s.seeds not in expected]
     return [f"Fewer full runs than {most}: {', '.join(fewer)}."] if fewer else []
 
 
@@ -189,7 +209,9 @@ def _edges(results: Results) -> list[str]:
 def _strayed(results: Results) -> list[str]:
     """Return whose full runs took a rate that is not the best of its trials."""
     pairs = [(s.label, s.factor, statistics.best_factor(results, s.optimizer)) for s in statistics.summaries(results)]
+    two = {run["label"] for run in statistics.select(results, "long")}
     labels = [label for label, ran, best in pairs if ran and best and statistics.rounded(ran) != best]
+    labels = [label for label in labels if label not in two]
     return [f"Full runs of {joined(labels)} took another rate than the best of the trials."] if labels else []
 
 

@@ -30,6 +30,7 @@ def _run(optimizer, phase, loss, factor=1.0, seed=0, steps=100, ours=True):
         "diverged": loss is None,
         "curve": [[steps, loss, 1.0, 1.0]],
         "ours": ours,
+        "order": "second" if ours else "first",
     }
 
 
@@ -95,6 +96,54 @@ def test_the_order_of_a_whole_comparison():
         ("kfac", "final", 1, 60),
         ("kfac", "short", 1, 30),
     ]
+
+
+WHOLE = {"kfac": 0.2, "hylo": 0.3, "ggt": 0.9, "adamw": 0.5, "muon": 0.6, "sgd": 0.8}
+"""Final losses at the rate of the best trial."""
+
+
+def _led(budget, lower):
+    """Work through a comparison whose best trials are at 1, and whose whole runs at the next lower rate reach lower."""
+    runs, order = [], []
+    while job := next(pending(runs, list(WHOLE), ["kfac"], budget), None):
+        loss = (
+            abs(math.log(job.factor)) if job.phase == "sift" else (WHOLE if job.factor == 1 else lower)[job.optimizer]
+        )
+        order.append((job.optimizer, job.phase, round(job.factor, 3), job.seed))
+        ours = job.optimizer in {"kfac", "hylo", "ggt"}
+        runs.append(_run(job.optimizer, job.phase, loss, job.factor, job.seed, job.steps, ours))
+        runs = current(runs, list(WHOLE), budget)
+    return runs, order
+
+
+def test_leaders_run_at_a_second_rate_and_with_all_seeds_at_the_better_one():
+    runs, order = _led(replace(BUDGET, leaders=2), {"kfac": 0.1, "hylo": 0.4, "adamw": 0.55, "muon": 0.4})
+    assert order[18:] == [
+        *((name, "final", 1.0, 0) for name in WHOLE),
+        *((name, "final", 0.316, 0) for name in ("kfac", "hylo", "adamw", "muon")),
+        ("kfac", "short", 0.316, 0),
+        *((name, "final", rate, 1) for name, rate in (("kfac", 0.316), ("hylo", 1.0), ("muon", 0.316), ("adamw", 1.0))),
+        ("kfac", "short", 0.316, 1),
+    ]
+    told = {(run["optimizer"], run["phase"], round(run["factor"], 3)) for run in runs if run["phase"] != "sift"}
+    assert {(name, "final", 1.0) for name in ("hylo", "adamw", "sgd", "ggt")} < told
+    assert {("kfac", "final", 0.316), ("kfac", "long", 1.0), ("hylo", "long", 0.316), ("muon", "long", 1.0)} < told
+
+
+def test_a_second_rate_that_diverged_changes_nothing():
+    runs, order = _led(replace(BUDGET, leaders=1), {"kfac": None, "adamw": None})
+    assert ("kfac", "final", 1.0, 1) in order
+    assert ("adamw", "final", 1.0, 1) in order
+    assert [(r["optimizer"], r["factor"]) for r in runs if r["phase"] == "long"] == [
+        ("kfac", 1 / STEP),
+        ("adamw", 1 / STEP),
+    ]
+
+
+def test_a_run_keeps_its_key_when_another_rate_proves_better():
+    jobs = [Job("kfac", phase, 1.0, 0, 60) for phase in ("final", "long", "short")]
+    keys = [job.key({"lr": 0.1}) for job in jobs]
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_the_key_of_a_run_follows_its_settings():

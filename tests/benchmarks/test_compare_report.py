@@ -310,6 +310,17 @@ class TestWording:
         assert said[0].startswith("Equal budgets: every optimizer had 3 learning rates, each for 100 steps;")
         assert "No first-order optimizer had such runs." in said[1]
 
+    def test_second_rates_are_told(self):
+        trials = [make_run(name, "sift", factor=f) for name in ("kfac", "adamw") for f in (1.0, 3.0)]
+        other = make_run("kfac", "long", factor=3.0, losses=(1.0, 0.7))
+        said = wording.fairness(make_results(*trials, make_run("kfac"), make_run("kfac", seed=1), other, make_run()))
+        assert said[0].endswith("the best rate then ran for all 600 steps with 1 seed.")
+        assert said[1] == (
+            "Who led by then ran whole at the next lower rate, too, and with 2 seeds at the better one of both: "
+            "KFAC 0.5000 at × 1 and 0.7000 at × 3."
+        )
+        assert not any("Fewer" in text or "another rate" in text for text in said)
+
     def test_who_has_fewer_full_runs_is_told(self):
         results = make_results(make_run(), make_run(seed=1), make_run("kfac"), make_run("ggt", "sift", diverged=True))
         assert "Fewer full runs than 2: KFAC 1, GGT 0." in wording.fairness(results)
