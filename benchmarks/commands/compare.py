@@ -54,7 +54,7 @@ class Compare(Common):
     seeds: int = 3
     """Whole runs of the best rate, for those that lead."""
     leaders: int = 2
-    """How many of ours, and of those without curvature, lead: they also run whole at the rate below the best trial's,
+    """How many of ours, and of those without curvature, lead: they, and AdamW, also run whole at the next lower rate,
     and with further seeds. 0: all have further seeds, none a second rate."""
     short: tuple[str, ...] = ()
     """Who also runs with a schedule that ends at the target's share of the steps; unset: the best two of ours, and the

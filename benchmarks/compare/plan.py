@@ -19,6 +19,8 @@ Run = Mapping[str, Any]
 
 STEP = math.sqrt(10)
 """Between neighbouring learning rates."""
+COMMON = "adamw"
+"""Whom every reader compares with: treated as if it led."""
 EXTENSIONS = 2
 """Further rates, at most, where the best is the last of the row."""
 
@@ -137,7 +139,7 @@ def chosen(runs: Sequence[Run], optimizer: str, budget: Budget) -> float | None:
     if len(budget.factors) == 1:
         return budget.factors[0]
     best = winner(runs, optimizer)
-    whole = {run["factor"]: end_loss(run) for run in rivals(runs, optimizer, best)}
+    whole: dict[float, float] = {run["factor"]: end_loss(run) for run in rivals(runs, optimizer, best)}
     if best is None or best not in whole:
         return best
     return min(whole, key=lambda factor: (whole[factor], -factor))
@@ -169,8 +171,8 @@ def leaders(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> l
         budget: What each gets.
 
     Returns:
-        All; or so many of ours and of those without curvature as the budget says, lowest first, by the first seed: who
-        of them leads does not change when the leaders' runs at a second rate are done, which can only be lower.
+        All; or so many of ours and of those without curvature as the budget says, lowest first, by the first seed, and
+        :data:`COMMON`. Who leads does not change when the runs at a second rate are done, which can only be lower.
     """
     if not budget.leaders:
         return list(optimizers)
@@ -178,7 +180,9 @@ def leaders(runs: Sequence[Run], optimizers: Sequence[str], budget: Budget) -> l
     ranked = sorted(first, key=end_loss)
     ours = [run["optimizer"] for run in ranked if run["ours"]]
     others = [run["optimizer"] for run in ranked if run["order"] == "first"]
-    return ours[: budget.leaders] + others[: budget.leaders]
+    ahead = ours[: budget.leaders] + others[: budget.leaders]
+    known = [run["optimizer"] for run in first if run["optimizer"] == COMMON and COMMON not in ahead]
+    return ahead + known
 
 
 def sift(runs: Sequence[Run], optimizer: str, budget: Budget) -> list[Job]:

@@ -170,8 +170,8 @@ def _second_rates(results: Results, seeds: int) -> list[str]:
     if not told:
         return []
     return [
-        f"Who led by then ran whole at the next lower rate, too, and with {_seeds(seeds)} at the better one of both: "
-        f"{'; '.join(told)}."
+        "Who led by then, and AdamW, ran whole at the next lower rate, too, and with "
+        f"{_seeds(seeds)} at the better one: {'; '.join(told)}."
     ]
 
 

@@ -83,6 +83,8 @@ def layer_keywords(settings: Settings) -> dict[str, Any]:
     betas = {key: keywords.pop(key, default) for key, default in _FALLBACK_BETAS.items()}
     if not betas.keys().isdisjoint(settings):
         keywords["fallback_betas"] = tuple(betas.values())
+    if "skip_layers" in keywords and keywords["skip_layers"] is None:
+        keywords["skip_layers"] = ()  # none, said on a command line
     if isinstance(keywords.get("skip_layers"), str):
         rules = [rule.strip() for rule in keywords["skip_layers"].split(",")]
         keywords["skip_layers"] = [_layer_type(rule) or rule for rule in rules if rule]

@@ -11,7 +11,7 @@ import torch
 from benchmarks.cli import main
 from benchmarks.commands.compare import Compare, _failed, command_line
 from benchmarks.compare import store
-from benchmarks.compare.plan import STEP, Budget, Job, current, pending, sift, winner
+from benchmarks.compare.plan import STEP, Budget, Job, current, leaders, pending, sift, winner
 from benchmarks.compare.roster import find
 from benchmarks.compare.runs import Setting, curve, execute, key_of, recipe_of, schedule_of
 from benchmarks.recipes import COSINE, METHODS, Recipe, Schedule
@@ -138,6 +138,13 @@ def test_a_second_rate_that_diverged_changes_nothing():
         ("kfac", 1 / STEP),
         ("adamw", 1 / STEP),
     ]
+
+
+def test_adamw_has_a_second_rate_though_it_trails():
+    names = {"adamw": 0.9, "muon": 0.1, "kfac": 0.2}
+    runs = [_run(name, "final", loss, ours=name == "kfac") for name, loss in names.items()]
+    assert leaders(runs, list(names), replace(BUDGET, leaders=1)) == ["kfac", "muon", "adamw"]
+    assert leaders(runs[1:], ["muon", "kfac"], replace(BUDGET, leaders=1)) == ["kfac", "muon"]
 
 
 def test_a_run_keeps_its_key_when_another_rate_proves_better():
