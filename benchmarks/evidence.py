@@ -24,7 +24,7 @@ from benchmarks.commands.options import Common
 from benchmarks.compare.store import processor
 from benchmarks.peers import PeerMissingError
 from benchmarks.peers.by_path import set_paths
-from benchmarks.runner import WINDOW, Trainer
+from benchmarks.runner import FAILURES, WINDOW, Trainer
 from benchmarks.workloads import DataMissingError, Size
 
 RESULTS = Path(__file__).parent / "results"
@@ -281,5 +281,5 @@ def attempt(measure: Callable[[], Figures]) -> Figures:
         return {"failed": None, **measure()}
     except (DataMissingError, PeerMissingError):
         raise
-    except Exception as err:  # of any method or project: its text is kept with the cell, the others go on
+    except FAILURES as err:  # its text is kept with the cell, and the others go on
         return {"failed": f"{type(err).__name__}: {err}"}

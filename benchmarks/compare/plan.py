@@ -278,7 +278,7 @@ def pending(runs: Sequence[Run], optimizers: Sequence[str], short: Sequence[str]
         if seed:
             yield from _missing(runs, [Job(name, "final", ready[name], seed, budget.steps) for name in ahead])
         if budget.short_share:
-            some = [name for name in ahead if name in short]
+            some = [name for name in ready if name in short]
             yield from _missing(runs, [Job(name, "short", ready[name], seed, budget.short_steps) for name in some])
 
 

@@ -15,7 +15,7 @@ from benchmarks.compare.plan import Job
 from benchmarks.compare.roster import find, recipe_on
 from benchmarks.peers import PeerMissingError, evaluating, set_paths, versions
 from benchmarks.recipes import COSINE, Method, Recipe, Schedule
-from benchmarks.runner import WINDOW, History, Trainer, optimizer_bytes
+from benchmarks.runner import FAILURES, WINDOW, History, Trainer, optimizer_bytes
 from benchmarks.schedules import make_schedule
 from benchmarks.workloads import DataMissingError, Size, Workload, WorkloadName, make_workload
 
@@ -129,7 +129,7 @@ def execute(job: Job, setting: Setting) -> dict[str, Any]:
         return entry | _train(job, setting, method, recipe)
     except (TimeoutError, DataMissingError, PeerMissingError):
         raise
-    except Exception as err:  # of any of a dozen projects: what it raises is told in the report, the others go on
+    except FAILURES as err:  # told in the report, and the others go on
         empty = {"taken": 0, "diverged": False, "curve": [], "metric": None, "quality": {}, "optimizer_bytes": 0}
         return entry | empty | {"failed": f"{type(err).__name__}: {err}"}
 

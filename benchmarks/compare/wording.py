@@ -170,8 +170,7 @@ def _second_rates(results: Results, seeds: int) -> list[str]:
     if not told:
         return []
     return [
-        "Who led by then, and AdamW, ran whole at the next lower rate, too, and with "
-        f"{_seeds(seeds)} at the better one: {'; '.join(told)}."
+        f"These also ran whole at the next lower rate, and with {_seeds(seeds)} at the better one: {'; '.join(told)}."
     ]
 
 

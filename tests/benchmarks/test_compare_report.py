@@ -316,7 +316,7 @@ class TestWording:
         said = wording.fairness(make_results(*trials, make_run("kfac"), make_run("kfac", seed=1), other, make_run()))
         assert said[0].endswith("the best rate then ran for all 600 steps with 1 seed.")
         assert said[1] == (
-            "Who led by then, and AdamW, ran whole at the next lower rate, too, and with 2 seeds at the better one: "
+            "These also ran whole at the next lower rate, and with 2 seeds at the better one: "
             "KFAC 0.5000 at × 1 and 0.7000 at × 3."
         )
         assert not any("Fewer" in text or "another rate" in text for text in said)
