@@ -28,7 +28,8 @@ from secondorder.observing import Observing
 WINDOW = 10
 """Steps that a reported loss is the mean of: single batches are noisy."""
 FAILURES = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ValueError,
 )  # fmt: skip
 """What optimizers of a dozen projects raise when they cannot go on: kept with the run, like a divergence. Torch's own
 errors, such as those of its linear algebra and of its memory, are of ``RuntimeError``."""
