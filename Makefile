@@ -19,7 +19,7 @@ PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-integrations check lint format type layering docs bench dist clean
+.PHONY: help install demo test test-all test-integrations check lint format type layering docs counts bench dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -62,7 +62,7 @@ test-all: $(STAMP) ## Run the test suite with the slow tests
 test-integrations: $(STAMP_INTEGRATIONS) ## Run the tests that drive real trainers and loggers; ARGS="-m ''": slow ones too
 	@$(PYTEST) tests/integrations $(ARGS)
 
-check: lint type layering docs ## Everything but the tests: lint, types, layering, documentation
+check: lint type layering docs counts ## Everything but the tests: lint, types, layering, documentation, counts of steps
 
 lint: $(STAMP) ## Check style and format (ruff)
 	@$(BIN)/ruff check -q .
@@ -79,6 +79,9 @@ layering: $(STAMP) ## Check which part of the package imports which
 
 docs: $(STAMP) ## Build the site into site/; a broken link or an undocumented public name fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict  # the variable silences an advertisement for a successor
+
+counts: $(STAMP) ## Count what steps do, and compare with benchmarks/baseline.json (ARGS=--update: write it anew)
+	@$(BIN)/python -m benchmarks regress $(ARGS) >/dev/null
 
 bench: $(STAMP) ## Time a step of each method against SGD and AdamW
 	@$(BIN)/python -m benchmarks step-time $(ARGS)

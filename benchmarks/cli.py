@@ -6,7 +6,6 @@ import warnings
 import tyro
 
 from benchmarks.commands.analyse import Analyse
-from benchmarks.commands.basis import Basis
 from benchmarks.commands.batch_size import BatchSize
 from benchmarks.commands.compare import Compare
 from benchmarks.commands.demo import Demo
@@ -14,10 +13,12 @@ from benchmarks.commands.density import Density
 from benchmarks.commands.features import Features
 from benchmarks.commands.fetch import Fetch
 from benchmarks.commands.kernel import Kernel
+from benchmarks.commands.linalg import Linalg
 from benchmarks.commands.memory import Memory
 from benchmarks.commands.overview import Overview
 from benchmarks.commands.rank_fraction import RankFraction
 from benchmarks.commands.ranks import Ranks
+from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
 from benchmarks.commands.step_time import StepTime
@@ -30,7 +31,6 @@ from benchmarks.workloads import DataMissingError
 
 Command = (
     Analyse
-    | Basis
     | BatchSize
     | Compare
     | Demo
@@ -38,10 +38,12 @@ Command = (
     | Features
     | Fetch
     | Kernel
+    | Linalg
     | Memory
     | Overview
     | RankFraction
     | Ranks
+    | Regress
     | Robustness
     | Scaling
     | StepTime

@@ -3,6 +3,10 @@
 With N examples of S positions each, ``n_a`` inputs (one more with a bias) and ``n_g`` outputs per layer::
 
     factors         A += xᵀx, G += gᵀg                          2 N S (n_a² + n_g²)
+                    A of a convolution of stride 1: products of its channels c at every lag of its kernel k, where
+                        those are fewer                       2 N H W c² ((2k − 1)² + 1) / 2  for n_a² there,
+                        the least there can be: 2 more of 15 are computed for k = 3, and where few channels or small
+                        images make lags slow, patches are taken
     refresh         cholesky: factorise and invert                n_a³ + n_g³
                     eigen: about nine times that              9 (n_a³ + n_g³)
     precondition    cholesky: G⁻¹ ∇ A⁻¹                          2 (n_g² n_a + n_g n_a²)
@@ -18,6 +22,7 @@ Where A is no full matrix, the diagonal of an embedding or the 1 of a normalisat
 Symmetric products are counted in full, because BLAS computes them in full through GEMM. A multiply-add is 2 FLOPs.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,6 +52,15 @@ class LayerShape:
     groups: int = 1
     full_a: bool = True
     """Whether A is a matrix: that of an embedding is a diagonal, that of a normalisation layer is 1."""
+    lag_products: int | None = None
+    """Products of two numbers that A takes by lags of a kernel, where it has some."""
+
+    @property
+    def products(self) -> int:
+        """Products of two numbers behind A and G, the fewer of both ways."""
+        by_rows = self.rows * self.full_a * self.n_a**2
+        fewer = by_rows if self.lag_products is None else min(by_rows, self.lag_products)
+        return fewer + self.rows * self.n_g**2
 
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> list[LayerShape]:
@@ -97,7 +111,8 @@ def _shapes(name: str, layer: nn.Module, args: tuple[Any, ...], output: Any, exa
         groups = 1 if isinstance(layer, nn.Linear) else layer.groups
         d_out = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
         n_a = layer.weight.numel() // d_out + (layer.bias is not None)
-        yield LayerShape(name, n_a, d_out // groups, output.numel() // d_out, groups)
+        lags = _lag_products(layer, args[0]) if args and not isinstance(layer, nn.Linear) else None
+        yield LayerShape(name, n_a, d_out // groups, output.numel() // d_out, groups, lag_products=lags)
     elif isinstance(layer, nn.MultiheadAttention):
         width, has_bias = layer.embed_dim, layer.in_proj_bias is not None
         for part, x in zip(("query", "key", "value", "out"), (*args[:3], output[0]), strict=True):
@@ -111,6 +126,13 @@ def _shapes(name: str, layer: nn.Module, args: tuple[Any, ...], output: Any, exa
             yield LayerShape(name, 1, len(trained), examples, trained[0].numel(), full_a=False)
 
 
+def _lag_products(layer: nn.Conv2d | nn.ConvTranspose2d, x: torch.Tensor) -> int | None:
+    if isinstance(layer, nn.ConvTranspose2d) or max(layer.stride) > 1 or max(layer.kernel_size) == 1:
+        return None
+    lags = (math.prod(2 * k - 1 for k in layer.kernel_size) + 1) // 2
+    return lags * x.numel() // layer.in_channels * (layer.in_channels // layer.groups) ** 2
+
+
 def factor_flops(shapes: Sequence[LayerShape]) -> int:
     """Return the FLOPs of the products behind the factors A and G of one batch.
 
@@ -120,7 +142,7 @@ def factor_flops(shapes: Sequence[LayerShape]) -> int:
     Returns:
         Number of FLOPs.
     """
-    return sum(2 * s.groups * s.rows * (s.full_a * s.n_a**2 + s.n_g**2) for s in shapes)
+    return sum(2 * s.groups * s.products for s in shapes)
 
 
 def refresh_flops(shapes: Sequence[LayerShape], scheme: Scheme) -> int:

@@ -35,6 +35,9 @@ class LayerOptions:
         tied: Which use of a weight tied between an embedding and a head has the block.
         norm_curvature: ``"unit"`` or ``"diagonal"``.
         batch_dim: Dimension of the model's first input that counts examples.
+        factor_dtype: Precision in which factors are kept; float32 stands for float64 where parameters are float64.
+        inv_dtype: Of what a refresh finds from them, likewise.
+        factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
     """
 
     skip_layers: Sequence[SkipRule] | SkipRule = ()
@@ -44,6 +47,9 @@ class LayerOptions:
     tied: str | None = None
     norm_curvature: str = "unit"
     batch_dim: int = 0
+    factor_dtype: torch.dtype = torch.float32
+    inv_dtype: torch.dtype = torch.float32
+    factor_storage: str = "dense"
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -55,6 +61,9 @@ class LayerOptions:
         options.choice(None, "embedding", "head")("tied", self.tied)
         options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)
         options.whole(0)("batch_dim", self.batch_dim)
+        options.stored_dtype("factor_dtype", self.factor_dtype)
+        options.stored_dtype("inv_dtype", self.inv_dtype)
+        options.choice("dense", "packed")("factor_storage", self.factor_storage)
 
     @property
     def choices(self) -> Choices:

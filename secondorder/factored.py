@@ -17,8 +17,9 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.measured import Measured, Part
-from secondorder.lifecycle import Group, State, depth_of_caller
-from secondorder.observing import FisherOptions, ObservingOptimizer
+from secondorder.keeping import KeepingFactors
+from secondorder.lifecycle import Group, depth_of_caller
+from secondorder.observing import FisherOptions
 from secondorder.trial import Adaptation
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
@@ -33,7 +34,7 @@ _PLAIN = (bool, int, float, str, type(None))
 Found = tuple[tuple[Tensor, ...], Tensor]
 
 
-class FactoredOptimizer(ObservingOptimizer):
+class FactoredOptimizer(KeepingFactors):
     """Base of the methods with factors A and G per layer, and an eigenbasis of each."""
 
     checks: ClassVar[dict[str, options.Check]] = {
@@ -56,18 +57,6 @@ class FactoredOptimizer(ObservingOptimizer):
         "factor_positions": options.optional_whole(1),
         "weight_decay_in_curvature": options.flag,
         "deterministic_seed": options.whole(0),
-    }
-    kinds: ClassVar[dict[str, str]] = {
-        "factor_a": "factors",
-        "factor_g": "factors",
-        "factor_weight": "buffers",
-        "factor_updates": "buffers",
-        "factor_step": "buffers",
-        "refreshes": "buffers",
-        "basis_a": "second_order",
-        "basis_g": "second_order",
-        "eigenvalues_a": "second_order",
-        "eigenvalues_g": "second_order",
     }
     allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step")
     #: Whether `damping_mode` was left to the constructor.
@@ -97,50 +86,6 @@ class FactoredOptimizer(ObservingOptimizer):
         self._fisher = FisherOptions(given["fisher"], given["fisher_samples"])
         return defaults
 
-    # ------------------------------------------------------------------ state
-    def factor_spec(self, block: Block, group: Mapping[str, Any]) -> State:
-        """Factors and their counters, as ``meta`` tensors and numbers."""
-        side_a, side_g = factors.sides(block.adapter, group["max_factor_dim"])
-        spec: State = {
-            "factor_a": self.zeros(block, side_a.shape),
-            "factor_g": self.zeros(block, side_g.shape),
-            "factor_weight": self.zeros(block, (), torch.float64),
-        }
-        spec["factor_updates"] = spec["refreshes"] = 0
-        if group["decay_per_step"]:
-            spec["factor_step"] = max(self._t - 1, 0)
-        return spec
-
-    def basis_spec(self, block: Block, group: Mapping[str, Any]) -> State:
-        """Eigenbases and eigenvalues; a diagonal factor has no basis."""
-        spec: State = {}
-        for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
-            if not side.diagonal:
-                spec[f"basis_{name}"] = self.zeros(block, side.shape)
-            spec[f"eigenvalues_{name}"] = self.zeros(block, (*side.lead, side.n))
-        return spec
-
-    def zeros(self, block: Block, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """A ``meta`` tensor in the precision of a block's curvature."""
-        return torch.empty(tuple(shape), dtype=dtype or self._precision(block.owner), device="meta")
-
-    def is_diagonal(self, block: Block, side: str) -> bool:
-        """Whether a factor is kept as its diagonal."""
-        factor: Tensor | None = self.state[block.owner].get(f"factor_{side}")
-        if factor is None:  # on another rank
-            return factors.sides(block.adapter, block.group["max_factor_dim"])["ag".index(side)].diagonal
-        return factors.is_diagonal(factor, block.adapter)
-
-    def is_symmetric(self, block: Block, key: str) -> bool:
-        """Whether a tensor of the state is a symmetric matrix: dense factors and their inverses."""
-        name, _, side = key.rpartition("_")
-        return name in ("factor", "inverse") and side in ("a", "g") and not self.is_diagonal(block, side)
-
-    def basis(self, block: Block, side: str) -> Tensor | None:
-        """Eigenvectors of a factor, None for the identity."""
-        basis: Tensor | None = self.state[block.owner].get(f"basis_{side}")
-        return basis
-
     # ------------------------------------------------------------------ statistics
     def new_sums(self, block: Block, group: Group) -> KroneckerSums:
         """Empty sums of a block."""
@@ -149,8 +94,7 @@ class FactoredOptimizer(ObservingOptimizer):
             generator = torch.Generator().manual_seed(self.seed(block.index))
             sampler = Sampler(group["factor_batch_size"], group["factor_positions"], generator)
         constant_g = self._fisher.fisher == "forward_only"
-        spec = self.factor_spec(block, group)
-        likes = [torch.empty_like(cast(Tensor, spec[f"factor_{side}"]), device=block.owner.device) for side in "ag"]
+        likes = [torch.empty_like(like, device=block.owner.device) for like in self.sums_spec(block, group).values()]
         return KroneckerSums(block.adapter, group["approx"], likes[0], likes[1], sampler, constant_g)
 
     def gradient_scale(self, group: Group, examples: int) -> Any:
@@ -176,10 +120,10 @@ class FactoredOptimizer(ObservingOptimizer):
         """Fold the factors of a batch into the running ones; returns whether they were finite."""
         group, state = block.group, self.state[block.owner]
         a, g = measured.parts["factor_a"], measured.parts["factor_g"]
-        totals = [a.total, g.total]
-        finite = statistics.all_finite(totals)
+        finite = statistics.all_finite([a.total, g.total])
         ok = finite if gate is None else finite & gate
-        running, weight = [state["factor_a"], state["factor_g"]], state["factor_weight"]
+        (kept_a, total_a), (kept_g, total_g) = self.as_kept(block, "a", a.total), self.as_kept(block, "g", g.total)
+        running, totals, weight = [kept_a, kept_g], [total_a, total_g], state["factor_weight"]
         decay = self.decay(block, group["factor_decay"], state["factor_updates"], "factor_step")
         batch = self.batch_weight(group, measured.examples)
         scales = [cast(float, part.scale) for part in (a, g)]
@@ -222,8 +166,7 @@ class FactoredOptimizer(ObservingOptimizer):
 
     def block_damping(self, block: Block) -> Tensor:
         """λ of a block as the damping of its quadratic model."""
-        state = self.state[block.owner]
-        means = [factors.mean_diagonal(state[f"factor_{side}"], self.is_diagonal(block, side)) for side in "ag"]
+        means = [factors.mean_diagonal(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag"]
         return self.tikhonov(block, means[0] * means[1])
 
     # ------------------------------------------------------------------ refresh
@@ -233,7 +176,7 @@ class FactoredOptimizer(ObservingOptimizer):
         Returns:
             ``ok [len(blocks)]``.
         """
-        wanted = {(b, side): self.state[b.owner][f"factor_{side}"] for b in blocks for side in "ag"}
+        wanted = {(b, side): self.factor(b, side) for b in blocks for side in "ag"}
         found = self.factorise(
             wanted, lambda stack: pack(linalg.eigh_psd(stack, host_checks)), lambda diagonal: diagonal.clamp(min=0)
         )

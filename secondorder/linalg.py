@@ -23,8 +23,8 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 _JITTER = 1e-6
 #: Largest accepted error of ``Q Qᵀ v = v`` for a probe vector of unit entries, by precision.
 _ORTHOGONALITY = {torch.float32: 1e-3, torch.float64: 1e-8}
-#: Columns of one strip of a blocked Gram product; below twice this width one plain product is faster.
-_STRIP = 128
+#: Columns of one strip of a blocked Gram product, below a width and beyond; two of them are the least that pays.
+_STRIP, _WIDE_STRIP, _WIDE = 64, 128, 1024
 #: Elements to which rows are aligned.
 _ALIGNMENT = 16
 
@@ -42,14 +42,29 @@ def full_precision(device: torch.device) -> Iterator[None]:
         yield
         return
     with torch.autocast(device.type, enabled=False):
-        if device.type != "cuda" or not torch.backends.cuda.matmul.allow_tf32:
+        if device.type != "cuda":
             yield
             return
-        torch.backends.cuda.matmul.allow_tf32 = False
+        name, off, parts = _tf32_switches()
+        known = [getattr(part, name) for part in parts]
         try:
+            for part in parts:
+                setattr(part, name, off)
             yield
         finally:
-            torch.backends.cuda.matmul.allow_tf32 = True
+            for part, value in zip(parts, known, strict=True):
+                setattr(part, name, value)
+
+
+def _tf32_switches() -> tuple[str, Any, list[Any]]:
+    """What switches TF32 off: torch has old switches and new ones, and refuses to read the old where the new were used.
+
+    Returns:
+        Name of an attribute, its value without TF32, and what has it, for products and for convolutions.
+    """
+    if hasattr(torch.backends.cudnn, "conv"):
+        return "fp32_precision", "ieee", [torch.backends.cuda.matmul, torch.backends.cudnn.conv]
+    return "allow_tf32", False, [torch.backends.cuda.matmul, torch.backends.cudnn]
 
 
 def anywhere(function: Callable[..., Any], *tensors: Tensor, **keywords: Any) -> Any:
@@ -165,7 +180,7 @@ def add_gram_(out: Tensor, rows: Tensor) -> None:
         out.baddbmm_(rows.mT, rows)
         return
     d = rows.shape[1]
-    strip = d if d < 2 * _STRIP else _STRIP
+    strip = d if d < 2 * _STRIP else _STRIP if d < _WIDE else _WIDE_STRIP
     for start in range(0, d, strip):
         stop = min(start + strip, d)
         out[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
@@ -176,8 +191,8 @@ def mirror_upper_(x: Tensor) -> Tensor:
     n = x.shape[-1]
     if n > 1:
         # Strip by strip, so that the temporary stays small beside the matrix.
-        for start in range(0, n, _STRIP):
-            stop = min(start + _STRIP, n)
+        for start in range(0, n, _WIDE_STRIP):
+            stop = min(start + _WIDE_STRIP, n)
             diagonal = x[..., start:stop, start:stop]
             diagonal.copy_(diagonal.triu() + diagonal.triu(1).mT)
             x[..., stop:, start:stop] = x[..., start:stop, stop:].mT

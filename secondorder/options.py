@@ -96,6 +96,14 @@ def betas(name: str, value: Any) -> None:
             raise ValueError(f"{name}[{i}] must be in [0, 1), got {beta}")
 
 
+def stored_dtype(name: str, value: Any) -> None:
+    """A check for a precision in which curvature may be kept."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} must be torch.float32 or torch.bfloat16, got {value!r}")
+    if value not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"{name} must be torch.float32 or torch.bfloat16, got {value}")
+
+
 def plain(value: Any) -> Any:
     """Python's own number for a subclass of one (NumPy's): only those survive ``torch.load(weights_only=True)``."""
     if isinstance(value, bool):

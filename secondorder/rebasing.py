@@ -45,7 +45,7 @@ class RebasingOptimizer(FactoredOptimizer):
         """Eigenvalues and bases by block and side; a third tensor is the order of columns that a QR refresh made."""
 
         def decompose(chosen: Sequence[Block]) -> dict[tuple[Block, str], Found]:
-            wanted = {(b, side): self.state[b.owner][f"factor_{side}"] for b in chosen for side in "ag"}
+            wanted = {(b, side): self.factor(b, side) for b in chosen for side in "ag"}
             return self.factorise(
                 wanted, lambda stack: pack(linalg.eigh_psd(stack, host_checks)), lambda diagonal: diagonal.clamp(min=0)
             )
@@ -73,16 +73,13 @@ class RebasingOptimizer(FactoredOptimizer):
         for block in blocks:
             for side, off in zip("ag", self._left_off_diagonal(block), strict=True):
                 is_far = off > _FAR_FROM_DIAGONAL
-                factor = self.state[block.owner][f"factor_{side}"]
+                factor = self.factor(block, side)
                 if self.is_diagonal(block, side):
                     found[block, side] = (factor.clamp(min=0),), torch.isfinite(factor).all()
                 else:
                     jobs.setdefault(2 if is_far else 1, []).append((block, side))
         for sweeps, members in jobs.items():
-            pairs = [
-                torch.cat([self.state[b.owner][f"factor_{side}"], self.state[b.owner][f"basis_{side}"]], -2)
-                for b, side in members
-            ]
+            pairs = [torch.cat([self.factor(b, side), self.working(b, f"basis_{side}")], -2) for b, side in members]
             results = batched(pairs, lambda stack, sweeps=sweeps: _sweep(stack, sweeps))  # type: ignore[misc]
             for (block, side), ((values, basis, order, off), ok) in zip(members, results, strict=True):
                 found[block, side] = (values, basis, order), ok

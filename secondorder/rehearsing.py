@@ -205,7 +205,7 @@ class RehearsedLayers(Understudy, Refreshing):
     def _has_factors(self, block: Block) -> bool:
         """Whether factors are sums over rows."""
         spec = self.curvature_spec(block, block.group)
-        return "factor_a" in spec and "rows_instead" not in spec
+        return "factor_weight" in spec and "rows_instead" not in spec
 
     def _work_of_statistics(self, block: Block) -> Iterator[Work]:
         """Of the sums behind the factors, and of those of squares of per-example gradients."""
@@ -216,7 +216,8 @@ class RehearsedLayers(Understudy, Refreshing):
         per_example = 1.0 if seen is None else float(torch.as_tensor(seen[1]).flatten()[0]) / seen[0]
         sizes, group = (block.adapter.n_a, block.adapter.n_g), block.group
         spec = self.curvature_spec(block, group)
-        dense = [cast(Tensor, spec[f"factor_{s}"]).dim() > 1 + (block.adapter.groups > 1) for s in "ag"]
+        flat = 1 + (block.adapter.groups > 1)
+        dense = [f"packed_{s}" in spec or cast(Tensor, spec[f"factor_{s}"]).dim() > flat for s in "ag"]
         squares = sum(size**2 if full else size for size, full in zip(sizes, dense, strict=True))
         who, lead = self.comm.holders(block.index, "captures"), block.adapter.groups
         yield Work(who, "statistics", 2.0 * lead * n * per_example * squares / group[self.capture_interval])

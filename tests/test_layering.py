@@ -32,7 +32,8 @@ MAY_IMPORT = {
     # callbacks for trainers and loggers: see an optimizer from outside
     "integrations": {"diagnostics", "optimizer"},
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
-    "factored": {"observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
+    "factored": {"keeping", "observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
+    "keeping": {"observing", "lifecycle", "curvature", "triangles"},
     # layer methods with rows of examples
     "switched": {"rehearsing_rows", "gathering", "switching", "lifecycle", "curvature", "options"},
     "gathering": {"substituting", "rowwise", "comm", "curvature", "linalg"},
@@ -76,7 +77,8 @@ MAY_IMPORT = {
     "lifecycle": {"comm", "curvature", "linalg", "options"},
     "nn": {"curvature"},
     "curvature": {"linalg"},
-    "comm": set(),
+    "comm": {"triangles"},
+    "triangles": set(),
     "linalg": set(),
     "options": set(),
     "update": set(),
@@ -87,6 +89,7 @@ METHODS_MAY_NAME = {"secondorder.comm.CommStrategy"}
 PURE = {
     "update.py": set(),
     "linalg.py": set(),
+    "triangles.py": set(),
     "curvature/statistics.py": {"linalg"},
     "curvature/gram.py": {"linalg"},
     "curvature/rows.py": set(),

@@ -302,6 +302,8 @@ def _dress(axes: Axes, label: str, sizes: Sequence[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: f"{size:,.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    few = high / low < 20  # hardly a power of ten to be named
+    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}") if few else NullFormatter())
     axes.grid(axis="y", color="0.9", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -7,13 +7,13 @@ timed in turns with both, and gives the rate at which so many FLOPs could be don
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
 from benchmarks import report
+from benchmarks.commands.options import Alone
 from benchmarks.machine import GEMM_SIDE, seconds
 from secondorder.curvature import kernel, woodbury
 from secondorder.curvature.kernel import Rows
@@ -25,7 +25,7 @@ _LEAST = 0.02
 
 
 @dataclass
-class Kernel:
+class Kernel(Alone):
     """Time the kernel and the projection of HyLo against their FLOPs."""
 
     ranks: tuple[int, ...] = (32, 128, 256, 512, 1024)
@@ -34,14 +34,6 @@ class Kernel:
     """Inputs and outputs of layers, d_i and d_o."""
     trials: int = 9
     """Timed runs of each; the median counts."""
-    device: str = "cpu"
-    """Where to run."""
-    seed: int = 0
-    """Seed of the rows."""
-    threads: int = 2
-    """Threads that torch computes with."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
 
     def run(self) -> int:
         """Run the command.

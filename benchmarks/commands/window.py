@@ -11,7 +11,6 @@ import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks import report
+from benchmarks.commands.options import Alone
 from benchmarks.filling import dense_rows, fill_windows
 from benchmarks.footprint import footprint, moved_bytes, solve_flops
 from benchmarks.machine import COPY_BYTES, Rate, copying, gemm_gflops, peak_bytes, seconds
@@ -50,7 +50,7 @@ BYTE_COLUMNS = (*_CASE, "window", "error", "Gram", "formula", "total", "dense / 
 
 
 @dataclass
-class Window:
+class Window(Alone):
     """Time a step of M-FAC against the floor of memory bandwidth, and compare its bytes with the formulas."""
 
     sizes: tuple[SizeName, ...] = ("resnet20", "autoencoder", "large")
@@ -63,14 +63,6 @@ class Window:
     """Timed steps of each."""
     memory: bool = True
     """Measure the peak memory of a step, too."""
-    device: str = "cpu"
-    """Where to run."""
-    seed: int = 0
-    """Seed of rows and gradients."""
-    threads: int = 2
-    """Threads that torch computes with."""
-    out_dir: Path = Path("bench-output")
-    """Folder for the table and the results."""
 
     def run(self) -> int:
         """Run the command.

@@ -72,7 +72,7 @@ _POISSON: dict[MethodName, Settings] = {
         "update_steps": 1,
         "mode": "kis",
         "kis_sampling": "uniform",
-        "rank_fraction": 0.33,
+        "rank_fraction": 0.25,
         "approx": "expand",
         "fisher": "exact",
     },

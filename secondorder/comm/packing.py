@@ -1,21 +1,12 @@
 """Tensors in flat buffers: symmetric matrices as triangles, lists cut into messages, buffers that are used again.
 
-A symmetric matrix ``[n, n]`` travels as its lower triangle, n(n+1)/2 elements, folded into a rectangle so that packing
-is a few strided copies whatever n is. With ``h`` the larger half of n, the first h columns of the triangle stay where
-they are, and the small triangle of the last ``n - h`` columns goes, transposed, into the place above their diagonal::
-
-    n = 5, h = 3          a . . | . .          a D E
-                          b c . | . .          b c F        [5, 3]; for even n the small triangle is as large as the
-                          d e f | . .    →     d e f        first, and the columns begin one row lower: [n + 1, h]
-                          g h i | D .          g h i
-                          j k l | E F          j k l
+A symmetric matrix travels as its triangle (:mod:`secondorder.triangles`).
 
 The functions that cut lists into messages take sizes alone, so that a plan can ask them what a step will send.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from math import prod
 from typing import NamedTuple
@@ -23,16 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from secondorder.triangles import pack, triangle, unpack
+
 # Beyond this a reduce-scatter, whose parts are all as large as the largest, sends too many zeros.
 MOST_PADDING = 0.10
 # Beyond this many times the payload, what an owner receives of an all-to-all takes more memory than it is worth.
 MOST_RECEIVED = 2.0
-
-
-# ---------------------------------------------------------------------- triangles
-def triangle(n: int) -> int:
-    """Elements of a triangle of an ``[n, n]`` matrix, diagonal included."""
-    return n * (n + 1) // 2
 
 
 def packed_numel(shape: Sequence[int], symmetric: bool) -> int:
@@ -46,54 +33,6 @@ def packed_numel(shape: Sequence[int], symmetric: bool) -> int:
         Its number of elements.
     """
     return prod(shape[:-2]) * triangle(shape[-1]) if symmetric else prod(shape)
-
-
-@functools.lru_cache(maxsize=128)
-def _upper(n: int, device: torch.device) -> Tensor:
-    """Mask ``[n, n]`` of the upper triangle, diagonal included."""
-    return torch.ones(n, n, dtype=torch.bool, device=device).triu()
-
-
-def _rectangle(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """The folded triangles of symmetric matrices ``[..., n, n]`` as a view of a flat buffer."""
-    n = shape[-1]
-    half = (n + 1) // 2
-    return packed.view(*shape[:-2], triangle(n) // half if half else 0, half)
-
-
-def pack(matrix: Tensor, packed: Tensor) -> None:
-    """Write the lower triangles of symmetric matrices to a flat buffer, which may be of another dtype.
-
-    Args:
-        matrix: ``[..., n, n]``.
-        packed: ``[... * n(n+1)/2]``, contiguous.
-    """
-    n, half = matrix.shape[-1], (matrix.shape[-1] + 1) // 2
-    small, even = n - half, 1 - n % 2
-    folded = _rectangle(packed, matrix.shape)
-    folded[..., even:, :].copy_(matrix[..., :half])
-    if small:
-        above = folded[..., :small, 1 - even :]
-        above.copy_(torch.where(_upper(small, matrix.device), matrix[..., half:, half:].mT, above))
-
-
-def unpack(packed: Tensor, matrix: Tensor) -> None:
-    """Write symmetric matrices from what :func:`pack` wrote.
-
-    Args:
-        packed: ``[... * n(n+1)/2]``, contiguous.
-        matrix: ``[..., n, n]``, overwritten.
-    """
-    n, half = matrix.shape[-1], (matrix.shape[-1] + 1) // 2
-    small, even = n - half, 1 - n % 2
-    folded = _rectangle(packed, matrix.shape)
-    left, above = folded[..., even:, :], folded[..., :small, 1 - even :]
-    first = left[..., :half, :]
-    matrix[..., :half, :half].copy_(torch.where(_upper(half, matrix.device), first.mT, first))
-    if small:
-        matrix[..., half:, :half].copy_(left[..., half:, :])
-        matrix[..., :half, half:].copy_(left[..., half:, :].mT)
-        matrix[..., half:, half:].copy_(torch.where(_upper(small, matrix.device), above, above.mT))
 
 
 # ---------------------------------------------------------------------- lists in buffers

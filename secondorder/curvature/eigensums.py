@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from secondorder.curvature import scale
+from secondorder.curvature.adapters.conv import ConvAdapter
 from secondorder.curvature.adapters.embedding import EmbeddingAdapter
 from secondorder.curvature.kernel import Rows, concatenate
 from secondorder.curvature.kronecker import Call, KroneckerSums
-from secondorder.curvature.layers import Adapter, ConvAdapter
+from secondorder.curvature.layers import Adapter
 from secondorder.curvature.shipping import Shipment, stacked
 from secondorder.linalg import full_precision
 

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from secondorder.curvature import kernel
+from secondorder.curvature.adapters.conv import ConvAdapter
 from secondorder.curvature.adapters.embedding import EmbeddingAdapter, EmbeddingBagAdapter
 from secondorder.curvature.kernel import Rows
 from secondorder.curvature.kronecker import Call
-from secondorder.curvature.layers import CHUNK_BYTES, Adapter, ConvAdapter
+from secondorder.curvature.layers import CHUNK_BYTES, Adapter
 from secondorder.linalg import full_precision
 
 #: Columns of a lookup table up to which ``"reduce"`` takes the mean of its one-hot rows, as a row of so many numbers.

@@ -175,18 +175,23 @@ class KroneckerSums:
         if keep is not None:
             x = adapter.masked(x, keep)
         if adapter.one_hot:
-            squares, found = adapter.input_squares(x)
+            squares, count = adapter.input_squares(x)
             out.add_(squares.to(out.dtype), alpha=weight)
-            return found * weight
-        rows = 0
-        for part in adapter.input_rows(x):
-            self._add_rows(out, part, weight)
-            rows += part.shape[-2]
+            return count * weight
+        found = None if self._diagonal_a else adapter.add_gram_(out, x, weight)
+        rows = self._add_input_rows(out, x, adapter, weight) if found is None else found
         if keep is None:
             return rows * weight
         count = keep.sum(dtype=out.dtype) * (rows / keep.numel())
         if adapter.has_bias:  # padded rows are 0, their appended 1 is not
             (out[..., -1] if self._diagonal_a else out[..., -1, -1]).add_(count - rows)
+        return count
+
+    def _add_input_rows(self, out: Tensor, x: Tensor, adapter: Adapter, weight: float) -> int:
+        count = 0
+        for rows in adapter.input_rows(x):
+            self._add_rows(out, rows, weight)
+            count += rows.shape[-2]
         return count
 
     def _add_rows(self, out: Tensor, rows: Tensor, weight: float = 1.0) -> None:

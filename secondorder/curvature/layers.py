@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from secondorder.linalg import Workspace, empty_aligned
 
@@ -110,6 +109,19 @@ class Adapter(ABC):
     @abstractmethod
     def input_rows(self, x: Tensor) -> Iterator[Tensor]:
         """Rows a, in chunks ``[rows, d_in]`` or ``[Γ, rows, d_in]``."""
+
+    def add_gram_(self, out: Tensor, x: Tensor, weight: float) -> int | None:
+        """Add ``weight · Σ a aᵀ``, with the appended 1, without making the rows, where that is less work.
+
+        Args:
+            out: A ``[(Γ,) n_a, n_a]``, changed in place, on and above its diagonal at least.
+            x: What :meth:`prepare` returned, padded rows at 0.
+            weight: Of the sum.
+
+        Returns:
+            The number of rows; None, and ``out`` as it was, where :meth:`input_rows` are to be used.
+        """
+        return None
 
     @abstractmethod
     def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
@@ -289,123 +301,3 @@ def positions_of(x: Tensor, examples: int) -> int:
     if examples == 0 or x.shape[0] % examples:
         raise ValueError(f"its values of shape {tuple(x.shape)} do not split into the {examples} examples of the batch")
     return x.shape[0] // examples
-
-
-class ConvAdapter(Adapter):
-    """``nn.Conv1d``, ``Conv2d`` and ``Conv3d`` with any stride, padding, padding mode, dilation and groups.
-
-    A row is a patch, ordered (channel, kernel…) as ``weight.flatten(1)`` is; positions are output pixels.
-    """
-
-    channels_first = True
-
-    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, has_weight: bool, has_bias: bool) -> None:
-        super().__init__(module, has_weight, has_bias)
-        self.groups = module.groups
-        self.kernel: tuple[int, ...] = tuple(module.kernel_size)
-        self.stride: tuple[int, ...] = tuple(module.stride)
-        self.dilation: tuple[int, ...] = tuple(module.dilation)
-        self.padding: list[tuple[int, int]] = [_padding(module, axis) for axis in range(len(self.kernel))]
-        self.padding_mode = module.padding_mode
-        self.d_in = module.in_channels // self.groups * math.prod(self.kernel)
-        self.d_out = module.out_channels // self.groups
-
-    def is_unbatched(self, x: Tensor) -> bool:
-        return x.dim() == len(self.kernel) + 1
-
-    def row_count(self, x: Tensor) -> int:
-        """N·S, the number of rows that ``x`` yields."""
-        x = self._batched(x)
-        return x.shape[0] * math.prod(self.output_size(x))
-
-    def output_size(self, x: Tensor) -> list[int]:
-        """Size of the output image."""
-        sizes = zip(x.shape[2:], self.padding, self.kernel, self.dilation, self.stride, strict=True)
-        return [(n + lo + hi - d * (k - 1) - 1) // s + 1 for n, (lo, hi), k, d, s in sizes]
-
-    def input_rows(self, x: Tensor) -> Iterator[Tensor]:
-        x = self._batched(x)
-        bytes_per_example = self.row_count(x[:1]) * self.groups * self.d_in * x.element_size()
-        for part in x.split(max(1, CHUNK_BYTES // max(bytes_per_example, 1))):
-            patches = self._patches(part)
-            # Feature-major: the copy then runs along image rows, and the Gram product takes either layout.
-            order = (1, 2, *range(3 + self._axes, 3 + 2 * self._axes), 0, *range(3, 3 + self._axes))
-            rows = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
-            yield rows if self.groups > 1 else rows[0]
-
-    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        g = self._batched(g)
-        rows = g.transpose(0, 1).reshape(self.groups, self.d_out, -1).mT
-        return rows if self.groups > 1 else rows[0]
-
-    def sample_rows(
-        self, x: Tensor, g: Tensor, positions: int, examples: int, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, float] | None:
-        g = self._batched(g)
-        total = math.prod(g.shape[2:])
-        if total <= positions:
-            return None
-        at = draw(total, positions, generator, g.device)
-        patches = self._patches(self._batched(x))[(slice(None),) * 3 + torch.unravel_index(at, g.shape[2:])]
-        order = (1, 2, *range(4, 4 + self._axes), 0, 3)
-        a = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
-        b = g.flatten(2)[:, :, at].transpose(0, 1).reshape(self.groups, self.d_out, -1).mT
-        return (a, b, total / positions) if self.groups > 1 else (a[0], b[0], total / positions)
-
-    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
-        x = self._batched(x)
-        folds = positions_of(x, examples)
-        patches = self._patches(x)
-        order = (0, 1, *range(3, 3 + self._axes), 2, *range(3 + self._axes, 3 + 2 * self._axes))
-        rows = patches.permute(order).reshape(examples, folds, self.groups, -1, self.d_in)
-        return self._group_major(rows.transpose(1, 2).flatten(2, 3))
-
-    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        g = self._batched(g)
-        shape = (examples, positions_of(g, examples), self.groups, self.d_out, math.prod(g.shape[2:]))
-        return self._group_major(g.reshape(shape).permute(0, 2, 1, 4, 3).flatten(2, 3))
-
-    def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        x = self._batched(x)
-        folds = positions_of(x, examples)
-        # A sum over all windows is one along each axis after the other, of k shifted slices: no patch is made.
-        sums = self._padded(x)
-        for size, k, s, d in zip(self.output_size(x), self.kernel, self.stride, self.dilation, strict=True):
-            slices = [sums[:, :, d * i : d * i + (size - 1) * s + 1 : s].sum(2) for i in range(k)]
-            sums = torch.stack(slices, -1)
-        sums = sums.reshape(examples, folds, self.groups, self.d_in).sum(1)
-        return self._group_major(sums), self.row_count(x) // examples
-
-    @property
-    def _axes(self) -> int:
-        return len(self.kernel)
-
-    def _batched(self, x: Tensor) -> Tensor:
-        return x[None] if self.is_unbatched(x) else x
-
-    def _group_major(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1) if self.groups > 1 else x[:, 0]
-
-    def _padded(self, x: Tensor) -> Tensor:
-        flat = [side for pair in reversed(self.padding) for side in pair]
-        if any(flat):
-            x = F.pad(x, flat, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
-        return x
-
-    def _patches(self, x: Tensor) -> Tensor:
-        """View ``[N, Γ, C/Γ, *out, *kernel]`` of the padded input."""
-        x = self._padded(x)
-        for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
-            x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
-        return x.reshape(x.shape[0], self.groups, x.shape[1] // self.groups, *x.shape[2:])
-
-
-def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axis: int) -> tuple[int, int]:
-    """Padding before and after along one axis, as the module's own forward pads."""
-    if module.padding == "valid":
-        return 0, 0
-    if module.padding == "same":
-        total = module.dilation[axis] * (module.kernel_size[axis] - 1)
-        return total // 2, total - total // 2
-    size = int(module.padding[axis])
-    return size, size

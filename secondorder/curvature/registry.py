@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from secondorder.curvature.adapters import embedding, norms, others, transposed
-from secondorder.curvature.layers import Adapter, ConvAdapter, LinearAdapter
+from secondorder.curvature.adapters.conv import ConvAdapter
+from secondorder.curvature.layers import Adapter, LinearAdapter
 
 #: Adapters by module type; subclasses count as long as they keep the ``forward`` of the type that is listed.
 ADAPTERS: dict[type[nn.Module], type[Adapter]] = {

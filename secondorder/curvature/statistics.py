@@ -65,9 +65,18 @@ def ratio_ema_(
         if ok.device.type == "cpu":  # plain numbers cost nothing to read here, and save three passes
             part = float(share.numpy())
             if part > 0:
-                estimate.mul_(1 - part).add_(total, alpha=part * scale)
+                wide = estimate.to(total.dtype)  # itself, unless it is kept in fewer bits
+                wide.mul_(1 - part).add_(total, alpha=part * scale)
+                _round(estimate, wide)
         else:
-            estimate.lerp_(torch.where(ok, total * scale, estimate), share.to(estimate.dtype))
+            wide = estimate.to(total.dtype)
+            _round(estimate, wide.lerp_(torch.where(ok, total * scale, wide), share.to(wide.dtype)))
+
+
+def _round(kept: Tensor, wide: Tensor) -> None:
+    """Take over what was computed in more bits, if that is another tensor."""
+    if wide is not kept:
+        kept.copy_(wide)
 
 
 def all_finite(tensors: list[Tensor]) -> Tensor:

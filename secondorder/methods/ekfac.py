@@ -70,6 +70,11 @@ class EKFAC(RoutingOptimizer):
         factor_decay: β, weight of the old factors in the running mean.
         factor_update_steps: F, steps between updates of the factors. Unset: 10.
         inv_update_steps: K, steps between refreshes; 0 turns preconditioning off. Unset: 100.
+        factor_dtype: Precision in which A and G are kept, ``torch.float32`` (of float64 parameters float64) or
+            ``torch.bfloat16``: half the bytes, and eigenvalues below 1/256 of the largest are rounding.
+        inv_dtype: Of the bases, likewise; products are still taken in float32.
+        factor_storage: ``"dense"``, or ``"packed"``: A and G are kept as their triangles, half the bytes, and are whole
+            only while a refresh needs them.
         stagger: Spread the refreshes of the blocks over the interval.
         refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it: the
             curvature of a fresh network changes a thousandfold in its first hundred steps. Unset: on unless an interval
@@ -202,6 +207,9 @@ class EKFAC(RoutingOptimizer):
         factor_decay: float = 0.95,
         factor_update_steps: int | None = None,
         inv_update_steps: int | None = None,
+        factor_dtype: torch.dtype = torch.float32,
+        inv_dtype: torch.dtype = torch.float32,
+        factor_storage: str = "dense",
         stagger: bool = False,
         refresh_warmup: bool | None = None,
         estimator: str = "intra",
@@ -400,12 +408,12 @@ class EKFAC(RoutingOptimizer):
 
     def measured_spec(self, block: Block) -> dict[str, Tensor]:
         """Factors and scale, as far as they are due."""
-        spec, keys = self.curvature_spec(block, block.group), []
+        spec: dict[str, Tensor] = {}
         if self._factors_are_due(block):
-            keys += ["factor_a", "factor_g"]
+            spec |= self.sums_spec(block, block.group)
         if self._measures_scale(block) and self.route_of(block) == BASES:
-            keys.append("scale")
-        return {key: cast(Tensor, spec[key]) for key in keys}
+            spec["scale"] = cast(Tensor, self.curvature_spec(block, block.group)["scale"])
+        return spec
 
     def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
         """What this rank's batch says of the factors and, in the basis of now, of the scale."""

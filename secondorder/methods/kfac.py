@@ -62,6 +62,11 @@ class KFAC(FactoredOptimizer):
         factor_decay: β, weight of the old factors in the running mean.
         factor_update_steps: F, steps between updates of the factors. Unset: 10.
         inv_update_steps: K, steps between refreshes; 0 turns preconditioning off. Unset: 100.
+        factor_dtype: Precision in which A and G are kept, ``torch.float32`` (of float64 parameters float64) or
+            ``torch.bfloat16``: half the bytes, and eigenvalues below 1/256 of the largest are rounding.
+        inv_dtype: Of the bases and inverses, likewise; products are still taken in float32.
+        factor_storage: ``"dense"``, or ``"packed"``: A and G are kept as their triangles, half the bytes, and are whole
+            only while a refresh needs them.
         stagger: Spread the refreshes of the blocks over the interval.
         refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it: the
             curvature of a fresh network changes a thousandfold in its first hundred steps. Unset: on unless an interval
@@ -170,6 +175,9 @@ class KFAC(FactoredOptimizer):
         factor_decay: float = 0.95,
         factor_update_steps: int | None = None,
         inv_update_steps: int | None = None,
+        factor_dtype: torch.dtype = torch.float32,
+        inv_dtype: torch.dtype = torch.float32,
+        factor_storage: str = "dense",
         stagger: bool = False,
         refresh_warmup: bool | None = None,
         approx: str = "expand",
@@ -229,7 +237,9 @@ class KFAC(FactoredOptimizer):
             return spec | self.basis_spec(block, group)
         if all(side.diagonal for side in factors.sides(block.adapter, group["max_factor_dim"])):
             return spec
-        return spec | {"inverse_a": spec["factor_a"], "inverse_g": spec["factor_g"]}
+        kept = self._kept_in(block, self._layer_options.inv_dtype)
+        likes = self.sums_spec(block, group)
+        return spec | {f"inverse_{side}": likes[f"factor_{side}"].to(kept) for side in "ag"}
 
     def new_statistic(self, block: Block, group: Group) -> KroneckerSums:
         """Empty sums of a block."""
@@ -243,8 +253,7 @@ class KFAC(FactoredOptimizer):
 
     def measured_spec(self, block: Block) -> dict[str, Tensor]:
         """Both factors, at every step that captures."""
-        spec = self.factor_spec(block, block.group)
-        return {key: cast(Tensor, spec[key]) for key in ("factor_a", "factor_g")}
+        return self.sums_spec(block, block.group)
 
     def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
         """The factors of this rank's batch, scaled per datum."""
@@ -272,9 +281,10 @@ class KFAC(FactoredOptimizer):
         state, group = self.state[block.owner], block.group
         if group["inverse_method"] == "cholesky":
             if self._is_entrywise(block):
-                values: Tensor = state["factor_g"][..., :, None] * state["factor_a"][..., None, :]
+                values = self.factor(block, "g")[..., :, None] * self.factor(block, "a")[..., None, :]
                 return gradient / (values + self.damping_of(block, values.mean((-2, -1)))[..., None, None])
-            return statistics.solve_factored(gradient, state["inverse_a"], state["inverse_g"], self._workspace)
+            inverses = self.working(block, "inverse_a"), self.working(block, "inverse_g")
+            return statistics.solve_factored(gradient, *inverses, self._workspace)
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         damping = self.damping_of(block, values_a.mean(-1) * values_g.mean(-1))
         if group["damping_split"] == "pi" and not block.adapter.is_exact:
@@ -287,8 +297,7 @@ class KFAC(FactoredOptimizer):
 
     def block_curvature(self, block: Block) -> Tensor:
         """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
-        state = self.state[block.owner]
-        a, g = (factors.as_dense(state[f"factor_{side}"], self.is_diagonal(block, side)) for side in "ag")
+        a, g = (factors.as_dense(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag")
         return block.adapter.natural_order(factors.kron(a, g))
 
     def extremes(self, block: Block) -> Extremes | None:
@@ -304,18 +313,19 @@ class KFAC(FactoredOptimizer):
             return of_product(values_a + add_a[..., None], values_g + add_g[..., None], nothing)._replace(
                 damping=found.damping
             )
-        if "factor_a" not in state or "factor_g" not in state:
+        if not self.has_factors(block):
             return None
         if self._is_entrywise(block):
-            a, g = state["factor_a"], state["factor_g"]
+            a, g = self.factor(block, "a"), self.factor(block, "g")
             return of_product(a, g, self.damping_of(block, a.mean(-1) * g.mean(-1)))
-        means = [factors.mean_diagonal(state[f"factor_{side}"], self.is_diagonal(block, side)) for side in "ag"]
+        means = [factors.mean_diagonal(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag"]
         return Extremes(self.damping_of(block, means[0] * means[1]))
 
     def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
         """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
-        state = self.state[block.owner]
-        return factors.times(factors.times(matrix, state["factor_g"], left=True), state["factor_a"], left=False)
+        return factors.times(
+            factors.times(matrix, self.factor(block, "g"), left=True), self.factor(block, "a"), left=False
+        )
 
     def reason_against_roles(self) -> str | None:
         """Factors and their inverses may be found by other ranks; what is judged by trial steps may not."""
@@ -352,8 +362,7 @@ class KFAC(FactoredOptimizer):
 
     def _damped_factors(self, block: Block) -> tuple[Tensor, Tensor]:
         """``A + π√λ I`` and ``G + √λ/π I``."""
-        state = self.state[block.owner]
-        a, g = state["factor_a"], state["factor_g"]
+        a, g = self.factor(block, "a"), self.factor(block, "g")
         flat_a, flat_g = self.is_diagonal(block, "a"), self.is_diagonal(block, "g")
         mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
         damping = self.damping_of(block, mean_a * mean_g)

@@ -125,6 +125,30 @@ def test_bfloat16_on_the_wire_halves_directions_and_keeps_replicas_equal(pool: P
         torch.testing.assert_close(torch.tensor(params), torch.tensor(exact[0]), rtol=0.05, atol=5e-3)
 
 
+def _kept_low(rank: int, world: int) -> dict[str, tuple[list[float], int]]:
+    low = {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16}
+    found = {}
+    chosen = {"comm": low, "mem": low, "full": {}, "packed": {"factor_storage": "packed"}}
+    for kind, options in chosen.items():
+        params, optimizer = _train(rank, world, CommOpt() if kind in ("comm", "full") else MemOpt(), **options)
+        found[kind] = params, optimizer.comm.collectives.counter.bytes_by_stage().get("curvature", 0)
+        optimizer.close()
+    return found
+
+
+def test_curvature_kept_in_bfloat16_is_sent_so_and_is_the_same_under_every_strategy(pool: Pool) -> None:
+    answers = pool.run(_kept_low, world=2)
+    for found in answers:
+        assert found["comm"][0] == answers[0]["comm"][0]
+        assert found["mem"][0] == answers[0]["mem"][0]
+        torch.testing.assert_close(*(torch.tensor(found[kind][0]) for kind in ("comm", "mem")), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(*(torch.tensor(found[kind][0]) for kind in ("comm", "full")), rtol=0.05, atol=5e-3)
+        assert found["packed"][0] == answers[0]["packed"][0]
+        torch.testing.assert_close(*(torch.tensor(found[kind][0]) for kind in ("packed", "full")), rtol=1e-4, atol=1e-5)
+    low, full = (sum(found[kind][1] for found in answers) for kind in ("comm", "full"))
+    assert 0.5 * full < low < 0.65 * full  # eigenvalues are sent whole
+
+
 def _plain(rank: int, world: int) -> list[float]:
     return _train(rank, world, CommOpt())[0]
 

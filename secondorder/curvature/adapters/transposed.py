@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from secondorder.curvature.layers import ConvAdapter
+from secondorder.curvature.adapters.conv import ConvAdapter
 from secondorder.linalg import Workspace
 
 
@@ -85,6 +85,10 @@ class ConvTransposeAdapter(ConvAdapter):
         if x.dim() < 2 * axes + 2:
             return x, self.output_padding
         return x.flatten(-axes - 1)[..., 0], tuple(n - 1 for n in x.shape[-axes:])
+
+    @property
+    def _pads_zeros(self) -> bool:
+        return False  # but between its pixels, too
 
     def _padded(self, x: Tensor) -> Tensor:
         """The larger input, flipped: positions come in reverse order."""

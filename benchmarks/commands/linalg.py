@@ -1,0 +1,308 @@
+"""``linalg``: bringing eigenbases and inverses up to date after their factor has drifted.
+
+A factor of decaying spectrum, its basis and its damped inverse known, moves as one update of a running mean moves it:
+``X ← (1 − drift) X + drift Y``, Y being the second moment of rows of another distribution, of the same trace. Then
+everything is brought up to date in every way, and judged in float64.
+
+A basis, by ``eigh`` and by sweeps of QR: by what is left off the diagonal of ``QᵀXQ``, and by the scale along its
+vectors, ``diag(QᵀXQ)`` against the eigenvalues, both in ascending order. EK-FAC measures its scale in whatever basis
+there is, so the first figure says how good its curvature can be, and the second how far K-FAC's would be off.
+
+An inverse Y of ``Z = X + λI``, by Cholesky, by ``eigh`` and by rounds of Newton and Schulz, ``Y ← Y (2I − ZY)``, which
+square the residual ``I − ZY`` if its spectral norm is below 1: by that residual, and by how far a direction is off.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks import report
+from benchmarks.commands.options import Alone
+from benchmarks.machine import seconds
+from secondorder import linalg
+from secondorder.curvature import scale
+
+Update = Literal["none", "eigh", "qr", "qr, 2 sweeps"]
+Inversion = Literal["none", "cholesky", "eigh", "newton", "newton, 2 rounds"]
+
+COLUMNS = ("n", "update", "ms", "eigh / this", "off the diagonal", "scale error", "scale error, median")
+INVERSE_COLUMNS = ("n", "update", "ms", "cholesky / this", "residual", "spectral norm", "error of a direction")
+_DECADES = 4.0  # over which the eigenvalues are spread
+_TURN = 0.5  # between the eigenbases of the old part and of the new one
+
+
+@dataclass
+class Linalg(Alone):
+    """Compare ways to renew eigenbases and inverses of factors that have drifted: time, and accuracy."""
+
+    sizes: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096)
+    """Sides n of the factors."""
+    drift: float = 0.05
+    """Share of the factor that is new: 1 - factor_decay for one update."""
+    damping: float = 0.1
+    """λ of the inverses, over the mean eigenvalue."""
+    trials: int = 7
+    """Timed refreshes of each kind; the median counts."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0.
+
+        Raises:
+            ValueError: When the drift is no share, or the damping not positive.
+        """
+        if not 0 <= self.drift <= 1:
+            raise ValueError(f"drift must be from 0 to 1, got {self.drift}")
+        if self.damping <= 0:
+            raise ValueError(f"damping must be positive, got {self.damping}")
+        torch.set_num_threads(self.threads)
+        bases, inverses = [], []
+        with report.progress_bar() as progress:
+            task = progress.add_task("factors", total=len(self.sizes))
+            for n in self.sizes:
+                before, after = drifted(n, self.drift, self.seed)
+                bases += self._bases(n, before, after)
+                shift = self.damping * torch.eye(n, dtype=torch.float64)  # the trace is n
+                inverses += self._inverses(n, before + shift, after + shift)
+                progress.advance(task)
+        data = {"device": self.device, "seed": self.seed, "drift": self.drift, "damping": self.damping}
+        tables = [_table(bases, self.drift), _inverse_table(inverses, self.drift, self.damping)]
+        report.save(self.out_dir, "linalg", tables, {**data, "results": bases, "inverses": inverses})
+        return 0
+
+    def _bases(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
+        """Bring one basis up to date in every way.
+
+        Args:
+            n: Side of the factor.
+            before: The factor that the basis is of.
+            after: The factor now.
+
+        Returns:
+            Figures of each way.
+        """
+        device = torch.device(self.device)
+        _, basis, _ = linalg.eigh_psd(before[None].to(device, torch.float32), True)
+        ways = updates(after[None].to(device, torch.float32), basis)
+        times = self._times(ways, device)
+        return [
+            {"n": n, **_timed(name, times, "eigh"), **asdict(judge(after, way()[0].cpu().double()))}
+            for name, way in ways.items()
+        ]
+
+    def _inverses(self, n: int, before: Tensor, after: Tensor) -> list[dict[str, Any]]:
+        """Bring one inverse up to date in every way.
+
+        Args:
+            n: Side of the factor.
+            before: The damped factor that the inverse is of.
+            after: The damped factor now.
+
+        Returns:
+            Figures of each way.
+        """
+        device = torch.device(self.device)
+        last = torch.linalg.inv(before).to(device, torch.float32)
+        ways = inversions(after.to(device, torch.float32), last)
+        times = self._times(ways, device)
+        return [
+            {"n": n, **_timed(name, times, "cholesky"), **asdict(judge_inverse(after, way().cpu().double()))}
+            for name, way in ways.items()
+        ]
+
+    def _times(self, ways: Mapping[Any, Callable[[], Tensor]], device: torch.device) -> dict[str, list[float]]:
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for way in ways.values():
+            way()
+        for _ in range(self.trials):
+            for name, way in ways.items():  # in turns, so that a busy moment of the machine hits all of them
+                times[name].append(seconds(way, device))
+        return times
+
+
+def _timed(name: str, times: Mapping[str, list[float]], reference: str) -> dict[str, Any]:
+    own, other = statistics.median(times[name]), statistics.median(times[reference])
+    return {"update": name, "times": times[name], "seconds": own, "speed": None if name == "none" else other / own}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How good a basis is."""
+
+    off_diagonal: float
+    """``‖QᵀXQ − diag‖ / ‖X‖``."""
+    scale_error: float
+    """``‖diag(QᵀXQ) − λ‖ / ‖λ‖``."""
+    median_error: float
+    """Median of ``|diag(QᵀXQ) / λ − 1|``, in which small eigenvalues count as much as large ones."""
+
+
+def drifted(n: int, drift: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return a factor before and after it has moved.
+
+    Args:
+        n: Its side.
+        drift: Share of it that is new.
+        seed: Seed of both.
+
+    Returns:
+        Two symmetric positive definite matrices ``[n, n]`` in float64, of trace n.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.logspace(-_DECADES, 0, n, dtype=torch.float64)
+    basis, _ = torch.linalg.qr(torch.randn(n, n, generator=generator, dtype=torch.float64))
+    turn, _ = torch.linalg.qr(
+        torch.eye(n, dtype=torch.float64) + _TURN / n**0.5 * torch.randn(n, n, generator=generator, dtype=torch.float64)
+    )
+    old, new = ((q * values) @ q.mT * (n / values.sum()) for q in (basis, basis @ turn))
+    return old, (1 - drift) * old + drift * new
+
+
+def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]:
+    """Return every way to a new basis.
+
+    Args:
+        factor: The matrix ``[1, n, n]``.
+        basis: The basis that it had before ``[1, n, n]``.
+
+    Returns:
+        Functions that return the new one ``[1, n, n]``.
+    """
+    return {
+        "none": lambda: basis,
+        "eigh": lambda: linalg.eigh_psd(factor, True)[1],
+        "qr": lambda: scale.qr_refresh(factor, basis)[1],
+        "qr, 2 sweeps": lambda: scale.qr_refresh(factor, basis, 2)[1],
+    }
+
+
+def judge(factor: Tensor, basis: Tensor) -> Quality:
+    """Measure a basis against a matrix.
+
+    Args:
+        factor: X ``[n, n]``, float64.
+        basis: Q ``[n, n]``, float64.
+
+    Returns:
+        The figures.
+    """
+    seen = basis.mT @ factor @ basis
+    diagonal, exact = seen.diagonal(), torch.linalg.eigvalsh(factor)
+    ordered = diagonal.sort().values
+    return Quality(
+        float(torch.linalg.norm(seen - diagonal.diag()) / torch.linalg.norm(factor)),
+        float(torch.linalg.norm(ordered - exact) / torch.linalg.norm(exact)),
+        float((ordered / exact - 1).abs().median()),
+    )
+
+
+@dataclass(frozen=True)
+class InverseQuality:
+    """How good an inverse is."""
+
+    residual: float
+    """``‖I − XY‖ / √n``."""
+    norm: float
+    """Largest singular value of ``I − XY``: below 1, a round of Newton and Schulz squares it."""
+    direction_error: float
+    """``‖Yg − X⁻¹g‖ / ‖X⁻¹g‖`` for random g."""
+
+
+def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Tensor]]:
+    """Return every way to a new inverse.
+
+    Args:
+        damped: The damped factor ``[n, n]``.
+        last: The inverse of what it was before ``[n, n]``.
+
+    Returns:
+        Functions that return the new one ``[n, n]``.
+    """
+
+    def by_eigenvalues() -> Tensor:
+        values, basis, _ = linalg.eigh_psd(damped[None], True)
+        return (basis[0] / values[0]) @ basis[0].mT
+
+    return {
+        "none": lambda: last,
+        "cholesky": lambda: linalg.inverse_pd(damped[None], True)[0][0],
+        "eigh": by_eigenvalues,
+        "newton": lambda: newton_schulz(damped, last, 1),
+        "newton, 2 rounds": lambda: newton_schulz(damped, last, 2),
+    }
+
+
+def newton_schulz(x: Tensor, y: Tensor, rounds: int) -> Tensor:
+    """Return a better inverse of x than y is, by ``Y ← Y (2I − XY)``: 4 n³ FLOPs a round.
+
+    Args:
+        x: The matrix ``[n, n]``.
+        y: About its inverse ``[n, n]``.
+        rounds: How often.
+
+    Returns:
+        The inverse ``[n, n]``.
+    """
+    for _ in range(rounds):
+        y = torch.addmm(y, y, x @ y, beta=2, alpha=-1)
+    return y
+
+
+def judge_inverse(x: Tensor, y: Tensor) -> InverseQuality:
+    """Measure an inverse against its matrix.
+
+    Args:
+        x: The matrix ``[n, n]``, float64.
+        y: About its inverse ``[n, n]``, float64.
+
+    Returns:
+        The figures.
+    """
+    rest = torch.eye(len(x), dtype=x.dtype) - x @ y
+    g = torch.randn(len(x), generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+    exact = torch.linalg.solve(x, g)
+    return InverseQuality(
+        float(rest.norm() / len(x) ** 0.5),
+        float(torch.linalg.matrix_norm(rest, 2)),
+        float((y @ g - exact).norm() / exact.norm()),
+    )
+
+
+def _rows(results: list[dict[str, Any]], quality: type[Quality] | type[InverseQuality]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(r["n"]),
+            r["update"],
+            "-" if r["speed"] is None else f"{1e3 * r['seconds']:.2f}",
+            "-" if r["speed"] is None else f"{r['speed']:.2f}",
+            *(f"{r[field.name]:.2e}" for field in fields(quality)),
+        )
+        for r in results
+    ]
+
+
+def _table(results: list[dict[str, Any]], drift: float) -> Table:
+    caption = (
+        f"One float32 factor of side n whose eigenvalues span {_DECADES:g} decades, {drift:.0%} of it new. Off the "
+        "diagonal: ‖QᵀXQ − diag‖ / ‖X‖. Scale error: diag(QᵀXQ) against the eigenvalues, in norm, and the median of "
+        f"their relative differences. none: the basis stays. Threads: {torch.get_num_threads()}."
+    )
+    return report.make_table("A basis after a drift of its factor", COLUMNS, _rows(results, Quality), caption)
+
+
+def _inverse_table(results: list[dict[str, Any]], drift: float, damping: float) -> Table:
+    caption = (
+        f"The same factors, with λ = {damping:g} of their mean eigenvalue, {drift:.0%} of them new. Residual: "
+        "‖I − XY‖ / √n; spectral norm: of I − XY, below 1 where rounds of Newton and Schulz converge; error of a "
+        "direction: of Y g for random g. none: the inverse stays."
+    )
+    return report.make_table(
+        "An inverse after a drift of its factor", INVERSE_COLUMNS, _rows(results, InverseQuality), caption
+    )

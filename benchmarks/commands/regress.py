@@ -1,0 +1,303 @@
+"""``regress``: what steps of every method do, counted, against the counts of an earlier time.
+
+Three small networks, every method, every class of its steps; from each count that of a step of SGD is taken away, so
+that what is left is the optimizer's own. Times are told, on request, and decide nothing.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import secondorder
+from benchmarks import report
+from benchmarks.counting import Counts, count, graph_breaks
+from benchmarks.filling import fill_windows, windows_of
+from benchmarks.machine import seconds
+from benchmarks.timing import Intervals, StepClass
+
+BASELINE = Path(__file__).parent.parent / "baseline.json"
+"""Counts that the code had when they were last written."""
+INTERVALS = Intervals(2, 4)
+ROWS = 64
+"""Of a window: enough that small networks have more entries than are multiplied in float64."""
+
+_LAYERED: dict[str, Any] = {
+    "factor_update_steps": INTERVALS.factor,
+    "inv_update_steps": INTERVALS.refresh,
+    "refresh_warmup": False,
+}
+_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kfac eigen": ("kfac", {**_LAYERED, "inverse_method": "eigen"}),
+    "kfac cholesky": ("kfac", {**_LAYERED, "inverse_method": "cholesky"}),
+    "ekfac intra": ("ekfac", {**_LAYERED, "estimator": "intra"}),
+    "ekfac running": ("ekfac", {**_LAYERED, "estimator": "running"}),
+    "hylo kid": ("hylo", {"update_steps": INTERVALS.refresh, "rank_fraction": 0.5, "mode": "kid"}),
+    "hylo kis": ("hylo", {"update_steps": INTERVALS.refresh, "rank_fraction": 0.5, "mode": "kis"}),
+    "mfac": ("mfac", {"window_size": ROWS}),
+    "sparse_mfac": ("sparse_mfac", {"window_size": ROWS}),
+    "ggt": ("ggt", {"window_size": ROWS}),
+}
+
+
+class _Tokens(nn.Module):
+    """A transformer of one layer over words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(self.words(x)))
+        return out
+
+
+def _network(name: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a model, inputs and classes.
+
+    Args:
+        name: Which one.
+
+    Returns:
+        All three.
+    """
+    torch.manual_seed(0)
+    if name == "perceptron":
+        model: nn.Module = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 32), nn.Tanh(), nn.Linear(32, 10))
+        return model, torch.randn(64, 64), torch.randint(10, (64,))
+    if name == "convolutions":
+        body = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+        tail = [nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.AvgPool2d(4), nn.Flatten(), nn.Linear(128, 10)]
+        model = nn.Sequential(*body, *tail)
+        return model, torch.randn(32, 3, 16, 16), torch.randint(10, (32,))
+    return _Tokens(), torch.randint(50, (8, 16)), torch.randint(50, (8, 16))
+
+
+NETWORKS = ("perceptron", "convolutions", "transformer")
+
+
+@dataclass
+class Regress:
+    """Count what steps of every method do, and compare with the counts of an earlier time."""
+
+    networks: tuple[str, ...] = NETWORKS
+    """Which small networks to train: perceptron, convolutions, transformer."""
+    methods: tuple[str, ...] = tuple(_METHODS)
+    """Which methods, by the names in the table."""
+    tolerance: float = 0.005
+    """Part by which a count may grow; of those below 1000 none may."""
+    baseline: Path = BASELINE
+    """File of the earlier counts."""
+    update: bool = False
+    """Write the counts of now into that file."""
+    time: bool = False
+    """Tell the time of steps over that of SGD's, too."""
+    out_dir: Path = Path("bench-output")
+    """Folder for the table and the results."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0, or 1 when a count has grown.
+
+        Raises:
+            ValueError: For a name that is not known, a tolerance below 0, or a baseline that is not there.
+        """
+        self._check()
+        torch.set_num_threads(1)
+        known = {} if self.update else _read(self.baseline)
+        found: dict[str, dict[str, int]] = {}
+        ratios: dict[str, float] = {}
+        with report.progress_bar() as bar:
+            task = bar.add_task("steps", total=len(self.networks) * len(self.methods))
+            for network in self.networks:
+                plain = _plain_step(network)
+                for method in self.methods:
+                    for kind, counts, ratio in _steps(network, method, plain, self.time):
+                        found[f"{network}, {method}, {kind}"] = counts
+                        ratios[f"{network}, {method}, {kind}"] = ratio
+                    bar.advance(task)
+        if self.update:
+            self._write(found)
+        rows = list(_compared(found, known.get("counts", {}), self.tolerance))
+        same = self.update or known["torch"] == torch.__version__
+        lost = [] if self.update else self._unmatched(found, known["counts"])
+        data = {"torch": torch.__version__, "counts": found, "rows": rows, "compared": same, "ratios": ratios}
+        report.save(self.out_dir, "regress", [_table(found, rows, ratios if self.time else {})], data)
+        if not same:
+            told = f"the baseline is of torch {known['torch']}, this is {torch.__version__}"
+            print(f"not judged: {told}", file=sys.stderr)
+            return 0
+        worse = [row for row in rows if row["worse"]]
+        for row in worse:
+            print("grew: {step}: {quantity} from {before:,} to {now:,}".format(**row), file=sys.stderr)
+        for step in lost:
+            print(f"not on both sides, write the baseline anew: {step}", file=sys.stderr)
+        return int(bool(worse or lost))
+
+    def _unmatched(self, found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]]) -> list[str]:
+        """Return steps, or quantities of a step, that only one side has, as far as they were to be counted.
+
+        Args:
+            found: Counts of now.
+            known: Those of the baseline.
+
+        Returns:
+            Their names.
+        """
+        chosen = {(network, method) for network in self.networks for method in self.methods}
+        ours = {step: set(counts) for step, counts in found.items()}
+        theirs = {step: set(counts) for step, counts in known.items() if tuple(step.split(", ")[:2]) in chosen}
+        return sorted(step for step in ours.keys() | theirs.keys() if ours.get(step) != theirs.get(step))
+
+    def _check(self) -> None:
+        for what, names, known in (("networks", self.networks, NETWORKS), ("methods", self.methods, _METHODS)):
+            if unknown := [name for name in names if name not in known]:
+                raise ValueError(f"{what} must be of {', '.join(known)}, got {unknown[0]!r}")
+        if self.tolerance < 0:
+            raise ValueError(f"tolerance must not be negative, got {self.tolerance}")
+        if not self.update and not self.baseline.is_file():
+            raise ValueError(f"no baseline at {self.baseline}: write one with --update")
+
+    def _write(self, found: Mapping[str, Mapping[str, int]]) -> None:
+        before = _read(self.baseline) if self.baseline.is_file() else {}
+        known = before["counts"] if before.get("torch") == torch.__version__ else {}  # never of two versions
+        lines = ",\n".join(f'  "{key}": {json.dumps(value)}' for key, value in {**known, **found}.items())
+        self.baseline.write_text(f'{{"torch": "{torch.__version__}", "counts": {{\n{lines}\n}}}}\n', encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _stepper(network: str, method: str | None) -> tuple[Any, Optimizer, nn.Module, Tensor]:
+    """Build a network and its optimizer.
+
+    Args:
+        network: Which one.
+        method: Its name; None for SGD.
+
+    Returns:
+        A function that takes a step, the optimizer, the model, its inputs.
+    """
+    model, x, y = _network(network)
+    optimizer: Optimizer
+    if method is None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    else:
+        name, keywords = _METHODS[method]
+        optimizer = secondorder.create(name, model, lr=1e-4, **keywords)
+        if windows_of(optimizer):
+            fill_windows(optimizer)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        optimizer.step()
+
+    return step, optimizer, model, x
+
+
+def _plain_step(network: str) -> tuple[Counts, float]:
+    """Return what a step of SGD does, and its seconds.
+
+    Args:
+        network: On which network.
+
+    Returns:
+        Both.
+    """
+    step, *_ = _stepper(network, None)
+    for _ in range(2):
+        step()
+    return count(step), statistics.median(seconds(step, torch.device("cpu")) for _ in range(9))
+
+
+def _steps(
+    network: str, method: str, plain: tuple[Counts, float], timed: bool
+) -> Iterator[tuple[StepClass, dict[str, int], float]]:
+    """Count the classes of a method's steps, once all of its buffers are there.
+
+    Args:
+        network: On which network.
+        method: Its name.
+        plain: What a step of SGD does, and its seconds.
+        timed: Whether to time the steps, too.
+
+    Yields:
+        The class, its counts beyond SGD's, and its time over that of SGD's.
+    """
+    step, optimizer, model, x = _stepper(network, method)
+    windowed = bool(windows_of(optimizer))
+    intervals = Intervals(1, 1) if windowed else INTERVALS
+    for _ in range(2 * INTERVALS.refresh):
+        step()
+    counts: dict[StepClass, Counts] = {}
+    times: dict[StepClass, list[float]] = {}
+    for index in range(INTERVALS.refresh * (6 if timed else 1)):
+        kind: StepClass = "plain" if windowed else intervals.step_class(index)
+        if kind == "factor" and method.startswith("hylo"):
+            kind = "plain"
+        if kind not in counts:
+            counts[kind] = count(step)
+        else:
+            times.setdefault(kind, []).append(seconds(step, torch.device("cpu")))
+    for kind, found in counts.items():
+        own = asdict(found - plain[0])
+        if kind == "plain":
+            own["graph_breaks"] = graph_breaks(model, (x,))
+        yield kind, own, statistics.median(times[kind]) / plain[1] if timed else 0.0
+    getattr(optimizer, "close", lambda: None)()
+
+
+def _compared(
+    found: Mapping[str, Mapping[str, int]], known: Mapping[str, Mapping[str, int]], tolerance: float
+) -> Iterator[dict[str, Any]]:
+    """Yield every count that is not what it was.
+
+    Args:
+        found: Counts of now, by step and by quantity.
+        known: Those of an earlier time.
+        tolerance: Part by which a large one may grow.
+
+    Yields:
+        Step, quantity, both numbers, and whether it is worse.
+    """
+    for step, counts in found.items():
+        for quantity, value in counts.items():
+            old = known.get(step, {}).get(quantity)
+            if old is not None and old != value:
+                allowed = old + (abs(old) * tolerance if abs(old) >= 1000 else 0)
+                yield {"step": step, "quantity": quantity, "before": old, "now": value, "worse": value > allowed}
+
+
+def _table(found: Mapping[str, Mapping[str, int]], rows: list[dict[str, Any]], ratios: Mapping[str, float]) -> Table:
+    changed = {(row["step"], row["quantity"]): row for row in rows}
+    names = [field.name for field in fields(Counts)] + ["graph_breaks"]
+    cells = []
+    for step, counts in found.items():
+        line = [step]
+        for name in names:
+            row = changed.get((step, name))
+            text = f"{counts[name]:,}" if name in counts else "-"
+            line.append(text if row is None else f"{text} ({'!' if row['worse'] else ''}{row['before']:,})")
+        cells.append((*line, f"{ratios[step]:.2f}") if ratios else tuple(line))
+    head = ("step", *(name.replace("_", " ") for name in names), *(("÷ SGD",) if ratios else ()))
+    caption = (
+        "Beyond a step of SGD with momentum; memory in bytes. moved: arguments and results of all operators. "
+        "In brackets what it was; ! more than is allowed."
+    )
+    return report.make_table("What steps do", head, cells, caption)

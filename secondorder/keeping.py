@@ -1,0 +1,150 @@
+"""How factors A and G of a layer, and their bases, are kept: dense, diagonal or as triangles, in how many bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from secondorder import triangles
+from secondorder.curvature import factors
+from secondorder.curvature.block import Block
+from secondorder.lifecycle import Group, State
+from secondorder.observing import ObservingOptimizer
+
+
+class KeepingFactors(ObservingOptimizer):
+    """State of the methods with factors: what is kept, and the same as matrices in the precision of products."""
+
+    kinds: ClassVar[dict[str, str]] = {
+        "factor_a": "factors",
+        "factor_g": "factors",
+        "packed_a": "factors",
+        "packed_g": "factors",
+        "factor_weight": "buffers",
+        "factor_updates": "buffers",
+        "factor_step": "buffers",
+        "refreshes": "buffers",
+        "basis_a": "second_order",
+        "basis_g": "second_order",
+        "eigenvalues_a": "second_order",
+        "eigenvalues_g": "second_order",
+    }
+
+    # ------------------------------------------------------------------ state
+    def factor_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """Factors and their counters, as ``meta`` tensors and numbers."""
+        kept, packs = self._kept_in(block, self._layer_options.factor_dtype), self._packs
+        spec: State = {}
+        for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
+            if packs and not side.diagonal:
+                spec[f"packed_{name}"] = self.zeros(block, (*side.lead, triangles.triangle(side.n)), kept)
+            else:
+                spec[f"factor_{name}"] = self.zeros(block, side.shape, kept)
+        spec["factor_weight"] = self.zeros(block, (), torch.float64)
+        spec["factor_updates"] = spec["refreshes"] = 0
+        if group["decay_per_step"]:
+            spec["factor_step"] = max(self._t - 1, 0)
+        return spec
+
+    def sums_spec(self, block: Block, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Factors of a batch, in the precision of their products."""
+        found = zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True)
+        return {f"factor_{name}": self.zeros(block, side.shape) for name, side in found}
+
+    def basis_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """Eigenbases and eigenvalues; a diagonal factor has no basis."""
+        spec: State = {}
+        kept = self._kept_in(block, self._layer_options.inv_dtype)
+        for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
+            if not side.diagonal:
+                spec[f"basis_{name}"] = self.zeros(block, side.shape, kept)
+            spec[f"eigenvalues_{name}"] = self.zeros(block, (*side.lead, side.n))
+        return spec
+
+    def zeros(self, block: Block, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """A ``meta`` tensor in the precision of a block's curvature."""
+        return torch.empty(tuple(shape), dtype=dtype or self._precision(block.owner), device="meta")
+
+    def _kept_in(self, block: Block, dtype: torch.dtype) -> torch.dtype:
+        """The precision that is meant by a choice for all layers."""
+        return self._precision(block.owner) if dtype == torch.float32 else dtype
+
+    def factor(self, block: Block, side: str) -> Tensor:
+        """A running factor as a matrix, or its diagonal, in the precision of products."""
+        kept: Tensor | None = self.state[block.owner].get(f"packed_{side}")
+        if kept is None:
+            return self.working(block, f"factor_{side}")
+        shape = factors.sides(block.adapter, block.group["max_factor_dim"])["ag".index(side)].shape
+        matrix = torch.empty(shape, dtype=self._precision(block.owner), device=kept.device)
+        triangles.unpack(kept, matrix)
+        return matrix
+
+    def has_factors(self, block: Block) -> bool:
+        """Whether the running factors are on this rank."""
+        state = self.state[block.owner]
+        return all(f"factor_{side}" in state or f"packed_{side}" in state for side in "ag")
+
+    def working(self, block: Block, key: str) -> Tensor:
+        """A tensor of the state in the precision of products: itself where it is kept in it."""
+        kept: Tensor = self.state[block.owner][key]
+        return kept.to(self._precision(block.owner))
+
+    def is_diagonal(self, block: Block, side: str) -> bool:
+        """Whether a factor is kept as its diagonal."""
+        factor: Tensor | None = self.state[block.owner].get(f"factor_{side}")
+        if factor is None:  # on another rank
+            return factors.sides(block.adapter, block.group["max_factor_dim"])["ag".index(side)].diagonal
+        return factors.is_diagonal(factor, block.adapter)
+
+    def is_symmetric(self, block: Block, key: str) -> bool:
+        """Whether a tensor of the state is a symmetric matrix: dense factors and their inverses."""
+        name, _, side = key.rpartition("_")
+        return name in ("factor", "inverse") and side in ("a", "g") and not self.is_diagonal(block, side)
+
+    def basis(self, block: Block, side: str) -> Tensor | None:
+        """Eigenvectors of a factor in the precision of products, None for the identity."""
+        return self.working(block, f"basis_{side}") if f"basis_{side}" in self.state[block.owner] else None
+
+    @property
+    def _packs(self) -> bool:
+        """Whether dense factors are kept as triangles."""
+        return self._layer_options.factor_storage == "packed"
+
+    def as_kept(self, block: Block, side: str, total: Tensor) -> tuple[Tensor, Tensor]:
+        """A running factor as it is kept, and that of a batch in the same form."""
+        state = self.state[block.owner]
+        kept: Tensor | None = state.get(f"packed_{side}")
+        if kept is None:
+            return state[f"factor_{side}"], total
+        packed = torch.empty_like(kept, dtype=total.dtype)
+        triangles.pack(total, packed)
+        return kept, packed
+
+    # ------------------------------------------------------------------ checkpoints
+    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[Any, dict[str, Any]]:
+        numbered = self._numbered({"param_groups": groups})
+        ours = {i: self._kept_alike(p, group, found[i]) for p, i, group in numbered if i in found}
+        return super()._checked_state({**found, **ours}, groups)
+
+    def _kept_alike(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loaded factors in the form in which this optimizer keeps them."""
+        block = self._block_of.get(p)
+        if block is None or block.owner is not p:
+            return theirs
+        found, packs = dict(theirs), self._packs
+        for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
+            forms = {f"factor_{name}": side.shape, f"packed_{name}": (*side.lead, triangles.triangle(side.n))}
+            other, ours = forms if packs else reversed(forms)
+            given = found.get(other)
+            if side.diagonal or not isinstance(given, Tensor) or tuple(given.shape) != forms[other]:
+                continue
+            found[ours] = given.new_empty(forms[ours])
+            if packs:
+                triangles.pack(given, found[ours])
+            else:
+                triangles.unpack(given.contiguous(), found[ours])
+            del found[other]
+        return found

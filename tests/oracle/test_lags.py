@@ -1,0 +1,209 @@
+"""Factors of convolutions by lags: against naive sums over patches, and every test of patches once more."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from secondorder.curvature.adapters import conv as convolutions
+from secondorder.curvature.adapters.conv import ConvAdapter
+from secondorder.curvature.kronecker import Call, KroneckerSums, Sampler
+from secondorder.curvature.lags import Window, add_patch_gram_, gains
+from tests.layers import test_transposed as transposed
+from tests.oracle import test_factors_conv as patches
+from tests.oracle.driver import assert_close, noise
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Take lags wherever they are possible, and count how often."""
+    taken = []
+
+    def possible(window, images, channels, sizes):
+        found = images > 0 and all(
+            window.positions(axis, size) > 0 and window.sees_all(axis, size) for axis, size in enumerate(sizes)
+        )
+        taken.append(found)
+        return found
+
+    monkeypatch.setattr(convolutions, "gains", possible)
+    monkeypatch.setattr(ConvAdapter, "_has_fast_lags", lambda *_: True)  # in float64, too
+    yield taken
+    assert any(taken)
+
+
+@st.composite
+def windows(draw):
+    axes = draw(st.integers(1, 3))
+    several = st.tuples(*[st.integers(1, 3 if axes == 3 else 4)] * axes)
+    window = Window(
+        draw(several),
+        draw(st.tuples(*[st.integers(1, 2)] * axes)),
+        draw(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(0, 4))] * axes)),
+        draw(st.integers(1, 3)),
+    )
+    sizes = draw(st.tuples(*[st.integers(1, 6)] * axes))
+    return window, draw(st.sampled_from([1, 2, 64])), sizes
+
+
+@given(windows())
+def test_every_patch_counts_once(case):
+    window, channels, sizes = case
+    positions = [window.positions(axis, size) for axis, size in enumerate(sizes)]
+    if min(positions) < 1 or channels * math.prod(window.kernel) > 300:
+        return
+    x = noise(2, window.groups * channels, *sizes)
+    padded = F.pad(x, [side for pair in reversed(window.padding) for side in pair])
+    d = channels * math.prod(window.kernel)
+    expected = torch.zeros(window.groups, d, d, dtype=torch.float64)
+    for image, shift in itertools.product(padded, itertools.product(*map(range, positions))):
+        taps = zip(shift, window.kernel, window.dilation, strict=True)
+        patch = image[(slice(None), *(slice(p, p + step * (k - 1) + 1, step) for p, k, step in taps))]
+        row = patch.reshape(window.groups, d)
+        expected += row[:, :, None] * row[:, None, :]
+    found = torch.ones_like(expected)
+    add_patch_gram_(found if window.groups > 1 else found[0], x, window, 0.5)
+    assert (found - 1 - expected / 2).abs().max() <= 1e-13 * x.square().sum()
+
+
+_SLOW = [pytest.param(dims, mode, marks=pytest.mark.slow) for dims in (1, 2, 3) for mode in ("reflect", "circular")]
+
+
+@pytest.mark.parametrize(("dims", "mode"), [(1, "zeros"), (2, "zeros"), (3, "zeros"), *_SLOW])
+def test_the_grid_of_patches(dims, mode, always):
+    patches.test_grid_of_padding_stride_dilation_groups_bias(dims, mode)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_an_example_without_a_batch_axis(dims, always):
+    patches.test_unbatched_input_is_one_example(dims)
+
+
+@pytest.mark.parametrize("case", transposed.CASES)
+def test_transposed_convolutions(case, always):
+    transposed.test_factors_are_those_of_the_definition(case, "expand")
+
+
+def _sums(conv, x, g, sampler=None, keep=None):
+    adapter = ConvAdapter(conv, True, conv.bias is not None)
+    like_a, like_g = (torch.zeros(shape, dtype=torch.float32) for shape in adapter.factor_shapes())
+    sums = KroneckerSums(adapter, "expand", like_a, like_g, sampler)
+    sums.add([Call(x, g, keep=keep)], len(x))
+    return sums.finish()[0]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("case", ["half", "padded rows", "drawn examples"])
+def test_what_rows_are_made_of_in_other_ways(groups, case, always, monkeypatch):
+    conv = nn.Conv2d(4, 6, 3, padding=1, groups=groups)
+    x, g = torch.randn(6, 4, 5, 5), torch.randn(6, 6, 5, 5)
+    keep = torch.tensor([True, True, False, True, False, True]) if case == "padded rows" else None
+    x = x.bfloat16() if case == "half" else x
+
+    def run():
+        drawn = Sampler(2, None, torch.Generator().manual_seed(1)) if case == "drawn examples" else None
+        return _sums(conv, x, g, drawn, keep)
+
+    by_lags = run()
+    monkeypatch.setattr(convolutions, "gains", lambda *shapes: False)
+    assert_close(by_lags, run(), 1e-5)
+
+
+def test_no_patch_is_made_of_a_wide_layer(monkeypatch):
+    conv = nn.Conv2d(16, 16, 3, padding=1)
+    x, g = torch.randn(16, 16, 24, 24), torch.randn(16, 16, 24, 24)
+    rows = F.pad(F.unfold(x.double(), 3, padding=1).transpose(1, 2).flatten(0, 1), (0, 1), value=1.0)
+    monkeypatch.setattr(ConvAdapter, "_patches", lambda *_: pytest.fail("patches were made"))
+    assert_close(_sums(conv, x, g).double(), rows.T @ rows / len(rows), 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 6, 6), (2, 3, 40), (1, 2, 9, 5, 4)], ids=str)
+@pytest.mark.parametrize("positions", [1, 7, 72])
+def test_images_are_taken_in_parts_and_cut(shape, positions, monkeypatch):
+    monkeypatch.setattr("secondorder.curvature.lags._POSITIONS", positions)
+    axes = len(shape) - 2
+    window, channels = Window((3,) * axes, (2,) * axes, ((2, 1),) * axes, 1), shape[1]
+    found = torch.zeros(channels * 3**axes, channels * 3**axes, dtype=torch.float64)
+    x = noise(*shape)
+    whole = torch.zeros_like(found)
+    add_patch_gram_(found, x, window)
+    monkeypatch.setattr("secondorder.curvature.lags._POSITIONS", 10**6)
+    add_patch_gram_(whole, x, window)
+    assert_close(found, whole, 1e-12)
+
+
+def test_float32_is_as_exact_as_by_patches():
+    """Many positions of smooth images: rounding of each single addition would make A indefinite."""
+    x = torch.randn(512, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    x = F.avg_pool2d(x, 5, 1, 2) + 1
+    conv = nn.Conv2d(1, 4, 5, padding=2, bias=False)
+    rows = F.unfold(x.double(), 5, padding=2).transpose(1, 2).flatten(0, 1)
+    exact = rows.T @ rows / len(rows)
+    found = torch.zeros(25, 25)
+    assert ConvAdapter(conv, True, False).add_gram_(found, x, 1.0) == len(rows)
+    found = found.double() / len(rows)
+    assert (found - exact).abs().max() < 3e-6 * exact.abs().max()
+    smallest = torch.linalg.eigvalsh(exact)[0]
+    assert torch.linalg.eigvalsh(found)[0] == pytest.approx(float(smallest), rel=0.02)
+
+
+def test_what_no_tap_sees_is_not_looked_at():
+    """The taps of this kernel step over the middle of the image, which may be anything."""
+    conv = nn.Conv2d(16, 8, (2, 3), padding=(5, 1), dilation=(8, 1))
+    x = torch.randn(512, 16, 4, 16)
+    assert conv(x).shape[2] == 6
+    x[:, :, 1:3] = torch.nan
+    assert torch.isfinite(conv(x)).all()
+    assert torch.isfinite(_sums(conv, x, torch.randn(512, 8, 6, 16))).all()
+
+
+def test_a_long_signal_costs_no_loop_over_its_pixels():
+    window = Window((9,), (3,), ((12, 12),), 1)
+    counted = sum(1 for _ in window.missing(0, 10**9))
+    assert counted == 24
+
+
+@pytest.mark.parametrize("kind", ["float64", "without oneDNN", "rows of its own"])
+def test_patches_where_weight_gradients_would_be_patches_too(kind, monkeypatch):
+    class Own(ConvAdapter):
+        def input_rows(self, x):
+            return (3 * rows for rows in super().input_rows(x))
+
+    monkeypatch.setattr(convolutions, "gains", lambda *shapes: pytest.fail("lags were thought of"))
+    conv, x = nn.Conv2d(4, 4, 3), torch.randn(8, 4, 16, 16)
+    adapter = (Own if kind == "rows of its own" else ConvAdapter)(conv, True, False)
+    out = torch.zeros(36, 36, dtype=torch.float64 if kind == "float64" else torch.float32)
+    with torch.backends.mkldnn.flags(enabled=kind != "without oneDNN"):
+        assert adapter.add_gram_(out, x, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "images", "channels", "groups", "size", "expected"),
+    [
+        (3, 128, 16, 1, 32, True),
+        (3, 128, 64, 1, 8, True),
+        (7, 32, 16, 1, 32, True),
+        (3, 64, 16, 4, 16, True),
+        (1, 128, 16, 1, 32, False),  # a patch is a pixel
+        (3, 32, 512, 1, 4, False),  # more border than image
+        (3, 64, 1, 64, 16, False),  # depthwise
+        (3, 2, 4, 1, 6, False),  # too small to matter
+        (3, 0, 16, 1, 32, False),
+        (9, 128, 16, 1, 4, False),  # no position is left
+    ],
+)
+def test_lags_are_taken_where_they_are_less_work(kernel, images, channels, groups, size, expected):
+    side = 0 if kernel == 9 else kernel // 2
+    window = Window((kernel, kernel), (1, 1), ((side, side),) * 2, groups)
+    assert gains(window, images, channels, (size, size)) is expected
+
+
+def test_strides_take_patches(monkeypatch):
+    monkeypatch.setattr(convolutions, "gains", lambda *shapes: pytest.fail("a stride was taken for lags"))
+    conv = nn.Conv2d(16, 16, 3, stride=2, padding=1)
+    _sums(conv, torch.randn(4, 16, 24, 24), torch.randn(4, 16, 12, 12))
