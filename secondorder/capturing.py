@@ -38,6 +38,7 @@ class LayerOptions:
         factor_dtype: Precision in which factors are kept; float32 stands for float64 where parameters are float64.
         inv_dtype: Of what a refresh finds from them, likewise.
         factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
+        orthogonal_dtype: Of the products that ``orthogonalize`` takes; None: by the hardware.
     """
 
     skip_layers: Sequence[SkipRule] | SkipRule = ()
@@ -50,6 +51,7 @@ class LayerOptions:
     factor_dtype: torch.dtype = torch.float32
     inv_dtype: torch.dtype = torch.float32
     factor_storage: str = "dense"
+    orthogonal_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -64,6 +66,8 @@ class LayerOptions:
         options.stored_dtype("factor_dtype", self.factor_dtype)
         options.stored_dtype("inv_dtype", self.inv_dtype)
         options.choice("dense", "packed")("factor_storage", self.factor_storage)
+        if self.orthogonal_dtype is not None:
+            options.stored_dtype("orthogonal_dtype", self.orthogonal_dtype)
 
     @property
     def choices(self) -> Choices:

@@ -97,7 +97,7 @@ def betas(name: str, value: Any) -> None:
 
 
 def stored_dtype(name: str, value: Any) -> None:
-    """A check for a precision in which curvature may be kept."""
+    """A check for a precision in which curvature may be kept, or products be taken."""
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{name} must be torch.float32 or torch.bfloat16, got {value!r}")
     if value not in (torch.float32, torch.bfloat16):

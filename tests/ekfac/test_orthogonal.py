@@ -225,3 +225,71 @@ def test_the_plan_counts_the_iteration():
         for flag in (False, True)
     )
     assert extra - plain == 5 * (2 * 4 * 4 * 10 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 10)
+
+
+def _only(monkeypatch, has):
+    monkeypatch.setattr(orthogonal, "has_bfloat16", lambda device: has)
+
+
+@pytest.mark.parametrize("shape", [(128, 200), (2, 160, 128)])
+def test_bfloat16_moves_a_step_by_a_few_percent_of_its_length(shape, monkeypatch):
+    _only(monkeypatch, True)
+    x = torch.randn(shape)
+    found = orthogonal.step_of(x)
+    assert found.dtype == torch.float32
+    whole = orthogonal.step_of(x, torch.float32)
+    exact = torch.stack([_expected(part) for part in x.double().reshape(-1, *shape[-2:])]).reshape(shape)
+    torch.testing.assert_close(whole.double(), exact, rtol=1e-3, atol=1e-4)
+    assert 1e-3 < (found - exact).norm() / exact.norm() < 0.05
+    assert torch.equal(found, orthogonal.step_of(x, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "has", "taken"),
+    [
+        ((128, 128), torch.float32, True, torch.bfloat16),
+        ((128, 128), torch.float32, False, torch.float32),
+        ((127, 500), torch.float32, True, torch.float32),
+        ((128, 128), torch.float64, True, torch.float64),
+    ],
+)
+def test_products_are_bfloat16_only_where_that_gains(shape, dtype, has, taken, monkeypatch):
+    _only(monkeypatch, has)
+    assert orthogonal.product_dtype(torch.zeros(shape, dtype=dtype)) == taken
+
+
+def test_what_the_hardware_has_is_asked_once_and_never_guessed(monkeypatch):
+    assert not orthogonal.has_bfloat16("meta")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "avx512_bf16": False})
+    assert orthogonal.has_bfloat16.__wrapped__("cpu")
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not orthogonal.has_bfloat16.__wrapped__("cpu")
+
+
+@pytest.mark.parametrize("kind", [EKFAC, KFAC])
+def test_the_precision_of_the_products_can_be_chosen(kind, monkeypatch):
+    _only(monkeypatch, True)
+    steps = {}
+    for dtype in (None, torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        model = nn.Linear(150, 140)
+        x = torch.randn(20, 150)
+        opt = kind(model, lr=1.0, damping=0.1, momentum=0.0, orthogonalize=True, orthogonal_dtype=dtype)
+        before = model.weight.detach().clone()
+        nn.functional.cross_entropy(model(x), torch.arange(20)).backward()
+        opt.step()
+        steps[dtype] = before - model.weight.detach()
+    assert torch.equal(steps[None], steps[torch.bfloat16])
+    assert 0 < (steps[torch.float32] - steps[None]).norm() / steps[None].norm() < 0.08
+    with pytest.raises(
+        ValueError, match=r"orthogonal_dtype must be torch.float32 or torch.bfloat16, got torch.float16"
+    ):
+        kind(nn.Linear(2, 2), orthogonal_dtype=torch.float16)
+
+
+def test_double_precision_stays(monkeypatch):
+    _only(monkeypatch, True)
+    (_, one), (_, other) = (
+        _train(EKFAC, orthogonalize=True, orthogonal_dtype=dtype) for dtype in (None, torch.bfloat16)
+    )
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
