@@ -38,6 +38,7 @@ class LayerOptions:
         factor_dtype: Precision in which factors are kept; float32 stands for float64 where parameters are float64.
         inv_dtype: Of what a refresh finds from them, likewise.
         factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
+        overlap: Factorise beside training, and adopt what comes out a fixed number of steps later.
         orthogonal_dtype: Of the products that ``orthogonalize`` takes; None: by the hardware.
     """
 
@@ -51,6 +52,7 @@ class LayerOptions:
     factor_dtype: torch.dtype = torch.float32
     inv_dtype: torch.dtype = torch.float32
     factor_storage: str = "dense"
+    overlap: bool = False
     orthogonal_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -59,6 +61,7 @@ class LayerOptions:
             raise TypeError(f"skip_layers must be a rule or a sequence of rules, got {self.skip_layers!r}")
         options.flag("stagger", self.stagger)
         options.flag("refresh_warmup", self.refresh_warmup)
+        options.flag("overlap", self.overlap)
         options.whole(1)("max_failures", self.max_failures)
         options.choice(None, "embedding", "head")("tied", self.tied)
         options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from secondorder import linalg, options
+from secondorder import options
 from secondorder.capturing import LayerOptions
 from secondorder.curvature import factors, orthogonal, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.measured import Measured, Part
-from secondorder.keeping import KeepingFactors
+from secondorder.factorising import joint_ok
 from secondorder.lifecycle import Group, depth_of_caller
 from secondorder.observing import FisherOptions
+from secondorder.overlapping import OverlappingRefreshes
 from secondorder.trial import Adaptation
 
-#: Matrices above this size are factorised one by one: a batch would only cost memory.
-_BATCH_LIMIT = 512
 #: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
 _RELATIVE, _ABSOLUTE = 10.0, 1e-3
 #: Intervals when none is given.
@@ -31,10 +30,8 @@ INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
 _PLAIN = (bool, int, float, str, type(None))
 
-Found = tuple[tuple[Tensor, ...], Tensor]
 
-
-class FactoredOptimizer(KeepingFactors):
+class FactoredOptimizer(OverlappingRefreshes):
     """Base of the methods with factors A and G per layer, and an eigenbasis of each."""
 
     checks: ClassVar[dict[str, options.Check]] = {
@@ -176,10 +173,7 @@ class FactoredOptimizer(KeepingFactors):
         Returns:
             ``ok [len(blocks)]``.
         """
-        wanted = {(b, side): self.factor(b, side) for b in blocks for side in "ag"}
-        found = self.factorise(
-            wanted, lambda stack: pack(linalg.eigh_psd(stack, host_checks)), lambda diagonal: diagonal.clamp(min=0)
-        )
+        found = self.factorised(blocks, host_checks)
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
             for side in "ag":
@@ -189,20 +183,9 @@ class FactoredOptimizer(KeepingFactors):
                     self.adopt(block, f"basis_{side}", basis, good)
         return ok
 
-    def factorise(
-        self,
-        matrices: Mapping[tuple[Block, str], Tensor],
-        dense: Callable[[Tensor], Found],
-        flat: Callable[[Tensor], Tensor],
-    ) -> dict[tuple[Block, str], Found]:
-        """Factorise factors in batches, dense and diagonal ones each in their way."""
-        diagonal = {key: matrix for key, matrix in matrices.items() if self.is_diagonal(*key)}
-        rest = {key: matrix for key, matrix in matrices.items() if key not in diagonal}
-        found: dict[tuple[Block, str], Found] = dict(zip(rest, batched(list(rest.values()), dense), strict=True))
-        for key, matrix in diagonal.items():
-            result = flat(matrix)
-            found[key] = (result,), torch.isfinite(result).all()
-        return found
+    def to_factorise(self, block: Block) -> tuple[Tensor, Tensor]:
+        """The factors as they are."""
+        return self.factor(block, "a"), self.factor(block, "g")
 
     def adopt(self, block: Block, key: str, found: Tensor, good: Tensor) -> None:
         """Take a result over if it is good."""
@@ -322,39 +305,6 @@ def _warms_up(given: Mapping[str, Any]) -> bool:
     """Whether refreshes are frequent at first: as asked for, else unless an interval was given."""
     asked = given["refresh_warmup"]
     return all(given[name] is None for name in INTERVALS) if asked is None else asked
-
-
-def joint_ok(found: Mapping[tuple[Block, str], Found], blocks: Sequence[Block]) -> Tensor:
-    """``[len(blocks)]``: whether both factors of a block came out well."""
-    return torch.stack([found[block, "a"][1] & found[block, "g"][1] for block in blocks])
-
-
-def pack(results: tuple[Tensor, ...]) -> Found:
-    """Results and their flag apart."""
-    return results[:-1], results[-1]
-
-
-def batched(matrices: Sequence[Tensor], factorise: Callable[[Tensor], Found]) -> list[Found]:
-    """Factorise matrices ``[(Γ,) n, n]`` in stacks of one size; results in the given order, ``ok`` 0-dim."""
-    results: list[Found | None] = [None] * len(matrices)
-    for stack in _stacks(matrices):
-        parts = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in stack]
-        tensors, ok = factorise(parts[0] if len(parts) == 1 else torch.cat(parts))
-        start = 0
-        for i, part in zip(stack, parts, strict=True):
-            stop = start + len(part)
-            results[i] = tuple(t[start:stop] for t in tensors), ok[start:stop].all()
-            start = stop
-    return [r for r in results if r is not None]
-
-
-def _stacks(matrices: Sequence[Tensor]) -> Iterable[list[int]]:
-    sizes: dict[Any, list[int]] = {}
-    for i, matrix in enumerate(matrices):
-        n = matrix.shape[-1]
-        key: Any = (n, matrix.dtype, matrix.device) if n <= _BATCH_LIMIT else i
-        sizes.setdefault(key, []).append(i)
-    return sizes.values()
 
 
 def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:

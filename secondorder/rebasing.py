@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from secondorder import linalg, options
+from secondorder import options
 from secondorder.curvature import scale
 from secondorder.curvature.block import Block
-from secondorder.factored import FactoredOptimizer, Found, batched, joint_ok, pack
+from secondorder.factored import FactoredOptimizer
+from secondorder.factorising import Found, batched, joint_ok
 from secondorder.lifecycle import State
 
 #: Part of a factor off the diagonal of its basis above which the next QR refresh takes another sweep.
@@ -43,20 +44,13 @@ class RebasingOptimizer(FactoredOptimizer):
 
     def new_bases(self, blocks: Sequence[Block], host_checks: bool) -> dict[tuple[Block, str], Found]:
         """Eigenvalues and bases by block and side; a third tensor is the order of columns that a QR refresh made."""
-
-        def decompose(chosen: Sequence[Block]) -> dict[tuple[Block, str], Found]:
-            wanted = {(b, side): self.factor(b, side) for b in chosen for side in "ag"}
-            return self.factorise(
-                wanted, lambda stack: pack(linalg.eigh_psd(stack, host_checks)), lambda diagonal: diagonal.clamp(min=0)
-            )
-
         warm = [b for b in blocks if self._is_warm(b)]
-        found = decompose([b for b in blocks if b not in warm])
+        found = self.factorised([b for b in blocks if b not in warm], host_checks)
         if warm:
             iterated = self._iterate(warm)
             if host_checks:  # a basis that lost its orthogonality starts anew
                 lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
-                iterated.update(decompose(lost))
+                iterated.update(self.factorised(lost, host_checks))
             found.update(iterated)
         return found
 

@@ -81,10 +81,15 @@ class Refreshing(Reducing):
             return False
         if state["refreshes"] == 0:  # the same factors would only fail again
             return bool(state["factor_updates"] > self._failed_at.get(block.name, 0))
-        if self._layer_options.refresh_warmup and self._t < interval:
-            return self._t & (self._t - 1) == 0
+        return self._is_scheduled(block, self._t)
+
+    def _is_scheduled(self, block: Block, t: int) -> bool:
+        """Whether the intervals have a refresh of a block, not its first, in a step."""
+        interval = block.group[self.refresh_interval]
+        if self._layer_options.refresh_warmup and t < interval:
+            return t & (t - 1) == 0
         phase = block.index * interval // len(self._blocks) if self._layer_options.stagger else 0
-        return bool((self._t - phase) % interval == 0)
+        return bool((t - phase) % interval == 0)
 
     def _judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
         """Count refreshes that failed in a row, and give up at ``max_failures``."""

@@ -19,7 +19,7 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.examples import ExampleRows, second_moments
 from secondorder.curvature.extremes import Extremes, of_product, of_rows
 from secondorder.curvature.sites import Statistic
-from secondorder.factored import batched, pack
+from secondorder.factorising import batched, pack
 from secondorder.lifecycle import Group, State, shape_of
 from secondorder.rowwise import Batch, Fresh, RowOptimizer
 

@@ -24,24 +24,29 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
-        "routing", "rebasing", "factored", "observing", "switched", "rowwise", "switching", "trial", "layerwise",
-        "capturing", "windowed", "units", "optimizer", "lifecycle",
+        "routing", "rebasing", "factored", "factorising", "observing", "switched", "rowwise", "switching", "trial",
+        "layerwise", "capturing", "windowed", "units", "optimizer", "lifecycle",
         "curvature", "linalg", "options", "comm",
     },
     "factory": {"methods", "optimizer", "comm", "curvature"},
     # callbacks for trainers and loggers: see an optimizer from outside
     "integrations": {"diagnostics", "optimizer"},
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
-    "factored": {"keeping", "observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options"},
+    "factored": {
+        "overlapping", "factorising", "observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options",
+    },
+    "overlapping": {"keeping", "capturing", "background", "factorising", "lifecycle", "curvature"},
+    "factorising": {"linalg"},
+    "background": set(),
     "keeping": {"observing", "lifecycle", "curvature", "triangles"},
     # layer methods with rows of examples
     "switched": {"rehearsing_rows", "gathering", "switching", "lifecycle", "curvature", "options"},
     "gathering": {"substituting", "rowwise", "comm", "curvature", "linalg"},
-    "substituting": {"rowwise", "factored", "lifecycle", "curvature", "linalg"},
+    "substituting": {"rowwise", "factorising", "lifecycle", "curvature", "linalg"},
     "rowwise": {"observing", "layerwise", "lifecycle", "comm", "curvature", "linalg"},
     "observing": {"adaptive", "layerwise", "lifecycle", "curvature", "options"},
     "routing": {"rebasing", "comm", "lifecycle", "curvature", "linalg"},
-    "rebasing": {"factored", "lifecycle", "curvature", "linalg", "options"},
+    "rebasing": {"factored", "factorising", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
     "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update", "options"},
     "trial": {"curvature", "options"},

@@ -179,7 +179,7 @@ _FIRST: dict[MethodName, Method] = {
         partial(second_order, "ekfac"),
         # The exponent belongs to the problem: 1/2 where the noise of the gradient rules.
         tuned(
-            {**_NATURAL, **{name: _WHITEN[name] for name in ("resnet20", "chargpt", "multi30k")}},
+            {**_NATURAL, **{name: _WHITEN[name] for name in ("resnet20", "chargpt", "multi30k", "unet")}},
             searched=_BOTH,
         ),
     ),

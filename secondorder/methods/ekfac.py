@@ -44,7 +44,7 @@ from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured, Part
 from secondorder.curvature.shipping import BASES, ROWS
 from secondorder.curvature.sites import Captured, Statistic
-from secondorder.factored import Found, joint_ok
+from secondorder.factorising import Found, joint_ok
 from secondorder.lifecycle import Directions, Group, State
 from secondorder.routing import RoutingOptimizer
 
@@ -76,6 +76,9 @@ class EKFAC(RoutingOptimizer):
         factor_storage: ``"dense"``, or ``"packed"``: A and G are kept as their triangles, half the bytes, and are whole
             only while a refresh needs them.
         stagger: Spread the refreshes of the blocks over the interval.
+        overlap: Factorise on a thread (on a GPU a stream) of its own while training goes on, and adopt what comes out
+            ``max(1, inv_update_steps // 10)`` steps after it was begun; refreshes of the first interval are done at
+            once. For copies of A and G it takes their bytes once more.
         refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it: the
             curvature of a fresh network changes a thousandfold in its first hundred steps. Unset: on unless an interval
             is given, which is then kept to exactly.
@@ -213,6 +216,7 @@ class EKFAC(RoutingOptimizer):
         inv_dtype: torch.dtype = torch.float32,
         factor_storage: str = "dense",
         stagger: bool = False,
+        overlap: bool = False,
         refresh_warmup: bool | None = None,
         estimator: str = "intra",
         scale_decay: float | None = None,
@@ -294,6 +298,8 @@ class EKFAC(RoutingOptimizer):
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         fisher, running = self._fisher.fisher, group["estimator"] == "running"
+        if self._layer_options.overlap and group["basis_update"] == "qr":
+            raise ValueError("overlap=True factorises anew, basis_update='qr' improves the basis of now: drop one")
         if fisher == "forward_only":
             raise ValueError("fisher='forward_only' measures no gradients, of which EKFAC's scale is made: use KFAC")
         if running:

@@ -37,7 +37,8 @@ from secondorder.curvature.kronecker import KroneckerSums
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured
 from secondorder.curvature.sites import Captured, Statistic
-from secondorder.factored import FactoredOptimizer, joint_ok, pack
+from secondorder.factored import FactoredOptimizer
+from secondorder.factorising import joint_ok
 from secondorder.lifecycle import Group, State
 
 
@@ -68,6 +69,9 @@ class KFAC(FactoredOptimizer):
         factor_storage: ``"dense"``, or ``"packed"``: A and G are kept as their triangles, half the bytes, and are whole
             only while a refresh needs them.
         stagger: Spread the refreshes of the blocks over the interval.
+        overlap: Factorise on a thread (on a GPU a stream) of its own while training goes on, and adopt what comes out
+            ``max(1, inv_update_steps // 10)`` steps after it was begun; refreshes of the first interval are done at
+            once. For copies of A and G it takes their bytes once more.
         refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it: the
             curvature of a fresh network changes a thousandfold in its first hundred steps. Unset: on unless an interval
             is given, which is then kept to exactly.
@@ -181,6 +185,7 @@ class KFAC(FactoredOptimizer):
         inv_dtype: torch.dtype = torch.float32,
         factor_storage: str = "dense",
         stagger: bool = False,
+        overlap: bool = False,
         refresh_warmup: bool | None = None,
         approx: str = "expand",
         fisher: str = "empirical",
@@ -332,6 +337,8 @@ class KFAC(FactoredOptimizer):
 
     def reason_against_roles(self) -> str | None:
         """Factors and their inverses may be found by other ranks; what is judged by trial steps may not."""
+        if self._layer_options.overlap:
+            return "inverses are found beside training there anyway. Drop overlap=True"
         chosen = self._adaptation
         options_on = [*chosen.needing_loss, *(["quadratic_model"] if chosen.quadratic_model else [])]
         if options_on:
@@ -346,10 +353,7 @@ class KFAC(FactoredOptimizer):
     # ------------------------------------------------------------------ refresh in detail
     def _invert(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Invert the damped factors of some blocks; one that fails keeps its last good result."""
-        damped = {(b, side): x for b in blocks for side, x in zip("ag", self._damped_factors(b), strict=True)}
-        found = self.factorise(
-            damped, lambda stack: pack(linalg.inverse_pd(stack, host_checks)), lambda diagonal: diagonal.reciprocal()
-        )
+        found = self.factorised(blocks, host_checks)
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
             for side in "" if self._is_entrywise(block) else "ag":
@@ -358,6 +362,10 @@ class KFAC(FactoredOptimizer):
                     inverse = linalg.mirror_upper_(inverse.clone())  # others get a triangle, and all must have the same
                 self.adopt(block, f"inverse_{side}", inverse, good)
         return ok
+
+    def to_factorise(self, block: Block) -> tuple[Tensor, Tensor]:
+        """The factors, for Cholesky with their damping."""
+        return self._damped_factors(block) if self.way_of(block) == "cholesky" else super().to_factorise(block)
 
     def _is_entrywise(self, block: Block) -> bool:
         """Whether both factors are diagonal: then the damped product is too, and needs no inverse of its factors."""

@@ -159,15 +159,18 @@ class Method:
 # Layer methods with factors
 # ---------------------------------------------------------------------------------------------------------------------
 
-_COUNTERS = {"factor_updates", "refreshes", "scale_updates"}
+_COUNTERS = {"factor_updates", "refreshes", "scale_updates", "begun_at"}
 _WEIGHTS = {"factor_weight", "scale_weight"}
 _FACTORS = {"factor_a", "factor_g", "factor_weight", "factor_updates", "refreshes"}
 _EIGEN = frozenset(_FACTORS | {"basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"})
 _CHOLESKY = frozenset(_FACTORS | {"inverse_a", "inverse_g"})
 _SCALED = _EIGEN | {"scale", "scale_weight", "scale_updates"}
+_BEGUN = {"begun_a", "begun_g", "begun_at"}
 _KFAC_EIGEN = kronecker({"factors": squares, "second_order": bases})
 _KFAC_CHOLESKY = kronecker({"factors": squares, "second_order": squares})
 _EKFAC = kronecker({"factors": squares, "second_order": bases, "scale": entries})
+_KFAC_OVERLAP = kronecker({"factors": lambda block: 2 * squares(block), "second_order": squares})
+_EKFAC_OVERLAP = kronecker({"factors": lambda block: 2 * squares(block), "second_order": bases, "scale": entries})
 
 
 def _layer_variant(
@@ -335,6 +338,13 @@ METHODS = (
             _layer_variant("eigen", {"inverse_method": "eigen"}, _EIGEN, _KFAC_EIGEN),
             _layer_variant("cholesky", {"inverse_method": "cholesky"}, _CHOLESKY, _KFAC_CHOLESKY),
             _layer_variant("stagger", {"inverse_method": "eigen", "stagger": True}, _EIGEN, _KFAC_EIGEN),
+            _layer_variant(
+                "overlap",
+                {"inverse_method": "cholesky", "overlap": True},
+                _CHOLESKY | _BEGUN,
+                _KFAC_OVERLAP,
+                narrow=True,
+            ),
         ),
         landmark="factor_a",
         eager={"factor_update_steps": 1},
@@ -369,6 +379,7 @@ METHODS = (
                 narrow=True,
                 own_size=True,
             ),
+            _layer_variant("overlap", {"overlap": True}, _SCALED | _BEGUN, _EKFAC_OVERLAP, narrow=True),
             _layer_variant("qr", {"basis_update": "qr"}, _SCALED | {"off_diagonal"}, _EKFAC, narrow=True),
         ),
         landmark="scale",

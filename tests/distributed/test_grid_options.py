@@ -149,6 +149,32 @@ def test_curvature_kept_in_bfloat16_is_sent_so_and_is_the_same_under_every_strat
     assert 0.5 * full < low < 0.65 * full  # eigenvalues are sent whole
 
 
+def _overlapped(rank: int, world: int, kind: str) -> tuple[list[float], list[int]]:
+    make = {"comm": CommOpt, "mem": MemOpt, "hybrid": lambda: HybridOpt(0.5)}[kind]
+    params, optimizer = _train(rank, world, make(), overlap=True)
+    return params, [optimizer.state[block.owner]["refreshes"] for block in optimizer.blocks.values()]
+
+
+@pytest.mark.parametrize(("kind", "world"), [("comm", 2), ("mem", 3), ("hybrid", 4)])
+def test_refreshes_beside_training_are_adopted_in_the_same_step_on_every_rank(
+    pool: Pool, kind: str, world: int
+) -> None:
+    found = pool.run(_overlapped, kind, world=world)
+    model = _net()
+    alone = KFAC(model, lr=0.05, damping=0.1, factor_update_steps=1, inv_update_steps=2, overlap=True)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        x, y = (torch.randn(BATCH, n, generator=generator) for n in (4, 2))
+        alone.zero_grad()
+        (model(x) - y).square().mean().backward()
+        alone.step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()])
+    for params, refreshes in found:
+        assert params == found[0][0]
+        torch.testing.assert_close(torch.tensor(params), expected, rtol=1e-4, atol=1e-5)
+        assert refreshes == [4, 4, 4]  # at once in step 0, and what was begun in 2, 4 and 6
+
+
 def _plain(rank: int, world: int) -> list[float]:
     return _train(rank, world, CommOpt())[0]
 

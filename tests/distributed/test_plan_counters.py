@@ -30,6 +30,7 @@ OTHERS = ("local_factors", "chief", "chief_inverses", "chief_own")
 WINDOWS = ("mfac", "mfac_sparse", "ggt")
 EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
     "kfac_stagger": ("kfac_eigen", {"stagger": True}),
+    "kfac_overlap": ("kfac_cholesky", {"overlap": True}),
     "kfac_low": ("kfac_eigen", {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16}),
     "kfac_packed": ("kfac_cholesky", {"factor_storage": "packed"}),
     "kfac_diagonal": ("kfac_cholesky", {"max_factor_dim": 3}),

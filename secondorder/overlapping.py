@@ -1,0 +1,204 @@
+"""Refreshes that training does not wait for.
+
+::
+
+    step t         copy the factors, begin to factorise the copies    where a refresh is due
+    step t + lag   wait for that, and adopt it                        lag = max(1, interval // 10)
+
+In between the old curvature preconditions. The step of the adoption follows from the step counter alone, so it is the
+same on every rank and in every run, however long the work takes. The copies belong to the state: a run that was resumed
+in between factorises the same matrices.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from secondorder.background import DEVICES, Background, Job
+from secondorder.capturing import LayerOptions
+from secondorder.curvature import factors
+from secondorder.curvature.block import Block
+from secondorder.curvature.sites import Captured
+from secondorder.factorising import Found, Task, factorise
+from secondorder.keeping import KeepingFactors
+from secondorder.lifecycle import Group, State
+
+_Key = tuple[Block, str]
+#: State of what was begun.
+_BEGUN = ("begun_a", "begun_g", "begun_at")
+#: In place of a step: the block was refreshed at once in the step in which the schedule begins.
+_NOTHING_NEW = -1
+#: What a refresh finds, by how its names begin.
+_FOUND = ("basis_", "eigenvalues_", "inverse_")
+
+
+class OverlappingRefreshes(KeepingFactors):
+    """Methods that factorise factors, at once or beside training."""
+
+    kinds: ClassVar[dict[str, str]] = {
+        **KeepingFactors.kinds,
+        "begun_a": "factors",
+        "begun_g": "factors",
+        "begun_at": "buffers",
+    }
+
+    def _begin_capture(self, layer_options: LayerOptions) -> None:
+        super()._begin_capture(layer_options)
+        #: Blocks whose refresh of this step was begun earlier.
+        self._adopting: set[Block] = set()
+        self._jobs: dict[Block, Job] = {}
+        self._background = Background()
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def to_factorise(self, block: Block) -> tuple[Tensor, Tensor]:
+        """The matrices (or diagonals) that a refresh of a block factorises now."""
+
+    def way_of(self, block: Block) -> str:
+        """``"eigen"`` or ``"cholesky"``."""
+        return str(block.group.get("inverse_method", "eigen"))
+
+    # ------------------------------------------------------------------ state
+    def factor_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+        """As in the base class, and copies of what is being factorised."""
+        spec = super().factor_spec(block, group)
+        if self._overlaps:
+            if (device := block.owner.device.type) not in (*DEVICES, "meta"):
+                raise ValueError(f"overlap=True needs a device that does two things at a time, and {device} does not")
+            for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
+                spec[f"begun_{name}"] = self.zeros(block, side.shape)
+            spec["begun_at"] = 0
+        return spec
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._layer_options.overlap
+
+    # ------------------------------------------------------------------ when
+    def _refresh_is_due(self, block: Block) -> bool:
+        interval = block.group[self.refresh_interval]
+        at_once = not self._overlaps or interval == 0 or self._t < interval
+        if at_once or self.state[block.owner]["refreshes"] == 0:
+            return super()._refresh_is_due(block)
+        return self._ends(block) and self.state[block.owner]["begun_at"] != _NOTHING_NEW
+
+    def _ends(self, block: Block) -> bool:
+        """Whether what the schedule has begun ends in this step."""
+        interval = block.group[self.refresh_interval]
+        begun = self._t - max(1, interval // 10)
+        return 0 < interval <= begun and self._is_scheduled(block, begun)
+
+    def _begins(self, block: Block) -> bool:
+        """Whether this step begins a refresh; those of the first interval are done at once."""
+        interval = block.group[self.refresh_interval]
+        if not self._overlaps or interval == 0 or self._t < interval or not self.comm.renews(block.index):
+            return False
+        return bool(self.state[block.owner]["refreshes"] > 0) and self._is_scheduled(block, self._t)
+
+    def _may_wait(self, statistics: Captured) -> bool:
+        return not any(self._begins(b) for b in self._blocks) and super()._may_wait(statistics)
+
+    def _refresh_due(self) -> list[int]:
+        if not self._overlaps:
+            return super()._refresh_due()
+        ended = [b for b in self._blocks if self.state[b.owner]["begun_at"] and self._ends(b)]
+        self._adopting = {b for b in ended if self.state[b.owner]["begun_at"] > 0}
+        try:
+            refreshed = super()._refresh_due()
+            at_once = set(refreshed) - {b.index for b in self._adopting}
+        finally:
+            self._adopting = set()
+            for block in ended:
+                self.state[block.owner]["begun_at"] = 0
+                self._jobs.pop(block, None)
+        begin = [b for b in self._blocks if self._begins(b)]
+        for block in begin:
+            self.state[block.owner]["begun_at"] = _NOTHING_NEW if block.index in at_once else self._t
+        self._begin([b for b in begin if b.index not in at_once])
+        return refreshed
+
+    # ------------------------------------------------------------------ what
+    def factorised(self, blocks: Sequence[Block], host_checks: bool) -> dict[_Key, Found]:
+        """What a refresh of some blocks finds: of the matrices that it was begun with, else of those of now."""
+        found: dict[_Key, Found] = {}
+        for job in dict.fromkeys(self._jobs[b] for b in blocks if b in self._adopting and b in self._jobs):
+            found.update(job.result(_tensors_of))
+        rest = [b for b in blocks if (b, "a") not in found]
+        return found | factorise(self._tasks(rest), host_checks)
+
+    def _tasks(self, blocks: Iterable[Block]) -> dict[_Key, Task]:
+        tasks: dict[_Key, Task] = {}
+        for block in blocks:
+            state = self.state[block.owner]
+            begun = block in self._adopting
+            pair = (state["begun_a"], state["begun_g"]) if begun else self.to_factorise(block)
+            for side, matrix in zip("ag", pair, strict=True):
+                tasks[block, side] = Task(matrix, self.way_of(block), self.is_diagonal(block, side))
+        return tasks
+
+    def _begin(self, blocks: Sequence[Block]) -> None:
+        """Copy what a refresh of some blocks factorises, and start on the copies."""
+        mine = [b for b in blocks if not self.comm.combines or self.comm.refreshes(b.index)]
+        for job in {self._jobs.pop(b) for b in mine if b in self._jobs}:  # its step was left out
+            job.wait()
+        for device in dict.fromkeys(b.owner.device for b in mine):
+            here = [b for b in mine if b.owner.device == device]
+            tasks: dict[_Key, Task] = {}
+            for key, task in self._tasks(here).items():
+                copy = self.state[key[0].owner][f"begun_{key[1]}"].copy_(task.matrix)
+                tasks[key] = task._replace(matrix=copy)
+            job = self._background.submit(partial(factorise, tasks, True), device)
+            self._jobs.update(dict.fromkeys(here, job))
+
+    # ------------------------------------------------------------------ checkpoints and ends
+    def _kept_alike(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = dict(super()._kept_alike(p, group, theirs))
+        if not self._overlaps:
+            return {k: v for k, v in found.items() if k not in _BEGUN}
+        block = self._block_of.get(p)
+        if block is not None and block.owner is p and "factor_updates" in found and found.keys().isdisjoint(_BEGUN):
+            spec = {k: v for k, v in self.factor_spec(block, group).items() if k in _BEGUN}
+            found |= {k: torch.zeros_like(v, device=p.device) if isinstance(v, Tensor) else v for k, v in spec.items()}
+        return found
+
+    def _forget_jobs(self) -> None:
+        """Leave what was begun to be found again from its copies."""
+        for job in set(self._jobs.values()):
+            job.wait()
+        self._jobs.clear()
+
+    def _rebuild(self) -> bool:
+        changed = super()._rebuild()
+        if changed:
+            self._forget_jobs()
+        return changed
+
+    def _finish_load(self) -> None:
+        self._forget_jobs()
+        super()._finish_load()
+
+    def detach(self) -> None:
+        """See the base class."""
+        try:
+            super().detach()
+        finally:
+            self._forget_jobs()
+
+    def _pending_bytes(self) -> int:
+        states = [(self._precision(block.owner), self.state[block.owner]) for block in self._jobs]
+        found: list[int] = []
+        for dtype, state in states:
+            found += [v.numel() * dtype.itemsize for k, v in state.items() if k.startswith(_FOUND)]
+        return super()._pending_bytes() + sum(found)
+
+
+def _tensors_of(found: Mapping[_Key, Found]) -> Iterable[Tensor]:
+    for tensors, ok in found.values():
+        yield from tensors
+        yield ok

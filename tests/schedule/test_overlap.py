@@ -1,0 +1,274 @@
+"""Refreshes beside training: what is adopted when, whatever the thread does; against factors that the tests kept."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from secondorder import EKFAC, KFAC
+from secondorder import overlapping as module
+
+INTERVAL, LAG = 20, 2
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "eigen": (KFAC, {"inverse_method": "eigen"}),
+    "cholesky": (KFAC, {"inverse_method": "cholesky"}),
+    "packed": (KFAC, {"inverse_method": "cholesky", "factor_storage": "packed"}),
+    "ekfac": (EKFAC, {}),
+    "recompute": (EKFAC, {"transport": "recompute"}),
+    "running": (EKFAC, {"estimator": "running"}),
+}
+every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def _make(name: str, model: nn.Module, **options: Any) -> Any:
+    kind, chosen = METHODS[name]
+    settings = {"lr": 0.02, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": INTERVAL, "overlap": True}
+    return kind(model, **{**settings, **chosen, **options})
+
+
+def _train(model: nn.Module, opt: Any, start: int, stop: int, after: Callable[[int], None] = lambda t: None) -> None:
+    for t in range(start, stop):
+        generator = torch.Generator().manual_seed(t)
+        x, y = (torch.randn(8, n, dtype=torch.float64, generator=generator) for n in (5, 3))
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        opt.step()
+        after(t)
+
+
+def _parameters(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def _found(opt: Any) -> list[Tensor]:
+    """What a refresh has left of every block, as matrices that do not depend on signs of eigenvectors."""
+    found = []
+    for block in opt.blocks.values():
+        state = opt.state[block.owner]
+        for side in "ag":
+            if f"inverse_{side}" in state:
+                found.append(state[f"inverse_{side}"].clone())
+            else:
+                basis, values = state[f"basis_{side}"], state[f"eigenvalues_{side}"]
+                found.append(basis @ torch.diag(values) @ basis.T)
+    return found
+
+
+def _wanted(opt: Any) -> list[Tensor]:
+    """The same from the factors of now, by textbook formulas."""
+    wanted = []
+    for block in opt.blocks.values():
+        a, g = (opt.factor(block, side).clone() for side in "ag")
+        if block.group.get("inverse_method") == "cholesky":
+            mean_a, mean_g = a.trace() / len(a), g.trace() / len(g)
+            pi, root = (mean_a / mean_g).sqrt(), block.group["damping"] ** 0.5
+            a = torch.linalg.inv(a + pi * root * torch.eye(len(a), dtype=a.dtype))
+            g = torch.linalg.inv(g + root / pi * torch.eye(len(g), dtype=g.dtype))
+        wanted += [a, g]
+    return wanted
+
+
+@every_method
+@pytest.mark.parametrize(("interval", "lag"), [(INTERVAL, LAG), (3, 1), (1, 1)])
+def test_the_factors_of_one_step_are_adopted_a_fixed_number_of_steps_later(name: str, interval: int, lag: int) -> None:
+    model = _net()
+    opt = _make(name, model, inv_update_steps=interval)
+    factors, in_force = [], []
+
+    def look(t: int) -> None:
+        factors.append(_wanted(opt))
+        in_force.append(_found(opt))
+
+    steps = 3 * interval + lag + 1
+    _train(model, opt, 0, steps, look)
+    for t in range(steps):
+        begun = (t - lag) // interval * interval  # the last refresh that has ended
+        for found, wanted in zip(in_force[t], factors[max(begun, 0)], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+
+
+class _Lazy:
+    """In place of the thread: everything is done when it is asked for."""
+
+    def submit(self, work: Callable[[], Any], device: torch.device) -> Any:
+        return _Later(work)
+
+
+class _Later:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.result = lambda tensors: work()
+        self.wait = lambda: None
+
+
+@every_method
+def test_how_long_the_work_takes_changes_no_bit(name: str) -> None:
+    ends = []
+    for lazy in (False, True):
+        model = _net()
+        opt = _make(name, model)
+        if lazy:
+            opt._background = _Lazy()
+        _train(model, opt, 0, 2 * INTERVAL + 5)
+        ends.append(_parameters(model))
+    assert torch.equal(*ends)
+
+
+@every_method
+@pytest.mark.parametrize("stop", [INTERVAL, INTERVAL + 1, INTERVAL + 3])
+def test_a_run_resumes_to_the_bit_while_a_refresh_is_under_way(name: str, stop: int) -> None:
+    model, whole = _net(), _net()
+    _train(whole, _make(name, whole), 0, 2 * INTERVAL + 5)
+    opt = _make(name, model)
+    _train(model, opt, 0, stop)
+    saved = copy.deepcopy(opt.state_dict())
+    resumed = _net()
+    resumed.load_state_dict(model.state_dict())
+    other = _make(name, resumed)
+    other.load_state_dict(saved)
+    _train(resumed, other, stop, 2 * INTERVAL + 5)
+    assert torch.equal(_parameters(resumed), _parameters(whole))
+    copied = copy.deepcopy(opt)
+    _train(model, opt, stop, 2 * INTERVAL + 5)
+    assert torch.equal(_parameters(model), _parameters(whole))
+    assert copied.state_dict()["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event that all work beside training waits for."""
+    event, plain, main = threading.Event(), module.factorise, threading.current_thread()
+
+    def held(*args: Any) -> Any:
+        if threading.current_thread() is not main:
+            assert event.wait(60), "nobody opened the gate"
+        return plain(*args)
+
+    monkeypatch.setattr(module, "factorise", held)
+    yield event
+    event.set()
+
+
+@every_method
+def test_steps_in_between_do_not_wait(name: str, gate: threading.Event) -> None:
+    model = _net()
+    opt = _make(name, model, inv_update_steps=10 * LAG)
+    _train(model, opt, 0, INTERVAL + LAG)  # with a wait this would never end
+    before = _found(opt)
+    assert opt.memory_usage()["pending"] > 0
+    gate.set()
+    _train(model, opt, INTERVAL + LAG, INTERVAL + LAG + 1)
+    assert any(not torch.equal(x, y) for x, y in zip(before, _found(opt), strict=True))
+
+
+def test_a_checkpoint_and_the_end_do_not_need_what_was_begun(gate: threading.Event) -> None:
+    model = _net()
+    opt = _make("eigen", model)
+    _train(model, opt, 0, INTERVAL + 1)
+    saved = opt.state_dict()["state"][0]
+    assert saved["begun_at"] == INTERVAL
+    gate.set()
+    opt.close()
+    assert opt.memory_usage()["pending"] == 0
+
+
+def test_what_the_work_raises_is_raised_where_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _net()
+    opt = _make("eigen", model)
+    _train(model, opt, 0, INTERVAL)
+    monkeypatch.setattr(module, "factorise", _fail)
+    _train(model, opt, INTERVAL, INTERVAL + LAG)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        _train(model, opt, INTERVAL + LAG, INTERVAL + LAG + 1)
+
+
+def _fail(*args: Any) -> Any:
+    raise RuntimeError("out of luck")
+
+
+def test_factors_that_nothing_can_factorise_leave_the_last_good_curvature() -> None:
+    model = _net()
+    opt = _make("eigen", model)
+    _train(model, opt, 0, INTERVAL)
+    for block in opt.blocks.values():
+        opt.state[block.owner]["factor_a"].fill_(float("inf"))
+    before = _found(opt)
+    _train(model, opt, INTERVAL, INTERVAL + LAG + 1)
+    for x, y in zip(before, _found(opt), strict=True):
+        torch.testing.assert_close(x, y)
+    assert opt.diagnostics()["refresh_failures"] == 2
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+def test_checkpoints_load_with_and_without_overlap(before: bool, after: bool) -> None:
+    model, other = _net(), _net()
+    opt = _make("eigen", model, overlap=before)
+    _train(model, opt, 0, INTERVAL + 1)
+    loaded = _make("eigen", other, overlap=after)
+    loaded.load_state_dict(opt.state_dict())
+    other.load_state_dict(model.state_dict())
+    for x, y in zip(_found(opt), _found(loaded), strict=True):
+        assert torch.equal(x, y)
+    _train(other, loaded, INTERVAL + 1, 2 * INTERVAL + 5)
+    assert loaded.state_dict()["state"][0]["refreshes"] >= 2
+
+
+def test_refreshes_that_are_spread_overlap_too() -> None:
+    model = _net()
+    opt = _make("eigen", model, stagger=True)
+    counts = []
+    _train(model, opt, 0, 3 * INTERVAL, lambda t: counts.append([s["refreshes"] for s in _states(opt)]))
+    first, second = ([t for t in range(1, 60) if counts[t][i] > counts[t - 1][i]] for i in range(2))
+    assert first == [INTERVAL + LAG, 2 * INTERVAL + LAG]
+    assert second == [INTERVAL // 2, 3 * INTERVAL // 2 + LAG, 5 * INTERVAL // 2 + LAG]
+
+
+def _states(opt: Any) -> list[dict[str, Any]]:
+    return [opt.state[block.owner] for block in opt.blocks.values()]
+
+
+def test_a_warm_up_is_refreshed_at_once() -> None:
+    model = _net()
+    opt = _make("eigen", model, refresh_warmup=True)
+    counts = []
+    _train(model, opt, 0, INTERVAL + LAG + 1, lambda t: counts.append(_states(opt)[0]["refreshes"]))
+    assert [t for t in range(1, len(counts)) if counts[t] > counts[t - 1]] == [1, 2, 4, 8, 16, INTERVAL + LAG]
+
+
+def test_a_step_that_is_left_out_leaves_the_refresh_for_the_next_interval() -> None:
+    model = _net()
+    opt = _make("eigen", model)
+    _train(model, opt, 0, INTERVAL + LAG)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("nan"))
+    opt.step()
+    assert _states(opt)[0]["refreshes"] == 1
+    _train(model, opt, INTERVAL + LAG + 1, 2 * INTERVAL + LAG + 1)
+    assert _states(opt)[0]["refreshes"] == 2
+
+
+def test_memory_is_that_of_the_copies() -> None:
+    plain, overlapping = (_make("eigen", _net(), overlap=o).memory_usage() for o in (False, True))
+    assert overlapping["factors"] == 2 * plain["factors"]
+    assert overlapping["second_order"] == plain["second_order"]
+
+
+def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="overlap=True factorises anew, basis_update='qr' improves"):
+        EKFAC(_net(), overlap=True, basis_update="qr")
+    with pytest.raises(TypeError, match="overlap"):
+        KFAC(_net(), overlap="yes")
+    assert "Drop overlap=True" in (KFAC(_net(), overlap=True).reason_against_roles() or "")
+    monkeypatch.setattr(module, "DEVICES", ())
+    with pytest.raises(ValueError, match="needs a device that does two things at a time, and cpu does not"):
+        KFAC(_net(), overlap=True)
