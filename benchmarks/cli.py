@@ -21,6 +21,7 @@ from benchmarks.commands.ranks import Ranks
 from benchmarks.commands.regress import Regress
 from benchmarks.commands.robustness import Robustness
 from benchmarks.commands.scaling import Scaling
+from benchmarks.commands.spikes import Spikes
 from benchmarks.commands.step_time import StepTime
 from benchmarks.commands.swap import Swap
 from benchmarks.commands.train import Train
@@ -46,6 +47,7 @@ Command = (
     | Regress
     | Robustness
     | Scaling
+    | Spikes
     | StepTime
     | Swap
     | Train

@@ -1,0 +1,130 @@
+"""``spikes``: the worst step beside the median one, with refreshes at once, spread, beside training, and both.
+
+Every way trains by itself, for what one leaves to another thread would be charged to whoever takes the next step. Each
+begins with an interval that is not timed, in which refreshes are done at once; then steps are timed by the clock.
+"""
+
+import gc
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.commands.options import Common
+from benchmarks.recipes import METHODS, MethodName, Settings
+from benchmarks.runner import Trainer
+from benchmarks.workloads import Workload, WorkloadName, make_workload
+
+WAYS: Mapping[str, Settings] = {
+    "at once": {},
+    "stagger": {"stagger": True},
+    "overlap": {"overlap": True},
+    "stagger, overlap": {"stagger": True, "overlap": True},
+}
+COLUMNS = ("method", "refreshes", "median ms", "worst ms", "worst / median", "mean / SGD's mean")
+
+
+@dataclass
+class Spikes(Common):
+    """Compare the worst step of K-FAC with the median one, for every way to spread refreshes."""
+
+    workload: WorkloadName = "autoencoder"
+    """What to train."""
+    optimizer: MethodName = "kfac"
+    """Whose recipe."""
+    inverse_methods: tuple[Literal["cholesky", "eigen"], ...] = ("cholesky", "eigen")
+    """Ways to invert factors."""
+    factor_update_steps: int = 10
+    """Steps between two updates of the factors."""
+    inv_update_steps: int = 100
+    """Steps between two refreshes."""
+    intervals: int = 2
+    """Timed intervals, after one that is not."""
+    batch_size: int | None = None
+    """Examples per step; unset: the workload's own number."""
+    out_dir: Path = Path("bench-output")
+    """Folder for the table and the results."""
+
+    def run(self) -> int:
+        """Run the command.
+
+        Returns:
+            0.
+
+        Raises:
+            ValueError: When nothing would be timed.
+        """
+        if self.intervals < 1:
+            raise ValueError(f"intervals must be at least 1, got {self.intervals}")
+        torch.set_num_threads(self.threads)
+        workload = make_workload(self.workload, self.data_dir, batch_size=self.batch_size)
+        asked: list[tuple[str, str, Settings]] = [
+            (method, way, {**changes, "inverse_method": method})
+            for method in self.inverse_methods
+            for way, changes in WAYS.items()
+        ]
+        with report.progress_bar() as progress:
+            task = progress.add_task(f"{self.workload}, batch {workload.batch_size}", total=len(asked) + 1)
+            reference = self._times(workload, "sgd", {})
+            results = []
+            for method, way, changes in asked:
+                progress.advance(task)
+                intervals = {name: getattr(self, name) for name in ("factor_update_steps", "inv_update_steps")}
+                times = self._times(workload, self.optimizer, {**intervals, "refresh_warmup": False, **changes})
+                results.append({"method": f"{METHODS[self.optimizer].label} {method}", "way": way, "times": times})
+            progress.advance(task)
+        data = {"workload": self.workload, "threads": self.threads, "sgd": reference, "results": results}
+        report.save(self.out_dir, f"spikes-{self.workload}", [_table(data)], data)
+        return 0
+
+    def _times(self, workload: Workload, name: MethodName, changes: Settings) -> list[float]:
+        """Train with one optimizer.
+
+        Args:
+            workload: What to train.
+            name: Whose recipe.
+            changes: Keywords that replace the recipe's.
+
+        Returns:
+            Seconds of each timed step.
+        """
+        make = partial(METHODS[name].build, workload=self.workload, changes=changes)
+        trainer = Trainer(METHODS[name].label, workload, make, self.seed)
+        for _ in range(self.inv_update_steps):
+            trainer.step()
+        gc.disable()  # a collection in the middle of a step would be charged to it
+        try:
+            # What the last interval begins beside training is adopted a tenth later.
+            return [trainer.step() for _ in range(self.intervals * self.inv_update_steps + self.inv_update_steps // 10)]
+        finally:
+            gc.enable()
+
+
+def summary(times: list[float], reference: list[float]) -> tuple[float, float, float, float]:
+    """Return what counts of the times of steps.
+
+    Args:
+        times: Seconds of the steps.
+        reference: Those of SGD.
+
+    Returns:
+        Median and worst step, their ratio, and the ratio of means.
+    """
+    median, worst = statistics.median(times), max(times)
+    return median, worst, worst / median, statistics.mean(times) / statistics.mean(reference)
+
+
+def _table(data: Mapping[str, Any]) -> Table:
+    table = Table(*COLUMNS, title=f"{data['workload']}: steps by the clock, {data['threads']} threads")
+    for row in data["results"]:
+        median, worst, ratio, mean = summary(row["times"], data["sgd"])
+        table.add_row(
+            row["method"], row["way"], f"{1e3 * median:.0f}", f"{1e3 * worst:.0f}", f"{ratio:.2f}", f"{mean:.2f}"
+        )
+    return table

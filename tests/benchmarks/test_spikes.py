@@ -1,0 +1,33 @@
+"""``spikes``: figures of the times of steps, and the command at tiny size."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.cli import main
+from benchmarks.commands.spikes import WAYS, summary
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_figures_by_hand():
+    assert summary([1.0, 1.0, 4.0], [1.0, 0.5, 1.5]) == (1.0, 4.0, 4.0, 2.0)
+
+
+def test_every_way_trains(tmp_path):
+    words = ["--workload", "digits", "--factor-update-steps", "1", "--inv-update-steps", "4", "--threads", "1"]
+    assert main(["spikes", *words, "--out-dir", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "spikes-digits.json").read_text())
+    assert [row["way"] for row in found["results"]] == [*WAYS, *WAYS]
+    assert all(len(row["times"]) == 8 for row in found["results"])
+
+
+def test_nothing_to_time_is_an_error(capsys):
+    assert main(["spikes", "--intervals", "0"]) == 2
+    assert "intervals must be at least 1" in capsys.readouterr().err
