@@ -82,24 +82,28 @@ class OverlappingRefreshes(KeepingFactors):
 
     # ------------------------------------------------------------------ when
     def _refresh_is_due(self, block: Block) -> bool:
-        interval = block.group[self.refresh_interval]
-        at_once = not self._overlaps or interval == 0 or self._t < interval
-        if at_once or self.state[block.owner]["refreshes"] == 0:
+        state = self.state[block.owner]
+        if not self._overlaps or self._warms_up(block) or state["refreshes"] == 0:
             return super()._refresh_is_due(block)
-        return self._ends(block) and self.state[block.owner]["begun_at"] != _NOTHING_NEW
+        return self._ends(block) and state["begun_at"] != _NOTHING_NEW
+
+    def _warms_up(self, block: Block) -> bool:
+        """Whether refreshes are so frequent that they are done at once."""
+        return self._layer_options.refresh_warmup and self._t < block.group[self.refresh_interval]
 
     def _ends(self, block: Block) -> bool:
         """Whether what the schedule has begun ends in this step."""
         interval = block.group[self.refresh_interval]
         begun = self._t - max(1, interval // 10)
-        return 0 < interval <= begun and self._is_scheduled(block, begun)
+        first = interval if self._layer_options.refresh_warmup else 0
+        return interval > 0 and begun >= first and self._is_scheduled(block, begun)
 
     def _begins(self, block: Block) -> bool:
-        """Whether this step begins a refresh; those of the first interval are done at once."""
-        interval = block.group[self.refresh_interval]
-        if not self._overlaps or interval == 0 or self._t < interval or not self.comm.renews(block.index):
+        """Whether this step begins a refresh."""
+        if not self._overlaps or block.group[self.refresh_interval] == 0 or self._warms_up(block):
             return False
-        return bool(self.state[block.owner]["refreshes"] > 0) and self._is_scheduled(block, self._t)
+        known = self.comm.renews(block.index) and self.state[block.owner]["refreshes"] > 0
+        return bool(known) and self._is_scheduled(block, self._t)
 
     def _may_wait(self, statistics: Captured) -> bool:
         return not any(self._begins(b) for b in self._blocks) and super()._may_wait(statistics)

@@ -77,8 +77,8 @@ class EKFAC(RoutingOptimizer):
             only while a refresh needs them.
         stagger: Spread the refreshes of the blocks over the interval.
         overlap: Factorise on a thread (on a GPU a stream) of its own while training goes on, and adopt what comes out
-            ``max(1, inv_update_steps // 10)`` steps after it was begun; refreshes of the first interval are done at
-            once. For copies of A and G it takes their bytes once more.
+            ``max(1, inv_update_steps // 10)`` steps after it was begun; the first refresh and those of a warm-up
+            are done at once. For copies of A and G it takes their bytes once more.
         refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it: the
             curvature of a fresh network changes a thousandfold in its first hundred steps. Unset: on unless an interval
             is given, which is then kept to exactly.

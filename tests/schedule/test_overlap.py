@@ -230,7 +230,7 @@ def test_refreshes_that_are_spread_overlap_too() -> None:
     _train(model, opt, 0, 3 * INTERVAL, lambda t: counts.append([s["refreshes"] for s in _states(opt)]))
     first, second = ([t for t in range(1, 60) if counts[t][i] > counts[t - 1][i]] for i in range(2))
     assert first == [INTERVAL + LAG, 2 * INTERVAL + LAG]
-    assert second == [INTERVAL // 2, 3 * INTERVAL // 2 + LAG, 5 * INTERVAL // 2 + LAG]
+    assert second == [INTERVAL // 2 + LAG, 3 * INTERVAL // 2 + LAG, 5 * INTERVAL // 2 + LAG]
 
 
 def _states(opt: Any) -> list[dict[str, Any]]:
