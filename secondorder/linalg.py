@@ -259,9 +259,12 @@ def all_true_on_cpu(flags: Tensor) -> bool:
 
 def _eigh(x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     values, vectors = anywhere(torch.linalg.eigh, x)
-    # A vector there and back finds a basis that is not orthogonal at n² instead of n³ cost; without products of
-    # matrices, whose precision on a GPU other threads may switch.
-    error = ((vectors * vectors.sum(-2, keepdim=True)).sum(-1) - 1).abs().amax(-1)
+    # A vector there and back finds a basis that is not orthogonal at n² instead of n³ cost.
+    probe = torch.ones_like(x[..., :1])
+    if x.device.type == "cpu":
+        error = (vectors @ (vectors.mT @ probe) - probe).abs().amax((-2, -1))
+    else:  # not as products of matrices: their precision may be switched by other threads
+        error = ((vectors * vectors.sum(-2, keepdim=True)).sum(-1) - 1).abs().amax(-1)
     ok = (error < _ORTHOGONALITY[x.dtype] * max(1.0, x.shape[-1] / 1000)) & torch.isfinite(values).all(-1)
     return (values.clamp_(min=0), vectors), ok
 

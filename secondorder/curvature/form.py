@@ -52,7 +52,7 @@ class Form:
         columns = sum(math.prod(whole) for whole in wholes)
         kind, dtype = self.compression, self.dtype or working
         if isinstance(kind, TopK) and kind.density < 1:
-            return TopKRows(shapes, self.m, working, device, kind)
+            return _sparse_rows(kind)(shapes, self.m, working, device, kind)
         if isinstance(kind, TopK):
             value = working if kind.value_dtype == torch.float32 else kind.value_dtype
             return DenseRows(shapes, self.m, working, device, value, kind.error_feedback, columns)
@@ -84,3 +84,11 @@ class Form:
         if isinstance(kind, LowRank):
             return f"rank {kind.rank}"
         return f"dense {str(self.dtype or working).removeprefix('torch.')}"
+
+
+def _sparse_rows(rule: TopK) -> type[TopKRows]:
+    if rule.kernels == "torch":
+        return TopKRows
+    from secondorder.curvature.triton_topk import TritonTopKRows  # imports triton
+
+    return TritonTopKRows

@@ -12,6 +12,7 @@ EFCP: Modoranu et al. 2023 (arXiv 2306.06098); quantised residual: Modoranu et a
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,9 +41,12 @@ class TopK:
             parameters.
         error_feedback: Whether what is not kept is added to the next gradient.
         error_bits: Keep that residual in 4 or 8 bits per entry; None: in the working precision.
+        kernels: What takes the products with the window: ``"torch"``, or ``"triton"`` on a GPU, which adds up the same
+            terms in another order.
 
     Raises:
         ValueError: For a value out of range.
+        ImportError: With ``kernels="triton"``, where triton is not installed.
         TypeError: For a value of a wrong kind.
     """
 
@@ -51,6 +55,7 @@ class TopK:
     value_dtype: torch.dtype = torch.float32
     error_feedback: bool = True
     error_bits: int | None = None
+    kernels: str = "torch"
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -74,6 +79,10 @@ class TopK:
             raise ValueError(f"error_bits={self.error_bits} needs error_feedback=True")
         if self.error_bits is not None and self.density == 1:
             raise ValueError(f"error_bits={self.error_bits} needs density < 1: dense rows leave nothing to pack")
+        if self.kernels not in ("torch", "triton"):
+            raise ValueError(f"kernels must be 'torch' or 'triton', got {self.kernels!r}")
+        if self.kernels == "triton" and importlib.util.find_spec("triton") is None:
+            raise ImportError("TopK(kernels='triton') needs triton: pip install triton")
 
     def kept(self, length: int) -> int:
         """Entries kept of a block: of a full one a multiple of 8, so that rows are aligned."""
