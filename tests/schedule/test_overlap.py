@@ -79,8 +79,10 @@ def _wanted(opt: Any) -> list[Tensor]:
     return wanted
 
 
-@every_method
-@pytest.mark.parametrize(("interval", "lag"), [(INTERVAL, LAG), (3, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("name", "interval", "lag"),
+    [*((name, INTERVAL, LAG) for name in METHODS), ("eigen", 3, 1), ("ekfac", 1, 1), ("cholesky", 1, 1)],
+)
 def test_the_factors_of_one_step_are_adopted_a_fixed_number_of_steps_later(name: str, interval: int, lag: int) -> None:
     model = _net()
     opt = _make(name, model, inv_update_steps=interval)
@@ -124,8 +126,10 @@ def test_how_long_the_work_takes_changes_no_bit(name: str) -> None:
     assert torch.equal(*ends)
 
 
-@every_method
-@pytest.mark.parametrize("stop", [INTERVAL, INTERVAL + 1, INTERVAL + 3])
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [*((name, INTERVAL + 1) for name in METHODS), *(("ekfac", stop) for stop in (INTERVAL, INTERVAL + 3))],
+)
 def test_a_run_resumes_to_the_bit_while_a_refresh_is_under_way(name: str, stop: int) -> None:
     model, whole = _net(), _net()
     _train(whole, _make(name, whole), 0, 2 * INTERVAL + 5)
