@@ -39,7 +39,7 @@ class LayerOptions:
         inv_dtype: Of what a refresh finds from them, likewise.
         factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
         overlap: Factorise beside training, and adopt what comes out a fixed number of steps later.
-        orthogonal_dtype: Of the products that ``orthogonalize`` takes; None: by the hardware.
+        orthogonal_dtype: Of the products that ``orthogonalize`` takes of large matrices.
     """
 
     skip_layers: Sequence[SkipRule] | SkipRule = ()
@@ -53,7 +53,7 @@ class LayerOptions:
     inv_dtype: torch.dtype = torch.float32
     factor_storage: str = "dense"
     overlap: bool = False
-    orthogonal_dtype: torch.dtype | None = None
+    orthogonal_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -69,8 +69,7 @@ class LayerOptions:
         options.stored_dtype("factor_dtype", self.factor_dtype)
         options.stored_dtype("inv_dtype", self.inv_dtype)
         options.choice("dense", "packed")("factor_storage", self.factor_storage)
-        if self.orthogonal_dtype is not None:
-            options.stored_dtype("orthogonal_dtype", self.orthogonal_dtype)
+        options.stored_dtype("orthogonal_dtype", self.orthogonal_dtype)
 
     @property
     def choices(self) -> Choices:

@@ -235,8 +235,7 @@ class FactoredOptimizer(OverlappingRefreshes):
         """The matrix itself, or with ``orthogonalize`` its polar factor."""
         if not self.is_orthogonalized(block):
             return direction
-        exact = direction.dtype == torch.float64
-        return orthogonal.step_of(direction, torch.float64 if exact else self._layer_options.orthogonal_dtype)
+        return orthogonal.step_of(direction, self._layer_options.orthogonal_dtype)
 
     def is_orthogonalized(self, block: Block) -> bool:
         """Whether directions of a block get a uniform spectrum: those that mix all inputs into all outputs do."""

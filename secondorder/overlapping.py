@@ -31,9 +31,7 @@ from secondorder.lifecycle import Group, State
 
 _Key = tuple[Block, str]
 #: State of what was begun.
-_BEGUN = ("begun_a", "begun_g", "begun_at")
-#: In place of a step: the block was refreshed at once in the step in which the schedule begins.
-_NOTHING_NEW = -1
+_BEGUN = ("begun_a", "begun_g", "adopt_at")
 #: What a refresh finds, by how its names begin.
 _FOUND = ("basis_", "eigenvalues_", "inverse_")
 
@@ -45,7 +43,7 @@ class OverlappingRefreshes(KeepingFactors):
         **KeepingFactors.kinds,
         "begun_a": "factors",
         "begun_g": "factors",
-        "begun_at": "buffers",
+        "adopt_at": "buffers",
     }
 
     def _begin_capture(self, layer_options: LayerOptions) -> None:
@@ -73,7 +71,7 @@ class OverlappingRefreshes(KeepingFactors):
                 raise ValueError(f"overlap=True needs a device that does two things at a time, and {device} does not")
             for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
                 spec[f"begun_{name}"] = self.zeros(block, side.shape)
-            spec["begun_at"] = 0
+            spec["adopt_at"] = 0
         return spec
 
     @property
@@ -82,21 +80,20 @@ class OverlappingRefreshes(KeepingFactors):
 
     # ------------------------------------------------------------------ when
     def _refresh_is_due(self, block: Block) -> bool:
-        state = self.state[block.owner]
-        if not self._overlaps or self._warms_up(block) or state["refreshes"] == 0:
+        if not self._overlaps or block.group[self.refresh_interval] == 0:
             return super()._refresh_is_due(block)
-        return self._ends(block) and state["begun_at"] != _NOTHING_NEW
+        if self.state[block.owner]["refreshes"] == 0 or self._warms_up(block):
+            return self._ends(block) or super()._refresh_is_due(block)
+        return self._ends(block)
 
     def _warms_up(self, block: Block) -> bool:
         """Whether refreshes are so frequent that they are done at once."""
         return self._layer_options.refresh_warmup and self._t < block.group[self.refresh_interval]
 
     def _ends(self, block: Block) -> bool:
-        """Whether what the schedule has begun ends in this step."""
-        interval = block.group[self.refresh_interval]
-        begun = self._t - max(1, interval // 10)
-        first = interval if self._layer_options.refresh_warmup else 0
-        return interval > 0 and begun >= first and self._is_scheduled(block, begun)
+        """Whether what was begun is adopted in this step: that which it was to be, or the next that is taken."""
+        state = self.state[block.owner]
+        return bool(0 < state["adopt_at"] <= self._t and state["refreshes"] > 0)
 
     def _begins(self, block: Block) -> bool:
         """Whether this step begins a refresh."""
@@ -111,28 +108,42 @@ class OverlappingRefreshes(KeepingFactors):
     def _refresh_due(self) -> list[int]:
         if not self._overlaps:
             return super()._refresh_due()
-        ended = [b for b in self._blocks if self.state[b.owner]["begun_at"] and self._ends(b)]
-        self._adopting = {b for b in ended if self.state[b.owner]["begun_at"] > 0}
+        self._adopting = {b for b in self._blocks if self._ends(b) and self._refresh_is_due(b)}
         try:
-            refreshed = super()._refresh_due()
-            at_once = set(refreshed) - {b.index for b in self._adopting}
+            refreshed = set(super()._refresh_due())
+        except BaseException:
+            self._forget_jobs()
+            raise
         finally:
-            self._adopting = set()
-            for block in ended:
-                self.state[block.owner]["begun_at"] = 0
-                self._jobs.pop(block, None)
-        begin = [b for b in self._blocks if self._begins(b)]
-        for block in begin:
-            self.state[block.owner]["begun_at"] = _NOTHING_NEW if block.index in at_once else self._t
-        self._begin([b for b in begin if b.index not in at_once])
-        return refreshed
+            adopted, self._adopting = self._adopting, set()
+        self._forget([b for b in self._blocks if b in adopted or b.index in refreshed])
+        at_once = refreshed - {b.index for b in adopted}
+        self._begin([b for b in self._blocks if self._begins(b) and b.index not in at_once])
+        return sorted(refreshed)
+
+    def _renew(self, blocks: list[Block]) -> Tensor:
+        ok = super()._renew(blocks)
+        self._forget(blocks)  # what was begun is older
+        return ok
+
+    def _renew_loaded(self, blocks: list[Block]) -> Tensor:
+        return super()._renew(blocks)  # what was begun is newer
+
+    def _forget(self, blocks: Iterable[Block]) -> None:
+        """Adopt nothing of what was begun for some blocks."""
+        for block in blocks:
+            if self._overlaps:
+                self.state[block.owner]["adopt_at"] = 0
+            self._jobs.pop(block, None)
 
     # ------------------------------------------------------------------ what
     def factorised(self, blocks: Sequence[Block], host_checks: bool) -> dict[_Key, Found]:
         """What a refresh of some blocks finds: of the matrices that it was begun with, else of those of now."""
         found: dict[_Key, Found] = {}
-        for job in dict.fromkeys(self._jobs[b] for b in blocks if b in self._adopting and b in self._jobs):
-            found.update(job.result(_tensors_of))
+        jobs = [self._jobs[b] for b in blocks if b in self._adopting and b in self._jobs]
+        for job in dict.fromkeys(jobs):
+            if job.is_here:
+                found.update(job.result(_tensors_of))
         rest = [b for b in blocks if (b, "a") not in found]
         return found | factorise(self._tasks(rest), host_checks)
 
@@ -147,18 +158,28 @@ class OverlappingRefreshes(KeepingFactors):
         return tasks
 
     def _begin(self, blocks: Sequence[Block]) -> None:
-        """Copy what a refresh of some blocks factorises, and start on the copies."""
-        mine = [b for b in blocks if not self.comm.combines or self.comm.refreshes(b.index)]
-        for job in {self._jobs.pop(b) for b in mine if b in self._jobs}:  # its step was left out
+        """Copy what a refresh of some blocks factorises, and start on the copies: on what is wanted first, first."""
+        together: dict[tuple[int, torch.device], list[Block]] = {}
+        for block in blocks:
+            lag = max(1, block.group[self.refresh_interval] // 10)
+            self.state[block.owner]["adopt_at"] = self._t + lag
+            if not self.comm.combines or self.comm.refreshes(block.index):
+                together.setdefault((lag, block.owner.device), []).append(block)
+        for job in {self._jobs.pop(b) for some in together.values() for b in some if b in self._jobs}:
             job.wait()
-        for device in dict.fromkeys(b.owner.device for b in mine):
-            here = [b for b in mine if b.owner.device == device]
-            tasks: dict[_Key, Task] = {}
-            for key, task in self._tasks(here).items():
-                copy = self.state[key[0].owner][f"begun_{key[1]}"].copy_(task.matrix)
-                tasks[key] = task._replace(matrix=copy)
-            job = self._background.submit(partial(factorise, tasks, True), device)
-            self._jobs.update(dict.fromkeys(here, job))
+        for (_, device), some in sorted(together.items(), key=lambda item: item[0][0]):
+            try:
+                job = self._background.submit(partial(factorise, self._copies(some), True), device)
+            except Exception as error:  # raised where it is adopted, and where ranks hear of it
+                job = Job.failed(error, device)
+            self._jobs.update(dict.fromkeys(some, job))
+
+    def _copies(self, blocks: Sequence[Block]) -> dict[_Key, Task]:
+        tasks: dict[_Key, Task] = {}
+        for (block, side), task in self._tasks(blocks).items():
+            copy = self.state[block.owner][f"begun_{side}"].copy_(task.matrix)
+            tasks[block, side] = task._replace(matrix=copy)
+        return tasks
 
     # ------------------------------------------------------------------ checkpoints and ends
     def _kept_alike(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -179,8 +200,7 @@ class OverlappingRefreshes(KeepingFactors):
 
     def _rebuild(self) -> bool:
         changed = super()._rebuild()
-        if changed:
-            self._forget_jobs()
+        self._forget_jobs()  # parameters may have moved, or be of another dtype
         return changed
 
     def _finish_load(self) -> None:
@@ -193,6 +213,7 @@ class OverlappingRefreshes(KeepingFactors):
             super().detach()
         finally:
             self._forget_jobs()
+            self._background.close()
 
     def _pending_bytes(self) -> int:
         states = [(self._precision(block.owner), self.state[block.owner]) for block in self._jobs]

@@ -139,6 +139,13 @@ class RehearsedLayers(Understudy, Refreshing):
         return cast(State, known[block.index])
 
     # ------------------------------------------------------------------ steps
+    def _ends(self, block: Block) -> bool:
+        """Whether a refresh that overlaps is adopted: by the schedule, as nothing was begun."""
+        interval = block.group[self.refresh_interval]
+        begun = self._t - max(1, interval // 10)
+        first = interval if self._layer_options.refresh_warmup else 1
+        return self._layer_options.overlap and interval > 0 and begun >= first and self._is_scheduled(block, begun)
+
     def intervals(self) -> list[int]:
         """Of statistics, scales and refreshes."""
         return [n for found in self._schedule() for n in found if isinstance(n, int) and n > 0]

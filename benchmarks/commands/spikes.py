@@ -20,6 +20,7 @@ from benchmarks.commands.options import Common
 from benchmarks.recipes import METHODS, MethodName, Settings
 from benchmarks.runner import Trainer
 from benchmarks.workloads import Workload, WorkloadName, make_workload
+from secondorder import SecondOrderOptimizer
 
 WAYS: Mapping[str, Settings] = {
     "at once": {},
@@ -36,10 +37,10 @@ class Spikes(Common):
 
     workload: WorkloadName = "autoencoder"
     """What to train."""
-    optimizer: MethodName = "kfac"
+    optimizer: Literal["kfac", "ekfac"] = "kfac"
     """Whose recipe."""
     inverse_methods: tuple[Literal["cholesky", "eigen"], ...] = ("cholesky", "eigen")
-    """Ways to invert factors."""
+    """Ways to invert factors, of KFAC."""
     factor_update_steps: int = 10
     """Steps between two updates of the factors."""
     inv_update_steps: int = 100
@@ -60,13 +61,13 @@ class Spikes(Common):
         Raises:
             ValueError: When nothing would be timed.
         """
-        if self.intervals < 1:
-            raise ValueError(f"intervals must be at least 1, got {self.intervals}")
+        if self.intervals < 1 or self.inv_update_steps < 1:
+            raise ValueError(f"there is no step to time in {self.intervals} intervals of {self.inv_update_steps}")
         torch.set_num_threads(self.threads)
         workload = make_workload(self.workload, self.data_dir, batch_size=self.batch_size)
         asked: list[tuple[str, str, Settings]] = [
-            (method, way, {**changes, "inverse_method": method})
-            for method in self.inverse_methods
+            (method, way, {**changes, **({"inverse_method": method} if self.optimizer == "kfac" else {})})
+            for method in (self.inverse_methods if self.optimizer == "kfac" else ("eigen",))
             for way, changes in WAYS.items()
         ]
         with report.progress_bar() as progress:
@@ -96,14 +97,16 @@ class Spikes(Common):
         """
         make = partial(METHODS[name].build, workload=self.workload, changes=changes)
         trainer = Trainer(METHODS[name].label, workload, make, self.seed)
-        for _ in range(self.inv_update_steps):
+        # Every way then has as many refreshes before it: one that overlaps is adopted a tenth of an interval later.
+        for _ in range(self.inv_update_steps + max(1, self.inv_update_steps // 10) + 1):
             trainer.step()
         gc.disable()  # a collection in the middle of a step would be charged to it
         try:
-            # What the last interval begins beside training is adopted a tenth later.
-            return [trainer.step() for _ in range(self.intervals * self.inv_update_steps + self.inv_update_steps // 10)]
+            return [trainer.step() for _ in range(self.intervals * self.inv_update_steps)]
         finally:
             gc.enable()
+            if isinstance(trainer.optimizer, SecondOrderOptimizer):
+                trainer.optimizer.close()  # and with it what is under way
 
 
 def summary(times: list[float], reference: list[float]) -> tuple[float, float, float, float]:

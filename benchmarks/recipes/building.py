@@ -74,12 +74,15 @@ def layer_keywords(settings: Settings) -> dict[str, Any]:
     Args:
         settings: Keywords of the constructor. ``skip_layers`` may be several rules with commas between them, and the
             name of a class of ``torch.nn`` stands for it: ``skip_layers=LayerNorm,Embedding,head``. ``fallback_beta1``
-            and ``fallback_beta2`` stand for ``fallback_betas``.
+            and ``fallback_beta2`` stand for ``fallback_betas``. A dtype is given by its name.
 
     Returns:
         Keywords of the constructor.
+
+    Raises:
+        ValueError: When a dtype is not one of torch.
     """
-    keywords: dict[str, Any] = dict(settings)
+    keywords = _with_dtypes(settings)
     betas = {key: keywords.pop(key, default) for key, default in _FALLBACK_BETAS.items()}
     if not betas.keys().isdisjoint(settings):
         keywords["fallback_betas"] = tuple(betas.values())
@@ -97,7 +100,7 @@ def _layer_type(name: str) -> type[nn.Module] | None:
 
 
 _TOP_K = tuple(field.name for field in fields(TopK))
-_DTYPES = ("window_dtype", "value_dtype")
+_DTYPES = ("window_dtype", "value_dtype", "factor_dtype", "inv_dtype", "orthogonal_dtype")
 _BETAS = {"beta1": 0.0, "beta2": 1.0}  # GGT's own defaults
 
 
@@ -115,7 +118,7 @@ def window_keywords(settings: Settings) -> dict[str, Any]:
     Raises:
         ValueError: When both compressions are asked for, or a dtype is not one of torch.
     """
-    keywords: dict[str, Any] = {key: _dtype(key, value) if key in _DTYPES else value for key, value in settings.items()}
+    keywords = _with_dtypes(settings)
     top_k = {key: keywords.pop(key) for key in _TOP_K if key in keywords}
     rank = keywords.pop("rank", None)
     if top_k and rank is not None:
@@ -128,6 +131,10 @@ def window_keywords(settings: Settings) -> dict[str, Any]:
     if not betas.keys().isdisjoint(settings):
         keywords["betas"] = (betas["beta1"], betas["beta2"])
     return keywords
+
+
+def _with_dtypes(settings: Settings) -> dict[str, Any]:
+    return {key: _dtype(key, value) if key in _DTYPES else value for key, value in settings.items()}
 
 
 def _dtype(key: str, value: Setting) -> torch.dtype | None:

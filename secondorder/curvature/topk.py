@@ -81,6 +81,8 @@ class TopK:
             raise ValueError(f"error_bits={self.error_bits} needs density < 1: dense rows leave nothing to pack")
         if self.kernels not in ("torch", "triton"):
             raise ValueError(f"kernels must be 'torch' or 'triton', got {self.kernels!r}")
+        if self.kernels == "triton" and self.density == 1:
+            raise ValueError("kernels='triton' needs density < 1: dense rows are products of matrices")
         if self.kernels == "triton" and importlib.util.find_spec("triton") is None:
             raise ImportError("TopK(kernels='triton') needs triton: pip install triton")
 

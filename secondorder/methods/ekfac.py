@@ -120,8 +120,9 @@ class EKFAC(RoutingOptimizer):
             preconditioned matrix only its polar factor is taken, at the usual size of Adam's steps (or that of
             ``graft``), so that some times AdamW's rate fits. It wants momentum before it: ``momentum_mode="pre"`` of
             EKFAC, or ``graft="adam"``.
-        orthogonal_dtype: Of the products that find the polar factor, ``torch.float32`` or ``torch.bfloat16``; unset:
-            bfloat16 for matrices of 128 rows and columns or more where the hardware has units for it.
+        orthogonal_dtype: Of the products that find the polar factor, ``torch.float32``, or ``torch.bfloat16`` for
+            matrices of 128 rows and columns or more: Muon's precision, faster where the hardware has units for it, and
+            noise in directions that the gradient hardly has.
         kl_clip: κ, bound on the step in the Fisher metric; None disables. Steps that graft or orthogonalize have their
             own size.
         adaptive_damping: Move λ every ``damping_interval`` steps by how well the quadratic model predicted the change
@@ -244,7 +245,7 @@ class EKFAC(RoutingOptimizer):
         weight_decay_in_curvature: bool = False,
         power: float = 1.0,
         orthogonalize: bool = False,
-        orthogonal_dtype: torch.dtype | None = None,
+        orthogonal_dtype: torch.dtype = torch.float32,
         kl_clip: float | None = 1e-3,
         adaptive_damping: bool = False,
         damping_interval: int = 5,
@@ -376,7 +377,8 @@ class EKFAC(RoutingOptimizer):
         if group["inv_update_steps"] == 0:
             return False
         # A running scale needs the number of examples, which any layer of the step tells.
-        return self._factors_are_due(block) or (self._scale_is_due(block) and not _like_adam(group))
+        scale = self._scale_is_due(block) and not _like_adam(group)
+        return self._factors_are_due(block) or scale or self._measures_late(block)
 
     def _factors_are_due(self, block: Block) -> bool:
         return super()._capture_is_due(block)

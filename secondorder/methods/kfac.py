@@ -102,8 +102,9 @@ class KFAC(FactoredOptimizer):
             preconditioned matrix only its polar factor is taken, at the usual size of Adam's steps (or that of
             ``graft``), so that some times AdamW's rate fits. It wants momentum before it: ``momentum_mode="pre"`` of
             EKFAC, or ``graft="adam"``.
-        orthogonal_dtype: Of the products that find the polar factor, ``torch.float32`` or ``torch.bfloat16``; unset:
-            bfloat16 for matrices of 128 rows and columns or more where the hardware has units for it.
+        orthogonal_dtype: Of the products that find the polar factor, ``torch.float32``, or ``torch.bfloat16`` for
+            matrices of 128 rows and columns or more: Muon's precision, faster where the hardware has units for it, and
+            noise in directions that the gradient hardly has.
         kl_clip: κ, bound on the step in the Fisher metric; None disables. Steps that graft or orthogonalize have their
             own size.
         adaptive_damping: Move λ every ``damping_interval`` steps by how well the quadratic model predicted the change
@@ -205,7 +206,7 @@ class KFAC(FactoredOptimizer):
         weight_decay_in_curvature: bool = False,
         power: float = 1.0,
         orthogonalize: bool = False,
-        orthogonal_dtype: torch.dtype | None = None,
+        orthogonal_dtype: torch.dtype = torch.float32,
         kl_clip: float | None = 1e-3,
         adaptive_damping: bool = False,
         damping_interval: int = 5,

@@ -30,4 +30,4 @@ def test_every_way_trains(tmp_path):
 
 def test_nothing_to_time_is_an_error(capsys):
     assert main(["spikes", "--intervals", "0"]) == 2
-    assert "intervals must be at least 1" in capsys.readouterr().err
+    assert "no step to time" in capsys.readouterr().err

@@ -159,13 +159,13 @@ class Method:
 # Layer methods with factors
 # ---------------------------------------------------------------------------------------------------------------------
 
-_COUNTERS = {"factor_updates", "refreshes", "scale_updates", "begun_at"}
+_COUNTERS = {"factor_updates", "refreshes", "scale_updates", "adopt_at"}
 _WEIGHTS = {"factor_weight", "scale_weight"}
 _FACTORS = {"factor_a", "factor_g", "factor_weight", "factor_updates", "refreshes"}
 _EIGEN = frozenset(_FACTORS | {"basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"})
 _CHOLESKY = frozenset(_FACTORS | {"inverse_a", "inverse_g"})
 _SCALED = _EIGEN | {"scale", "scale_weight", "scale_updates"}
-_BEGUN = {"begun_a", "begun_g", "begun_at"}
+_BEGUN = {"begun_a", "begun_g", "adopt_at"}
 _KFAC_EIGEN = kronecker({"factors": squares, "second_order": bases})
 _KFAC_CHOLESKY = kronecker({"factors": squares, "second_order": squares})
 _EKFAC = kronecker({"factors": squares, "second_order": bases, "scale": entries})

@@ -106,8 +106,13 @@ class _Lazy:
     def submit(self, work: Callable[[], Any], device: torch.device) -> Any:
         return _Later(work)
 
+    def close(self) -> None:
+        """There is no thread."""
+
 
 class _Later:
+    is_here = True
+
     def __init__(self, work: Callable[[], Any]) -> None:
         self.result = lambda tensors: work()
         self.wait = lambda: None
@@ -180,7 +185,7 @@ def test_a_checkpoint_and_the_end_do_not_need_what_was_begun(gate: threading.Eve
     opt = _make("eigen", model)
     _train(model, opt, 0, INTERVAL + 1)
     saved = opt.state_dict()["state"][0]
-    assert saved["begun_at"] == INTERVAL
+    assert saved["adopt_at"] == INTERVAL + LAG
     gate.set()
     opt.close()
     assert opt.memory_usage()["pending"] == 0
@@ -249,7 +254,7 @@ def test_a_warm_up_is_refreshed_at_once() -> None:
     assert [t for t in range(1, len(counts)) if counts[t] > counts[t - 1]] == [1, 2, 4, 8, 16, INTERVAL + LAG]
 
 
-def test_a_step_that_is_left_out_leaves_the_refresh_for_the_next_interval() -> None:
+def test_a_step_that_is_left_out_leaves_the_adoption_to_the_next_one() -> None:
     model = _net()
     opt = _make("eigen", model)
     _train(model, opt, 0, INTERVAL + LAG)
@@ -257,8 +262,137 @@ def test_a_step_that_is_left_out_leaves_the_refresh_for_the_next_interval() -> N
         p.grad = torch.full_like(p, float("nan"))
     opt.step()
     assert _states(opt)[0]["refreshes"] == 1
-    _train(model, opt, INTERVAL + LAG + 1, 2 * INTERVAL + LAG + 1)
+    _train(model, opt, INTERVAL + LAG + 1, INTERVAL + LAG + 2)
     assert _states(opt)[0]["refreshes"] == 2
+
+
+@every_method
+def test_a_model_may_be_cast_while_a_refresh_is_under_way(name: str) -> None:
+    model = _net().float()
+    opt = _make(name, model)
+    _train(model.double(), opt, 0, INTERVAL + 1)
+    before = _found(opt)
+    model.float()
+    for t in range(INTERVAL + 1, INTERVAL + LAG + 1):
+        x, y = (torch.randn(8, n, generator=torch.Generator().manual_seed(t)) for n in (5, 3))
+        opt.zero_grad()
+        (model(x) - y).square().mean().backward()
+        opt.step()
+    found = _found(opt)
+    assert found[0].dtype == torch.float32
+    assert any(not torch.allclose(x.float(), y) for x, y in zip(before, found, strict=True))
+
+
+@pytest.mark.parametrize(("first", "then"), [("eigen", "cholesky"), ("cholesky", "eigen")])
+def test_what_was_begun_for_another_way_is_not_adopted(first: str, then: str) -> None:
+    model = _net()
+    opt = _make(first, model)
+    _train(model, opt, 0, INTERVAL + 1)
+    for group in opt.param_groups:
+        group["inverse_method"] = then
+        group["damping_split"] = "pi" if then == "cholesky" else "exact"
+    wanted: list[Tensor] = []
+    _train(model, opt, INTERVAL + 1, INTERVAL + 2, lambda t: wanted.extend(_wanted(opt)))
+    _train(model, opt, INTERVAL + 2, INTERVAL + LAG + 2)
+    for x, y in zip(_found(opt), wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_intervals_may_change_while_a_refresh_is_under_way() -> None:
+    model = _net()
+    opt = _make("eigen", model)
+    counts: list[int] = []
+
+    def count(t: int) -> None:
+        counts.append(_states(opt)[0]["refreshes"])
+
+    _train(model, opt, 0, INTERVAL + 1, count)
+    opt.param_groups[0]["inv_update_steps"] = 50
+    _train(model, opt, INTERVAL + 1, 60, count)
+    assert [t for t in range(1, 60) if counts[t] > counts[t - 1]] == [INTERVAL + LAG, 55]
+
+
+def test_newer_curvature_is_not_replaced_by_what_was_begun_before() -> None:
+    model = _net()
+    opt = _make("cholesky", model)
+    _train(model, opt, 0, INTERVAL + 1)
+    opt._set_damping([0.3])  # as adaptive damping does: inverses of now
+    wanted = _wanted(opt)
+    _train(model, opt, INTERVAL + 1, INTERVAL + LAG + 1)
+    for x, y in zip(_found(opt), wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_the_scale_is_measured_anew_in_every_basis_that_is_adopted() -> None:
+    model = _net()
+    opt = _make("recompute", model, factor_update_steps=10, scale_update_steps=10)
+    updates: list[int] = []
+    _train(model, opt, 0, 2 * INTERVAL + LAG + 1, lambda t: updates.append(_states(opt)[0]["scale_updates"]))
+    rises = [t for t in range(1, len(updates)) if updates[t] > updates[t - 1]]
+    assert rises == [10, 20, INTERVAL + LAG, 30, 40, 2 * INTERVAL + LAG]
+    plain = _states(opt)[0]["scale_weight"]
+    assert plain == 8.0  # of this step's examples alone
+
+
+def test_blocks_of_short_intervals_do_not_wait_for_those_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _net()
+    first, last = list(model[0].parameters()), list(model[2].parameters())
+    groups = [{"params": last, "inv_update_steps": 40}, {"params": first, "inv_update_steps": 10}]
+    opt = KFAC(groups, module=model, lr=0.02, damping=0.1, factor_update_steps=1, overlap=True)
+    done: list[int] = []
+    plain = module.factorise
+    monkeypatch.setattr(module, "factorise", lambda tasks, checks: done.append(len(tasks)) or plain(tasks, checks))
+    _train(model, opt, 0, 41)
+    jobs = [opt._jobs[block] for block in opt.blocks.values()]
+    assert jobs[0] is not jobs[1]
+    assert [_states(opt)[i]["adopt_at"] for i in range(2)] == [41, 44]
+
+
+def test_an_error_at_the_beginning_is_raised_where_the_result_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _net()
+    opt = _make("eigen", model)
+    _train(model, opt, 0, INTERVAL)
+    monkeypatch.setattr(opt._background, "submit", _fail)
+    _train(model, opt, INTERVAL, INTERVAL + LAG)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        _train(model, opt, INTERVAL + LAG, INTERVAL + LAG + 1)
+
+
+def test_a_fork_goes_on_from_the_copies_and_close_ends_the_thread() -> None:
+    model, whole = _net(), _net()
+    _train(whole, _make("eigen", whole), 0, INTERVAL + LAG + 1)
+    opt = _make("eigen", model)
+    _train(model, opt, 0, INTERVAL + 1)
+    for job in opt._jobs.values():
+        job._process = -1  # as in a child: the thread is the parent's
+    opt._background._process = -1
+    _train(model, opt, INTERVAL + 1, INTERVAL + LAG + 1)
+    assert torch.equal(_parameters(model), _parameters(whole))
+    other = _make("eigen", _net())
+    _train(whole := _net(), other := _make("eigen", whole), 0, INTERVAL + 1)
+    thread = other._background._thread
+    other.close()
+    assert thread is not None
+    assert thread._shutdown
+
+
+@pytest.mark.gpu
+@every_method
+def test_on_a_gpu_the_stream_changes_no_bit(name: str) -> None:
+    ends = []
+    for lazy in (False, True):
+        model = _net().cuda()
+        opt = _make(name, model)
+        if lazy:
+            opt._background = _Lazy()
+        for t in range(2 * INTERVAL + 5):
+            generator = torch.Generator().manual_seed(t)
+            x, y = (torch.randn(8, n, dtype=torch.float64, generator=generator).cuda() for n in (5, 3))
+            opt.zero_grad()
+            (model(x) - y).square().mean().backward()
+            opt.step()
+        ends.append(_parameters(model))
+    assert torch.equal(*ends)
 
 
 def test_memory_is_that_of_the_copies() -> None:
