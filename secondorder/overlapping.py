@@ -80,11 +80,10 @@ class OverlappingRefreshes(KeepingFactors):
 
     # ------------------------------------------------------------------ when
     def _refresh_is_due(self, block: Block) -> bool:
-        if not self._overlaps or block.group[self.refresh_interval] == 0:
-            return super()._refresh_is_due(block)
-        if self.state[block.owner]["refreshes"] == 0 or self._warms_up(block):
-            return self._ends(block) or super()._refresh_is_due(block)
-        return self._ends(block)
+        at_once = not self._overlaps or self.state[block.owner]["refreshes"] == 0 or self._warms_up(block)
+        if at_once and super()._refresh_is_due(block):
+            return True
+        return self._overlaps and block.group[self.refresh_interval] > 0 and self._ends(block)
 
     def _warms_up(self, block: Block) -> bool:
         """Whether refreshes are so frequent that they are done at once."""
@@ -116,9 +115,12 @@ class OverlappingRefreshes(KeepingFactors):
             raise
         finally:
             adopted, self._adopting = self._adopting, set()
-        self._forget([b for b in self._blocks if b in adopted or b.index in refreshed])
-        at_once = refreshed - {b.index for b in adopted}
-        self._begin([b for b in self._blocks if self._begins(b) and b.index not in at_once])
+        for block in adopted:
+            self.state[block.owner]["adopt_at"] = 0
+            self._jobs.pop(block, None)
+        at_once = {b for b in self._blocks if b.index in refreshed and b not in adopted}
+        self._forget(at_once)
+        self._begin([b for b in self._blocks if self._begins(b) and b not in at_once])
         return sorted(refreshed)
 
     def _renew(self, blocks: list[Block]) -> Tensor:
@@ -131,10 +133,10 @@ class OverlappingRefreshes(KeepingFactors):
 
     def _forget(self, blocks: Iterable[Block]) -> None:
         """Adopt nothing of what was begun for some blocks."""
-        for block in blocks:
-            if self._overlaps:
-                self.state[block.owner]["adopt_at"] = 0
-            self._jobs.pop(block, None)
+        for block in blocks if self._overlaps else ():
+            self.state[block.owner]["adopt_at"] = 0
+            if block in self._jobs:
+                self._jobs.pop(block).wait()  # it may read copies that the next one writes
 
     # ------------------------------------------------------------------ what
     def factorised(self, blocks: Sequence[Block], host_checks: bool) -> dict[_Key, Found]:
