@@ -94,6 +94,10 @@ def test_linalg_command(tmp_path, capsys):
             assert len(result["times"]) == 2
             assert result["speed"] is None if result["update"] == "none" else result["speed"] > 0
     assert "5% of it new" in printed
+    assert [(r["n"], r["update"]) for r in found["polars"]] == [
+        (n, p) for n in (8, 24) for p in ("float32", "bfloat16")
+    ]
+    assert all(r["full"] < 1e-3 and r["low"] < 1e-3 for r in found["polars"])  # so small that both are float32
 
 
 @pytest.mark.parametrize(
