@@ -11,7 +11,7 @@ there is, so the first figure says how good its curvature can be, and the second
 An inverse Y of ``Z = X + λI``, by Cholesky, by ``eigh`` and by rounds of Newton and Schulz, ``Y ← Y (2I − ZY)``, which
 square the residual ``I − ZY`` if its spectral norm is below 1: by that residual, and by how far a direction is off.
 
-A polar factor, of a matrix of full rank and of one of a sixteenth of it, by Muon's rounds in float32 and in bfloat16: by
+A polar factor, of a matrix of full rank and of one of a sixteenth of it, by Muon's rounds in float32 and bfloat16: by
 how far it is from what the same rounds give in float64.
 """
 
@@ -355,7 +355,7 @@ def _polar_table(results: list[dict[str, Any]]) -> Table:
         for r in results
     ]
     caption = (
-        "Five rounds on a random float32 matrix [n, n]; error: against the same rounds in float64, in norm. Matrices of "
-        "fewer than 128 rows stay float32."
+        "Five rounds on a random float32 matrix [n, n]; error: against the same rounds in float64. Matrices of fewer "
+        "than 128 rows stay float32."
     )
     return report.make_table("A polar factor", POLAR_COLUMNS, rows, caption)
