@@ -377,7 +377,7 @@ def test_a_fork_goes_on_from_the_copies_and_close_ends_the_thread() -> None:
 
 
 @pytest.mark.gpu
-@every_method
+@pytest.mark.parametrize("name", ["cholesky", "ekfac"])
 def test_on_a_gpu_the_stream_changes_no_bit(name: str) -> None:
     ends = []
     for lazy in (False, True):
