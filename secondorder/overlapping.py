@@ -172,7 +172,7 @@ class OverlappingRefreshes(KeepingFactors):
         for (_, device), some in sorted(together.items(), key=lambda item: item[0][0]):
             try:
                 job = self._background.submit(partial(factorise, self._copies(some), True), device)
-            except Exception as error:  # raised where it is adopted, and where ranks hear of it
+            except (RuntimeError, MemoryError) as error:  # no memory, or no thread: raised where ranks hear of it
                 job = Job.failed(error, device)
             self._jobs.update(dict.fromkeys(some, job))
 

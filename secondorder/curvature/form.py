@@ -52,7 +52,7 @@ class Form:
         columns = sum(math.prod(whole) for whole in wholes)
         kind, dtype = self.compression, self.dtype or working
         if isinstance(kind, TopK) and kind.density < 1:
-            return _sparse_rows(kind)(shapes, self.m, working, device, kind)
+            return _sparse_rows(kind, device)(shapes, self.m, working, device, kind)
         if isinstance(kind, TopK):
             value = working if kind.value_dtype == torch.float32 else kind.value_dtype
             return DenseRows(shapes, self.m, working, device, value, kind.error_feedback, columns)
@@ -86,9 +86,10 @@ class Form:
         return f"dense {str(self.dtype or working).removeprefix('torch.')}"
 
 
-def _sparse_rows(rule: TopK) -> type[TopKRows]:
+def _sparse_rows(rule: TopK, device: torch.device) -> type[TopKRows]:
     if rule.kernels == "torch":
         return TopKRows
-    from secondorder.curvature.triton_topk import TritonTopKRows  # imports triton
+    from secondorder.curvature import triton_topk  # imports triton
 
-    return TritonTopKRows
+    triton_topk.require_device(device)
+    return triton_topk.TritonTopKRows

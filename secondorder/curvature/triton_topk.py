@@ -10,8 +10,9 @@ Both are deterministic. This module imports triton: only where somebody asked fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from secondorder.curvature.topk import Panel, TopK, TopKRows
+from secondorder.curvature.topk import Panel, TopKRows
 
 #: Blocks whose sums one program adds up, and entries that it holds at a time.
 _BLOCKS, _ENTRIES = 8, 1024
@@ -66,36 +67,22 @@ def _combine(  # type: ignore[no-untyped-def]
 
 
 class TritonTopKRows(TopKRows):
-    """Rows of the largest entries per block, whose products are kernels.
+    """Rows of the largest entries per block, whose products are kernels."""
 
-    Args:
-        shapes: Shapes of the tensors.
-        m: Number of slots.
-        working: Precision of products.
-        device: Where the rows are.
-        rule: What to keep.
+    @cached_property
+    def _starts(self) -> list[Tensor]:
+        """By panel, the first entry of each of its blocks among the entries of all tensors."""
+        first = [0, *accumulate(self._sizes)]
+        return [
+            torch.cat([torch.arange(n) * panel.length + first[i] + start for i, start, _, n in panel.members]).to(
+                self.device
+            )
+            for panel in self.panels
+        ]
 
-    Raises:
-        ValueError: On a device that Triton does not compile for.
-    """
-
-    def __init__(
-        self, shapes: Sequence[torch.Size], m: int, working: torch.dtype, device: torch.device, rule: TopK
-    ) -> None:
-        if device.type not in ("cuda", "meta") and not triton.knobs.runtime.interpret:
-            raise ValueError(f"TopK(kernels='triton') needs a GPU and these parameters are on {device}: use 'torch'")
-        super().__init__(shapes, m, working, device, rule)
-        sizes = [shape.numel() for shape in shapes]
-        self._sizes = sizes
-        #: First entry of every block of a panel among the entries of all tensors.
-        self._starts: list[Tensor] = []
-        offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        for panel in self.panels:
-            found = [
-                torch.arange(count) * panel.length + offsets[tensor] + start
-                for tensor, start, _, count in panel.members
-            ]
-            self._starts.append(torch.cat(found).to(device))
+    @property
+    def _sizes(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes]
 
     def _add_dots(self, total: Tensor, panel: Panel, x: Tensor) -> None:
         n, t, k = len(panel.idx), len(total), panel.k
@@ -116,6 +103,16 @@ class TritonTopKRows(TopKRows):
             wide = min(triton.next_power_of_2(panel.k), _ENTRIES)
             _launch(_combine, (len(panel.idx),), panel.idx, panel.val, a, flat, starts, self.m, panel.k, len(a), K=wide)
         return [part.view(shape) for part, shape in zip(flat.split(self._sizes), self.shapes, strict=True)]
+
+
+def require_device(device: torch.device) -> None:
+    """Refuse a device that Triton does not compile for.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if device.type not in ("cuda", "meta") and not triton.knobs.runtime.interpret:
+        raise ValueError(f"TopK(kernels='triton') needs a GPU and these parameters are on {device}: use 'torch'")
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **sizes: Any) -> None:

@@ -10,13 +10,6 @@ from benchmarks.cli import main
 from benchmarks.commands.linalg import drifted, inversions, judge, judge_inverse, newton_schulz, updates
 
 
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_a_turned_basis_by_hand():
     """Eigenvalues 1 and 3, seen from a basis turned by an angle t: 2 ± cos 2t, and sin 2t beside the diagonal."""
     t = 0.3

@@ -2,18 +2,8 @@
 
 import json
 
-import pytest
-import torch
-
 from benchmarks.cli import main
 from benchmarks.commands.spikes import WAYS, summary
-
-
-@pytest.fixture(autouse=True)
-def _keep_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_figures_by_hand():
