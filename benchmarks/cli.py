@@ -12,6 +12,7 @@ from benchmarks.commands.demo import Demo
 from benchmarks.commands.density import Density
 from benchmarks.commands.features import Features
 from benchmarks.commands.fetch import Fetch
+from benchmarks.commands.gpu import Gpu
 from benchmarks.commands.kernel import Kernel
 from benchmarks.commands.linalg import Linalg
 from benchmarks.commands.memory import Memory
@@ -38,6 +39,7 @@ Command = (
     | Density
     | Features
     | Fetch
+    | Gpu
     | Kernel
     | Linalg
     | Memory

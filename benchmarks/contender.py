@@ -57,7 +57,7 @@ class Contender:
                 self.step(record=False)
             else:
                 self.trainer.optimizer.zero_grad()  # gradients of the last step are part of no level at rest
-                peaks[kind] = peak_bytes(lambda: self.step(record=False))
+                peaks[kind] = peak_bytes(lambda: self.step(record=False), self.trainer.precision.device)
         return peaks
 
 

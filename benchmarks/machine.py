@@ -42,17 +42,18 @@ def gemm_gflops(
     return _rate(lambda: torch.mm(a, b, out=out), 2 * side**3 / 1e9, trials, device)
 
 
-def copy_gbytes(trials: int = 7, size: int = COPY_BYTES) -> Rate:
+def copy_gbytes(trials: int = 7, size: int = COPY_BYTES, device: torch.device = CPU) -> Rate:
     """Measure copying a large tensor; what is read and what is written both count.
 
     Args:
         trials: Number of copies that are timed.
         size: Bytes of the tensor.
+        device: Where it is.
 
     Returns:
         Gigabytes per second.
     """
-    return _rate(copying(size), 2 * size / 1e9, trials, CPU)
+    return _rate(copying(size, device), 2 * size / 1e9, trials, device)
 
 
 def copying(size: int, device: torch.device = CPU) -> Callable[[], object]:

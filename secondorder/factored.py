@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, cast
 
@@ -28,6 +30,8 @@ _RELATIVE, _ABSOLUTE = 10.0, 1e-3
 #: Intervals when none is given.
 INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
+#: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
+REFRESH_PORTION = 1 << 24
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -167,6 +171,24 @@ class FactoredOptimizer(OverlappingRefreshes):
         return self.tikhonov(block, means[0] * means[1])
 
     # ------------------------------------------------------------------ refresh
+    @abstractmethod
+    def refresh_some(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Factorise the factors of some blocks; one that fails keeps its last good result. Returns ``ok [len]``."""
+
+    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Factorise the factors of some blocks, a portion at a time: temporaries do not grow with the model."""
+        return torch.cat([self.refresh_some(some, host_checks) for some in self._refresh_portions(blocks)])
+
+    def _refresh_portions(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+        start = size = 0
+        for i, block in enumerate(blocks):
+            own = sum(math.prod(side.shape) for side in factors.sides(block.adapter, block.group["max_factor_dim"]))
+            if size and size + own > REFRESH_PORTION:
+                yield blocks[start:i]
+                start, size = i, 0
+            size += own
+        yield blocks[start:]
+
     def refresh_bases(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Eigendecompose the factors of some blocks; one that fails keeps its last good result.
 

@@ -203,7 +203,9 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         directions = {p: found[p] for b in active for p in b.params}
         if not active:
             return {}
-        self._kl_clip(directions, self._guard(active, directions, source))
+        products = self._guard(active, directions, source)
+        del source  # as large as the model, where it is no gradient
+        self._kl_clip(directions, products)
         self._graft([(b.group["graft"], b.params) for b in active], directions, gradients)
         self._clip(directions)
         return {p: d.to(p.dtype) for p, d in directions.items()}

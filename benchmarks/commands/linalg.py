@@ -355,7 +355,7 @@ def _polar_table(results: list[dict[str, Any]]) -> Table:
         for r in results
     ]
     caption = (
-        "Five rounds on a random float32 matrix [n, n]; error: against the same rounds in float64. Matrices of fewer "
-        "than 128 rows stay float32."
+        "Five rounds on a random float32 matrix of n rows and columns; error: against the same rounds in float64. "
+        "Matrices of fewer than 128 rows stay float32."
     )
     return report.make_table("A polar factor", POLAR_COLUMNS, rows, caption)

@@ -21,12 +21,17 @@ from benchmarks.contender import Contender, measure
 from benchmarks.filling import fill_windows
 from benchmarks.flops import LayerShape, Scheme
 from benchmarks.kernel_flops import KernelScheme, kernel_work
-from benchmarks.machine import Rate, copy_gbytes, gemm_gflops
+from benchmarks.machine import CPU, Rate, copy_gbytes, gemm_gflops
+from benchmarks.peers import PEERS, set_paths
+from benchmarks.precision import Amp, moved
 from benchmarks.recipes import METHODS, WINDOW_METHODS, MethodName, Settings
 from benchmarks.runner import Trainer, optimizer_bytes
+from benchmarks.stages import stage_figures, stage_table
 from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, StepClass, Work
-from benchmarks.workloads import Workload, WorkloadName, make_workload
+from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
+from benchmarks.workloads.random_data import random_workload
 from secondorder import HyLo
+from secondorder.factored import FactoredOptimizer
 
 CLASSES: tuple[StepClass, ...] = get_args(StepClass)
 TIME_COLUMNS = (
@@ -84,8 +89,18 @@ class StepTime(Common):
     """Which rows HyLo keeps."""
     steps: int = 40
     """Timed steps of each optimizer; 10 show every class of the steps of KFAC, EKFAC and HyLo."""
+    size: Size = "cpu"
+    """Size of the model and of the batch."""
     batch_size: int | None = None
     """Examples per step; unset: the workload's own number."""
+    random: bool = False
+    """Take random numbers for data, which resnet50 and gpt2_small can do: none has to be there."""
+    device: str = "cpu"
+    """Where to train."""
+    amp: Amp | None = None
+    """Type of autocast."""
+    peer_path: tuple[str, ...] = ()
+    """Checkout of kfac-pytorch, as kfac_pytorch=DIR: it takes turns with the others, at the same intervals."""
     memory: bool = True
     """Measure the peak memory of a step, too."""
     out_dir: Path = Path("bench-output")
@@ -103,13 +118,15 @@ class StepTime(Common):
         if self.steps < MEASURED.refresh:
             raise ValueError(f"steps must be at least {MEASURED.refresh}, got {self.steps}")
         torch.set_num_threads(self.threads)
-        workload = make_workload(self.workload, self.data_dir, batch_size=self.batch_size)
+        set_paths(self.peer_path)
+        workload = self._workload()
         reference, contenders = self._contenders(workload)
-        rates = {"gemm_gflops": gemm_gflops(), "copy_gbytes": copy_gbytes()}
+        device = reference.trainer.precision.device
+        rates = {"gemm_gflops": gemm_gflops(device=device), "copy_gbytes": copy_gbytes(device=device)}
         with report.progress_bar() as progress:
             task = progress.add_task(f"{self.workload}, batch {workload.batch_size}", total=self.steps)
             measure(reference, contenders, self.steps, lambda: progress.advance(task))
-        shapes, training = workload_shapes(workload, self.seed)
+        shapes, training = workload_shapes(workload, self.seed, device)
         work = factored_work(shapes, training, workload.batch_size)
         work |= _rows_work(contenders, shapes, training, workload.batch_size)
         runs = [reference, *contenders]
@@ -117,6 +134,8 @@ class StepTime(Common):
         data = {
             "workload": self.workload,
             "batch_size": workload.batch_size,
+            "device": self.device,
+            "amp": self.amp,
             "training_gflop": training / 1e9,
             "factor_bytes": flops.factor_bytes(shapes),
             **{name: asdict(rate) for name, rate in rates.items()},
@@ -124,6 +143,11 @@ class StepTime(Common):
         }
         report.save(self.out_dir, f"step-time-{self.workload}", _tables(data), data)
         return 0
+
+    def _workload(self) -> Workload:
+        if self.random:
+            return random_workload(self.workload, self.size, self.batch_size)
+        return make_workload(self.workload, self.data_dir, self.size, self.batch_size)
 
     def _contenders(self, workload: Workload) -> tuple[Contender, list[Contender]]:
         """Build the reference and the optimizers to time.
@@ -144,7 +168,26 @@ class StepTime(Common):
                 fill_windows(contenders[-1].trainer.optimizer, self.seed)
             else:
                 contenders.append(self._contender(workload, name, {}))
+        if self.peer_path:
+            contenders.append(self._peer(workload))
         return self._contender(workload, "sgd", {}), contenders
+
+    def _peer(self, workload: Workload) -> Contender:
+        """Build the K-FAC of kfac-pytorch, whose steps are of the same classes as those of ours.
+
+        Args:
+            workload: What to train.
+
+        Returns:
+            The optimizer, ready to be timed.
+        """
+        changes = dict(
+            zip(("factor_update_steps", "inv_update_steps"), (MEASURED.factor, MEASURED.refresh), strict=True)
+        )
+        peer = PEERS["kfac_pytorch"]
+        make = partial(peer.build, workload=self.workload, changes=changes)
+        trainer = Trainer(peer.label, workload, make, self.seed, device=self.device, amp=self.amp)
+        return Contender(trainer, "eigen")
 
     def _family(self, workload: Workload, name: MethodName) -> list[Contender]:
         """Build the ways of a method whose steps are of several classes.
@@ -182,20 +225,24 @@ class StepTime(Common):
         method = METHODS[name]
         make = partial(method.build, workload=self.workload, changes=changes)
         closure = method.needs_closure(self.workload, changes)
-        return Contender(Trainer(label or method.label, workload, make, self.seed, closure=closure))
+        trainer = Trainer(
+            label or method.label, workload, make, self.seed, closure=closure, device=self.device, amp=self.amp
+        )
+        return Contender(trainer)
 
 
-def workload_shapes(workload: Workload, seed: int) -> tuple[list[LayerShape], int]:
+def workload_shapes(workload: Workload, seed: int, device: torch.device = CPU) -> tuple[list[LayerShape], int]:
     """Return the layers of a workload, and count the FLOPs of one training step.
 
     Args:
         workload: What is trained.
         seed: Seed of the model and the batch.
+        device: Where the step is taken.
 
     Returns:
         Shapes of the layers, and the FLOPs of forward and backward pass.
     """
-    model, batch = workload.build_model(seed), next(workload.batches(seed))
+    model, batch = workload.build_model(seed).to(device), moved(next(workload.batches(seed)), device)
     shapes = flops.layer_shapes(model, lambda: workload.loss(model, batch))
     return shapes, flops.counted_flops(lambda: torch.autograd.backward(workload.loss(model, batch)))
 
@@ -284,6 +331,8 @@ def _figures(
             entry["extra_seconds"] = (entry["ratio"] - 1) * sgd
             entry["floor_seconds"] = extra / (gemm.median * 1e9)
         figures["amortised"][intervals.name if run.scheme else "every step"] = entry
+    if run.measured == MEASURED and isinstance(run.trainer.optimizer, FactoredOptimizer):
+        figures["stages"] = stage_figures(run, work[str(run.scheme)], gemm)
     return figures
 
 
@@ -297,13 +346,13 @@ def _tables(data: dict[str, Any]) -> list[Table]:
         The tables.
     """
     results = data["results"]
-    threads = torch.get_num_threads()
+    where = f"Threads: {torch.get_num_threads()}." if data["device"] == "cpu" else f"Device: {data['device']}."
     caption = (
         "Ratios to SGD's interleaved steps: of medians (of minima). Floor: FLOPs over those of SGD's step, "
         f"{data['training_gflop']:.1f} GFLOP. Beyond SGD: ms a step, and what its FLOPs take at the measured rate of "
         "matrix products, "
         f"{data['gemm_gflops']['median']:.0f} GFLOP/s (best {data['gemm_gflops']['best']:.0f}). "
-        f"Copying: {data['copy_gbytes']['median']:.1f} GB/s. Threads: {threads}."
+        f"Copying: {data['copy_gbytes']['median']:.1f} GB/s. {where}"
     )
     title = f"{data['workload']}, batch {data['batch_size']}: step times"
     times = report.make_table(title, TIME_COLUMNS, [row for r in results for row in _time_rows(r)], caption)
@@ -317,7 +366,8 @@ def _tables(data: dict[str, Any]) -> list[Table]:
         f"State beside parameters and gradients; the factors alone are {_mb(data['factor_bytes'])}. Peak: what torch "
         "allocates in a step above the level between steps, gradients included, scratch memory of oneDNN and MKL not.",
     )
-    return [times, memory]
+    stages = [stage_table(results)] if any("stages" in r for r in results) else []
+    return [times, *stages, memory]
 
 
 def _time_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:

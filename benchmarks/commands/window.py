@@ -11,7 +11,7 @@ import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
@@ -28,7 +28,7 @@ from benchmarks.runner import memory_usage
 from benchmarks.shapes import SizeName, count, shapes_of
 from secondorder import MFAC
 
-StorageName = Literal["dense", "dense-bf16", "topk", "topk-bf16", "topk-bf16-4bit", "lowrank"]
+StorageName = Literal["dense", "dense-bf16", "topk", "topk-bf16", "topk-bf16-4bit", "lowrank", "topk-triton"]
 
 STORAGES: dict[StorageName, Settings] = {
     "dense": {},
@@ -37,8 +37,11 @@ STORAGES: dict[StorageName, Settings] = {
     "topk-bf16": {"density": 0.01, "value_dtype": "bfloat16"},
     "topk-bf16-4bit": {"density": 0.01, "value_dtype": "bfloat16", "error_bits": 4},
     "lowrank": {"rank": 4},
+    "topk-triton": {"density": 0.01, "kernels": "triton"},
 }
 """Keywords of each way to keep rows, as ``--set`` of ``train`` takes them."""
+ANYWHERE: tuple[StorageName, ...] = tuple(name for name, words in STORAGES.items() if words.get("kernels") != "triton")
+"""Those that need no GPU."""
 
 _ROWS = 1024
 _DENSE_ROWS: dict[SizeName, int] = {"autoencoder": 512, "large": 128, "resnet50": 128}
@@ -55,8 +58,8 @@ class Window(Alone):
 
     sizes: tuple[SizeName, ...] = ("resnet20", "autoencoder", "large")
     """Whose parameters; large is ResNet-18 and resnet50 ResNet-50, for ImageNet."""
-    storages: tuple[StorageName, ...] = get_args(StorageName)
-    """How rows are kept."""
+    storages: tuple[StorageName, ...] = ANYWHERE
+    """How rows are kept; topk-triton is for a GPU."""
     window_size: int | None = None
     """Rows; unset: 1024, but of dense ones 512 for the autoencoder and 128 for large and resnet50."""
     steps: int = 20

@@ -126,11 +126,15 @@ def add_to_diagonal(x: Tensor, value: Tensor, diagonal: bool = False) -> Tensor:
 
 
 def solve_factored(grad: Tensor, inverse_a: Tensor, inverse_g: Tensor, workspace: Workspace) -> Tensor:
-    """``G⁻¹ grad A⁻¹`` from the inverses of the damped factors ``[..., n, n]``, or of diagonal ones ``[..., n]``."""
+    """``G⁻¹ grad A⁻¹`` from the inverses of the damped factors ``[..., n, n]``, or of diagonal ones ``[..., n]``.
+
+    Returns:
+        The solution, not memory of the workspace: the next block overwrites that.
+    """
     if inverse_g.dim() < grad.dim():
         grad = grad * inverse_g[..., :, None]
     else:
         grad = product(aligned(inverse_g, workspace), grad, workspace)
     if inverse_a.dim() < grad.dim():
         return grad * inverse_a[..., None, :]
-    return product(grad, aligned(inverse_a, workspace), workspace)
+    return product(grad, aligned(inverse_a, workspace))

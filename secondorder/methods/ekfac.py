@@ -481,7 +481,7 @@ class EKFAC(RoutingOptimizer):
             state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))
 
     # ------------------------------------------------------------------ refresh
-    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+    def refresh_some(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Bring the bases of some blocks up to date, and their scales into the new bases."""
         found = self.new_bases(blocks, host_checks)
         ok = joint_ok(found, blocks)

@@ -276,7 +276,7 @@ class KFAC(FactoredOptimizer):
         # Both factors diagonal: there are no inverses, and the factors themselves precondition.
         return group["inverse_method"] == "cholesky" and self._is_entrywise(block)
 
-    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+    def refresh_some(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Factorise the factors of some blocks; one that fails keeps its last good result."""
         ok: dict[Block, Tensor] = {}
         for method, work in (("eigen", self.refresh_bases), ("cholesky", self._invert)):

@@ -18,6 +18,7 @@ from benchmarks.recipes import METHODS, VARIANTS
 from benchmarks.runner import optimizer_bytes
 from benchmarks.settings import parse_settings
 from benchmarks.workloads import WORKLOADS, cifar
+from benchmarks.workloads.random_data import random_workload
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +78,50 @@ def test_kernel_measures_kernel_and_projection(tmp_path, capsys):
     (result,) = json.loads((tmp_path / "kernel.json").read_text())["results"]
     assert (result["rank"], result["d_i"], result["d_o"]) == (8, 6, 4)
     assert min(result["kernel_seconds"], result["kernel_ratio"], result["projection_ratio"]) > 0
+
+
+def test_gpu_tries_itself_out_on_the_cpu(tmp_path, capsys):
+    words = ["gpu", "--device", "cpu", "--size", "smoke", "--steps", "10", "--out-dir", str(tmp_path)]
+    assert _run(*words, "--parts", "checks", "windows", "gpt2_small", "stacks") == 0
+    told = json.loads((tmp_path / "gpu.json").read_text())
+    assert [(part, outcome) for part, _, outcome in told["parts"]] == [
+        (part, "done") for part in ("checks", "windows", "gpt2_small", "stacks")
+    ]
+    found = json.loads((tmp_path / "gpu-checks.json").read_text())["checks"]
+    assert {check["passed"] for check in found if "as on the CPU" in check["what"]} == {True}
+    assert {check["passed"] for check in found if "waits" in check["what"]} == {None}
+    steps = json.loads((tmp_path / "step-time-gpt2_small.json").read_text())
+    assert steps["amp"] == "bfloat16"
+    stages = next(result for result in steps["results"] if result["label"] == "KFAC eigen")["stages"]
+    assert set(stages) == {"precondition", "capture", "refresh"}
+    assert all(stage["seconds"] > 0 and stage["flops"] > 0 for stage in stages.values())
+    assert "What holds on this device" in capsys.readouterr().out
+
+
+def test_gpu_goes_on_after_a_part_that_fails(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("benchmarks.device_checks._as_on_cpu", fail)
+    monkeypatch.setattr("benchmarks.commands.gpu.Window.run", fail)
+    words = ["gpu", "--device", "cpu", "--size", "smoke", "--out-dir", str(tmp_path)]
+    assert _run(*words, "--parts", "checks", "windows", "stacks") == 1
+    outcomes = [outcome for *_, outcome in json.loads((tmp_path / "gpu.json").read_text())["parts"]]
+    assert outcomes == ["a check did not pass", "RuntimeError: out of memory", "done"]
+    assert main(["gpu", "--device", "cuda:0"]) == (2 if not torch.cuda.is_available() else 0)
+    assert _run(*words, "--parts", "stacks", "--minutes", "-1") == 0
+    assert "no time left" in capsys.readouterr().out
+
+
+def test_random_batches_have_the_published_shapes():
+    pictures, labels = next(random_workload("resnet50", "paper", batch_size=2).batches(0))
+    assert pictures.shape == (2, 3, 224, 224)
+    assert labels.shape == (2,)
+    tokens, targets = next(random_workload("gpt2_small", "paper", batch_size=3).batches(0))
+    assert tokens.shape == targets.shape == (3, 1024)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    with pytest.raises(ValueError, match="for resnet50 and gpt2_small only, not for digits"):
+        random_workload("digits", "smoke")
 
 
 def test_train_takes_settings(tmp_path, capsys):

@@ -1,0 +1,95 @@
+"""Stages of a step of K-FAC and EK-FAC, each beside the time that its own FLOPs take at the rate of large products."""
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks import report
+from benchmarks.contender import Contender
+from benchmarks.machine import Rate
+from benchmarks.timing import StepClass, Work
+from secondorder import SecondOrderOptimizer
+from secondorder.diagnostics import StageClock
+
+ROUNDS = 3
+"""Refresh intervals of steps that are looked into."""
+SHOWN: Mapping[str, StepClass] = {"precondition": "plain", "capture": "factor", "refresh": "refresh"}
+"""The stages that FLOPs set a floor for, and the class of steps that is looked into for each."""
+COLUMNS = ("optimizer", "stage", "GFLOP", "ms", "floor ms", "ratio")
+
+
+def stage_times(run: Contender) -> dict[str, float]:
+    """Take further steps and look into them.
+
+    Args:
+        run: An optimizer with curvature of layers.
+
+    Returns:
+        Median seconds of each stage of :data:`SHOWN`.
+    """
+    optimizer = run.trainer.optimizer
+    assert isinstance(optimizer, SecondOrderOptimizer)
+    clock = StageClock(run.trainer.precision.device)
+    times: dict[str, list[float]] = {stage: [] for stage in SHOWN}
+    optimizer.time_stages(clock)
+    try:
+        for _ in range(ROUNDS * run.measured.refresh):
+            kind = run.next_class
+            run.step(record=False)
+            found = clock.last_step()
+            for stage, shown in SHOWN.items():
+                if kind == shown:
+                    times[stage].append(found.get(stage, 0.0) / 1e3)
+    finally:
+        optimizer.time_stages(None)
+    return {stage: statistics.median(values) for stage, values in times.items() if values}
+
+
+def stage_figures(run: Contender, work: Work, gemm: Rate) -> dict[str, dict[str, float]]:
+    """Compare the stages of a step with their floors.
+
+    Args:
+        run: An optimizer with curvature of layers.
+        work: Its FLOPs.
+        gemm: Measured rate of matrix products.
+
+    Returns:
+        FLOPs, seconds and floor by stage.
+    """
+    # Of a product of a matrix with itself one triangle is enough.
+    flops = {"precondition": work.precondition, "capture": work.factor // 2, "refresh": work.refresh}
+    return {
+        stage: {"flops": flops[stage], "seconds": spent, "floor": flops[stage] / (1e9 * gemm.median)}
+        for stage, spent in stage_times(run).items()
+    }
+
+
+def stage_table(results: list[dict[str, Any]]) -> Table:
+    """Return the table of stages.
+
+    Args:
+        results: Figures of optimizers, each with its ``label`` and ``stages``.
+
+    Returns:
+        The table.
+    """
+    rows = [
+        (
+            result["label"] if not index else "",
+            stage,
+            f"{found['flops'] / 1e9:.2f}",
+            f"{1e3 * found['seconds']:.2f}",
+            f"{1e3 * found['floor']:.2f}",
+            f"{found['seconds'] / found['floor']:.2f}",
+        )
+        for result in results
+        for index, (stage, found) in enumerate(result.get("stages", {}).items())
+    ]
+    caption = (
+        "Medians. Floor: the FLOPs of the stage at the measured rate of matrix products; of the products behind the "
+        "factors one triangle counts. Capture is of a step that updates factors, and includes what EK-FAC's scale "
+        "needs of the backward pass."
+    )
+    return report.make_table("Stages of a step", COLUMNS, rows, caption)

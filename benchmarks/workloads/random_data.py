@@ -1,0 +1,87 @@
+"""Workloads of published shapes on random numbers, for the time of a step where no data is at hand."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.workloads.base import Batch, Size, Workload
+from benchmarks.workloads.gpt2 import GPT2
+from benchmarks.workloads.imagenet import ResNet50
+
+_VOCABULARY = 50_257  # byte pairs of GPT-2
+
+
+@dataclass(frozen=True)
+class RandomResNet50(ResNet50):
+    """ResNet-50 on normal random numbers for pictures."""
+
+    def batches(self, seed: int, skip: int = 0, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+        """Yield one random batch for ever: what a step costs does not depend on it.
+
+        Args:
+            seed: Seed of the numbers.
+            skip: Without meaning here.
+            rank: Likewise.
+            ranks: Equal shares that a batch is divided into.
+
+        Yields:
+            Pictures ``[batch / ranks, 3, side, side]`` and labels.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        count = self.batch_size // ranks
+        pictures = torch.randn(count, 3, self.side, self.side, generator=generator)
+        labels = torch.randint(self.classes, (count,), generator=generator)
+        while True:
+            yield pictures, labels
+
+
+@dataclass(frozen=True)
+class RandomGPT2(GPT2):
+    """GPT-2 on random tokens."""
+
+    tokens: int = _VOCABULARY
+    """Number of different tokens."""
+
+    def batches(self, seed: int) -> Iterator[Batch]:
+        """Yield one random batch for ever: what a step costs does not depend on it.
+
+        Args:
+            seed: Seed of the numbers.
+
+        Yields:
+            Tokens and targets ``[batch, context]``.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        text = torch.randint(self.tokens, (self.batch_size, self.context + 1), generator=generator)
+        while True:
+            yield text[:, :-1], text[:, 1:]
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.tokens
+
+
+def random_workload(name: str, size: Size, batch_size: int | None = None) -> Workload:
+    """Return a workload that needs no data.
+
+    Args:
+        name: ``"resnet50"`` or ``"gpt2_small"``.
+        size: Of the model.
+        batch_size: Another batch size than that of the size.
+
+    Returns:
+        The workload.
+
+    Raises:
+        ValueError: For another name.
+    """
+    kinds: dict[str, type[RandomResNet50 | RandomGPT2]] = {"resnet50": RandomResNet50, "gpt2_small": RandomGPT2}
+    if name not in kinds:
+        raise ValueError(f"random batches are made for {' and '.join(kinds)} only, not for {name}")
+    kind = kinds[name]
+    found = {"smoke": kind.smoke, "cpu": kind, "paper": kind.paper}[size](Path())
+    if isinstance(found, RandomGPT2) and size == "smoke":
+        found = replace(found, tokens=64)
+    return found if batch_size is None else replace(found, batch_size=batch_size)
