@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
-        "routing", "rebasing", "factored", "factorising", "observing", "switched", "rowwise", "switching", "trial",
+        "scaling", "rebasing", "factored", "factorising", "observing", "switched", "rowwise", "switching", "trial",
         "layerwise", "capturing", "windowed", "units", "optimizer", "lifecycle",
         "curvature", "linalg", "options", "comm",
     },
@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "substituting": {"rowwise", "factorising", "lifecycle", "curvature", "linalg"},
     "rowwise": {"observing", "layerwise", "lifecycle", "comm", "curvature", "linalg"},
     "observing": {"adaptive", "layerwise", "lifecycle", "curvature", "options"},
+    "scaling": {"routing", "lifecycle", "curvature", "linalg"},
     "routing": {"rebasing", "comm", "lifecycle", "curvature", "linalg"},
     "rebasing": {"factored", "factorising", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
