@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; processes × threads would crawl otherwise
@@ -44,7 +46,7 @@ def pool(request: pytest.FixtureRequest) -> "Iterator[Pool]":
 ONE_IN = {
     "test_shards_equal_the_joined_batch": 13,
     "test_every_kind_of_layer": 6,
-    "test_bytes_sent": 16,
+    "test_bytes_sent": 32,
     "test_a_rank_plans_the_world_it_is_in": 8,
     "test_replicas_are_equal_for_200_steps": 6,
     "test_a_repeated_run_has_the_same_bits": 12,
@@ -102,6 +104,60 @@ ONE_IN = {
 }
 
 
+#: Grids of cases in one process that together take seconds: a third is run by default, chosen by name.
+GRIDS = {
+    "test_a_checkpoint_decides_the_mode", "test_a_missing_gradient_is_a_zero_slice_of_the_row",
+    "test_a_mode_that_changed_goes_with_the_checkpoint", "test_a_plain_step_subtracts_them",
+    "test_a_rank_that_ends_early_takes_the_steps_of_the_others", "test_a_recipe_takes_steps",
+    "test_a_run_resumes_to_the_bit_while_a_refresh_is_under_way", "test_a_shut_gate_keeps_every_bit",
+    "test_a_whole_checkpoint_loads_in_every_world", "test_a_window_of_another_length_loads",
+    "test_another_window_size_keeps_the_newest_rows", "test_attached_copy_goes_on_exactly",
+    "test_average_beside_the_training", "test_average_refresh_and_transport_against_a_dense_restatement",
+    "test_bad_value_in_a_group_is_refused_too", "test_batch_that_overflows_drops_the_step",
+    "test_block_steps_are_as_long_as_the_rules", "test_both_kinds_of_zero_grad_train_alike",
+    "test_burn_in_keeps_everything", "test_bytes_stored", "test_checkpoints_of_either_storage_are_taken",
+    "test_choice_of_rows_comes_from_the_checkpoint", "test_choices_of_the_estimate",
+    "test_coefficients_and_step_are_those_of_a_dense_solve", "test_copied_window_goes_on_without_attach",
+    "test_curvature_is_at_least_single_precision", "test_curvature_is_what_the_formula_says",
+    "test_curvature_that_is_observed", "test_decay_per_step",
+    "test_direction_is_the_dense_solve_with_this_batch_s_factors",
+    "test_equal_micro_batches_with_the_loss_over_their_number", "test_equals_adamw",
+    "test_equals_adamw_with_its_own_betas_and_eps", "test_equals_sgd",
+    "test_every_choice_changes_the_steps_on_some_task", "test_every_rank_goes_on_exactly_with_what_it_saved",
+    "test_every_rank_resumes_from_its_own_part_bit_for_bit", "test_every_rule", "test_every_storage_and_partition",
+    "test_every_variant_and_task", "test_first_direction_is_the_methods", "test_for_every_variant_and_task",
+    "test_forms_of_ddp", "test_formula_over_groups", "test_forwards_without_backward_keep_nothing",
+    "test_grid_of_padding_stride_dilation_groups_bias", "test_is_adamw_fed_with_directions",
+    "test_kinds_are_the_documented_ones_and_sum_to_the_total", "test_layers", "test_loss_scale_of_a_grad_scaler",
+    "test_lr_as_a_tensor_of_one_dimension", "test_maximizing_the_negative_is_minimizing",
+    "test_micro_batches_without_synchronization", "test_model_with_every_layer_skipped", "test_momentum_on_gradients",
+    "test_no_choice_waits_for_the_device", "test_no_sync_for_every_variant_and_task", "test_no_sync_under_every_rule",
+    "test_no_temporary_is_larger_than_a_gradient", "test_non_contiguous_gradients",
+    "test_nothing_of_a_batch_outlives_its_step", "test_one_bad_number_drops_the_step", "test_one_of_a_thousand",
+    "test_operators_do_not_grow_with_the_window", "test_outputs_and_gradients_are_torchs",
+    "test_owners_estimate_from_their_own_examples", "test_parameters_smaller_and_larger_than_a_block",
+    "test_partial_checkpoint_loads_twice_alike", "test_partial_checkpoints", "test_products_in_chunks",
+    "test_ranks_that_are_not_alike_are_refused_everywhere", "test_resume_is_bit_exact", "test_resume_is_exact",
+    "test_resume_is_exact_beside_a_frozen_parameter", "test_resume_is_exact_in_low_precision",
+    "test_resume_is_exact_mid_interval", "test_resume_is_exact_under_every_rule",
+    "test_scheduler_sets_what_it_sets_for_sgd", "test_state_dict_is_deterministic",
+    "test_state_goes_from_one_optimizer_to_another", "test_state_holds_tensors_and_ints_under_string_keys",
+    "test_statistics_of_a_summed_loss", "test_steps_that_are_judged_by_their_loss",
+    "test_strategy_averages_gradients_itself", "test_table_of_the_newest_row", "test_teacher_in_the_loss",
+    "test_temporaries_stay_below_chunk_bytes", "test_tensor_equals_float", "test_tensor_lr_stays_on_its_device",
+    "test_the_direction_never_climbs", "test_the_factors_of_one_step_are_adopted_a_fixed_number_of_steps_later",
+    "test_the_gram_matrix_is_that_of_the_stored_rows", "test_the_mean_over_draws_is_the_exact_fisher",
+    "test_the_scales_of_ekfac", "test_through_files_without_a_process_group", "test_tiny_batches",
+    "test_training_is_what_it_is_on_a_device_that_has_all", "test_trains",
+    "test_uncovered_parameter_beside_covered_ones", "test_under_every_rule",
+    "test_unequal_batches_are_weighted_by_their_examples", "test_unequal_micro_batches_with_properly_weighted_losses",
+    "test_update_errors", "test_weights_of_batches", "test_what_is_stored_does_not_depend_on_the_world",
+    "test_window_sizes_of_mfac", "test_window_takes_complex_numbers_as_pairs", "test_without_momentum_the_two_agree",
+    "test_wrong_checkpoint_is_refused_by_name_and_changes_nothing", "test_zero_gradients_after_training_change_nothing",
+    "test_zero_gradients_of_a_real_backward_change_nothing",
+}  # fmt: skip
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most cases of long tests as slow, and skip tests marked ``gpu`` on a machine without a CUDA device."""
@@ -114,11 +170,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] = seen.get(name, -1) + 1
             if seen[name] % ONE_IN[name]:
                 item.add_marker(pytest.mark.slow)
+    _thin_out(items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _thin_out(items: list[pytest.Item]) -> None:
+    """Mark two thirds of each grid, of every method in it, as slow: by a hash, so that no dimension is always alike."""
+    grids: dict[tuple[Path, str, str], list[pytest.Item]] = {}
+    for item in items:
+        name = getattr(item, "originalname", None) or item.name
+        if name in GRIDS and not item.get_closest_marker("slow"):
+            case = getattr(item, "callspec", None)
+            method = getattr(case.params.get("method"), "name", "") if case else ""
+            grids.setdefault((item.path, name, method), []).append(item)
+    for cases in grids.values():
+        cases.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        for item in cases[-(-len(cases) // 3) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
