@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from secondorder.curvature.adapters import norms
 from tests.layers.reference import follows_fallback, step_of, train
 from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
 from tests.oracle.models import seeded_build
@@ -364,3 +365,18 @@ def test_relative_damping_is_relative_to_the_steepest_unit():
     for unit, block in enumerate(blocks):
         expected = torch.linalg.solve(block + damping * eye, torch.stack([weight[unit], bias[unit]]))
         assert_close(torch.stack([dw[unit], db[unit]]), expected, 1e-8)
+
+
+@pytest.mark.parametrize("cached", [1, 1 << 12, 1 << 30])
+@pytest.mark.parametrize("folds", [1, 3])
+def test_sums_of_a_batch_norm_in_parts(cached: int, folds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its inputs lie far from zero, too; by the definition, position by position."""
+    monkeypatch.setattr(norms, "_CACHED", cached)
+    adapter = norms.BatchNormAdapter(nn.BatchNorm2d(5), True, True)
+    x = 30 + torch.randn(4 * folds, 5, 6, 7)
+    g = torch.randn(4 * folds, 5, 6, 7)
+    wide = x.double()
+    mean, variance = wide.mean((0, 2, 3), keepdim=True), wide.var((0, 2, 3), correction=0, keepdim=True)
+    terms = g.double() * (wide - mean) / (variance + 1e-5).sqrt()
+    wanted = terms.sum((2, 3)).view(4, folds, 5).sum(1)
+    torch.testing.assert_close(adapter.scaled_sums(g, x, 4).double(), wanted, rtol=1e-4, atol=1e-4)

@@ -114,12 +114,13 @@ class ConvAdapter(Adapter):
 
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
         x = self._batched(x)
-        folds = positions_of(x, examples)
+        folds, sizes = positions_of(x, examples), self.output_size(x)
         # A sum over all windows is one along each axis after the other, of k shifted slices: no patch is made.
-        sums = self._padded(x)
-        for size, k, s, d in zip(self.output_size(x), self.kernel, self.stride, self.dilation, strict=True):
-            slices = [sums[:, :, d * i : d * i + (size - 1) * s + 1 : s].sum(2) for i in range(k)]
-            sums = torch.stack(slices, -1)
+        sums = x if self._pads_zeros else self._padded(x)
+        for axis, size in enumerate(sizes):
+            before = self.padding[axis][0] if self._pads_zeros else 0
+            firsts = [i * self.dilation[axis] - before for i in range(self.kernel[axis])]
+            sums = _shifted_sums(sums, 2 + axis, firsts, size, self.stride[axis])
         sums = sums.reshape(examples, folds, self.groups, self.d_in).sum(1)
         return self._group_major(sums), self.row_count(x) // examples
 
@@ -158,6 +159,34 @@ class ConvAdapter(Adapter):
         for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
         return x.reshape(x.shape[0], self.groups, x.shape[1] // self.groups, *x.shape[2:])
+
+
+def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int) -> Tensor:
+    """Replace a dimension by the sums over the places along it that each entry of a kernel visits.
+
+    Args:
+        x: The input, without the zeros around it.
+        dim: The dimension.
+        firsts: First place of each entry, negative in the zeros before the input.
+        size: Number of places of each.
+        stride: Between two places.
+
+    Returns:
+        The sums, an entry each along ``dim``.
+    """
+    length, found = x.shape[dim], []
+    whole = x.sum(dim) if stride == 1 and len(firsts) > 1 else None
+    for first in firsts:
+        last = first + (size - 1) * stride + 1
+        head, tail = max(first, 0), max(length - last, 0)
+        if whole is None or 2 * (head + tail) > length:
+            start = first if first >= 0 else first % stride
+            places = slice(start, max(last, start), stride)
+            found.append(x[(slice(None),) * dim + (places,)].sum(dim))
+        else:  # all but a few: from one pass over the input for all entries
+            rest = x.narrow(dim, 0, head).sum(dim) + x.narrow(dim, length - tail, tail).sum(dim) if head + tail else 0
+            found.append(whole - rest)
+    return torch.stack(found, dim)
 
 
 def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axis: int) -> tuple[int, int]:

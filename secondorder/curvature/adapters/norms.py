@@ -18,6 +18,9 @@ from torch.nn import functional as F
 from secondorder.curvature.layers import Adapter, positions_of, split_examples, widened
 from secondorder.linalg import Workspace
 
+#: Bytes of temporaries that stay in a core's cache.
+_CACHED = 1 << 19
+
 
 class NormAdapter(Adapter):
     """Scale and shift of C units: matrices ``[C, k, 1]``, k of the two being trained.
@@ -61,6 +64,10 @@ class NormAdapter(Adapter):
     def normalized(self, x: Tensor) -> Tensor:
         """x̂, the output of the layer with weight 1 and bias 0, of at least float32."""
 
+    def scaled_sums(self, g: Tensor, x: Tensor, examples: int) -> Tensor:
+        """``Σ_s g x̂ [N, C]`` over the positions of each example, from g of at least float32."""
+        return self.sum_positions(g * self.normalized(x), examples)
+
     @abstractmethod
     def sum_positions(self, x: Tensor, examples: int) -> Tensor:
         """Sum over the positions of each example, ``[N, C]``.
@@ -81,7 +88,7 @@ class NormAdapter(Adapter):
         parts = []
         if self.has_weight:
             assert x is not None
-            parts.append(self.sum_positions(g * self.normalized(x), examples))
+            parts.append(self.scaled_sums(g, x, examples))
         if self.has_bias:
             parts.append(self.sum_positions(g, examples))
         by_unit = torch.stack(parts, -1)  # [N, C, k]
@@ -188,6 +195,19 @@ class BatchNormAdapter(ChannelNormAdapter):
 
     def normalized(self, x: Tensor) -> Tensor:
         return F.batch_norm(widened(x), None, None, training=True, eps=self._eps)
+
+    def scaled_sums(self, g: Tensor, x: Tensor, examples: int) -> Tensor:
+        """As in the base class, without x̂: some examples at a time, so that nothing as large as x is made."""
+        dims, folds = (0, *range(2, x.dim())), positions_of(x, examples)
+        rows = folds * max(1, _CACHED // (4 * math.prod(x.shape[1:]) * folds)) if x.device.type == "cpu" else len(x)
+        mean = x.mean(dims, keepdim=True, dtype=g.dtype)
+        squares, found = torch.zeros(self.units, dtype=g.dtype, device=x.device), []
+        for part, gradient in zip(x.split(rows), g.split(rows), strict=True):
+            centred = part - mean
+            found.append(self.sum_positions(gradient * centred, len(part) // folds))
+            squares += centred.square_().sum(dims)
+        deviation = (squares / (x.numel() // self.units) + self._eps).sqrt()
+        return torch.cat(found) / deviation
 
 
 class GroupNormAdapter(ChannelNormAdapter):
