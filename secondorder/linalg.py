@@ -23,8 +23,11 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 _JITTER = 1e-6
 #: Largest accepted error of ``Q Qᵀ v = v`` for a probe vector of unit entries, by precision.
 _ORTHOGONALITY = {torch.float32: 1e-3, torch.float64: 1e-8}
-#: Columns of one strip of a blocked Gram product, below a width and beyond; two of them are the least that pays.
-_STRIP, _WIDE_STRIP, _WIDE = 64, 128, 1024
+#: Columns of one strip of a Gram product on a CPU, up to a width and beyond; four of the narrow ones are the least that
+#: pays. Wide products take so many rows at a time: the strips read them again, from a cache.
+_STRIP, _WIDE_STRIP, _WIDE, _ROWS = 32, 128, 256, 1024
+#: On other devices, where a product has to be large to be fast.
+_DEVICE_STRIP = 1024
 #: Elements to which rows are aligned.
 _ALIGNMENT = 16
 
@@ -179,20 +182,23 @@ def add_gram_(out: Tensor, rows: Tensor) -> None:
     if rows.dim() == 3:
         out.baddbmm_(rows.mT, rows)
         return
-    d = rows.shape[1]
-    strip = d if d < 2 * _STRIP else _STRIP if d < _WIDE else _WIDE_STRIP
-    for start in range(0, d, strip):
-        stop = min(start + strip, d)
-        out[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
+    d, host = rows.shape[1], _is_on_host(rows)
+    strip = (_STRIP if d <= _WIDE else _WIDE_STRIP) if host else _DEVICE_STRIP
+    strip = d if d < 4 * strip and not (host and d > _WIDE) else strip
+    for part in rows.split(_ROWS) if host and d > _WIDE else (rows,):
+        for start in range(0, d, strip):
+            stop = min(start + strip, d)
+            out[start:stop, start:].addmm_(part[:, start:stop].T, part[:, start:])
 
 
 def mirror_upper_(x: Tensor) -> Tensor:
     """Copy the upper triangle of ``[..., n, n]`` onto the lower one, in place."""
     n = x.shape[-1]
     if n > 1:
+        strip = _WIDE_STRIP if _is_on_host(x) else _DEVICE_STRIP
         # Strip by strip, so that the temporary stays small beside the matrix.
-        for start in range(0, n, _WIDE_STRIP):
-            stop = min(start + _WIDE_STRIP, n)
+        for start in range(0, n, strip):
+            stop = min(start + strip, n)
             diagonal = x[..., start:stop, start:stop]
             diagonal.copy_(diagonal.triu() + diagonal.triu(1).mT)
             x[..., stop:, start:stop] = x[..., start:stop, stop:].mT

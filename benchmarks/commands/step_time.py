@@ -60,7 +60,13 @@ class _Family:
     reported: tuple[Intervals, ...] = REPORTED
 
 
-_FACTORED: Settings = {"factor_update_steps": MEASURED.factor, "inv_update_steps": MEASURED.refresh}
+# All examples and positions enter, whatever a recipe samples: the floors count them all.
+_FACTORED: Settings = {
+    "factor_update_steps": MEASURED.factor,
+    "inv_update_steps": MEASURED.refresh,
+    "factor_batch_size": None,
+    "factor_positions": None,
+}
 # In the other recipes of EKFAC the momentum comes before the preconditioning, and excludes a graft.
 _FAMILIES: dict[MethodName, _Family] = {
     "kfac": _Family("kfac", "inverse_method", ("cholesky", "eigen"), _FACTORED),
