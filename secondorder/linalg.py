@@ -23,9 +23,8 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 _JITTER = 1e-6
 #: Largest accepted error of ``Q Qᵀ v = v`` for a probe vector of unit entries, by precision.
 _ORTHOGONALITY = {torch.float32: 1e-3, torch.float64: 1e-8}
-#: Columns of one strip of a Gram product on a CPU, up to a width and beyond; four of the narrow ones are the least that
-#: pays. Wide products take so many rows at a time: the strips read them again, from a cache.
-_STRIP, _WIDE_STRIP, _WIDE, _ROWS = 32, 128, 256, 1024
+#: Columns of one strip of a blocked Gram product on a CPU, below a width and beyond; two are the least that pays.
+_STRIP, _WIDE_STRIP, _WIDE = 64, 128, 1024
 #: On other devices, where a product has to be large to be fast.
 _DEVICE_STRIP = 1024
 #: Elements to which rows are aligned.
@@ -182,13 +181,12 @@ def add_gram_(out: Tensor, rows: Tensor) -> None:
     if rows.dim() == 3:
         out.baddbmm_(rows.mT, rows)
         return
-    d, host = rows.shape[1], _is_on_host(rows)
-    strip = (_STRIP if d <= _WIDE else _WIDE_STRIP) if host else _DEVICE_STRIP
-    strip = d if d < 4 * strip and not (host and d > _WIDE) else strip
-    for part in rows.split(_ROWS) if host and d > _WIDE else (rows,):
-        for start in range(0, d, strip):
-            stop = min(start + strip, d)
-            out[start:stop, start:].addmm_(part[:, start:stop].T, part[:, start:])
+    d = rows.shape[1]
+    strip = (_STRIP if d < _WIDE else _WIDE_STRIP) if _is_on_host(rows) else _DEVICE_STRIP
+    strip = strip if d >= 2 * strip else d
+    for start in range(0, d, strip):
+        stop = min(start + strip, d)
+        out[start:stop, start:].addmm_(rows[:, start:stop].T, rows[:, start:])
 
 
 def mirror_upper_(x: Tensor) -> Tensor:

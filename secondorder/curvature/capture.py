@@ -342,12 +342,13 @@ class Capture(Observation):
             self.scale_is_unknown = True
             self.leave_out(UNKNOWN)
         adapter = self.sites[index].adapter
-        keep, shared = None, False
+        keep, shared, unclear = None, False, False
         if current is not None:
             x, g = current.lay_out(x, g, adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
+            unclear = current.is_unclear(g, adapter)
         unscale = inverse_scale(self._scaler, g.device)
-        call = Call(x if adapter.needs_input else None, g.detach(), unscale, keep, part, shared=shared)
+        call = Call(x if adapter.needs_input else None, g.detach(), unscale, keep, part, shared=shared, unclear=unclear)
         if current is None:
             self._record_alone(index, call)
         else:

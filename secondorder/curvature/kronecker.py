@@ -23,6 +23,7 @@ class Call(NamedTuple):
         part: Which of the Γ blocks the call fills; -1 for all.
         again: Whether the input was already taken in (another vector pushed back through one forward).
         shared: Whether its rows are those of the whole batch, none of an example.
+        unclear: Whether nothing tells which of its first two dimensions counts examples.
     """
 
     x: Tensor | None
@@ -32,9 +33,15 @@ class Call(NamedTuple):
     part: int = -1
     again: bool = False
     shared: bool = False
+    unclear: bool = False
 
     def require_examples(self) -> None:
-        """Raise a ``ValueError`` if no row belongs to an example."""
+        """Raise a ``ValueError`` if no row belongs to an example, or nobody knows to which."""
+        if self.unclear:
+            raise ValueError(
+                f"its values of shape {tuple(self.g.shape)} may have the examples of the batch in their second "
+                "dimension or be several rows of each in the first: another batch size tells"
+            )
         if self.shared:
             raise ValueError(
                 f"its {len(self.g)} rows may be shared by the whole batch, so they have no examples of their own"
@@ -150,6 +157,8 @@ class KroneckerSums:
 
     def _add_expanded(self, call: Call, examples: int) -> None:
         adapter, weight = self._adapter.of_part(call.part), 1.0
+        if adapter.is_exact:
+            call.require_examples()
         x, g, chosen = call.x, call.gradient(self.a.dtype), None
         if self._sampler is not None and call.keep is None and x is not None and not adapter.constant_input:
             x, g, examples, weight, chosen = self._sampler.draw(adapter, x, g, examples)

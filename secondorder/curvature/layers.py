@@ -64,6 +64,11 @@ class Adapter(ABC):
         """Why a module of the registered type cannot be covered, in words; empty if it can."""
         return ""
 
+    @property
+    def feature_axes(self) -> int:
+        """Last axes of an output that count features; channels, where they come second, are none of them."""
+        return 1
+
     def of_part(self, part: int) -> Adapter:
         """The adapter of calls that apply one of the Γ blocks alone; ``part`` is -1 for calls that apply all."""
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -11,6 +12,33 @@ from torch.autograd.graph import GradientEdge
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import Adapter
 from secondorder.curvature.taps import Seen
+
+
+@dataclass
+class _Layouts:
+    """What the layers of a pass tell of their inputs.
+
+    Attributes:
+        sequences: Length and number of the sequences that attention saw.
+        lengths: Of the second axes of inputs with the examples first.
+        one_sequence: Whether attention saw the input to the model as one sequence.
+        many_sequences: Whether it saw as many sequences as there would be examples.
+        one_input: Whether another layer saw an input without a batch.
+        many_inputs: Whether one saw as many inputs as there would be examples.
+    """
+
+    sequences: set[tuple[int, int]] = field(default_factory=set)
+    lengths: set[int] = field(default_factory=set)
+    one_sequence: bool = False
+    many_sequences: bool = False
+    one_input: bool = False
+    many_inputs: bool = False
+
+    @property
+    def is_one_example(self) -> bool:
+        """Whether the whole model has an input without a batch, and nothing speaks against it."""
+        alone = self.one_sequence and not self.many_sequences
+        return alone or (self.one_input and not self.many_inputs)
 
 
 class Pass:
@@ -37,6 +65,8 @@ class Pass:
         root: int = 0,
     ) -> None:
         self.examples = shape[batch_dim] if -len(shape) <= batch_dim < len(shape) else None
+        self._counted_by_input = self.examples
+        self._layouts = _Layouts()
         self.keep, self.root = keep, root
         self.counted = False
         self._shape, self._batch_dim = shape, batch_dim
@@ -56,10 +86,35 @@ class Pass:
     def see(self, index: int, adapter: Adapter, x: Tensor) -> None:
         """Note a call of a layer; an unbatched input to the whole model is one example."""
         self.calls[index] = self.calls.get(index, 0) + 1
-        axes = adapter.sequence_axes(x)
-        alone = axes is not None and x.shape[axes[0]] == 1 and len(self._shape) == x.dim() - 1
-        if alone or (x.dim() == len(self._shape) and adapter.is_unbatched(x)):
-            self.examples = 1
+        n, seen, axes = self._counted_by_input, self._layouts, adapter.sequence_axes(x)
+        if axes is not None:
+            seen.sequences.add((x.shape[axes[1]], x.shape[axes[0]]))
+            # Words of several examples are indices [N, T], so they are never [T, d] of one.
+            alone = x.shape[axes[0]] == 1 and len(self._shape) == x.dim() - 1 and not self._holds_indices
+            seen.one_sequence |= alone
+            seen.many_sequences |= x.shape[axes[0]] == n
+        elif x.dim() == len(self._shape) and adapter.is_unbatched(x):
+            seen.one_sequence |= adapter.sequence_axes(x[None]) is not None
+            seen.one_input |= adapter.sequence_axes(x[None]) is None
+        elif x.dim() and len(x) == n:
+            seen.many_inputs = True
+            if not adapter.one_hot and x.dim() > 1 + adapter.feature_axes:
+                seen.lengths.add(x.shape[1])
+        self.examples = 1 if seen.is_one_example else n
+
+    def is_unclear(self, g: Tensor, adapter: Adapter) -> bool:
+        """Whether an output ``[kN, N, …]`` may be rows of N examples as well as have the examples second."""
+        n = self.examples
+        if n is None or n < 2 or self._batch_dim == 1 or adapter.channels_first:
+            return False
+        lead = g.shape[: g.dim() - adapter.feature_axes]
+        if adapter.sequence_axes(g) is not None or len(lead) < 2 or lead[1] != n or lead[0] == n or lead[0] % n:
+            return False
+        positions = lead[0]
+        as_long_as_input = (
+            len(self._shape) > 1 and positions == self._shape[1] and positions not in self._layouts.lengths
+        )
+        return not as_long_as_input and (positions, n) not in self._layouts.sequences
 
     def lay_out(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> tuple[Tensor | None, Tensor]:
         """Input and output gradient with examples first, where the model has them second."""

@@ -46,7 +46,7 @@ def test_the_upper_triangle_is_the_whole(side: int, lead: tuple[int, ...]) -> No
     assert torch.equal(linalg.mirror_upper_(x), wanted)
 
 
-@pytest.mark.parametrize(("width", "share"), [(128, 0.63), (256, 0.57), (512, 0.63), (1024, 0.57)])
+@pytest.mark.parametrize(("width", "share"), [(128, 0.76), (256, 0.63), (512, 0.57), (1024, 0.57)])
 def test_half_of_the_work_is_left_out(width: int, share: float) -> None:
     out, rows = torch.zeros(width, width), torch.zeros(2048, width)
     flops = count(lambda: linalg.add_gram_(out, rows)).flops

@@ -128,6 +128,10 @@ class LayerNormAdapter(NormAdapter):
         shape = tuple(module.normalized_shape)
         super().__init__(module, has_weight, has_bias, shape, module.eps, norm_curvature)
 
+    @property
+    def feature_axes(self) -> int:
+        return len(self.shape)
+
     def is_unbatched(self, x: Tensor) -> bool:
         return x.dim() == len(self.shape)
 
