@@ -62,6 +62,13 @@ class LayerShape:
         fewer = by_rows if self.lag_products is None else min(by_rows, self.lag_products)
         return fewer + self.rows * self.n_g**2
 
+    @property
+    def triangles(self) -> int:
+        """The same, of products of a matrix with itself one triangle only: lags are of one already."""
+        by_rows = self.rows * self.full_a * self.n_a * (self.n_a + 1) // 2
+        fewer = by_rows if self.lag_products is None else min(by_rows, self.lag_products)
+        return fewer + self.rows * self.n_g * (self.n_g + 1) // 2
+
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> list[LayerShape]:
     """Return the shapes of the blocks of a model's layers, in the order in which they run.
@@ -143,6 +150,18 @@ def factor_flops(shapes: Sequence[LayerShape]) -> int:
         Number of FLOPs.
     """
     return sum(2 * s.groups * s.products for s in shapes)
+
+
+def triangle_flops(shapes: Sequence[LayerShape]) -> int:
+    """Return the FLOPs of the products behind one triangle of the factors A and G of one batch: the least there are.
+
+    Args:
+        shapes: The blocks.
+
+    Returns:
+        Number of FLOPs.
+    """
+    return sum(2 * s.groups * s.triangles for s in shapes)
 
 
 def refresh_flops(shapes: Sequence[LayerShape], scheme: Scheme) -> int:

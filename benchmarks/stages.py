@@ -58,8 +58,7 @@ def stage_figures(run: Contender, work: Work, gemm: Rate) -> dict[str, dict[str,
     Returns:
         FLOPs, seconds and floor by stage.
     """
-    # Of a product of a matrix with itself one triangle is enough.
-    flops = {"precondition": work.precondition, "capture": work.factor // 2, "refresh": work.refresh}
+    flops = {"precondition": work.precondition, "capture": work.triangles + work.scale, "refresh": work.refresh}
     return {
         stage: {"flops": flops[stage], "seconds": spent, "floor": flops[stage] / (1e9 * gemm.median)}
         for stage, spent in stage_times(run).items()
@@ -89,7 +88,7 @@ def stage_table(results: list[dict[str, Any]]) -> Table:
     ]
     caption = (
         "Medians. Floor: the FLOPs of the stage at the measured rate of matrix products; of the products behind the "
-        "factors one triangle counts. Capture is of a step that updates factors, and includes what EK-FAC's scale "
-        "needs of the backward pass."
+        "factors one triangle counts. Capture is of a step that updates factors; with EK-FAC's scale, where it is "
+        "measured example by example."
     )
     return report.make_table("Stages of a step", COLUMNS, rows, caption)

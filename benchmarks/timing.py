@@ -112,6 +112,8 @@ class Work:
     refresh: int
     scale: int = 0
     """Of EK-FAC's scale, which every step measures."""
+    triangles: int = 0
+    """Of the factors, where of a symmetric product one triangle is computed."""
 
     def floor(self, intervals: Intervals) -> float:
         """Return the least ratio to a plain training step, were every FLOP equally fast.
