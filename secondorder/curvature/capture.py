@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.losscale import UNKNOWN, inverse_scale, multiplies
 from secondorder.curvature.observation import Observation
-from secondorder.curvature.passes import Pass
+from secondorder.curvature.passes import Pass, order_of
 from secondorder.curvature.projections import WatchedAttention
 from secondorder.curvature.roots import Roots
 from secondorder.curvature.sites import Captured, Site, Statistic
@@ -107,6 +107,7 @@ class Capture(Observation):
         self._root_handles: list[RemovableHandle] = []
         modules = list(roots)
         self._roots = Roots(modules)
+        self._order = order_of(modules)
         for number, root in enumerate(modules):
             # Before that of fully_shard, which puts whole parameters in the place of those that are trained.
             first = any(_is_cut(p) for p in root.parameters())
@@ -278,7 +279,7 @@ class Capture(Observation):
         for old in self.observable()[: -_WAITING_PASSES * len(self._roots)]:
             if old.is_dropped:
                 old.edges.clear()  # a forward that nobody will observe must not keep its graph
-        current = self._passes[number] = Pass(shape, self.batch_dim, self._keep, holds_indices, root)
+        current = self._passes[number] = Pass(shape, self.batch_dim, self._keep, holds_indices, root, self._order)
         if not in_backward():
             if self._is_spared and self.awaits_backward:
                 self.discard()  # no backward came: the batch was given up
@@ -346,7 +347,7 @@ class Capture(Observation):
         if current is not None:
             x, g = current.lay_out(x, g, adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
-            unclear = current.is_unclear(g, adapter)
+            unclear = current.is_unclear(x, g, adapter)
         unscale = inverse_scale(self._scaler, g.device)
         call = Call(x if adapter.needs_input else None, g.detach(), unscale, keep, part, shared=shared, unclear=unclear)
         if current is None:

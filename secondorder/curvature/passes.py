@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import Adapter
 from secondorder.curvature.taps import Seen
+
+
+def order_of(roots: Iterable[nn.Module]) -> str | None:
+    """Where attention and recurrent layers of some modules want the examples, ``"first"`` or ``"second"``.
+
+    Returns:
+        That, or None if they do not agree, or there is none.
+    """
+    known = {getattr(module, "batch_first", None) for root in roots for module in root.modules()} & {True, False}
+    if len(known) != 1:
+        return None
+    return "first" if known.pop() else "second"
 
 
 @dataclass
@@ -21,7 +33,8 @@ class _Layouts:
     Attributes:
         sequences: Length and number of the sequences that attention saw.
         lengths: Of the second axes of inputs with the examples first.
-        one_sequence: Whether attention saw the input to the model as one sequence.
+        one_sequence: Whether attention saw one sequence, as if the input to the model had no batch.
+        input_as_one: Whether that is as long as the input to the model, or by a class token longer.
         many_sequences: Whether it saw as many sequences as there would be examples.
         one_input: Whether another layer saw an input without a batch.
         many_inputs: Whether one saw as many inputs as there would be examples.
@@ -30,6 +43,7 @@ class _Layouts:
     sequences: set[tuple[int, int]] = field(default_factory=set)
     lengths: set[int] = field(default_factory=set)
     one_sequence: bool = False
+    input_as_one: bool = False
     many_sequences: bool = False
     one_input: bool = False
     many_inputs: bool = False
@@ -37,7 +51,7 @@ class _Layouts:
     @property
     def is_one_example(self) -> bool:
         """Whether the whole model has an input without a batch, and nothing speaks against it."""
-        alone = self.one_sequence and not self.many_sequences
+        alone = self.one_sequence and not self.many_sequences and (self.input_as_one or not self.many_inputs)
         return alone or (self.one_input and not self.many_inputs)
 
 
@@ -50,6 +64,7 @@ class Pass:
         keep: ``[N, S]``, True for real and False for padded positions, or None.
         holds_indices: Whether the first input is of integers.
         root: Number of the root module.
+        order: What :func:`order_of` says of the model.
 
     Attributes:
         examples: N, or None if it could not be read (then each layer counts its own).
@@ -63,10 +78,11 @@ class Pass:
         keep: Tensor | None = None,
         holds_indices: bool = False,
         root: int = 0,
+        order: str | None = None,
     ) -> None:
         self.examples = shape[batch_dim] if -len(shape) <= batch_dim < len(shape) else None
         self._counted_by_input = self.examples
-        self._layouts = _Layouts()
+        self._layouts, self._order = _Layouts(), order
         self.keep, self.root = keep, root
         self.counted = False
         self._shape, self._batch_dim = shape, batch_dim
@@ -88,37 +104,56 @@ class Pass:
         self.calls[index] = self.calls.get(index, 0) + 1
         n, seen, axes = self._counted_by_input, self._layouts, adapter.sequence_axes(x)
         if axes is not None:
-            seen.sequences.add((x.shape[axes[1]], x.shape[axes[0]]))
+            length, count = x.shape[axes[1]], x.shape[axes[0]]
+            seen.sequences.add((length, count))
             # Words of several examples are indices [N, T], so they are never [T, d] of one.
-            alone = x.shape[axes[0]] == 1 and len(self._shape) == x.dim() - 1 and not self._holds_indices
+            alone = count == 1 and len(self._shape) == x.dim() - 1 and not self._holds_indices
             seen.one_sequence |= alone
-            seen.many_sequences |= x.shape[axes[0]] == n
+            seen.input_as_one |= alone and n is not None and length in (n, n + 1)
+            seen.many_sequences |= count == n
         elif x.dim() == len(self._shape) and adapter.is_unbatched(x):
-            seen.one_sequence |= adapter.sequence_axes(x[None]) is not None
-            seen.one_input |= adapter.sequence_axes(x[None]) is None
-        elif x.dim() and len(x) == n:
+            seen.one_input = True
+        elif x.dim() and len(x) == n and not adapter.is_unbatched(x):
             seen.many_inputs = True
             if not adapter.one_hot and x.dim() > 1 + adapter.feature_axes:
                 seen.lengths.add(x.shape[1])
         self.examples = 1 if seen.is_one_example else n
 
-    def is_unclear(self, g: Tensor, adapter: Adapter) -> bool:
-        """Whether an output ``[kN, N, …]`` may be rows of N examples as well as have the examples second."""
-        n = self.examples
-        if n is None or n < 2 or self._batch_dim == 1 or adapter.channels_first:
+    def is_unclear(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
+        """Whether nothing tells if the first dimension of an output counts examples (or rows of them) or the second."""
+        return self._place(x, g, adapter) is None
+
+    def _place(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> str | None:
+        """Which dimension of an output counts examples, or rows of examples: ``"first"``, ``"second"``, or None."""
+        n, lead = self.examples, g.shape[: g.dim() - adapter.feature_axes]
+        decided = n is None or n < 2 or self._batch_dim == 1 or adapter.channels_first
+        if decided or adapter.sequence_axes(g) is not None or len(lead) < 2 or lead[1] != n:
+            return "first"
+        if lead[0] == n:  # as many positions as examples
+            words = adapter.one_hot and x is not None and x.shape == self._shape  # the input itself
+            return None if self._order == "second" and not words else "first"
+        if lead[0] % n or self._order == "second":
+            return "second"
+        if self._order == "first":
+            return "first"
+        seen, long = self._layouts, lead[0]
+        as_input = len(self._shape) > 1 and long == self._shape[1] and long not in seen.lengths
+        return "second" if as_input or (long, n) in seen.sequences else None
+
+    def _has_rows(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
+        """Whether an output ``[kN, N, …]`` is known to be rows of examples."""
+        n, lead = self.examples, g.shape[: g.dim() - adapter.feature_axes]
+        if not n or adapter.channels_first or adapter.sequence_axes(g) is not None or len(lead) < 2:
             return False
-        lead = g.shape[: g.dim() - adapter.feature_axes]
-        if adapter.sequence_axes(g) is not None or len(lead) < 2 or lead[1] != n or lead[0] == n or lead[0] % n:
-            return False
-        positions = lead[0]
-        as_long_as_input = (
-            len(self._shape) > 1 and positions == self._shape[1] and positions not in self._layouts.lengths
-        )
-        return not as_long_as_input and (positions, n) not in self._layouts.sequences
+        return lead[1] == n != lead[0] and lead[0] % n == 0 and self._place(x, g, adapter) == "first"
 
     def lay_out(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> tuple[Tensor | None, Tensor]:
-        """Input and output gradient with examples first, where the model has them second."""
-        if self._batch_dim != 1 or adapter.sequence_axes(g) is not None:
+        """Input and output gradient with examples first, where the model has them second, or rows of them first."""
+        if self._batch_dim != 1:
+            if not self._has_rows(x, g, adapter):
+                return x, g
+            return x if x is None else x.flatten(0, 1), g.flatten(0, 1)
+        if adapter.sequence_axes(g) is not None:
             return x, g
         if adapter.channels_first:
             flat = len(g) == self._shape[0] * self._shape[1] and (x is None or len(x) == len(g))
@@ -142,10 +177,13 @@ class Pass:
 
     def is_shared(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
         """Whether a table is looked up once for the whole batch: one row per position, none per example."""
-        single = adapter.one_hot and x is not None and x.dim() == 1
-        if not single or len(self._shape) < 2 or not self.examples:
+        if not adapter.one_hot or x is None or len(self._shape) < 2 or not self.examples:
             return False
         positions = self._shape[1 - self._batch_dim]
+        if x.shape == (positions, positions) and positions != self.examples:
+            return True  # of pairs of positions
+        if x.dim() != 1:
+            return False
         if len(g) != positions or self.examples == 1:
             return False
         # As many positions as examples: nobody can tell, where the input is one of positions at all.

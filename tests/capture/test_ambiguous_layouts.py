@@ -191,13 +191,154 @@ def test_what_all_examples_share_does_not_make_them_one(case: str) -> None:
     assert state["factor_weight"] == n
 
 
+class Known(nn.Module):
+    """A norm on ``[T, N, 5]`` or on windows ``[kN, N, 5]``, beside a layer that says where it wants the examples."""
+
+    def __init__(self, beside: nn.Module, windows: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.beside = beside
+        self.layer = nn.LayerNorm(5)
+        self.windows = windows
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, h = len(x), self.first(x)
+        if self.windows:
+            h = h + self.beside(h, h, h, need_weights=False)[0]
+            return torch.tanh(self.layer(h.reshape(-1, n, 5) if n in (4, 8) else h)).reshape(n, -1)
+        h = h.transpose(0, 1)
+        if isinstance(self.beside, nn.MultiheadAttention):
+            return torch.tanh(self.beside(self.layer(h), h, h, need_weights=False)[0]).transpose(0, 1).flatten(1)
+        return torch.tanh(self.beside(self.layer(h))[0]).transpose(0, 1).flatten(1)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("what", ["features", "sequence", "picture"])
+@pytest.mark.parametrize("n", [4, 5, 8])
+@pytest.mark.parametrize("case", ["LSTM", "attention", "frozen attention", "windows"])
+def test_modules_that_say_where_the_examples_are(case: str, n: int) -> None:
+    torch.manual_seed(0)
+    windows = case == "windows"
+    beside = nn.LSTM(5, 5) if case == "LSTM" else nn.MultiheadAttention(5, 1, batch_first=windows)
+    model = Known(beside, windows).double()
+    beside.requires_grad_("frozen" not in case)
+    x = torch.randn(n, 16, 5).double()
+    weights = torch.randn(n, 80).double()
+    optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
+    kept = step(optimizer, model, x, weights)
+    with optimizer.pause_capture():
+        # Windows of as many positions as the batch has examples: one example alone cannot be cut into them.
+        weight, bias = by_rows(model, x, weights) if windows else solved(model, model.layer, x, weights)
+    torch.testing.assert_close(kept["layer.weight"], weight, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(kept["layer.bias"], bias, rtol=1e-8, atol=1e-10)
+
+
+def by_rows(model: Known, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from the gradient of one example's loss within the batch: examples do not meet."""
+    rows = []
+    for i in range(len(x)):
+        loss = (model(x) * weights)[i].sum()
+        rows.append(torch.stack(torch.autograd.grad(loss, (model.layer.weight, model.layer.bias)), 1))
+    u = torch.stack(rows)
+    blocks = torch.einsum("nci,ncj->cij", u, u) / len(x) + DAMPING * torch.eye(2, dtype=x.dtype)
+    found = torch.linalg.solve(blocks, u.mean(0))
+    return found[:, 0], found[:, 1]
+
+
+def test_as_many_positions_as_examples_beside_sequence_first_attention() -> None:
+    torch.manual_seed(0)
+    model = Known(nn.MultiheadAttention(5, 1), False).double()
+    optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
+    with pytest.warns(UserWarning, match="may have the examples of the batch in their second dimension or"):
+        step(optimizer, model, torch.randn(16, 16, 5).double(), torch.randn(16, 80).double())
+
+
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_observed_windows_are_left_out_too(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = Windows(nn.LayerNorm(5)).double()
+    optimizer = kind(model, lr=0.0, damping=DAMPING, kl_clip=None, fisher="exact")
+    outputs = model(torch.randn(16, 8, 8, 5).double())
+    optimizer.observe(outputs, "gaussian")
+    outputs.square().sum().backward()
+    with pytest.warns(UserWarning, match="may have the examples of the batch in their second dimension or"):
+        optimizer.step()
+
+
+class Prototypes(nn.Module):
+    """Features are compared with learned vectors, between which there is attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 8)
+        self.vectors = nn.Parameter(torch.randn(1, 5, 8))
+        self.among = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        vectors = self.among(self.vectors, self.vectors, self.vectors, need_weights=False)[0][0]
+        found: Tensor = self.out(x) @ vectors.T
+        return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_attention_between_learned_vectors_alone() -> None:
+    torch.manual_seed(0)
+    model = Prototypes().double()
+    optimizer = KFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
+    (model(torch.randn(32, 3).double()).square().sum() / 32).backward()
+    optimizer.step()
+    assert optimizer.state[model.out.weight]["factor_weight"] == 32
+
+
+class Relative(nn.Module):
+    """A table is looked up for each pair of positions, once for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.table, self.out = nn.Embedding(9, 4), nn.Embedding(9, 1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        bias = self.table((places[None] - places[:, None]).clamp(-4, 4) + 4)[..., 0]
+        h = self.words(x)
+        found: Tensor = self.out((torch.softmax(h @ h.mT + bias, -1) @ h).mean(1))
+        return found
+
+
+@pytest.mark.parametrize("n", [4, 5])
+def test_a_table_of_pairs_has_no_examples(n: int) -> None:
+    torch.manual_seed(0)
+    model = Relative().double()
+    optimizer = EKFAC(model, lr=0.0, damping=DAMPING, kl_clip=None)
+
+    def train() -> None:
+        for _ in range(2):  # the second measures a scale
+            (model(torch.randint(9, (n, 8))).square().sum() / n).backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="table"):
+        train()
+
+
+class Pooled(nn.Module):
+    """A convolution as wide as its input, and a layer on the means of its channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 3, 3, padding=1), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(torch.tanh(self.convolution(x)).mean((-2, -1)))
+        return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("what", ["features", "sequence", "picture", "pooled"])
 def test_a_model_without_a_batch_is_one_example(what: str) -> None:
     torch.manual_seed(0)
     layers: dict[str, tuple[nn.Module, Tensor]] = {
         "features": (nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(6)),
         "sequence": (nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), torch.randn(7, 6)),
+        "pooled": (Pooled(), torch.randn(3, 6, 6)),
         "picture": (nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3)), torch.randn(2, 7, 7)),
     }
     model, x = layers[what]

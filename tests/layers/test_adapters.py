@@ -27,6 +27,7 @@ from secondorder.curvature.adapters import (
     RMSNormAdapter,
     StackedAdapter,
     TransposedLinearAdapter,
+    conv,
     hugging_face_conv1d,
 )
 
@@ -582,3 +583,19 @@ def test_what_cannot_be_right_is_refused_in_words(adapter, module, word):
 )
 def test_what_is_covered_is_not_refused(adapter, module):
     assert adapter.refusal(module) == ""
+
+
+@pytest.mark.parametrize("kernel", [3, 5])
+def test_sums_over_windows_beside_a_bright_border(kernel: int) -> None:
+    """Entries of the kernel that never visit the border keep all their digits."""
+    adapter = conv.ConvAdapter(nn.Conv2d(2, 4, kernel, padding=kernel // 2), True, True)
+    x = torch.randn(3, 2, 9, 8)
+    x[..., 0], x[..., -1, :] = 1e4, 1e4
+    found, count = adapter.input_sums(x, 3)
+    patches = nn.functional.unfold(x.double(), kernel, padding=kernel // 2)
+    wanted = patches.sum(-1)
+    assert count == 72
+    small = wanted.abs() < 1e3
+    assert small.any()
+    torch.testing.assert_close(found.double()[small], wanted[small], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-2)

@@ -174,18 +174,18 @@ def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int
     Returns:
         The sums, an entry each along ``dim``.
     """
-    length, found = x.shape[dim], []
-    whole = x.sum(dim) if stride == 1 and len(firsts) > 1 else None
-    for first in firsts:
-        last = first + (size - 1) * stride + 1
-        head, tail = max(first, 0), max(length - last, 0)
-        if whole is None or 2 * (head + tail) > length:
-            start = first if first >= 0 else first % stride
-            places = slice(start, max(last, start), stride)
-            found.append(x[(slice(None),) * dim + (places,)].sum(dim))
-        else:  # all but a few: from one pass over the input for all entries
-            rest = x.narrow(dim, 0, head).sum(dim) + x.narrow(dim, length - tail, tail).sum(dim) if head + tail else 0
-            found.append(whole - rest)
+    lasts = [first + (size - 1) * stride + 1 for first in firsts]
+    begin, end = max(0, *firsts), min(x.shape[dim], *lasts)
+    if stride > 1 or len(firsts) == 1 or end <= begin:
+        starts = [first if first >= 0 else first % stride for first in firsts]
+        every = [slice(start, max(last, start), stride) for start, last in zip(starts, lasts, strict=True)]
+        return torch.stack([x[(slice(None),) * dim + (places,)].sum(dim) for places in every], dim)
+    # What all entries visit, from one pass over the input, and the few places of each beside it.
+    common, found = x.narrow(dim, begin, end - begin).sum(dim), []
+    for first, last in zip(firsts, lasts, strict=True):
+        head, tail = slice(max(first, 0), begin), slice(end, max(last, end))
+        beside = [x[(slice(None),) * dim + (places,)].sum(dim) for places in (head, tail)]
+        found.append(common + beside[0] + beside[1])
     return torch.stack(found, dim)
 
 
