@@ -20,10 +20,9 @@ def order_of(roots: Iterable[nn.Module]) -> str | None:
     Returns:
         That, or None if they do not agree, or there is none.
     """
-    known = {getattr(module, "batch_first", None) for root in roots for module in root.modules()} & {True, False}
-    if len(known) != 1:
-        return None
-    return "first" if known.pop() else "second"
+    told = (getattr(module, "batch_first", None) for root in roots for module in root.modules())
+    known = {value for value in told if isinstance(value, bool)}
+    return None if len(known) != 1 else "first" if known.pop() else "second"
 
 
 @dataclass
