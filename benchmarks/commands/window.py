@@ -107,9 +107,12 @@ class Window(Alone):
             optimizer = MFAC(params, **keywords)
         except RuntimeError as err:  # it does not fit into the memory that is free
             return {**figures, "skipped": str(err)}
-        fill_windows(optimizer, self.seed)
         bench = _Bench(optimizer, params, self.seed)
-        times = bench.run(self.steps)
+        try:
+            fill_windows(optimizer, self.seed)
+            times = bench.run(self.steps)
+        except torch.OutOfMemoryError as err:  # of a GPU, which has room for the window and for no step
+            return {**figures, "skipped": str(err)}
         held = footprint(shapes, rows, keywords.get("compression"), keywords.get("window_dtype"))
         moved = moved_bytes(shapes, held, keywords.get("compression"))
         return {
