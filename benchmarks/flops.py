@@ -55,19 +55,19 @@ class LayerShape:
     lag_products: int | None = None
     """Products of two numbers that A takes by lags of a kernel, where it has some."""
 
-    @property
-    def products(self) -> int:
-        """Products of two numbers behind A and G, the fewer of both ways."""
-        by_rows = self.rows * self.full_a * self.n_a**2
-        fewer = by_rows if self.lag_products is None else min(by_rows, self.lag_products)
-        return fewer + self.rows * self.n_g**2
+    def products(self, triangle: bool = False) -> int:
+        """Return the products of two numbers behind A and G, the fewer of both ways.
 
-    @property
-    def triangles(self) -> int:
-        """The same, of products of a matrix with itself one triangle only: lags are of one already."""
-        by_rows = self.rows * self.full_a * self.n_a * (self.n_a + 1) // 2
+        Args:
+            triangle: Of a matrix with itself count one triangle; products by lags are of one already.
+
+        Returns:
+            Their number.
+        """
+        pairs_a, pairs_g = ((n * (n + 1) // 2 if triangle else n**2) for n in (self.n_a, self.n_g))
+        by_rows = self.rows * self.full_a * pairs_a
         fewer = by_rows if self.lag_products is None else min(by_rows, self.lag_products)
-        return fewer + self.rows * self.n_g * (self.n_g + 1) // 2
+        return fewer + self.rows * pairs_g
 
 
 def layer_shapes(model: nn.Module, forward: Callable[[], object]) -> list[LayerShape]:
@@ -140,28 +140,17 @@ def _lag_products(layer: nn.Conv2d | nn.ConvTranspose2d, x: torch.Tensor) -> int
     return lags * x.numel() // layer.in_channels * (layer.in_channels // layer.groups) ** 2
 
 
-def factor_flops(shapes: Sequence[LayerShape]) -> int:
+def factor_flops(shapes: Sequence[LayerShape], triangle: bool = False) -> int:
     """Return the FLOPs of the products behind the factors A and G of one batch.
 
     Args:
         shapes: The blocks.
+        triangle: Count one triangle of a symmetric product: the least there are.
 
     Returns:
         Number of FLOPs.
     """
-    return sum(2 * s.groups * s.products for s in shapes)
-
-
-def triangle_flops(shapes: Sequence[LayerShape]) -> int:
-    """Return the FLOPs of the products behind one triangle of the factors A and G of one batch: the least there are.
-
-    Args:
-        shapes: The blocks.
-
-    Returns:
-        Number of FLOPs.
-    """
-    return sum(2 * s.groups * s.triangles for s in shapes)
+    return sum(2 * s.groups * s.products(triangle) for s in shapes)
 
 
 def refresh_flops(shapes: Sequence[LayerShape], scheme: Scheme) -> int:

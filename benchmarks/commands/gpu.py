@@ -24,6 +24,7 @@ from benchmarks.commands.window import Window
 from benchmarks.device_checks import Check, checks
 from benchmarks.machine import seconds
 from benchmarks.runner import FAILURES
+from benchmarks.timing import MEASURED
 from secondorder import linalg
 
 Part = Literal["checks", "windows", "resnet50", "gpt2_small", "factorisations", "stacks"]
@@ -56,8 +57,12 @@ class Gpu(Alone):
             0, or 1 when a check did not pass or a part failed.
 
         Raises:
-            ValueError: When the device is not there.
+            ValueError: When the device is not there, or the steps do not show every class.
         """
+        if self.steps < MEASURED.refresh:
+            raise ValueError(f"steps must be at least {MEASURED.refresh}, got {self.steps}")
+        if self.device.partition(":")[0] not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, got {self.device!r}")
         if torch.device(self.device).type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device {self.device}: torch {torch.__version__} sees no CUDA device here")
         works: Mapping[Part, Callable[[], int]] = {

@@ -272,7 +272,7 @@ def factored_work(shapes: Sequence[LayerShape], training: int, examples: int) ->
             flops.factor_flops(shapes),
             flops.refresh_flops(shapes, scheme),
             flops.scale_flops(shapes, scheme, examples),
-            flops.triangle_flops(shapes),
+            flops.factor_flops(shapes, triangle=True),
         )
         for scheme in schemes
     }

@@ -123,7 +123,12 @@ class Pass:
         return self._place(x, g, adapter) is None
 
     def _place(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> str | None:
-        """Which dimension of an output counts examples, or rows of examples: ``"first"``, ``"second"``, or None."""
+        """Which dimension of an output counts examples.
+
+        Returns:
+            ``"first"``; ``"second"``; ``"rows"``, if the first counts rows of examples although the second is as long
+            as there are examples; or None where nothing tells.
+        """
         n, lead = self.examples, g.shape[: g.dim() - adapter.feature_axes]
         decided = n is None or n < 2 or self._batch_dim == 1 or adapter.channels_first
         if decided or adapter.sequence_axes(g) is not None or len(lead) < 2 or lead[1] != n:
@@ -134,22 +139,15 @@ class Pass:
         if lead[0] % n or self._order == "second":
             return "second"
         if self._order == "first":
-            return "first"
+            return "rows"
         seen, long = self._layouts, lead[0]
         as_input = len(self._shape) > 1 and long == self._shape[1] and long not in seen.lengths
         return "second" if as_input or (long, n) in seen.sequences else None
 
-    def _has_rows(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
-        """Whether an output ``[kN, N, …]`` is known to be rows of examples."""
-        n, lead = self.examples, g.shape[: g.dim() - adapter.feature_axes]
-        if not n or adapter.channels_first or adapter.sequence_axes(g) is not None or len(lead) < 2:
-            return False
-        return lead[1] == n != lead[0] and lead[0] % n == 0 and self._place(x, g, adapter) == "first"
-
     def lay_out(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> tuple[Tensor | None, Tensor]:
         """Input and output gradient with examples first, where the model has them second, or rows of them first."""
         if self._batch_dim != 1:
-            if not self._has_rows(x, g, adapter):
+            if self._place(x, g, adapter) != "rows":
                 return x, g
             return x if x is None else x.flatten(0, 1), g.flatten(0, 1)
         if adapter.sequence_axes(g) is not None:

@@ -109,6 +109,8 @@ def test_gpu_goes_on_after_a_part_that_fails(tmp_path, monkeypatch, capsys):
     outcomes = [outcome for *_, outcome in json.loads((tmp_path / "gpu.json").read_text())["parts"]]
     assert outcomes == ["a check did not pass", "RuntimeError: out of memory", "done"]
     assert main(["gpu", "--device", "cuda:0"]) == (2 if not torch.cuda.is_available() else 0)
+    assert main(["gpu", "--device", "nonsense"]) == 2
+    assert _run(*words, "--steps", "9") == 2
     assert _run(*words, "--parts", "stacks", "--minutes", "-1") == 0
     assert "no time left" in capsys.readouterr().out
 

@@ -15,7 +15,6 @@ from benchmarks.flops import (
     precondition_flops,
     refresh_flops,
     scale_flops,
-    triangle_flops,
 )
 from benchmarks.timing import Intervals, Work
 from benchmarks.workloads import make_workload
@@ -47,7 +46,7 @@ def test_formulas_equal_torchs_counter():
     assert factor_flops([replace(s, lag_products=None) for s in shapes]) == factors
     assert factor_flops(shapes) == factors - 2 * (4 * 36 * 28**2 - by_lags)
     rows = 4 * 36 * 8 * 9 // 2 + 4 * (288 * 289 + 5 * 6) // 2
-    assert triangle_flops(shapes) == 2 * (by_lags + rows)  # lags are of one triangle already
+    assert factor_flops(shapes, triangle=True) == 2 * (by_lags + rows)  # lags are of one triangle already
     assert precondition_flops(shapes, "cholesky") == inverse
     assert precondition_flops(shapes, "eigen") == eigen
 
@@ -59,7 +58,7 @@ def test_shapes_of_shared_positions_and_groups():
     shapes = layer_shapes(model[2], lambda: model[2](torch.randn(3, 4, 5, 5)))
     assert shapes == [LayerShape("", 3, 4, 75, groups=2)]
     assert factor_flops(shapes) == 2 * 2 * 75 * (9 + 16)
-    assert triangle_flops(shapes) == 2 * 2 * 75 * (6 + 10)
+    assert factor_flops(shapes, triangle=True) == 2 * 2 * 75 * (6 + 10)
     assert factor_bytes(shapes) == 4 * 2 * (9 + 16)
     assert refresh_flops(shapes, "cholesky") == 2 * (27 + 64)
     assert refresh_flops(shapes, "eigen") == 9 * 2 * (27 + 64)
