@@ -189,7 +189,7 @@ def precondition(
     basis_a: Tensor | None,
     basis_g: Tensor | None,
     scale: Tensor,
-    damping: Tensor,
+    damping: Tensor | None,
     power: float = 1.0,
     workspace: Workspace | None = None,
     damp_root: bool = False,
@@ -202,7 +202,7 @@ def precondition(
         basis_a: ``Q_A [..., n_a, n_a]`` or None.
         basis_g: ``Q_G [..., n_g, n_g]`` or None.
         scale: s ``[..., n_g, n_a]``.
-        damping: λ ``[...]``, used no smaller than the rounding error of the largest entry of s.
+        damping: λ ``[...]``, used no smaller than the rounding error of the largest entry of s; None if s contains it.
         power: p, 1 for the natural gradient, 0.5 to whiten.
         workspace: Memory for temporaries.
         is_rotated: Whether ``grad`` is in the basis already.
@@ -215,7 +215,9 @@ def precondition(
     # Without a basis the quotient is the result, which must outlive the workspace.
     memory = None if basis_a is None and basis_g is None else workspace
     divisor = empty_aligned(scale.shape, scale, memory)
-    if damp_root:
+    if damping is None:
+        _power_(divisor.copy_(scale), power)
+    elif damp_root:
         _power_(divisor.copy_(scale), power).add_(damping[..., None, None])
     else:
         # Below rounding of the largest entry there is no curvature to divide by, only noise.

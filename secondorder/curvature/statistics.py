@@ -116,6 +116,26 @@ def pi_damping(mean_a: Tensor, mean_g: Tensor, damping: Tensor) -> tuple[Tensor,
     return pi * root, root / pi
 
 
+def split_eigenvalues(values_a: Tensor, values_g: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of ``A + π√λ I`` and ``G + √λ/π I``.
+
+    Args:
+        values_a: Eigenvalues of A ``[..., n_a]``.
+        values_g: Eigenvalues of G ``[..., n_g]``.
+        damping: λ, shape ``[...]``.
+
+    Returns:
+        The damped eigenvalues, in the same shapes. Each factor is damped by no less than the rounding error of its own
+        largest eigenvalue, so the products need no floor beyond the damping that they contain.
+    """
+    adds = pi_damping(values_a.mean(-1), values_g.mean(-1), damping)
+    eps = torch.finfo(values_a.dtype).eps
+    a, g = (
+        v + torch.maximum(add, eps * v.amax(-1))[..., None] for v, add in zip((values_a, values_g), adds, strict=True)
+    )
+    return a, g
+
+
 def add_to_diagonal(x: Tensor, value: Tensor, diagonal: bool = False) -> Tensor:
     """``x + value·I`` as a new tensor; ``x [..., n, n]`` (or its diagonal ``[..., n]``), ``value [...]``."""
     if diagonal:

@@ -295,11 +295,10 @@ class KFAC(FactoredOptimizer):
             inverses = self.working(block, "inverse_a"), self.working(block, "inverse_g")
             return statistics.solve_factored(gradient, *inverses, self._workspace)
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
-        damping = self.damping_of(block, values_a.mean(-1) * values_g.mean(-1))
+        damping: Tensor | None = self.damping_of(block, values_a.mean(-1) * values_g.mean(-1))
         if group["damping_split"] == "pi" and not block.adapter.is_exact:
-            add_a, add_g = statistics.pi_damping(values_a.mean(-1), values_g.mean(-1), damping)
-            values_a, values_g = values_a + add_a[..., None], values_g + add_g[..., None]
-            damping = torch.zeros_like(damping)
+            values_a, values_g = statistics.split_eigenvalues(values_a, values_g, cast(Tensor, damping))
+            damping = None
         values = values_g[..., :, None] * values_a[..., None, :]
         bases = self.basis(block, "a"), self.basis(block, "g")
         return scale.precondition(gradient, *bases, values, damping, group["power"], self._workspace)
@@ -316,12 +315,9 @@ class KFAC(FactoredOptimizer):
             found = super().extremes(block)
             if found is None or not split:
                 return found
-            values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
-            add_a, add_g = statistics.pi_damping(values_a.mean(-1), values_g.mean(-1), found.damping)
-            nothing = torch.zeros_like(found.damping)
-            return of_product(values_a + add_a[..., None], values_g + add_g[..., None], nothing)._replace(
-                damping=found.damping
-            )
+            values = statistics.split_eigenvalues(state["eigenvalues_a"], state["eigenvalues_g"], found.damping)
+            (small_a, large_a), (small_g, large_g) = (v.aminmax(dim=-1) for v in values)
+            return Extremes(found.damping, small_a * small_g, large_a * large_g)
         if not self.has_factors(block):
             return None
         if self._is_entrywise(block):
