@@ -140,9 +140,10 @@ class Capture(Observation):
             for module, part in site.taps:
                 tap = LayerHook(self.switch, i, site.adapter, part)
                 self._taps.append(tap)
-                # A root that is a layer itself: its output is tapped before the pass is closed.
-                first = module in self._roots
-                self._tap_handles.append(module.register_forward_hook(tap, with_kwargs=True, prepend=first))
+                # Before every other hook: those may change the output, and one of them closes the pass of a root.
+                handle = module.register_forward_hook(tap, with_kwargs=True, prepend=True)
+                self._tap_handles.append(handle)
+                tap.handle = handle
             if _is_cut(site.owner):
                 self._tap_handles.append(site.owner.register_post_accumulate_grad_hook(Reduced(self.switch)))
         switch = self.switch
@@ -261,6 +262,12 @@ class Capture(Observation):
         return taken
 
     # ------------------------------------------------------------------ forward
+    def put_taps_first(self) -> None:
+        """Move taps that are due before forward hooks that the user has put before them since."""
+        for tap in self._taps:
+            if tap.armed:
+                tap.go_first()
+
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from secondorder.curvature.adapters import embedding, norms, others, transposed
 from secondorder.curvature.adapters.conv import ConvAdapter
@@ -67,6 +68,8 @@ def find_adapter(module: nn.Module) -> tuple[type[Adapter] | None, str]:
         return None, (
             f"fused kernels hide the gates of {name}: call secondorder.nn.expose(model) before making the optimizer"
         )
+    if isinstance(module, ParametrizationList):
+        return None, "a parametrized weight is computed from it"
     return None, f"{name} has no adapter (see register_layer)"
 
 

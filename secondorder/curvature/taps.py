@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from secondorder.curvature.capture import Capture
@@ -30,6 +31,8 @@ SECOND_BACKWARD = (
     "two losses cannot be had from their gradients one by one. Sum the losses and call backward once, or run the extra "
     "forward inside `with optimizer.pause_capture():`."
 )
+
+PRECEDED = "a forward hook that was registered later with prepend=True ran before the optimizer's"
 
 
 class Switch:
@@ -105,6 +108,21 @@ class LayerHook:
         self.adapter = adapter
         self.part = part
         self.armed = False
+        self.handle: RemovableHandle | None = None
+
+    def go_first(self) -> None:
+        """Move before all hooks of the module that are not of this package: they may change its output."""
+        hooks = None if self.handle is None else self.handle.hooks_dict_ref()
+        if self.handle is not None and hooks is not None and not self._is_first(hooks):
+            hooks.move_to_end(self.handle.id, last=False)  # torch iterates over a copy
+
+    def _is_first(self, hooks: Mapping[int, Any]) -> bool:
+        for hook in hooks.values():
+            if hook is self:
+                return True
+            if not isinstance(hook, (LayerHook, RootEnter, Inert)):
+                return False
+        return True  # removed
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Any:
         """Tap the output when this layer is due and will take part in a backward."""
@@ -112,8 +130,10 @@ class LayerHook:
             return None
         if not isinstance(output, Tensor) or not output.requires_grad:
             return None
-        x = self.adapter.prepare(args, kwargs)
         switch = self.switch
+        if not self._is_first(module._forward_hooks):
+            return self._refuse()
+        x = self.adapter.prepare(args, kwargs)
         if torch.compiler.is_compiling():
             token = switch.token
             if token is None:
@@ -123,6 +143,14 @@ class LayerHook:
         if capture is not None and not _in_transform():
             _tap(capture, self.index, self.part, x.detach(), output)
         return None
+
+    def _refuse(self) -> None:
+        """Leave the layer out of this step; a compiled graph is left without the tap."""
+        if torch.compiler.is_compiling():
+            return
+        self.go_first()
+        if (capture := CAPTURES.get(self.switch.key)) is not None:
+            capture.refuse(self.index, PRECEDED)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
         return Inert()
@@ -239,6 +267,8 @@ def _notify(switch: Switch) -> None:
     capture.drop_orphans()
     if not capture.pending and (callback := capture.before_forward()) is not None:
         callback()
+    if switch.armed:
+        capture.put_taps_first()
 
 
 @_outside_of_graphs  # type: ignore[untyped-decorator]

@@ -1,0 +1,292 @@
+"""Hooks of the user's own on covered layers: statistics are of what the layer itself takes in and gives out."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from secondorder import EKFAC, KFAC, HyLo
+from tests.layers.reference import block_state, follows_fallback
+from tests.oracle.definitions import expected_factors
+from tests.oracle.driver import assert_close, labels, noise, plain_kfac
+from tests.oracle.models import seeded_build
+
+WIDTH, N = 64, 12
+
+
+class Times(nn.Module):
+    """What the hooks of these tests do to an output, as a module: the oracle runs no hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * x
+
+
+class Tokens(nn.Module):
+    """The mean over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def layers(kind: str) -> list[nn.Module]:
+    if kind == "conv":
+        return [nn.Conv2d(4, WIDTH, 3, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(WIDTH * 9, 5)]
+    middle = [Tokens()] if kind == "tokens" else []
+    return [nn.Linear(WIDTH, WIDTH), nn.Tanh(), *middle, nn.Linear(WIDTH, 5)]
+
+
+def data(kind: str) -> tuple[Tensor, Tensor]:
+    shape = {"rows": (WIDTH,), "tokens": (7, WIDTH), "conv": (4, 3, 3)}[kind]
+    return noise(N, *shape), labels(N, 5)
+
+
+def plain(kind: str = "rows") -> nn.Sequential:
+    return seeded_build(lambda: nn.Sequential(*layers(kind)))
+
+
+def with_module(kind: str = "rows") -> nn.Sequential:
+    """The first layer's output times 3, by a module after it; layer "0" is the first in both models."""
+    model = plain(kind)
+    return nn.Sequential(model[0], Times(), *model[1:])
+
+
+def times_three(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return 3 * output
+
+
+def times_three_in_place(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    output.mul_(3)
+
+
+def factors_of(opt: Any, model: nn.Module, kind: str = "rows") -> tuple[Tensor, Tensor]:
+    x, y = data(kind)
+    opt.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    opt.step()
+    state = block_state(opt, "0")
+    return state["factor_a"], state["factor_g"]
+
+
+def check_first_layer(opt: Any, model: nn.Module, kind: str = "rows", approx: str = "expand") -> None:
+    x, y = data(kind)
+    expected = expected_factors(with_module(kind), x, y, F.cross_entropy, ["0"], approx)["0"]
+    for found, wanted in zip(factors_of(opt, model, kind), expected, strict=True):
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("hook", [times_three, times_three_in_place])
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", ["rows", "tokens", "conv"])
+def test_a_hook_that_was_registered_first_and_changes_the_output(kind, approx, hook):
+    model = plain(kind)
+    model[0].register_forward_hook(hook)
+    check_first_layer(plain_kfac(model, approx=approx), model, kind, approx)
+
+
+@pytest.mark.parametrize("prepend", [False, True])
+@pytest.mark.parametrize("when", ["before", "after", "between steps"])
+def test_hooks_that_come_at_any_time(when, prepend):
+    model = plain()
+    if when == "before":
+        model[0].register_forward_hook(times_three, prepend=prepend)
+    opt = plain_kfac(model, lr=0.0, factor_decay=0.0)
+    if when == "between steps":
+        factors_of(opt, model)
+    if when != "before":
+        model[0].register_forward_hook(times_three, prepend=prepend)
+    check_first_layer(opt, model)
+
+
+def test_two_optimizers_and_hooks_around_them():
+    model = plain()
+    model[0].register_forward_hook(times_three)
+    first = plain_kfac(model, lr=0.0)
+    model[0].register_forward_hook(lambda *_: None, prepend=True)
+    second = plain_kfac(model, lr=0.0)
+    model[0].register_forward_hook(lambda m, args, output: output / 2, prepend=True)
+    model[0].register_forward_hook(lambda m, args, output: output * 2)
+    for opt in (first, second):
+        check_first_layer(opt, model)
+    own = [hook for hook in model[0]._forward_hooks.values() if type(hook).__module__.startswith("secondorder")]
+    assert list(model[0]._forward_hooks.values())[:2] == own
+
+
+def test_hooks_with_keywords_and_hooks_that_always_run():
+    model, seen = plain(), []
+    model[0].register_forward_hook(lambda m, args, kwargs, output: 3 * output, with_kwargs=True)
+    model[0].register_forward_hook(lambda *_: seen.append(1), always_call=True)
+    opt = plain_kfac(model)
+    check_first_layer(opt, model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(noise(N, WIDTH + 1))
+    assert seen == [1, 1]
+    opt.zero_grad()
+    factors_of(opt, model)  # nothing of the failed forward is left
+
+
+def test_a_layer_that_is_the_model_itself():
+    """Its tap comes before the user's hook, and the hook that ends the forward after both."""
+    x, y = noise(N, WIDTH), labels(N, 5)
+    model = seeded_build(lambda: nn.Linear(WIDTH, 5))
+    expected = expected_factors(nn.Sequential(copy.deepcopy(model), Times()), x, y, F.cross_entropy)["0"]
+    model.register_forward_hook(times_three)
+    opt = plain_kfac(model)
+    model.register_forward_hook(lambda *_: None, prepend=True)
+    F.cross_entropy(model(x), y).backward()
+    opt.step()
+    (block,) = opt.blocks.values()
+    assert_close(opt.state[block.owner]["factor_a"], expected[0])
+    assert_close(opt.state[block.owner]["factor_g"], expected[1])
+
+
+@pytest.mark.parametrize("build", [EKFAC, HyLo], ids=["EKFAC", "HyLo"])
+def test_the_curvature_of_the_other_layer_methods(build):
+    """What a hook does is what a module does in its place."""
+    found = []
+    for hooked in (True, False):
+        model = plain() if hooked else with_module()
+        if hooked:
+            model[0].register_forward_hook(times_three)
+        opt = build(model, lr=0.1, damping=0.01)
+        before = model[0].weight.detach().clone()
+        F.cross_entropy(model(data("rows")[0]), data("rows")[1]).backward()
+        opt.step()
+        found.append(before - model[0].weight.detach())
+    assert_close(*found)
+
+
+def test_observed_outputs():
+    found = []
+    for hooked in (True, False):
+        model = plain() if hooked else with_module()
+        if hooked:
+            model[0].register_forward_hook(times_three)
+        opt = plain_kfac(model, fisher="exact")
+        outputs = model(data("rows")[0])
+        opt.observe(outputs, "categorical")
+        F.cross_entropy(outputs, data("rows")[1]).backward()
+        opt.step()
+        found.append(block_state(opt, "0")["factor_g"])
+    assert_close(*found)
+
+
+def test_under_compilation():
+    torch._dynamo.reset()
+    model = plain()
+    model[0].register_forward_hook(times_three)
+    opt = plain_kfac(model)
+    check_first_layer(opt, torch.compile(model, backend="aot_eager"))
+    torch._dynamo.reset()
+
+
+def test_a_hook_that_comes_before_the_tap_of_a_compiled_model():
+    """The compiler has followed the order of the hooks when it could be changed: no statistics but wrong ones."""
+    torch._dynamo.reset()
+    model = plain()
+    opt = plain_kfac(model)
+    model[0].register_forward_hook(times_three, prepend=True)
+    x, y = data("rows")
+    F.cross_entropy(torch.compile(model, backend="aot_eager")(x), y).backward()
+    with pytest.warns(UserWarning, match=r"\(0: its hooks did not run\)"):
+        opt.step()
+    assert block_state(opt, "0")["factor_updates"] == 0
+    assert block_state(opt, "2")["factor_updates"] == 1
+    torch._dynamo.reset()
+
+
+def test_a_layer_that_is_called_without_its_model():
+    """No forward of the model has put the taps first: the layer is left out of one step, and right in the next."""
+    model = plain()
+    opt = plain_kfac(model, lr=0.0)
+    model[0].register_forward_hook(times_three, prepend=True)
+    x, y = data("rows")
+    for step in range(2):
+        opt.zero_grad()
+        F.cross_entropy(model[2](model[1](model[0](x))), y).backward()
+        if step == 0:
+            with pytest.warns(UserWarning, match=r"\(0: a forward hook .* ran before the optimizer's\)"):
+                opt.step()
+            assert block_state(opt, "0")["factor_updates"] == 0
+    opt.step()
+    expected = expected_factors(with_module(), x, y, F.cross_entropy, ["0"])["0"]
+    assert_close(block_state(opt, "0")["factor_g"], expected[1])
+
+
+def test_a_pre_hook_that_changes_the_input():
+    x, y = data("rows")
+    expected = expected_factors(nn.Sequential(Times(), *plain()), x, y, F.cross_entropy, ["1"])["1"]
+    for late in (False, True):
+        model = plain()
+        opt = plain_kfac(model) if late else None
+        model[0].register_forward_pre_hook(lambda m, args: (3 * args[0],))
+        opt = plain_kfac(model) if opt is None else opt
+        for found, wanted in zip(factors_of(opt, model), expected, strict=True):
+            assert_close(found, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_full_backward_hooks_see_and_change_what_they_did():
+    """A pre-hook changes the gradient at the output, which the weight sees; a hook changes the one at the input."""
+    model, seen = plain(), []
+    model[0].register_full_backward_pre_hook(lambda m, grads: (3 * grads[0],))
+    model[2].register_full_backward_hook(lambda m, inputs, outputs: seen.append(outputs[0].detach()))
+    opt = plain_kfac(model)
+    x, y = data("rows")
+    expected = expected_factors(plain(), x, y, F.cross_entropy)
+    A, G = factors_of(opt, model)
+    assert_close(A, expected["0"][0])
+    assert_close(G, 9 * expected["0"][1])
+    assert_close(block_state(opt, "2")["factor_g"], expected["2"][1])
+    assert_close(block_state(opt, "2")["factor_g"], N * seen[0].mT @ seen[0])
+
+
+def test_a_hook_for_all_modules_that_changes_nothing():
+    model, seen = plain(), []
+    handle = register_module_forward_hook(lambda m, args, output: seen.append(type(m)))
+    try:
+        x, y = data("rows")
+        expected = expected_factors(plain(), x, y, F.cross_entropy, ["0"])["0"]
+        for found, wanted in zip(factors_of(plain_kfac(model), model), expected, strict=True):
+            assert_close(found, wanted)
+    finally:
+        handle.remove()
+    assert nn.Linear in seen
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated", "ignore:.*fallback rule")
+@pytest.mark.parametrize(
+    "reparametrize",
+    [
+        torch.nn.utils.weight_norm,
+        torch.nn.utils.spectral_norm,
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    ],
+    ids=["weight_norm, hook", "spectral_norm, hook", "weight_norm", "spectral_norm", "pruning"],
+)
+def test_weights_that_a_hook_computes_are_left_out_by_name(reparametrize):
+    model = plain()
+    reparametrize(model[0])
+    names = [name for name, _ in model.named_parameters() if name.startswith("0.") and name != "0.bias"]
+    opt = plain_kfac(model)
+    assert all(follows_fallback(opt, name, "parametrized") for name in names)
+    assert set(opt.blocks) == {"2"}
+    assert not parametrize.is_parametrized(model[2])
+
+
+def test_a_closed_optimizer_leaves_the_user_s_hooks_in_their_order():
+    model = plain()
+    hooks = [lambda *_: None for _ in range(3)]
+    model[0].register_forward_hook(hooks[1])
+    opt = KFAC(model)
+    model[0].register_forward_hook(hooks[2])
+    model[0].register_forward_hook(hooks[0], prepend=True)
+    model(data("rows")[0])
+    opt.close()
+    assert list(model[0]._forward_hooks.values()) == hooks
