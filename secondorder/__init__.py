@@ -1,6 +1,6 @@
 """Second-order training for PyTorch by changing one line: each method is a ``torch.optim.Optimizer``."""
 
-from secondorder import nn
+from secondorder import nn as nn
 from secondorder.comm import ChiefOnly, CommOpt, DedicatedWorkers, HybridOpt, LocalFactors, MemOpt
 from secondorder.curvature.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 from secondorder.curvature.layers import Adapter
@@ -19,6 +19,7 @@ from secondorder.schedule import ParamScheduler
 
 __version__ = "0.1.0"
 
+#: Without ``nn``: ``from secondorder import *`` must not replace the ``nn`` of ``from torch import nn``.
 __all__ = [
     "EKFAC",
     "GGT",
@@ -45,6 +46,5 @@ __all__ = [
     "create",
     "inverse_fisher_diagonal",
     "inverse_fisher_vector_product",
-    "nn",
     "register_layer",
 ]

@@ -461,9 +461,17 @@ def _module_to_hook(method: str, params: Any, module: nn.Module | Sequence[nn.Mo
             f"or name it beside the groups, {method}(params, module=model)"
         )
     given = params_given if module is None else module
-    if any(isinstance(part, nn.DataParallel) for part in (given if isinstance(given, (list, tuple)) else [given])):
-        raise NotImplementedError(
-            f"{method}: nn.DataParallel copies the model to several devices in one process, where nothing can be "
-            "captured; use one device, or one process per device"
-        )
+    for part in [given] if isinstance(given, nn.Module) else cast("Sequence[nn.Module]", given):
+        _refuse_several_devices(method, part)
     return root, params
+
+
+def _refuse_several_devices(method: str, module: nn.Module) -> None:
+    """Refuse ``nn.DataParallel`` where it copies the model; on one device, or on none, it calls the model itself."""
+    copied = (m for m in module.modules() if isinstance(m, nn.DataParallel) and len(m.device_ids) > 1)
+    if (found := next(copied, None)) is not None:
+        raise NotImplementedError(
+            f"{method}: nn.DataParallel copies the model to {len(found.device_ids)} devices in one process, where "
+            "nothing can be captured. Use nn.DataParallel(model, device_ids=[0]) or no wrapper at all, or run one "
+            "process per device with DistributedDataParallel"
+        )

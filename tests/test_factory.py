@@ -50,7 +50,7 @@ def train(optimizer, model, steps=3):
 # ---------------------------------------------------------------------- methods
 def test_every_method_has_a_name():
     assert dict(METHODS) == CLASSES
-    public = {getattr(secondorder, name) for name in secondorder.__all__ if name != "nn"}
+    public = {getattr(secondorder, name) for name in secondorder.__all__}
     found = {c for c in public if isinstance(c, type) and issubclass(c, SecondOrderOptimizer)}
     assert found - {SecondOrderOptimizer} == set(METHODS.values())
 

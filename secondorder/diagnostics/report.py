@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from inspect import signature
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
 
 from secondorder.comm.resharding import local
 from secondorder.diagnostics.describe import Row, human_bytes, render
-from secondorder.lifecycle import RULE_KEYS, Lifecycle
+from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle
 
 
 class Reporting(Lifecycle):
@@ -51,6 +53,25 @@ class Reporting(Lifecycle):
                 treatment = f"{self._group[p]['fallback']} fallback: {treatment}"
         nbytes = sum(local(v).nbytes for v in self.state[p].values() if isinstance(v, Tensor))
         return Row(self._names[p], tuple(p.shape), treatment, sizes, owner, nbytes)
+
+    def __repr__(self) -> str:
+        """As in ``torch.optim``, without the options that have the constructor's default; equal groups stand once."""
+        shown = [self._unusual(group) for group in self.param_groups]
+        lines, i = [f"{type(self).__name__} ("], 0
+        for options, equal in groupby(shown):
+            last = i + len(list(equal)) - 1
+            lines.append(f"Parameter Group {i}" if i == last else f"Parameter Groups {i} to {last}")
+            lines += [f"    {name}: {value}" for name, value in options.items()]
+            i = last + 1
+        return "\n".join([*lines, "    other options: as by default, see param_groups", ")"])
+
+    def _unusual(self, group: Group) -> Group:
+        """The learning rate, and the options of a group that do not have the constructor's default."""
+        given = signature(type(self)).parameters
+        usual = {name: given[name].default if name in given else value for name, value in self.defaults.items()}
+        hidden = {"params", "param_names", "fallback_base_lr"}
+        names = [k for k, v in group.items() if k == "lr" or (k not in hidden and (k not in usual or v != usual[k]))]
+        return {name: group[name] for name in sorted(names)}
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""

@@ -366,6 +366,12 @@ def test_analysis_watches_parts(tmp_path):
     assert {event["m"] for event in events} == {12}
 
 
+def on_two_devices(part):
+    wrapped = nn.DataParallel(part)
+    wrapped.device_ids = [0, 1]
+    return wrapped
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [
@@ -379,7 +385,7 @@ def test_analysis_watches_parts(tmp_path):
         ),
         (lambda parts: {"params": parts[0].parameters(), "module": [*parts, 3]}, TypeError, "a list with int"),
         (lambda parts: {"params": parts[0].parameters(), "module": "net"}, TypeError, "got str"),
-        (lambda parts: {"params": [nn.DataParallel(parts[0])]}, NotImplementedError, "DataParallel"),
+        (lambda parts: {"params": [on_two_devices(parts[0])]}, NotImplementedError, "DataParallel"),
         (
             lambda parts: {"params": parts, "adaptive_damping": True, "likelihood": "categorical"},
             NotImplementedError,

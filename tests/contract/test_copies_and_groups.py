@@ -410,15 +410,30 @@ def test_wrapper_prefixes_may_be_given_or_left_out(method: Method, mlp: Task, pr
 
 
 @pytest.mark.option("module", "skip_layers")
-def test_data_parallel_is_refused_by_name(method: Method, mlp: Task) -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["root", "inside"])
+def test_data_parallel_on_several_devices_is_refused_by_name(method: Method, mlp: Task, inside: bool) -> None:
     model = mlp.model()
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-    wrapped = nn.DataParallel(model)
-    with pytest.raises(NotImplementedError, match="DataParallel"):
+    wrapper = nn.DataParallel(model)
+    wrapper.device_ids = [0, 1]  # as on a machine with two
+    wrapped = nn.Sequential(wrapper) if inside else wrapper
+    with pytest.raises(NotImplementedError, match=r"DataParallel.*2 devices"):
         method.build(wrapped)
     with pytest.raises(NotImplementedError, match="DataParallel"):
         method.cls(model.parameters(), module=wrapped)
     assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == hooks
+
+
+def test_data_parallel_without_a_choice_of_devices_changes_nothing(method: Method, mlp: Task) -> None:
+    bare, model = mlp.model(), mlp.model()
+    wrapped = nn.DataParallel(model)
+    wrapped.device_ids = [0]
+    method.build(wrapped).close()  # on one device it calls the model itself, as it does on none
+    wrapped.device_ids = []
+    first, second = method.build(bare), method.build(wrapped)
+    train(bare, first, mlp, 4)
+    train(wrapped, second, mlp, 4)
+    assert_identical(values(model), values(bare))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -71,6 +71,15 @@ def test_is_an_optimizer_of_the_public_api(method: Method, mlp: Task) -> None:
     assert method.cls.__name__ in secondorder.__all__
 
 
+def test_a_star_import_keeps_the_name_of_torchs_modules() -> None:
+    """``nn`` stays ``torch.nn``, which a script imports under that name; ours is ``secondorder.nn``."""
+    names: dict[str, typing.Any] = {}
+    exec("from torch import nn\nfrom secondorder import *", names)
+    assert names["nn"] is torch.nn
+    assert names["KFAC"] is secondorder.KFAC
+    assert secondorder.nn.LSTM is not torch.nn.LSTM
+
+
 def test_every_keyword_has_a_type_and_a_default(method: Method) -> None:
     given = parameters(method)
     hints = typing.get_type_hints(method.cls.__init__)
