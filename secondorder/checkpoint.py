@@ -53,6 +53,8 @@ class Checkpointing(Lifecycle):
 
     #: Options that decide how much is allocated: those of the optimizer stay, whatever a checkpoint says.
     _structural: ClassVar[tuple[str, ...]] = ()
+    #: State that one parameter holds for others, too.
+    _common: ClassVar[frozenset[str]] = frozenset({"global_step"})
 
     def _require_loadable(self) -> None:
         """Refuse to load into an optimizer that cannot judge a state yet."""
@@ -278,9 +280,10 @@ class Checkpointing(Lifecycle):
         loaded: dict[nn.Parameter, dict[str, Any]] = {}
         filled_in = filled_in_by_torch()
         for p, i, given in self._numbered({"param_groups": groups}):
-            # torch's flattened checkpoints put an empty dict where a key was left out.
-            theirs = {k: v for k, v in found.get(i, {}).items() if not (isinstance(v, dict) and not v)}
-            spec, label = self._expected_state(p, given, theirs), f"parameter '{self._names[p]}'"
+            theirs, label = self._own_values(found.get(i, {}), filled_in), f"parameter '{self._names[p]}'"
+            spec = self._expected_state(p, given, theirs)
+            if self._was_never_trained(theirs):  # it was frozen, and begins anew
+                spec = {k: v for k, v in spec.items() if k in theirs or k in ("step", "global_step")}
             held = self._held(p, spec)
             required = {k: v for k, v in held.items() if not self._may_lack(k, given)}
             absent = self._absent(theirs, required)
@@ -334,9 +337,31 @@ class Checkpointing(Lifecycle):
         expected.update(self._curvature_state(p, group))
         if p.requires_grad:
             expected.update(dict.fromkeys(self._rule_keys(p, group), p))
-        else:
-            expected.update({k: v for k, v in self.state[p].items() if k in self.kinds})
+        elif not self._covers(p):  # what a frozen parameter has is kept as it is, for when it is unfrozen
+            expected.update({k: v for k, v in theirs.items() if k in self.kinds})
         return expected
+
+    def _was_never_trained(self, theirs: Mapping[str, Any]) -> bool:
+        """Whether a saved state is that of a parameter which was frozen from the beginning."""
+        step = theirs.get("step")
+        is_zero = isinstance(step, (int, float, Tensor)) and not bool(torch.as_tensor(step).any())
+        return is_zero and theirs.keys() <= {"step"} | self._common
+
+    def _own_values(self, theirs: Mapping[str, Any], filled_in: set[int]) -> dict[str, Any]:
+        """Saved values of a parameter, without the empty dicts that torch's flattened checkpoints put into gaps.
+
+        torch may also have filled the gaps of a parameter that was never trained from the optimizer that loads it.
+
+        Args:
+            theirs: Saved state of the parameter.
+            filled_in: Ids of the tensors that torch has filled in.
+
+        Returns:
+            The values.
+        """
+        given = {k: v for k, v in theirs.items() if not (isinstance(v, dict) and not v)}
+        own = {k: v for k, v in given.items() if id(v) not in filled_in}
+        return own if self._was_never_trained(own) else given
 
     def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
         kind, kept = self.kinds.get(key), group["checkpoint_curvature"]

@@ -132,7 +132,11 @@ class KeepingFactors(ObservingOptimizer):
     def _kept_alike(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Loaded factors in the form in which this optimizer keeps them."""
         block = self._block_of.get(p)
-        if block is None or block.owner is not p:
+        if block is None:  # frozen: what is kept in the other form begins anew when it is unfrozen
+            kept = {_form_of(k, v) for k, v in theirs.items()}
+            in_other_form = ("dense" if self._packs else "packed") in kept
+            return {k: v for k, v in theirs.items() if k not in self.kinds} if in_other_form else theirs
+        if block.owner is not p:
             return theirs
         found, packs = dict(theirs), self._packs
         for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
@@ -148,3 +152,11 @@ class KeepingFactors(ObservingOptimizer):
                 triangles.unpack(given.contiguous(), found[ours])
             del found[other]
         return found
+
+
+def _form_of(key: str, value: Any) -> str:
+    """How a tensor of the state keeps a factor: ``"packed"``, ``"dense"``, or ``""`` for anything else."""
+    if key.startswith("packed_"):
+        return "packed"
+    square = isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == value.shape[-2]
+    return "dense" if square and key in ("factor_a", "factor_g") else ""

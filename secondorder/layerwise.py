@@ -323,7 +323,39 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         self._settle()
         for group in groups:
             self._check_group(group)
-        return super()._checked_state(found, groups)
+        return self._without_spread_curvature(super()._checked_state(found, groups))
+
+    def _without_spread_curvature(
+        self, loaded: Mapping[nn.Parameter, dict[str, Any]]
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """Loaded state without the curvature of frozen layers that is, or may be, on other ranks.
+
+        Nobody has it whole, so the ranks could not agree on it when the layer is unfrozen.
+
+        Args:
+            loaded: Checked state by parameter.
+
+        Returns:
+            The state to load.
+        """
+        world = self.comm.world
+        everywhere = all(len(self.comm.preconditioners(b.index)) == world for b in self._blocks)
+        complete = not self.comm.combines or (self.comm.replicates and everywhere)
+        kept, dropped = dict(loaded), list[str]()
+        for p, state in loaded.items():
+            own = (state.keys() & self.kinds) - self._common
+            if p.requires_grad or not own or (complete and any(isinstance(state[k], Tensor) for k in own)):
+                continue
+            kept[p] = {k: v for k, v in state.items() if k not in own}
+            dropped.append(self._names[p])
+        if dropped:
+            warnings.warn(
+                f"{type(self).__name__}: the curvature of frozen parameters was spread over several ranks when it was "
+                f"saved, or is to be, and is not loaded ({some_of(dropped)}); it is estimated anew when they are "
+                "unfrozen.",
+                stacklevel=depth_of_caller(),
+            )
+        return kept
 
     def _finish_load(self) -> None:
         """Complete what a checkpoint may leave out, and follow the loaded options."""

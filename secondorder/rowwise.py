@@ -235,8 +235,6 @@ class RowOptimizer(Observing):
         if block is not None and block.owner is p:
             held = self.curvature_spec(block, group)
             expected = {k: v for k, v in expected.items() if k not in held} | self.loaded_spec(block, group, theirs)
-        else:  # a frozen layer keeps its rows, of whatever batch
-            expected |= {k: theirs[k] for k in ("rows_a", "rows_g", "kernel") if k in expected and k in theirs}
         return expected
 
     def loaded_spec(self, block: Block, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> State:

@@ -10,8 +10,9 @@ Every window is in every message, with zeros where a rank has no gradient: what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,8 @@ Found = list[list[Tensor] | None]
 
 class ShardedWindows(RecutWindows):
     """Exchanges what ranks hold of windows with those that hold the rest."""
+
+    _common: ClassVar[frozenset[str]] = RecutWindows._common | {*SHARED}
 
     def _facts(self) -> dict[str, list[str]]:
         """Windows whose sums are due too: they are a message."""
@@ -179,13 +182,54 @@ class ShardedWindows(RecutWindows):
 
     # ------------------------------------------------------------------ load
     def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
-        states: dict[nn.Parameter, Mapping[str, Any]] = {}
-        for live, given in zip(self.param_groups, groups, strict=True):
-            for p, i in zip(live["params"], given["params"], strict=True):
-                self._require_own_part(p, found.get(i, {}))
-                states[p] = found.get(i, {})
-        self._require_all_windows(states, groups)
-        return super()._checked_state(found, groups)
+        numbers = {p: i for p, i, _ in self._numbered({"param_groups": groups})}
+        states = {p: found.get(i, {}) for p, i in numbers.items()}
+        with self._frozen_members({p for p, state in states.items() if any(plain(k) in SLOT_DIM for k in state)}):
+            for unit in self._units:
+                states |= self._led_by_its_first(unit, states)
+            for p, state in states.items():
+                self._require_own_part(p, state)
+            self._require_all_windows(states, groups)
+            return super()._checked_state({i: states[p] for p, i in numbers.items()}, groups)
+
+    @contextmanager
+    def _frozen_members(self, saved: Set[nn.Parameter]) -> Iterator[None]:
+        """Let frozen parameters that are in a window of a checkpoint into those here; nothing stays if it is refused.
+
+        Args:
+            saved: Parameters with rows in the checkpoint.
+        """
+        joining = {p for p in saved if not (p.requires_grad or self._covers(p) or p in self._excluded)}
+        if not joining:
+            yield
+            return
+        before = self._units, self._unit_of, self._bounds
+        try:
+            self._copied = self._copied | joining
+            self._rebuild()
+            yield
+        except BaseException:
+            self._units, self._unit_of, self._bounds = before
+            for p in joining:
+                self.state[p] = {k: v for k, v in self.state[p].items() if plain(k) not in self.kinds}
+            self._copied = set()
+            self._rebuild()
+            for unit in self._units:
+                if unit.held:
+                    self._expose(unit)
+            raise
+
+    def _led_by_its_first(self, unit: Unit, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[Any, Any]:
+        """Saved states of a unit's parameters, where its first one was frozen and another had what they share."""
+        first = unit.params[0]
+        leader = next((p for p in unit.params if "gram" in states[p]), first)
+        if leader is first or not self._was_never_trained(states[first]):
+            return {}
+        shared = {k: v for k, v in states[leader].items() if k in SHARED}
+        return {
+            first: {**states[first], **shared},
+            leader: {k: v for k, v in states[leader].items() if k not in shared},
+        }
 
     def _require_own_part(self, p: nn.Parameter, theirs: Iterable[str]) -> None:
         """Refuse slices of a window that another rank saved, or this one in another world."""
@@ -202,7 +246,13 @@ class ShardedWindows(RecutWindows):
     def _require_all_windows(self, states: Mapping[nn.Parameter, Mapping[str, Any]], groups: Sequence[Group]) -> None:
         """Refuse a state that has some windows and lacks others which this rank holds."""
         there = {p for p, state in states.items() if any(plain(k) in self.kinds for k in state)}
-        lacking = [unit.name for unit in self._units if unit.held and there.isdisjoint(unit.params)]
+        lacking = [
+            unit.name
+            for unit in self._units
+            if unit.held
+            and there.isdisjoint(unit.params)
+            and not all(self._was_never_trained(states[p]) for p in unit.params)
+        ]
         if self._partition == "layer" and there and lacking and groups[0]["checkpoint_curvature"] == "all":
             raise RuntimeError(
                 f"this state_dict has some windows only, and rank {self.comm.rank} under {self.comm!r} needs others "

@@ -29,6 +29,7 @@ class SwitchedOptimizer(GatheringOptimizer):
     understudy = RehearsedRows
     kinds: ClassVar[dict[str, str]] = {**GatheringOptimizer.kinds, "switch_state": "buffers"}
     allocating = ("mode",)
+    _common: ClassVar[frozenset[str]] = GatheringOptimizer._common | {"switch_state"}
 
     def _begin_switch(self, policy: SwitchPolicy) -> None:
         self.switch, self._untold = policy, copy.deepcopy(policy)
