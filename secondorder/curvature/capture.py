@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from secondorder.curvature.copies import conceal, remove
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.losscale import UNKNOWN, inverse_scale, multiplies
 from secondorder.curvature.observation import Observation
@@ -115,6 +116,7 @@ class Capture(Observation):
                 root.register_forward_pre_hook(RootEnter(self.switch, number), with_kwargs=True, prepend=first),
                 root.register_forward_hook(RootLeave(self.switch, number), always_call=True),
             ]
+        conceal(self._root_handles)
         # A model may outlive its optimizer: its hooks then go.
         weakref.finalize(self, _retire, self.switch, self._tap_handles, self._root_handles)
 
@@ -126,8 +128,7 @@ class Capture(Observation):
             sites: The layers.
             watched: Attention modules among whose projections some of the taps are.
         """
-        for handle in self._tap_handles:
-            handle.remove()
+        remove(self._tap_handles)
         self._tap_handles.clear()
         self.discard()
         self._passes.clear()
@@ -149,6 +150,7 @@ class Capture(Observation):
         switch = self.switch
         for attention in watched:
             self._tap_handles += attention.install(lambda: switch.armed)
+        conceal(self._tap_handles)
 
     def arm(self, due: Iterable[int]) -> None:
         """Capture the given sites from now on, and no others."""
@@ -184,8 +186,7 @@ class Capture(Observation):
         """Remove every hook and drop what is pending."""
         self.arm(())
         self.set_sites(())
-        for handle in self._root_handles:
-            handle.remove()
+        remove(self._root_handles)
         self._root_handles.clear()
 
     def discard(self) -> None:
@@ -425,8 +426,7 @@ class Capture(Observation):
 
 def _retire(switch: Switch, *handles: list[RemovableHandle]) -> None:
     switch.armed = False
-    for handle in itertools.chain(*handles):
-        handle.remove()
+    remove(itertools.chain(*handles))
 
 
 #: Stands for the gradient of a parameter that is cut over ranks: its pieces get theirs behind autograd's back.

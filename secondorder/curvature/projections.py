@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from secondorder.curvature.taps import Inert
+from secondorder.curvature.copies import OwnHook
 
 # ------------------------------------------------------------------ projections and the parameters behind them
 
@@ -51,7 +51,7 @@ class Projection(nn.Module):
     def watched(self) -> bool:
         """Whether a hook wants the next call; a tap that is not due says so by its attribute ``armed``."""
         hooks = [*self._forward_hooks.values(), *self._forward_pre_hooks.values()]
-        return any(getattr(hook, "armed", not isinstance(hook, Inert)) for hook in hooks)
+        return any(getattr(hook, "armed", True) for hook in hooks)
 
 
 class Part(NamedTuple):
@@ -363,17 +363,9 @@ class _Route(threading.local):
         self.running: list[_Reroute | None] = []
 
 
-class _Hook:
-    """A copy of the module belongs to no optimizer."""
-
+class _Hook(OwnHook):
     def __init__(self, route: _Route) -> None:
         self.route = route
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return Inert, ()
 
 
 class _Enter(_Hook):

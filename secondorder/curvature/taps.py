@@ -1,8 +1,8 @@
 """Hooks and taps: what sits on the user's modules, holding nothing but a key to its capture.
 
 A copy of a model must not copy its optimizer, a pickled model must not need it, and a compiler must be able to guard on
-what decides whether anything is captured. So hooks are small objects with plain attributes; the capture behind a key is
-looked up weakly, and in a copy or a pickle a hook becomes :class:`Inert`.
+what decides whether anything is captured. So hooks are small objects with plain attributes, and the capture behind a
+key is looked up weakly; :mod:`secondorder.curvature.copies` leaves them out of copies and pickles of a model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
+
+from secondorder.curvature.copies import OwnHook
 
 if TYPE_CHECKING:
     from secondorder.curvature.capture import Capture
@@ -47,7 +49,7 @@ class Switch:
         self.token: Tensor | None = None
 
 
-class RootEnter:
+class RootEnter(OwnHook):
     """Forward pre-hook of a root module, the ``number``-th of its capture."""
 
     def __init__(self, switch: Switch, number: int = 0) -> None:
@@ -76,12 +78,6 @@ class RootEnter:
         else:
             switch.token = _open_pass(x, switch.key, self.number)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
-
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return Inert, ()
-
 
 class RootLeave(RootEnter):
     """Forward hook of the root module."""
@@ -99,7 +95,7 @@ class RootLeave(RootEnter):
         switch.token = None
 
 
-class LayerHook:
+class LayerHook(OwnHook):
     """Forward hook of a layer: puts the tap on its output."""
 
     def __init__(self, switch: Switch, index: int, adapter: Adapter, part: int) -> None:
@@ -152,14 +148,8 @@ class LayerHook:
         if (capture := CAPTURES.get(self.switch.key)) is not None:
             capture.refuse(self.index, PRECEDED)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
 
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return Inert, ()
-
-
-class Reduced:
+class Reduced(OwnHook):
     """Hook on a parameter that is cut over ranks: its gradient has come."""
 
     def __init__(self, switch: Switch) -> None:
@@ -169,15 +159,9 @@ class Reduced:
         """Note that."""
         self.switch.reduced = True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Inert:
-        return Inert()
 
-    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
-        return Inert, ()
-
-
-class Inert:
-    """What a hook becomes in a copy of the model: the copy belongs to no optimizer."""
+class Inert(OwnHook):
+    """What release 0.1.0 put into a pickled model in the place of a hook; it is here so that such files load."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""

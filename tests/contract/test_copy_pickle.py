@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from secondorder import KFAC
 from tests.contract.methods import Method, Variant
 from tests.contract.tasks import Task, assert_identical, backward, snapshot, train, values
 
@@ -55,14 +58,115 @@ def test_deepcopy_of_the_model_takes_nothing_of_the_optimizer_along(method: Meth
     assert strangers == []
 
 
-def test_pickle_of_the_model_takes_nothing_of_the_optimizer_along(method: Method, mlp: Task) -> None:
-    bare, hooked = mlp.model(), mlp.model()
-    train(hooked, method.build(hooked), mlp, 2)
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def hook_tables(model: nn.Module) -> list[dict[int, Any]]:
+    return [getattr(module, name) for module in model.modules() for name in HOOKS]
+
+
+def saved(model: nn.Module) -> bytes:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return file.getvalue()
+
+
+def test_saved_model_is_that_of_a_model_without_optimizer(method: Method, task: Task) -> None:
+    bare, hooked = task.model(), task.model()
+    optimizer = method.build(hooked)
+    assert saved(hooked) == saved(bare)
+    assert b"secondorder" not in pickle.dumps(hooked)
+    train(hooked, optimizer, task, 2)
+    bare.load_state_dict(hooked.state_dict())
     hooked.zero_grad()
-    per_module = 500  # room for an inert stub, far below the bytes of the factors
-    modules = len(list(bare.modules()))
-    assert len(pickle.dumps(hooked)) - len(pickle.dumps(bare)) < per_module * modules
-    assert method.cls.__name__.encode() not in pickle.dumps(hooked)
+    assert saved(hooked) == saved(bare)
+
+
+@COPIERS
+def test_copied_model_has_no_hook_of_the_optimizer(method: Method, task: Task, copier: Copier) -> None:
+    """Nor has it any trace of how they are left out."""
+    model = task.model()
+    first, second = method.build(model), method.build(model)
+    second.detach()  # the other's hooks stay, and stay out of copies
+    twin = copier(model)
+    assert not [table for table in hook_tables(twin) if table or vars(table)]
+    first.detach()
+    assert not [table for table in hook_tables(model) if table or vars(table)]
+
+
+class Noting:
+    """A hook of the user's, which a copy keeps."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.calls += 1
+
+
+@COPIERS
+def test_hooks_of_the_user_stay_in_copies(method: Method, mlp: Task, copier: Copier) -> None:
+    model = mlp.model()
+    handles = [model.first.register_forward_hook(Noting(), with_kwargs=True)]
+    optimizer = method.build(model)
+    handles.append(model.register_forward_hook(Noting(), with_kwargs=True, always_call=True))
+    twin = copier(model)
+    mlp.loss(twin, 0)
+    mlp.loss(twin, 1)
+    for module in (twin.first, twin):
+        assert [(type(hook), hook.calls) for hook in module._forward_hooks.values()] == [(Noting, 2)]
+        assert list(module._forward_hooks_with_kwargs) == list(module._forward_hooks)
+    assert list(twin._forward_hooks_always_called) == list(twin._forward_hooks)
+    train(model, optimizer, mlp, 1)
+    for handle in handles:  # made before and after the optimizer: both still find their hook
+        handle.remove()
+    assert not [hook for table in hook_tables(model) for hook in table.values() if isinstance(hook, Noting)]
+    optimizer.detach()
+    assert not [table for table in hook_tables(model) if table]
+
+
+def test_averaged_model_has_no_hook_of_the_optimizer(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    method.build(model)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    assert not [table for table in hook_tables(averaged) if table]
+
+
+def test_hook_that_is_copied_alone_does_nothing(method: Method, mlp: Task) -> None:
+    """Where a user copies hooks one by one, what comes out needs neither the optimizer nor this package."""
+    model = mlp.model()
+    optimizer = method.build(model)
+    hooks = [hook for table in hook_tables(model) for hook in table.values() if callable(hook)]
+    assert bool(hooks) == method.layerwise
+    for hook in hooks:
+        assert b"secondorder" not in pickle.dumps(hook)
+        for copier in (copy.deepcopy, through_pickle):
+            assert copier(hook)(model, (), {}, None) is None
+    optimizer.detach()
+
+
+WITHOUT_US = """
+import sys
+sys.modules["secondorder"] = None  # cannot be imported
+import torch
+model = torch.load(sys.argv[1], weights_only=False)
+print(model(torch.ones(2, 4)).shape)
+"""
+
+
+def test_saved_model_loads_without_this_package(tmp_path: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    KFAC(model, lr=0.1)
+    torch.save(model, tmp_path / "model.pt")
+    script = [sys.executable, "-c", WITHOUT_US, str(tmp_path / "model.pt")]
+    done = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["torch.Size([2,", "3])"], done.stderr
 
 
 @COPIERS

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from secondorder.curvature.projections import Projection, WatchedAttention
-from secondorder.curvature.taps import Inert
 
 E, HEADS, L, S, N = 6, 2, 3, 4, 2
 
@@ -342,7 +341,8 @@ def test_a_copy_belongs_to_nobody(copied):
     module = attention()
     calls = tap(watch(module, Uncopyable()).projections.packed)
     twin = copied(module)
-    assert [type(h) for h in (*twin._forward_pre_hooks.values(), *twin._forward_hooks.values())] == [Inert, Inert]
+    for hook in (*twin._forward_pre_hooks.values(), *twin._forward_hooks.values()):
+        assert not type(hook).__module__.startswith("secondorder")
     expected = outcome(module, inputs("self", module))
     assert len(calls) == 1
     assert_same_bits(outcome(twin, inputs("self", twin)), expected)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import secondorder.nn
+from secondorder import KFAC
 from secondorder.nn import expose
 
 D, H, T, N = 3, 4, 5, 3
@@ -385,13 +386,12 @@ def test_the_kernel_runs_when_no_tap_is_waiting(kind):
     assert counts == [1, 1, 1, 1]
 
 
-def test_a_copied_tap_waits_for_nothing():
-    from secondorder.curvature.taps import Inert
-
+def test_the_projections_of_a_copied_layer_wait_for_nothing():
     module = expose(build("LSTM"))
-    for projection in module.projections.values():
-        projection.register_forward_hook(Inert())
-    assert not any(projection.watched for projection in module.projections.values())
+    optimizer = KFAC(module, lr=0.1)
+    assert all(projection.watched for projection in module.projections.values())
+    assert not any(projection.watched for projection in copy.deepcopy(module).projections.values())
+    optimizer.detach()
 
 
 @layers
