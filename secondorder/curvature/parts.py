@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from secondorder.curvature.adapters.handwritten import HandwrittenNorm, recognise
 from secondorder.curvature.adapters.norms import NormAdapter
 from secondorder.curvature.adapters.others import StackedAdapter
 from secondorder.curvature.layers import Adapter
@@ -53,7 +54,8 @@ def parts_of(module: nn.Module, norm_curvature: str) -> tuple[list[Part], str]:
         return [], f"{name} overrides MultiheadAttention.forward"
     kind, reason = find_adapter(module)
     if kind is None:
-        return [], reason
+        norm = recognise(module)
+        return ([], reason) if norm is None else ([_norm_part(module, norm, norm_curvature)], "")
     own = module._parameters
     if kind.weight_name not in own:
         return [], f"{name}.{kind.weight_name} is parametrized"
@@ -68,6 +70,16 @@ def parts_of(module: nn.Module, norm_curvature: str) -> tuple[list[Part], str]:
 
     bias = own.get(kind.bias_name) if kind.bias_name is not None else None
     return [Part("", own[kind.weight_name], bias, ((module, -1),), make, module)], ""
+
+
+def _norm_part(module: nn.Module, norm: HandwrittenNorm, norm_curvature: str) -> Part:
+    own = module._parameters
+
+    def make(has_weight: bool, has_bias: bool) -> Adapter:
+        return norm.adapter(has_weight, has_bias, norm_curvature)
+
+    bias = own[norm.shift] if norm.shift is not None else None
+    return Part("", own[norm.scale], bias, ((module, -1),), make, module)
 
 
 def inner_modules(root: nn.Module) -> set[nn.Module]:

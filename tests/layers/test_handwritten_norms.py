@@ -1,0 +1,213 @@
+"""Norm layers that a model brings itself are recognised by what they compute, and have the block of torch's own.
+
+The expected second moments come from autograd through the module itself, one example at a time.
+"""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from secondorder import EKFAC, KFAC, HyLo
+from tests.layers.reference import follows_fallback
+from tests.oracle.driver import assert_close, labels, noise, plain_kfac, train_step
+from tests.oracle.models import seeded_build
+
+N, S, WIDTH = 6, 5, 256
+
+
+class NanoGPTNorm(nn.Module):
+    def __init__(self, size: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
+
+
+class AnnotatedNorm(nn.Module):
+    """Of the Annotated Transformer: what is added stands outside of the root, and the deviation is unbiased."""
+
+    def __init__(self, size: int, eps: float = 1e-2) -> None:
+        super().__init__()
+        self.a_2, self.b_2 = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a_2 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.b_2
+
+
+class LlamaNorm(nn.Module):
+    """Computes in float32, whatever it is given."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), 3e-3
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+class GemmaNorm(LlamaNorm):
+    """Its scale is 1 + w."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight)
+
+
+class BiasFirst(nn.Module):
+    """The shift is the first parameter, and neither has a telling name."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.two * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() + self.one
+
+
+class ConvertingNorm(nn.LayerNorm):
+    """CLIP's: it overrides the forward of torch's layer to compute in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype)).type(x.dtype)
+
+
+NORMS = {
+    "nanoGPT": (NanoGPTNorm, ("weight", "bias")),
+    "nanoGPT without bias": (lambda size: NanoGPTNorm(size, bias=False), ("weight",)),
+    "annotated": (AnnotatedNorm, ("a_2", "b_2")),
+    "Llama": (LlamaNorm, ("weight",)),
+    "Gemma": (GemmaNorm, ("weight",)),
+    "bias first": (BiasFirst, ("two", "one")),
+    "CLIP": (ConvertingNorm, ("weight", "bias")),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, norm: nn.Module, size: int) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(3, size), norm, nn.Linear(size, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.norm(self.body(x)))).mean(1)
+
+
+def built(make, size: int = WIDTH) -> Model:
+    def build() -> Model:
+        model = Model(make(size), size)
+        for p in model.norm.parameters():
+            nn.init.uniform_(p, -0.5, 1.5)  # some of them near 0, where an output does not tell its x̂
+        return model
+
+    return seeded_build(build)
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_its_block_is_the_second_moment_of_each_unit(case):
+    make, names = NORMS[case]
+    model, x, y = built(make), noise(N, S, 3), labels(N, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt = plain_kfac(model, lr=0.0)
+    assert list(opt.blocks) == ["body", "norm", "head"]
+    params = [getattr(model.norm, name) for name in names]
+    examples = [torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), params) for n in range(N)]
+    u = torch.stack([torch.stack(grads, -1) for grads in examples])  # [N, units, k]
+    train_step(opt, model, x, y, F.cross_entropy)
+    assert_close(opt.state[params[0]]["factor_g"], torch.einsum("nci,ncj->cij", u, u) / N, 1e-5)
+
+
+@pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_model_trains_as_with_torchs_own(method, bias):
+    models = [built(lambda size, kind=kind: kind(size, bias=bias), 16) for kind in (NanoGPTNorm, nn.LayerNorm)]
+    x, y = noise(N, S, 3), labels(N, 4)
+    for model in models:
+        opt = method(model, lr=0.05)
+        for _ in range(4):
+            train_step(opt, model, x, y, F.cross_entropy)
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_its_argument_may_be_given_by_name():
+    class Named(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(hidden_states=self.body(x))).mean(1)
+
+    model = Named(LlamaNorm(8), 8).double()
+    opt = plain_kfac(model, lr=0.0)
+    train_step(opt, model, noise(N, S, 3), labels(N, 4), F.cross_entropy)
+    assert opt.state[model.norm.weight]["factor_g"].abs().sum() > 0
+
+
+def test_a_trial_leaves_the_module_as_it_is():
+    class Counting(NanoGPTNorm):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x + 0 * torch.rand(()))
+
+    norm = Counting(8)
+    norm.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+    norm.eval()
+    model = nn.Sequential(nn.Linear(3, 8), norm)
+    before = torch.get_rng_state()
+    opt = KFAC(model)
+    assert list(opt.blocks) == ["0", "1"]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert norm.calls == 0
+    assert not norm.training
+    assert torch.equal(norm.weight, torch.ones(8))
+
+
+class Scale(NanoGPTNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x + self.bias
+
+
+class OverExamples(NanoGPTNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x - x.mean(0)) / (x.var(0) + 1e-5).sqrt() + self.bias
+
+
+class ChannelsSecond(NanoGPTNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, -1)).transpose(1, -1)
+
+
+class Dropping(NanoGPTNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+class TwoInputs(NanoGPTNorm):
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return super().forward(x if residual is None else x + residual)
+
+
+class SquaredScale(NanoGPTNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight**2, self.bias)
+
+
+class Shy(NanoGPTNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize("kind", [Scale, OverExamples, ChannelsSecond, Dropping, TwoInputs, SquaredScale, Shy])
+def test_what_computes_something_else_is_left_out_by_name(kind):
+    model = nn.Sequential(nn.Linear(3, 8), kind(8))
+    with pytest.warns(UserWarning, match=f"{kind.__name__} has no adapter"):
+        opt = KFAC(model)
+    assert list(opt.blocks) == ["0"]
+    assert follows_fallback(opt, "1.weight", "no adapter")
