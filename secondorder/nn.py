@@ -225,7 +225,7 @@ class _Layers(_Recurrent, nn.RNNBase):
         Returns:
             Output like x, and the last state of every sequence, like ``state``.
         """
-        dtype = self._output_dtype(x)
+        dtypes = self._dtypes(x, sizes, state)
         finals: list[State] = []
         for layer in range(self.num_layers):
             if layer:
@@ -239,14 +239,40 @@ class _Layers(_Recurrent, nn.RNNBase):
                 outputs.append(output)
                 finals.append(final)
             x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
-        return x.to(dtype), tuple(torch.stack(s).to(dtype) for s in zip(*finals, strict=True))
+        parts = zip(zip(*finals, strict=True), dtypes[1:], strict=True)
+        return x.to(dtypes[0]), tuple(torch.stack(part).to(dtype) for part, dtype in parts)
 
-    def _output_dtype(self, x: Tensor) -> torch.dtype:
-        """Kernels return what autocast computes in, except the GRU of the CPU."""
-        kind = x.device.type
-        if not torch.is_autocast_enabled(kind) or (self.mode == "GRU" and kind == "cpu"):
-            return x.dtype
-        return torch.get_autocast_dtype(kind)
+    def _dtypes(self, x: Tensor, sizes: list[int] | None, state: State) -> list[torch.dtype]:
+        """Find the data types in which torch's kernel returns the output and each part of the state.
+
+        What autocast does to recurrent layers on a CPU depends on the kind of layer, on projections, on the lengths of
+        packed sequences, and on the processor: some have no LSTM kernel of lower precision. Torch is therefore asked
+        with a step or two of an example or two, and raises its own error here if it has none. Otherwise a training step
+        that captures would pass, and the next one would fail.
+
+        Args:
+            x: ``[T, N, d]``, or packed ``[Σ sizes, d]``.
+            sizes: Sequences that are alive at each step of packed data.
+            state: ``[layers·directions, N, ·]``.
+
+        Returns:
+            One data type for the output, and one for each part of the state.
+        """
+        kind, count = x.device.type, 1 + len(state)
+        if not torch.is_autocast_enabled(kind):
+            return [x.dtype] * count
+        if kind != "cpu" or torch.compiler.is_compiling() or not x.numel():
+            return [x.dtype if self.mode == "GRU" and kind == "cpu" else torch.get_autocast_dtype(kind)] * count
+        kernel = getattr(torch, self.mode.lower())
+        # Without dropout it draws no random numbers.
+        options = (self._flat_weights, self.bias, self.num_layers, 0.0, self.training, self.bidirectional)
+        few = [1] if sizes is None or sizes[0] == sizes[-1] else [2, 1]  # sequences of one length take another kernel
+        first = self._from_state(tuple(s[:, : few[0]] for s in state))
+        if sizes is None:
+            found = kernel(x[:1, :1], first, *options, False)
+        else:
+            found = kernel(x[: sum(few)], torch.tensor(few), first, *options)
+        return [tensor.dtype for tensor in found]
 
     def _scan(
         self, x: Tensor, sizes: list[int] | None, first: State, maps: Maps, reverse: bool
