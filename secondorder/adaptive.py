@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.curvature import quadratic
+from secondorder.curvature.batch import rules
 from secondorder.curvature.block import Block, Parts, forwarded
 from secondorder.curvature.replay import Moment, eager, kept_gradients, recorded
 from secondorder.lifecycle import RULE_KEYS, Directions
@@ -64,12 +65,14 @@ class AdaptiveOptimizer(ModelledOptimizer):
         assert self._root is not None
         devices = {p.device for p in self._group}
         start = Moment(self._root, devices)
-        with recorded(forwarded(self._root)[0], devices, on=recording) as forwards:
+        root, chosen = forwarded(self._root)[0], self._layer_options
+        (rule,) = rules(chosen.batch_input, [root], chosen.batch_dim)
+        with recorded(root, devices, on=recording) as forwards:
             returned = super()._evaluate(closure)
         loss, outputs, targets = parts_of(returned)
         exact = self._adaptation.loss_model is not None and outputs is not None
         matched = match_outputs(forwards, outputs, targets) if recording and exact else []
-        examples = sum(forward.examples(self._layer_options.batch_dim) for forward in forwards)
+        examples = sum(forward.examples(chosen.batch_dim, rule) for forward in forwards)
         self._evaluation = Evaluation(
             cast("Callable[[], Any]", closure), self._objective(loss), start, recording, examples, matched
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from secondorder import options
 from secondorder.comm import Unit
 from secondorder.comm.resharding import is_cut
+from secondorder.curvature.batch import BatchInput
 from secondorder.curvature.block import Block, Choices, SkipRule, clean_name, forwarded, plan_blocks, unwrap
 from secondorder.curvature.capture import Capture
 from secondorder.curvature.losscale import calling_scaler
@@ -34,7 +35,8 @@ class LayerOptions:
         max_failures: Failed refreshes of a block in a row before an error.
         tied: Which use of a weight tied between an embedding and a head has the block.
         norm_curvature: ``"unit"`` or ``"diagonal"``.
-        batch_dim: Dimension of the model's first input that counts examples.
+        batch_dim: Dimension of the model's input that counts examples.
+        batch_input: The argument that counts them, or a function that does.
         factor_dtype: Precision in which factors are kept; float32 stands for float64 where parameters are float64.
         inv_dtype: Of what a refresh finds from them, likewise.
         factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
@@ -49,6 +51,7 @@ class LayerOptions:
     tied: str | None = None
     norm_curvature: str = "unit"
     batch_dim: int = 0
+    batch_input: BatchInput | None = None
     factor_dtype: torch.dtype = torch.float32
     inv_dtype: torch.dtype = torch.float32
     factor_storage: str = "dense"
@@ -66,6 +69,10 @@ class LayerOptions:
         options.choice(None, "embedding", "head")("tied", self.tied)
         options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)
         options.whole(0)("batch_dim", self.batch_dim)
+        if not (self.batch_input is None or isinstance(self.batch_input, str) or callable(self.batch_input)):
+            raise TypeError(
+                f"batch_input must be the name of an argument of forward or a function, got {self.batch_input!r}"
+            )
         options.stored_dtype("factor_dtype", self.factor_dtype)
         options.stored_dtype("inv_dtype", self.inv_dtype)
         options.choice("dense", "packed")("factor_storage", self.factor_storage)
@@ -137,10 +144,10 @@ class Capturing(Lifecycle):
     def _hook(self) -> None:
         assert self._root is not None
         if self._capture is None:
-            self._capture = Capture(forwarded(self._root))
+            chosen = self._layer_options
+            self._capture = Capture(forwarded(self._root), chosen.batch_dim, chosen.batch_input)
             self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
             self._capture.owner = weakref.ref(self)
-            self._capture.batch_dim = self._layer_options.batch_dim
             self._capture.clock = self._clock
         sites = [self._site(b) for b in self._blocks]
         self._capture.set_sites(sites, watched_attention(self._root, {m for b in self._blocks for m, _ in b.taps}))
@@ -258,6 +265,8 @@ class Capturing(Lifecycle):
 
     def _facts(self) -> dict[str, list[str]]:
         chosen = {f.name: getattr(self._layer_options, f.name) for f in fields(LayerOptions) if f.name != "skip_layers"}
+        if callable(chosen["batch_input"]):
+            chosen["batch_input"] = "a function"  # its representation has an address
         return {**super()._facts(), "options of all layers": [f"{k}={v!r}" for k, v in chosen.items()]}
 
     # ------------------------------------------------------------------ capture

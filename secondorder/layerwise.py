@@ -16,6 +16,7 @@ from secondorder.capturing import LayerOptions
 from secondorder.comm import CommStrategy, Parcel
 from secondorder.comm.resharding import local
 from secondorder.curvature.block import Block, find_name
+from secondorder.curvature.capture import Capture
 from secondorder.curvature.extremes import Extremes, numbers
 from secondorder.curvature.losscale import UNKNOWN
 from secondorder.curvature.measured import Measured
@@ -111,7 +112,9 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def _take(self) -> Captured:
         capture = self._require_capture()
         self._infer_scaler()
-        return capture.take()
+        taken = capture.take()
+        self._warn_of_doubts(capture)
+        return taken
 
     def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
         for index, measured in cast("dict[int, Measured]", captured.statistics).items():
@@ -130,6 +133,21 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         """Count a statistic that was folded in, on whatever rank."""
         self.state[block.owner]["factor_updates"] += 1
         self._learned_at[block.name] = self._t
+
+    def _warn_of_doubts(self, capture: Capture) -> None:
+        """Say once that the number of examples of a forward pass is a guess."""
+        doubts, key = sorted(capture.doubts), "number of examples"
+        capture.doubts.clear()
+        if not doubts or key in self._warned:
+            return
+        self._warned.add(key)
+        warnings.warn(
+            f"{type(self).__name__}: it is not certain how many examples a forward pass of {doubts[0]}. The scale of "
+            "the curvature depends on that number. Name the argument of forward that counts the examples with "
+            "batch_input=, or pass a function of its arguments that returns their number. If the script calls parts "
+            "of the model instead of its forward, call them from one forward.",
+            stacklevel=depth_of_caller(),
+        )
 
     def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
         """Say once, by name, which layers have a gradient but nothing captured though it was due."""

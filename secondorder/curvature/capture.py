@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from secondorder.curvature.batch import BatchInput, Input, rules
 from secondorder.curvature.copies import conceal, remove
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.losscale import UNKNOWN, inverse_scale, multiplies
@@ -38,11 +39,13 @@ from secondorder.curvature.taps import (
     CAPTURES,
     SECOND_BACKWARD,
     LayerHook,
+    PartEnter,
     Reduced,
     RootEnter,
     RootLeave,
     Switch,
     in_backward,
+    parts_called_alone,
 )
 
 _KEYS = itertools.count()
@@ -65,9 +68,11 @@ class Capture(Observation):
     Args:
         roots: Modules whose forward is "a forward of the model"; of several, each a part of it, which every example
             passes through.
+        batch_dim: Dimension of an input that counts examples.
+        batch_input: The argument that counts them, or a function that does; None to judge by the forward pass.
     """
 
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
+    def __init__(self, roots: Iterable[nn.Module], batch_dim: int = 0, batch_input: BatchInput | None = None) -> None:
         self.sites: list[Site] = []
         self.refused: dict[int, str] = {}
         #: Sites whose layer ran on no row at all since the last step.
@@ -79,7 +84,9 @@ class Capture(Observation):
         self._is_spared = False
         #: Whether statistics come from :meth:`observe` instead of the backward pass of the loss.
         self.observes = False
-        self.batch_dim = 0
+        self._batch_dim = batch_dim
+        #: What speaks against the number of examples that was taken, in words, since the last step.
+        self.doubts: set[str] = set()
         #: Times what capture costs a backward pass, if anybody asked.
         self.clock: Any = None
         self._keep: Tensor | None = None
@@ -92,6 +99,8 @@ class Capture(Observation):
         self._passes: dict[int, Pass] = {}
         self._pass_ids = itertools.count()
         self._latest: Pass | None = None
+        #: By root, the pass that began last.
+        self._open: dict[int, Pass] = {}
         self._lock = threading.Lock()
         self._pauses = 0
         self._observing = False
@@ -107,14 +116,19 @@ class Capture(Observation):
         self._tap_handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
         modules = list(roots)
+        counted_by = rules(batch_input, modules, batch_dim)
         self._roots = Roots(modules)
         self._order = order_of(modules)
-        for number, root in enumerate(modules):
+        for number, (root, rule) in enumerate(zip(modules, counted_by, strict=True)):
             # Before that of fully_shard, which puts whole parameters in the place of those that are trained.
             first = any(_is_cut(p) for p in root.parameters())
             self._root_handles += [
-                root.register_forward_pre_hook(RootEnter(self.switch, number), with_kwargs=True, prepend=first),
+                root.register_forward_pre_hook(RootEnter(self.switch, number, rule), with_kwargs=True, prepend=first),
                 root.register_forward_hook(RootLeave(self.switch, number), always_call=True),
+            ]
+            self._root_handles += [
+                part.register_forward_pre_hook(PartEnter(self.switch, number), with_kwargs=True, prepend=first)
+                for part in parts_called_alone(root)
             ]
         conceal(self._root_handles)
         # A model may outlive its optimizer: its hooks then go.
@@ -258,6 +272,7 @@ class Capture(Observation):
         for index in self._pending:
             self.refused.pop(index, None)
         self._passes.clear()
+        self._open.clear()
         self._latest = None
         self.discard()
         return taken
@@ -281,29 +296,75 @@ class Capture(Observation):
         ):
             self.discard()
 
-    def open_pass(self, shape: torch.Size, holds_indices: bool, root: int = 0) -> int:
-        """Begin a forward of a root whose first input has this shape, and may hold indices; returns its id."""
+    def open_pass(self, inputs: Sequence[Input], root: int = 0, examples: int | None = None) -> int:
+        """Begin a forward of a root with these inputs, and the user's number of examples; returns its id."""
+        begun = self._open.get(root)
+        if begun is not None and begun.is_stray and begun.is_open and not in_backward():
+            # Parts of the model ran before it did, on the same batch.
+            begun.is_stray = False
+            begun.enter(inputs, examples)
+            return next(number for number, known in self._passes.items() if known is begun)
+        return self._begin(Pass(inputs, self._batch_dim, self._keep, root, self._order, examples))
+
+    def stray_pass(self, index: int) -> Pass:
+        """The pass of a layer that is called while its root is not: what runs up to the backward is one pass."""
+        root = self._roots.root_of(index)
+        if (found := self._stray(root)) is None:
+            self.drop_orphans()
+            found = Pass((), self._batch_dim, self._keep, root, self._order)
+            found.is_stray = True
+            self._begin(found)
+        return found
+
+    def enter_part(self, inputs: Sequence[Input], root: int) -> None:
+        """Note the input to a part of a root that is called while the root is not."""
+        if (found := self._stray(root)) is not None:
+            found.enter(inputs if found.is_stray else ())
+            return
+        found = Pass(inputs, self._batch_dim, self._keep, root, self._order)
+        found.is_stray = True
+        self._begin(found)
+
+    def _stray(self, root: int) -> Pass | None:
+        """The pass that a layer outside of the root's forward belongs to, if one has begun and no backward has come."""
+        found = self._open.get(root)
+        return found if found is not None and found.is_open else None
+
+    def _begin(self, current: Pass) -> int:
         number = next(self._pass_ids)
         for old in self.observable()[: -_WAITING_PASSES * len(self._roots)]:
             if old.is_dropped:
                 old.edges.clear()  # a forward that nobody will observe must not keep its graph
-        current = self._passes[number] = Pass(shape, self.batch_dim, self._keep, holds_indices, root, self._order)
+        self._passes[number] = current
         if not in_backward():
             if self._is_spared and self.awaits_backward:
                 self.discard()  # no backward came: the batch was given up
             self._flush()
-            self._latest = current
+            self._latest = self._open[current.root] = current
             self._roots.join(current)
         if len(self._passes) > _MAX_PASSES:
             # Forwards without a backward: the oldest can no longer matter.
             self._passes.pop(next(iter(self._passes)))
         return number
 
-    def find_pass(self, token: Tensor | None) -> Pass | None:
-        """The pass that a token names; without one, None in forward and the latest pass in a recomputation."""
-        if token is not None:
-            return self._passes.get(int(token.numpy()))
-        return self._latest if in_backward() else None
+    def pass_of(self, token: Tensor) -> Pass | None:
+        """The pass that a token names, if it is known still."""
+        return self._passes.get(int(token.numpy()))
+
+    def find_pass(self, token: Tensor | None, index: int) -> Pass | None:
+        """The pass of a call of a layer.
+
+        Args:
+            token: What its root's forward left; None or -1 if that has not been called.
+            index: The site.
+
+        Returns:
+            The pass; None if the call is a recomputation of a forward that nobody knows.
+        """
+        number = -1 if token is None else int(token.numpy())
+        if number >= 0:
+            return self._passes.get(number)
+        return self._latest if in_backward() else self.stray_pass(index)
 
     def enter_backward(self, current: Pass) -> None:
         """The gradient has reached the output of ``current``: recomputed layers belong to it."""
@@ -375,10 +436,10 @@ class Capture(Observation):
         if calls and done > calls:
             raise RuntimeError(SECOND_BACKWARD.format(name=self.sites[index].name))
         current.done[index] = done
+        self._count(current)
         if current.examples is None:
             self._record_alone(index, call)
             return
-        self._count(current)
         if call.g.numel() == 0:
             self.idle.add(index)  # an expert without a token says nothing about its factors
             return
@@ -400,8 +461,10 @@ class Capture(Observation):
         """Count the examples of a pass, once."""
         with self._lock:
             if not current.counted:
-                current.counted = True
                 self._roots.count(current)
+                current.counted = True
+                if current.doubt:
+                    self.doubts.add(f"{self._roots.name_of(current.root)} has: {current.doubt}")
 
     def _flush(self) -> None:
         """Add calls that waited for others of their pass (a branch without backward, a recomputed layer)."""

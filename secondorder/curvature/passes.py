@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from secondorder.curvature.batch import Count, Input, Use, count_examples
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import Adapter
 from secondorder.curvature.taps import Seen
@@ -47,6 +49,27 @@ class _Layouts:
     one_input: bool = False
     many_inputs: bool = False
 
+    @classmethod
+    def of(cls, uses: Iterable[Use], given: Input, n: int | None) -> _Layouts:
+        """Judge the inputs of layers by the model's own input, which suggests n examples."""
+        seen, shape = cls(), given.shape
+        for use in uses:
+            if use.axes is not None:
+                length, count = use.shape[use.axes[1]], use.shape[use.axes[0]]
+                seen.sequences.add((length, count))
+                # Words of several examples are indices [N, T], so they are never [T, d] of one.
+                alone = count == 1 and len(shape) == len(use.shape) - 1 and not given.holds_indices
+                seen.one_sequence |= alone
+                seen.input_as_one |= alone and n is not None and length in (n, n + 1)
+                seen.many_sequences |= count == n
+            elif len(use.shape) == len(shape) and use.is_unbatched:
+                seen.one_input = True
+            elif use.shape and use.shape[0] == n and not use.is_unbatched:
+                seen.many_inputs = True
+                if not use.one_hot and len(use.shape) > 1 + use.feature_axes:
+                    seen.lengths.add(use.shape[1])
+        return seen
+
     @property
     def is_one_example(self) -> bool:
         """Whether the whole model has an input without a batch, and nothing speaks against it."""
@@ -54,38 +77,51 @@ class _Layouts:
         return alone or (self.one_input and not self.many_inputs)
 
 
-class Pass:
-    """One forward of a root module.
-
-    Args:
-        shape: Shape of the first input tensor.
-        batch_dim: The dimension that counts examples.
-        keep: ``[N, S]``, True for real and False for padded positions, or None.
-        holds_indices: Whether the first input is of integers.
-        root: Number of the root module.
-        order: What :func:`order_of` says of the model.
+class _Judged(NamedTuple):
+    """What a pass concludes from all that it has seen.
 
     Attributes:
-        examples: N, or None if it could not be read (then each layer counts its own).
+        number: How many examples there are.
+        given: The input that has as many.
+        layouts: How the layers lay them out.
+    """
+
+    number: Count
+    given: Input
+    layouts: _Layouts
+
+
+class Pass:
+    """One forward of a root module, or of parts of it that are called without it.
+
+    Args:
+        inputs: Tensors that the module was given.
+        batch_dim: The dimension of the first input that counts examples.
+        keep: ``[N, S]``, True for real and False for padded positions, or None.
+        root: Number of the root module.
+        order: What :func:`order_of` says of the model.
+        examples: Number of examples, if the user gave it.
+
+    Attributes:
+        is_stray: Whether the module's own forward has not been called.
         edges: Where the gradients of layer outputs can be asked for, if they are to be observed.
     """
 
     def __init__(
         self,
-        shape: torch.Size,
-        batch_dim: int,
+        inputs: Iterable[Input] = (),
+        batch_dim: int = 0,
         keep: Tensor | None = None,
-        holds_indices: bool = False,
         root: int = 0,
         order: str | None = None,
+        examples: int | None = None,
     ) -> None:
-        self.examples = shape[batch_dim] if -len(shape) <= batch_dim < len(shape) else None
-        self._counted_by_input = self.examples
-        self._layouts, self._order = _Layouts(), order
+        self._inputs, self._heads = list(inputs), list[tuple[int, ...]]()
+        self._uses: dict[tuple[int, tuple[int, ...]], Use] = {}
+        self._given_examples, self._order, self._batch_dim = examples, order, batch_dim
+        self._judged: _Judged | None = None
         self.keep, self.root = keep, root
-        self.counted = False
-        self._shape, self._batch_dim = shape, batch_dim
-        self._holds_indices = holds_indices
+        self.counted = self.is_stray = self._has_left = False
         #: Weak references to the outputs of the model.
         self.outputs: list[Callable[[], object | None]] = []
         self.calls: dict[int, int] = {}
@@ -98,25 +134,79 @@ class Pass:
         """Belong to the same batch as the forward of another root: a layer may be used by both."""
         self.calls, self.fired, self.done = other.calls, other.fired, other.done
 
+    # ------------------------------------------------------------------ what it sees
+    def enter(self, inputs: Iterable[Input], examples: int | None = None) -> None:
+        """Note what the model, or a part of it, was given."""
+        self._inputs += inputs
+        self._given_examples = self._given_examples if examples is None else examples
+        self._judged = None
+
+    def leave(self, outputs: Iterable[Tensor]) -> None:
+        """Note what the model returned; nothing if it raised."""
+        self._has_left = True
+        for tensor in outputs:
+            if tensor.requires_grad:
+                self.outputs.append(weakref.ref(tensor))
+                self._heads.append(tuple(tensor.shape))
+        self._judged = None
+
     def see(self, index: int, adapter: Adapter, x: Tensor) -> None:
-        """Note a call of a layer; an unbatched input to the whole model is one example."""
+        """Note a call of a layer."""
         self.calls[index] = self.calls.get(index, 0) + 1
-        n, seen, axes = self._counted_by_input, self._layouts, adapter.sequence_axes(x)
-        if axes is not None:
-            length, count = x.shape[axes[1]], x.shape[axes[0]]
-            seen.sequences.add((length, count))
-            # Words of several examples are indices [N, T], so they are never [T, d] of one.
-            alone = count == 1 and len(self._shape) == x.dim() - 1 and not self._holds_indices
-            seen.one_sequence |= alone
-            seen.input_as_one |= alone and n is not None and length in (n, n + 1)
-            seen.many_sequences |= count == n
-        elif x.dim() == len(self._shape) and adapter.is_unbatched(x):
-            seen.one_input = True
-        elif x.dim() and len(x) == n and not adapter.is_unbatched(x):
-            seen.many_inputs = True
-            if not adapter.one_hot and x.dim() > 1 + adapter.feature_axes:
-                seen.lengths.add(x.shape[1])
-        self.examples = 1 if seen.is_one_example else n
+        shape = tuple(x.shape)
+        if (index, shape) in self._uses:
+            return
+        self._judged = None
+        self._uses[index, shape] = Use(
+            index,
+            shape,
+            adapter.sequence_axes(x),
+            adapter.is_unbatched(x),
+            adapter.one_hot,
+            adapter.feature_axes,
+            adapter.channels_first,
+        )
+
+    # ------------------------------------------------------------------ what it concludes
+    @property
+    def examples(self) -> int | None:
+        """N, or None if nothing tells: each layer then counts its own."""
+        n = self._judge().number.n
+        return 1 if n is not None and self._judge().layouts.is_one_example else n
+
+    @property
+    def doubt(self) -> str:
+        """What speaks against that number, in words; empty if nothing does."""
+        return self._judge().number.doubt
+
+    def _judge(self) -> _Judged:
+        if self._judged is None:
+            uses, dim = list(self._uses.values()), self._batch_dim
+            count = count_examples(self._inputs, self._heads, uses, dim)
+            if self._given_examples is not None:
+                count = Count(self._given_examples)
+            seen = self._inputs or [Input(use.shape, use.one_hot) for use in uses]
+            fitting = [x for x in seen if len(x.shape) > dim and x.shape[dim] == count.n]
+            given = next(iter(fitting or seen), Input((), False))
+            self._judged = _Judged(count, given, _Layouts.of(uses, given, count.n))
+        return self._judged
+
+    @property
+    def _layouts(self) -> _Layouts:
+        return self._judge().layouts
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self._judge().given.shape
+
+    @property
+    def _holds_indices(self) -> bool:
+        return self._judge().given.holds_indices
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of the model that is called now may belong to it: no backward came, and its outputs live."""
+        return not self.counted and (not self._has_left or any(output() is not None for output in self.outputs))
 
     def is_unclear(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
         """Whether nothing tells if the first dimension of an output counts examples (or rows of them) or the second."""
@@ -150,7 +240,7 @@ class Pass:
             if self._place(x, g, adapter) != "rows":
                 return x, g
             return x if x is None else x.flatten(0, 1), g.flatten(0, 1)
-        if adapter.sequence_axes(g) is not None:
+        if adapter.sequence_axes(g) is not None or len(self._shape) < 2:
             return x, g
         if adapter.channels_first:
             flat = len(g) == self._shape[0] * self._shape[1] and (x is None or len(x) == len(g))

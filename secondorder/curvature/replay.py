@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.hooks import RemovableHandle
 
+from secondorder.curvature.batch import Input, Rule, count_examples
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.taps import in_backward
 
@@ -87,10 +88,12 @@ class Forward:
     moment: Moment
     output: Any = None
 
-    def examples(self, dim: int) -> int:
-        """Size of one dimension of the first tensor among the arguments; 0 if there is none."""
-        first = next(_tensors((self.args, self.kwargs)), None)
-        return first.shape[dim] if first is not None and first.dim() > dim else 0
+    def examples(self, dim: int, rule: Rule | None) -> int:
+        """The number of examples, by the user's rule or judged from arguments and outputs; 0 if nothing tells."""
+        if rule is not None:
+            return rule(self.args, self.kwargs)
+        inputs = [Input.of(x) for x in _tensors((self.args, self.kwargs))]
+        return count_examples(inputs, [tuple(x.shape) for x in _tensors(self.output)], (), dim).n or 0
 
 
 @contextmanager

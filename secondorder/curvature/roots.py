@@ -40,6 +40,14 @@ class Roots:
         inside = [set() if (root := ref()) is None else set(root.modules()) for ref in self._modules]
         self._places = [_places(site, inside) for site in sites]
 
+    def name_of(self, root: int) -> str:
+        """Type of a root."""
+        return type(self._modules[root]()).__name__
+
+    def root_of(self, index: int) -> int:
+        """The first root that a site is in."""
+        return min(self._places[index], default=0)
+
     def join(self, current: Pass) -> None:
         """The k-th forwards of all parts are those of one batch: together they have all calls of a shared layer."""
         if len(self._modules) < 2:

@@ -8,8 +8,9 @@ key is looked up weakly; :mod:`secondorder.curvature.copies` leaves them out of 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
+from secondorder.curvature.batch import Input, Rule
 from secondorder.curvature.copies import OwnHook
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from secondorder.curvature.layers import Adapter
     from secondorder.curvature.passes import Pass
 
+#: Tensors among the inputs of a model that are looked at.
+_MAX_INPUTS = 16
 #: Captures by the key that their hooks hold.
 CAPTURES: weakref.WeakValueDictionary[int, Capture] = weakref.WeakValueDictionary()
 
@@ -50,10 +54,10 @@ class Switch:
 
 
 class RootEnter(OwnHook):
-    """Forward pre-hook of a root module, the ``number``-th of its capture."""
+    """Forward pre-hook of a root module, the ``number``-th of its capture, with the user's rule for its examples."""
 
-    def __init__(self, switch: Switch, number: int = 0) -> None:
-        self.switch, self.number = switch, number
+    def __init__(self, switch: Switch, number: int = 0, rule: Rule | None = None) -> None:
+        self.switch, self.number, self.rule = switch, number, rule
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Open a pass when something is due."""
@@ -70,13 +74,15 @@ class RootEnter(OwnHook):
         switch.depth += 1
         if switch.depth > 1:
             return  # the model called itself
-        x = _first_tensor((args, kwargs))
-        if x is None:
-            switch.token = None
-        elif torch.compiler.is_compiling():
-            switch.token = torch.ops.secondorder.open_pass(x.detach(), switch.key, self.number)
+        examples = -1 if self.rule is None else self.rule(args, kwargs)
+        inputs = list(itertools.islice(_tensors((args, kwargs), by_sequence=True), _MAX_INPUTS))
+        if not torch.compiler.is_compiling():
+            switch.token = _open_pass(inputs, switch.key, self.number, examples)
+        elif inputs:
+            plain = [x.detach() for x in inputs]
+            switch.token = torch.ops.secondorder.open_pass(plain, switch.key, self.number, examples)
         else:
-            switch.token = _open_pass(x, switch.key, self.number)
+            switch.token = None
 
 
 class RootLeave(RootEnter):
@@ -93,6 +99,32 @@ class RootLeave(RootEnter):
         if switch.token is not None and not torch.compiler.is_compiling():
             _mark_output(switch, output)
         switch.token = None
+
+
+class PartEnter(RootEnter):
+    """Forward pre-hook of a part of a root, which may be called while the root itself is not."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what the part was given, unless the root is running and knows better."""
+        switch = self.switch
+        if torch.compiler.is_compiling() or switch.depth or not module.training or _in_transform() or in_backward():
+            return
+        _notify(switch)
+        capture = CAPTURES.get(switch.key)
+        if capture is not None and switch.armed and torch.is_grad_enabled():
+            capture.enter_part([Input.of(x) for x in _tensors((args, kwargs), by_sequence=True)], self.number)
+
+
+def parts_called_alone(root: nn.Module) -> list[nn.Module]:
+    """The modules right below a root that hold others: those that a script may call in place of the root."""
+    found, waiting = list[nn.Module](), list(root.children())
+    while waiting:
+        module = waiting.pop(0)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            waiting[:0] = module.children()
+        elif next(module.children(), None) is not None:
+            found.append(module)
+    return found
 
 
 class LayerHook(OwnHook):
@@ -217,7 +249,7 @@ class EagerTap:
 
 
 def _tap(capture: Capture, index: int, part: int, x: Tensor, output: Tensor) -> None:
-    current = capture.find_pass(capture.switch.token)
+    current = capture.find_pass(capture.switch.token, index)
     adapter = capture.sites[index].adapter
     if current is not None and not in_backward():
         current.see(index, adapter, x)
@@ -257,16 +289,17 @@ def _notify(switch: Switch) -> None:
 
 @_outside_of_graphs  # type: ignore[untyped-decorator]
 def _mark_output(switch: Switch, output: Any) -> None:
-    if in_backward():
+    if in_backward() or switch.token is None:
         return
     capture = CAPTURES.get(switch.key)
-    current = None if capture is None else capture.find_pass(switch.token)
+    current = None if capture is None else capture.pass_of(switch.token)
     if capture is None or current is None:
         return
-    for tensor in _tensors(output):
+    outputs = list(_tensors(output))
+    current.leave(outputs)
+    for tensor in outputs:
         if tensor.requires_grad:
             tensor.register_hook(_entrance(weakref.ref(capture), current))
-            current.outputs.append(weakref.ref(tensor))
 
 
 def _entrance(reference: weakref.ref[Capture], current: Pass) -> Callable[[Tensor], None]:
@@ -280,23 +313,23 @@ def _entrance(reference: weakref.ref[Capture], current: Pass) -> Callable[[Tenso
 
 
 # ------------------------------------------------------------------ operators for compiled models
-def _open_pass(x: Tensor, key: int, root: int) -> Tensor:
-    capture = CAPTURES.get(key)
-    holds_indices = not (x.is_floating_point() or x.is_complex())
-    number = -1 if capture is None else capture.open_pass(x.shape, holds_indices, root)
+def _open_pass(inputs: Sequence[Tensor], key: int, root: int, examples: int) -> Tensor:
+    capture, number = CAPTURES.get(key), -1
+    if capture is not None:
+        number = capture.open_pass([Input.of(x) for x in inputs], root, None if examples < 0 else examples)
     return torch.full((), number, dtype=torch.int64)
 
 
 @torch.library.custom_op("secondorder::open_pass", mutates_args=())
-def _open_pass_op(x: Tensor, key: int, root: int) -> Tensor:
-    return _open_pass(x, key, root)
+def _open_pass_op(inputs: Sequence[Tensor], key: int, root: int, examples: int) -> Tensor:
+    return _open_pass(inputs, key, root, examples)
 
 
 @torch.library.custom_op("secondorder::tap", mutates_args=())
 def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, index: int, part: int) -> Tensor:
     capture = CAPTURES.get(key)
     if capture is not None:
-        current = capture.find_pass(token)
+        current = capture.find_pass(token, index)
         if current is not None:
             current.see(index, capture.sites[index].adapter, x)
     return output.clone()
@@ -306,7 +339,7 @@ def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, index: int, part
 def _tap_backward_op(g: Tensor, x: Tensor, token: Tensor, key: int, index: int, part: int) -> Tensor:
     capture = CAPTURES.get(key)
     if capture is not None and capture.wants(index):
-        capture.record(index, part, x, g, capture.find_pass(token))
+        capture.record(index, part, x, g, capture.find_pass(token, index))
     return g.clone()
 
 
@@ -321,20 +354,13 @@ def _tap_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     return g, None, None, None, None, None
 
 
-_open_pass_op.register_fake(lambda x, key, root: torch.empty((), dtype=torch.int64))
+_open_pass_op.register_fake(lambda inputs, key, root, examples: torch.empty((), dtype=torch.int64))
 _tap_op.register_fake(lambda output, x, token, key, index, part: torch.empty_like(output))
 _tap_backward_op.register_fake(lambda g, x, token, key, index, part: torch.empty_like(g))
 _tap_op.register_autograd(_tap_gradient, setup_context=_tap_setup)
 
 
 # ------------------------------------------------------------------ helpers
-def _first_tensor(value: Any) -> Tensor | None:
-    """The first tensor in nested containers; of packed sequences, as many rows as there are sequences."""
-    for tensor in _tensors(value, by_sequence=True):
-        return tensor
-    return None  # a loop: torch.compile of torch 2.6 breaks the graph at next() with a default
-
-
 def _tensors(value: Any, by_sequence: bool = False) -> Iterator[Tensor]:
     """The tensors in nested containers; of packed sequences one row each, if asked for ``by_sequence``."""
     if isinstance(value, Tensor):

@@ -248,8 +248,8 @@ class Analysis:
         if self._capture is not None:
             self._capture.close()
         reference, self._followed = weakref.ref(self._method), ()
-        capture = RowCapture(root, self._approx, lambda: getattr(reference(), "_capture", None))
-        capture.batch_dim = self._method._layer_options.batch_dim
+        chosen, leader = self._method._layer_options, lambda: getattr(reference(), "_capture", None)
+        capture = RowCapture(root, self._approx, leader, chosen.batch_dim, chosen.batch_input)
         capture.before_forward = weakref.WeakMethod(self._follow)
         return capture
 

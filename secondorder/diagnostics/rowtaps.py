@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from secondorder.curvature.batch import BatchInput
 from secondorder.curvature.block import Block, forwarded
 from secondorder.curvature.capture import Capture
 from secondorder.curvature.examples import ExampleRows
 from secondorder.curvature.parts import watched_attention
+from secondorder.curvature.passes import Pass
 from secondorder.curvature.sites import Site
 
 
@@ -21,16 +23,25 @@ class RowCapture(Capture):
         root: The module.
         approx: ``"reduce"`` or ``"expand"``.
         leader: The optimizer's own capture, None while it has none.
+        batch_dim: Dimension of an input that counts examples.
+        batch_input: The argument that counts them, or a function that does.
 
     Attributes:
         root: The module.
         blocks: What is tapped, a site each.
     """
 
-    def __init__(self, root: nn.Module, approx: str, leader: Callable[[], Capture | None]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        approx: str,
+        leader: Callable[[], Capture | None],
+        batch_dim: int = 0,
+        batch_input: BatchInput | None = None,
+    ) -> None:
         self.root, self._approx, self._leader = root, approx, leader
         self.blocks: list[Block] = []
-        super().__init__(forwarded(root))
+        super().__init__(forwarded(root), batch_dim, batch_input)
 
     def watch(self, blocks: list[Block]) -> None:
         """Tap these blocks and no others."""
@@ -59,11 +70,10 @@ class RowCapture(Capture):
         super().arm(due)
         self.switch.armed = self.switch.armed and not self._is_held()
 
-    def open_pass(self, shape: torch.Size, holds_indices: bool, root: int = 0) -> int:
-        """Begin a forward pass, with the mask that the optimizer was given."""
+    def _begin(self, current: Pass) -> int:
         leader = self._leader()
-        self._keep = None if leader is None else leader._keep
-        return super().open_pass(shape, holds_indices, root)
+        current.keep = None if leader is None else leader._keep
+        return super()._begin(current)
 
     def wants(self, index: int) -> bool:
         """As in the base class, but never while the optimizer's own capture is paused."""

@@ -27,7 +27,7 @@ George et al. 2018 (arXiv 1806.03884); positions of an example: Eschenhagen et a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -97,7 +97,10 @@ class EKFAC(ScalingOptimizer):
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
         loss_terms: Outputs that the loss of an example is a mean over (squared error, binary cross-entropy). Leave it
             at 1 for a mean over tokens, which is the loss of the example itself; :meth:`observe` counts them itself.
-        batch_dim: Dimension of the model's first input that counts examples.
+        batch_dim: Dimension of the model's input that counts examples.
+        batch_input: Name of the argument of the model's ``forward`` that has the examples along that dimension, or a
+            function that takes the arguments of ``forward`` and returns their number. Unset: the first tensor, unless
+            the outputs and the layers of the model agree on another number.
         skip_layers: Names, patterns, types or modules to leave out, with all below them.
         norm_curvature: Blocks of normalisation layers: ``"unit"``, scale and shift of a unit together, or
             ``"diagonal"``.
@@ -229,6 +232,7 @@ class EKFAC(ScalingOptimizer):
         loss_reduction: str = "mean",
         loss_terms: float = 1,
         batch_dim: int = 0,
+        batch_input: str | Callable[..., int] | None = None,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
         norm_curvature: str = "unit",
         tied: str | None = None,

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -102,7 +102,10 @@ class HyLo(SwitchedOptimizer):
             them: its own gradients vanish with the errors.
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
         loss_terms: Scalar loss terms per example that a mean runs over (tokens).
-        batch_dim: Dimension of the model's first input that counts examples.
+        batch_dim: Dimension of the model's input that counts examples.
+        batch_input: Name of the argument of the model's ``forward`` that has the examples along that dimension, or a
+            function that takes the arguments of ``forward`` and returns their number. Unset: the first tensor, unless
+            the outputs and the layers of the model agree on another number.
         batch_size: Examples of a step, of one rank. Given, the rows of ``approx="reduce"`` are allocated at
             construction, which loading a distributed checkpoint before the first step needs; otherwise the first
             refresh does it.
@@ -196,6 +199,7 @@ class HyLo(SwitchedOptimizer):
         loss_reduction: str = "mean",
         loss_terms: float = 1,
         batch_dim: int = 0,
+        batch_input: str | Callable[..., int] | None = None,
         batch_size: int | None = None,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
         tied: str | None = None,
@@ -231,7 +235,9 @@ class HyLo(SwitchedOptimizer):
             raise ValueError(f"mode={mode!r} never asks the policy {switch!r}: drop switch, or mode")
         self._begin_rows(batch_size)
         defaults = {name: given[name] for name in (*options.COMMON, *self.checks)}
-        chosen = LayerOptions(skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim)
+        chosen = LayerOptions(
+            skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim, batch_input=batch_input
+        )
         super().__init__(
             params, defaults, module=module, comm=comm, layer_options=chosen, grad_scaler=grad_scaler
         )  # fmt: skip

@@ -21,7 +21,7 @@ example: Eschenhagen et al. 2023 (2311.00636); ``ν``: Pauloski et al. 2020 (200
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -82,7 +82,10 @@ class KFAC(FactoredOptimizer):
         fisher_samples: Draws per example of ``"mc"`` and ``"curvature_prop"``.
         loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
         loss_terms: Scalar loss terms per example that a mean runs over (tokens); :meth:`observe` counts them itself.
-        batch_dim: Dimension of the model's first input that counts examples.
+        batch_dim: Dimension of the model's input that counts examples.
+        batch_input: Name of the argument of the model's ``forward`` that has the examples along that dimension, or a
+            function that takes the arguments of ``forward`` and returns their number. Unset: the first tensor, unless
+            the outputs and the layers of the model agree on another number.
         skip_layers: Names, patterns, types or modules to leave out, with all below them.
         norm_curvature: Blocks of normalisation layers: ``"unit"``, scale and shift of a unit together, or
             ``"diagonal"``.
@@ -194,6 +197,7 @@ class KFAC(FactoredOptimizer):
         loss_reduction: str = "mean",
         loss_terms: float = 1,
         batch_dim: int = 0,
+        batch_input: str | Callable[..., int] | None = None,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
         norm_curvature: str = "unit",
         tied: str | None = None,

@@ -24,6 +24,7 @@ LAYERWISE_CHOICES = {
     "norm_curvature": "unit",
     "tied": None,
     "batch_dim": 0,
+    "batch_input": None,
     "weighting": "samples",
     "burnin_steps": 0,
     "decay_per_step": False,
@@ -165,9 +166,10 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
         "conv_scale", "normalize_damping", "kfac_when_cheaper",
     }  # fmt: skip
     once = {
-        "fisher", "fisher_samples", "norm_curvature", "tied", "batch_dim", "stagger", "refresh_warmup", "skip_layers",
-        "max_failures", "adaptive_damping", "damping_interval", "min_damping", "max_damping", "reject_steps",
-        "include_damping_in_model", "quadratic_model", "likelihood", "calibrate_damping", "switch", "batch_size",
+        "fisher", "fisher_samples", "norm_curvature", "tied", "batch_dim", "batch_input", "stagger", "refresh_warmup",
+        "skip_layers", "max_failures", "adaptive_damping", "damping_interval", "min_damping", "max_damping",
+        "reject_steps", "include_damping_in_model", "quadratic_model", "likelihood", "calibrate_damping", "switch",
+        "batch_size",
     }  # fmt: skip
     assert {key for key in changing if method.accepts(key)} <= group.keys()
     assert not once & group.keys()

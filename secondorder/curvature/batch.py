@@ -1,0 +1,264 @@
+"""How many examples a forward pass has, judged from its inputs, its outputs and the inputs of its layers.
+
+The first tensor that a model takes usually has the examples in front, but not always: ``model(t, x)`` with one time for
+all examples, or ``model(edge_index, x)``. So the number that it suggests is kept only if nothing speaks against it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+#: Name of the argument of ``forward`` whose size counts examples, or a function of all arguments that returns N.
+BatchInput = str | Callable[..., int]
+
+
+class Input(NamedTuple):
+    """A tensor that a model, or a part of it, was given.
+
+    Attributes:
+        shape: Its shape.
+        holds_indices: Whether it is of integers.
+    """
+
+    shape: tuple[int, ...]
+    holds_indices: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> Input:
+        """The shape of a tensor, and whether it may hold indices."""
+        return cls(tuple(x.shape), not (x.is_floating_point() or x.is_complex()))
+
+
+class Use(NamedTuple):
+    """The input of a layer.
+
+    Attributes:
+        site: Index of the layer.
+        shape: Shape of the input.
+        axes: Axes of examples and of positions, if the layer always has the same.
+        is_unbatched: Whether it is a single example without a batch dimension.
+        one_hot: Whether it holds indices into a table.
+        feature_axes: Last axes that count features.
+        channels_first: Whether the second axis counts channels.
+    """
+
+    site: int
+    shape: tuple[int, ...]
+    axes: tuple[int, int] | None
+    is_unbatched: bool
+    one_hot: bool
+    feature_axes: int
+    channels_first: bool
+
+    def counts(self, n: int, dim: int) -> bool:
+        """Whether an axis that may count examples is n long."""
+        if self.axes is not None:
+            return self.shape[self.axes[0]] == n
+        if self.is_unbatched:
+            return n == 1
+        return n in _leading(self.shape, 0 if self.channels_first else dim, n, second=not self.channels_first)
+
+    @property
+    def rows(self) -> int:
+        """Size of the axis of examples or, where that is not known, of the first one; 1 without a batch."""
+        if self.axes is not None:
+            return self.shape[self.axes[0]]
+        return 1 if self.is_unbatched or not self.shape else self.shape[0]
+
+
+class Count(NamedTuple):
+    """A number of examples.
+
+    Attributes:
+        n: The number, or None if nothing tells.
+        doubt: What speaks against it, in words; empty if nothing does.
+    """
+
+    n: int | None
+    doubt: str = ""
+
+
+def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int) -> Count:
+    """Decide how many examples a forward pass has.
+
+    Args:
+        inputs: Tensors that the model was given, in order.
+        outputs: Shapes of those that it returned; none if they are not known.
+        uses: Inputs of its layers.
+        dim: The dimension of an input that counts examples.
+
+    Returns:
+        The number.
+    """
+    sized = [x for x in inputs if len(x.shape) > dim]
+    heads = [shape for shape in outputs if len(shape) > 1 or (shape and shape[0] != 1)]
+    if not sized:
+        return _from_layers(heads, uses, dim)
+    n = sized[0].shape[dim]
+    if n == 0 or any(n in _leading(shape, dim, n) for shape in heads):
+        return Count(n)
+    others = {x.shape[dim] for x in sized[1:]} - {n}
+    if not heads:
+        return _by_layers_alone(sized[0], n, others, uses, dim)
+    supported = any(use.counts(n, dim) for use in uses)
+    flat = _prefixes(sized[0].shape)
+    if _are_multiples(n, [shape[0] for shape in heads]) and (supported or all(s[0] in flat for s in heads)):
+        return Count(n)  # the model returns rows of several positions of each example
+    fitting = [m for m in others if all(m in _leading(shape, dim, m) for shape in heads)]
+    if len(fitting) == 1:
+        return Count(fitting[0])
+    firsts = {shape[0] for shape in heads}
+    if len(firsts) == 1 and any(use.rows in firsts for use in uses):
+        (m,) = firsts
+        if not supported and not _explains_all(sized[0], n, uses, heads):
+            return Count(m)
+        if supported and m < n:
+            return Count(m)  # such as graphs, of which nodes were the input
+    return _by_majority(sized[0], n, others, uses, dim, heads)
+
+
+def _by_layers_alone(first: Input, n: int, others: set[int], uses: Sequence[Use], dim: int) -> Count:
+    """As :func:`count_examples`, of a model whose outputs are not known: a loss, or objects without tensors."""
+    if n > 1 and any(use.counts(n, dim) for use in uses):
+        return Count(n)
+    return _by_majority(first, n, others, uses, dim, ())
+
+
+def _by_majority(
+    first: Input, n: int, others: set[int], uses: Sequence[Use], dim: int, heads: Sequence[tuple[int, ...]]
+) -> Count:
+    if not uses or _explains_all(first, n, uses, heads):
+        return Count(n)
+    votes = {m: len({use.site for use in uses if use.counts(m, dim)}) for m in (n, *others)}
+    best = max(votes, key=lambda m: (votes[m], m == n))
+    agreeing = {use.site for use in uses if use.counts(n, dim) or _are_multiples(n, [use.rows])}
+    if best != n and not heads or best == n and 2 * len(agreeing) >= len({use.site for use in uses}):
+        return Count(best)
+    rows, found = Counter(use.rows for use in uses).most_common(1)[0][0], [shape[0] for shape in heads]
+    outputs = f", its outputs have {found[0]}" if found else ""
+    return Count(best, f"its first input has {n}, most of its layers have {rows}{outputs}")
+
+
+def _from_layers(heads: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int) -> Count:
+    """As :func:`count_examples`, of a pass whose inputs are not known: the largest number that explains all layers."""
+    rows = Counter[int]()
+    for use in {(use.site, use.shape): use for use in uses}.values():
+        rows[use.shape[1] if dim == 1 and use.axes is None and len(use.shape) > 2 else use.rows] += 1
+    if not rows:
+        return Count(heads[0][0] if heads else None)
+    firsts = {shape[0] for shape in heads}
+    if len(firsts) == 1 and min(firsts) in rows:
+        return Count(firsts.pop())
+    several = {r: count for r, count in rows.items() if r > 1}
+    if not several or sum(several.values()) < rows[1]:
+        return Count(1)
+    least = min(several)
+    if _are_multiples(least, several):
+        return Count(least)
+    found = ", ".join(str(r) for r in sorted(rows))
+    return Count(None, f"its layers have {found} rows, which are not multiples of one number")
+
+
+def _leading(shape: tuple[int, ...], dim: int, n: int, second: bool = True) -> tuple[int, ...]:
+    """Sizes of the axes that may count n examples: of rows the first, of sequences the first two."""
+    if dim == 1:
+        return shape[:2] if len(shape) > 2 else shape[:1]
+    return shape[:2] if second and len(shape) > 2 and n > 1 else shape[:1]
+
+
+def _prefixes(shape: tuple[int, ...]) -> set[int]:
+    """Rows that there are after flattening some of the leading axes."""
+    return set(itertools.accumulate(shape, operator.mul))
+
+
+def _are_multiples(n: int, rows: Iterable[int]) -> bool:
+    return n > 1 and all(r % n == 0 for r in rows)
+
+
+def _explains_all(first: Input, n: int, uses: Sequence[Use], heads: Sequence[tuple[int, ...]]) -> bool:
+    """Whether n examples, flattened with some of their positions, give the rows of all layers and outputs."""
+    rows = [*(use.rows for use in uses), *(shape[0] for shape in heads)]
+    if all(r in _prefixes(first.shape) for r in rows):
+        return True
+    # Two rows of indices may be the two ends of edges: that everything is even says little.
+    return _are_multiples(n, rows) and not (n == 2 and first.holds_indices)
+
+
+class Rule:
+    """The user's own count of examples, from the arguments of a module's ``forward``.
+
+    Args:
+        batch_input: Name of the argument whose size counts them, or a function that takes what ``forward`` takes.
+        dim: The dimension of that argument.
+        position: Where the argument stands if it is not passed by name; None if it has to be.
+    """
+
+    def __init__(self, batch_input: BatchInput, dim: int, position: int | None) -> None:
+        self._batch_input, self._dim, self._position = batch_input, dim, position
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Count the examples of a call.
+
+        Returns:
+            The number.
+
+        Raises:
+            TypeError: If the argument is no tensor with that dimension, or the function returns no integer.
+        """
+        if not isinstance(self._batch_input, str):
+            found = self._batch_input(*args, **kwargs)
+            if not torch.compiler.is_compiling() and (isinstance(found, bool) or not isinstance(found, int)):
+                raise TypeError(f"batch_input must return an int, got {found!r}")
+            return found
+        x = kwargs.get(self._batch_input)
+        if x is None and self._position is not None and self._position < len(args):
+            x = args[self._position]
+        if not isinstance(x, Tensor) or x.dim() <= self._dim:
+            raise TypeError(
+                f"batch_input={self._batch_input!r} must name an argument of forward that is a tensor with a dimension "
+                f"{self._dim}, got {type(x).__name__}"
+            )
+        return x.shape[self._dim]
+
+
+def rules(batch_input: BatchInput | None, roots: Sequence[nn.Module], dim: int) -> list[Rule | None]:
+    """The user's count of examples for each root, None where the forward pass is judged.
+
+    Args:
+        batch_input: What the user gave.
+        roots: Modules whose forward is "a forward of the model".
+        dim: The dimension of the argument that counts examples.
+
+    Returns:
+        A rule per root.
+
+    Raises:
+        ValueError: If no root has an argument of that name.
+    """
+    if not isinstance(batch_input, str):
+        return [None if batch_input is None else Rule(batch_input, dim, None) for _ in roots]
+    found = [_position(batch_input, root) for root in roots]
+    if all(position is _ABSENT for position in found):
+        names = ", ".join(type(root).__name__ for root in roots)
+        raise ValueError(f"batch_input={batch_input!r} is no argument of the forward of {names}")
+    return [None if at is _ABSENT else Rule(batch_input, dim, at) for at in found]
+
+
+_ABSENT: Any = object()
+
+
+def _position(name: str, root: nn.Module) -> int | None:
+    """Where an argument of a module's ``forward`` stands; None if it is passed by name."""
+    parameters = inspect.signature(root.forward).parameters
+    if name in parameters:
+        by_name = parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        return None if by_name else list(parameters).index(name)
+    return None if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()) else _ABSENT

@@ -1,0 +1,370 @@
+"""The number of examples in a forward pass: models whose own forward is not called, and inputs that do not count them.
+
+The oracle puts one example after the other through the model's ``forward`` and collects rows and gradients in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from secondorder import EKFAC, KFAC, HyLo
+from secondorder.curvature.batch import Input, Use, count_examples
+from tests.oracle.definitions import expected_factors
+from tests.oracle.driver import all_factors, assert_factors, labels, noise, plain_kfac
+from tests.oracle.models import seeded_build
+
+WIDTH, CLASSES, N, T = 64, 10, 24, 7
+
+
+class Coder(nn.Module):
+    """An encoder that flattens examples and positions, and a decoder on examples."""
+
+    def __init__(self, encoder: nn.Module | None = None) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) if encoder is None else encoder
+        self.inner, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, CLASSES))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(self.encoder(x))).mean(1)
+
+    def decode(self, z: Tensor) -> Tensor:
+        return self.decoder(z)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+
+class Flat(nn.Module):
+    """A layer on ``[N·T, d]`` inside a part of the model that takes ``[N, T, d]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x.reshape(-1, WIDTH))).view(len(x), -1, WIDTH)
+
+
+class Twice(Coder):
+    """Calls a layer twice."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(torch.tanh(self.inner(self.encoder(x))))).mean(1)
+
+
+def by_parts(model: Any, x: Tensor) -> Tensor:
+    return model.decode(model.encode(x))
+
+
+def half_by_parts(model: Any, x: Tensor) -> Tensor:
+    """The forward of the model on the same batch, and a part of it once more."""
+    return model.decode(model.encode(x)) + 0.0 * model(x).sum()
+
+
+def data() -> tuple[Tensor, Tensor]:
+    return noise(N, T, WIDTH), labels(N, CLASSES)
+
+
+MODELS = {"sequence": Coder, "flattened in a part": lambda: Coder(Flat()), "two calls": Twice}
+
+
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_parts_that_are_called_without_the_model(kind: str, approx: str, recwarn: pytest.WarningsRecorder) -> None:
+    x, y = data()
+    expected = expected_factors(seeded_build(MODELS[kind]), x, y, F.cross_entropy, approx=approx)
+    model = seeded_build(MODELS[kind])
+    opt = plain_kfac(model, approx=approx)
+    F.cross_entropy(by_parts(model, x), y).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("cls", [EKFAC, HyLo])
+@pytest.mark.parametrize("kind", ["sequence", "flattened in a part"])
+def test_directions_are_those_of_the_forward(cls: Any, kind: str) -> None:
+    x, y = data()
+    steps = []
+    for run in (lambda model, x: model(x), by_parts):
+        model = seeded_build(MODELS[kind])
+        opt = cls(model, lr=1.0, momentum=0.0, damping=1e-2, kl_clip=None)
+        F.cross_entropy(run(model, x), y).backward()
+        opt.step()
+        steps.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-9, atol=1e-12)
+
+
+def test_micro_batches_of_parts_add_up() -> None:
+    x, y = data()
+    expected = expected_factors(seeded_build(Coder), x, y, F.cross_entropy)
+    model = seeded_build(Coder)
+    opt = plain_kfac(model)
+    for some_x, some_y in zip(x.split(10), y.split(10), strict=True):
+        (F.cross_entropy(by_parts(model, some_x), some_y, reduction="sum") / N).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+@pytest.mark.parametrize("order", ["part first", "model first"])
+def test_a_part_beside_the_whole_model_is_of_one_batch(order: str) -> None:
+    """A projector after the model, or a preview before it: the examples of the batch count once."""
+
+    class Projected(nn.Module):
+        def __init__(self, whole: bool) -> None:
+            super().__init__()
+            self.trunk, self.projector, self.whole = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES), whole
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.trunk(x))
+            return self.projector(h) if self.whole else h
+
+    x, y = noise(N, WIDTH), labels(N, CLASSES)
+    expected = expected_factors(seeded_build(lambda: Projected(True)), x, y, F.cross_entropy)
+    model = seeded_build(lambda: Projected(False))
+    opt = plain_kfac(model)
+    if order == "model first":
+        output = model.projector(model(x))
+    else:
+        h = torch.tanh(model.trunk(x))
+        output = model.projector(h) + 0.0 * model(x)[:, :1].detach()
+    F.cross_entropy(output, y).backward()
+    opt.step()
+    names = ["projector"] if order == "part first" else list(expected)  # the trunk was called twice
+    assert_factors(all_factors(opt, model), {name: expected[name] for name in names})
+
+
+def test_a_forward_that_was_given_up_does_not_join() -> None:
+    x, y = data()
+    expected = expected_factors(seeded_build(Coder), x, y, F.cross_entropy)
+    model = seeded_build(Coder)
+    opt = plain_kfac(model)
+    model(noise(5, T, WIDTH))  # its output is gone
+    F.cross_entropy(by_parts(model, x), y).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_rows_that_are_no_multiples_are_doubted() -> None:
+    model = seeded_build(Coder)
+    opt = plain_kfac(model)
+    for step in range(2):
+        opt.zero_grad()
+        (model.inner(noise(24, WIDTH)).square().mean() + model.inner(noise(7, WIDTH)).square().mean()).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt.step()
+        text = "it is not certain how many examples a forward pass of Coder has: its layers have 7, 24 rows"
+        assert [text in str(w.message) for w in caught] == ([True] if step == 0 else [])
+
+
+# ------------------------------------------------------------------ which input counts
+class Timed(nn.Module):
+    """``model(t, x)``, with one time for all examples or one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.trunk, self.head = nn.Linear(1, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, t: Tensor, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.trunk(x) + self.time(t.reshape(-1, 1))))
+
+
+class Graph(nn.Module):
+    """``model(edge_index, x, graph)``: nodes that pass messages, and one output per node or per graph."""
+
+    def __init__(self, pooled: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.pooled = pooled
+
+    def forward(self, edge_index: Tensor, x: Tensor, graph: Tensor) -> Tensor:
+        source, target = edge_index
+        for layer in (self.first, self.second):
+            x = torch.tanh(layer(x + torch.zeros_like(x).index_add(0, target, x[source])))
+        if self.pooled:
+            x = x.new_zeros(int(graph.max()) + 1, WIDTH).index_add(0, graph, x)
+        return self.head(x)
+
+
+def factor_of(model: Any, layer: nn.Linear, run: Callable[[], Tensor]) -> Tensor:
+    """``Σ g gᵀ / N`` at a layer, for the sum of N losses that ``run`` returns."""
+    outputs = []
+    handle = layer.register_forward_hook(lambda module, args, output: outputs.append(output))
+    total = run()
+    handle.remove()
+    (g,) = torch.autograd.grad(total, outputs)
+    return g.T @ g
+
+
+@pytest.mark.parametrize("times", [1, N])
+def test_a_time_in_front_of_the_examples(times: int) -> None:
+    t, x, y = noise(times), noise(N, WIDTH), labels(N, CLASSES)
+    plain = seeded_build(Timed)
+    B = factor_of(plain, plain.trunk, lambda: F.cross_entropy(plain(t, x), y, reduction="sum")) / N
+    model = seeded_build(Timed)
+    opt = plain_kfac(model)
+    F.cross_entropy(model(t, x), y).backward()
+    opt.step()
+    torch.testing.assert_close(opt.state[model.trunk.weight]["factor_g"], B, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("edges_first", [True, False])
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("nodes", [38, 235])
+def test_graphs(nodes: int, pooled: bool, edges_first: bool, recwarn: pytest.WarningsRecorder) -> None:
+    """Node-wise outputs count nodes, pooled ones graphs; never the two ends of an edge."""
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(nodes, (2, 4 * nodes), generator=generator)
+    graph = torch.arange(nodes) * 9 // nodes
+    x, count = noise(nodes, WIDTH), 9 if pooled else nodes
+    y = labels(count, CLASSES)
+
+    class NodesFirst(Graph):
+        def forward(self, x: Tensor, edge_index: Tensor, graph: Tensor) -> Tensor:
+            return super().forward(edge_index, x, graph)
+
+    kind, args = (Graph, (edges, x, graph)) if edges_first else (NodesFirst, (x, edges, graph))
+    plain = seeded_build(lambda: kind(pooled))
+    B = factor_of(plain, plain.second, lambda: F.cross_entropy(plain(*args), y, reduction="sum")) / count
+    model = seeded_build(lambda: kind(pooled))
+    opt = plain_kfac(model)
+    F.cross_entropy(model(*args), y).backward()
+    opt.step()
+    torch.testing.assert_close(opt.state[model.second.weight]["factor_g"], B, rtol=1e-9, atol=1e-14)
+    assert not recwarn.list
+
+
+def test_hylo_keeps_a_row_per_node() -> None:
+    model = seeded_build(lambda: Graph(False))
+    opt = HyLo(model, lr=0.1, mode="sngd")
+    edges = torch.randint(38, (2, 100), generator=torch.Generator().manual_seed(0))
+    F.cross_entropy(model(edges, noise(38, WIDTH), torch.zeros(38, dtype=torch.int64)), labels(38, CLASSES)).backward()
+    opt.step()
+    assert opt.state[model.first.weight]["rows_g"].shape[-3] == 38
+
+
+class Ambiguous(nn.Module):
+    """Nothing that it is given, and none of its layers, has as many rows as there are losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, offsets: Tensor, x: Tensor) -> Tensor:
+        return torch.stack([rows.sum(0) for rows in torch.tanh(self.layer(x)).split(offsets.diff().tolist())])
+
+
+def sizes(offsets: Tensor, x: Tensor) -> int:
+    return len(offsets) - 1
+
+
+def test_the_user_decides() -> None:
+    offsets, x, y = torch.tensor([0, 3, 5, 10, 11]), noise(11, WIDTH), labels(4, CLASSES)
+    found = {}
+    for rule in (None, "offsets", "x", sizes):
+        model = seeded_build(Ambiguous)
+        opt = plain_kfac(model, batch_input=rule)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            F.cross_entropy(model(offsets, x=x), y).backward()
+            opt.step()
+        assert bool(caught) == (rule is None)
+        found[rule] = opt.state[model.layer.weight]["factor_g"].trace()
+    plain = seeded_build(Ambiguous)
+    B = factor_of(plain, plain.layer, lambda: F.cross_entropy(plain(offsets, x), y, reduction="sum")) / 4
+    for rule, n in (("offsets", 5), ("x", 11), (sizes, 4)):
+        torch.testing.assert_close(found[rule], B.trace() * n / 4, rtol=1e-9, atol=0)
+
+
+def test_a_rule_survives_copies() -> None:
+    for kind in (KFAC, EKFAC, HyLo):
+        opt = kind(Ambiguous(), lr=0.1, batch_input=sizes)
+        for twin in (copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+            model = Ambiguous()
+            twin.attach(model)
+            F.cross_entropy(model(torch.tensor([0, 3, 11]), noise(11, WIDTH).float()), labels(2, CLASSES)).backward()
+            assert twin._capture.take().total == 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "text"),
+    [
+        ("y", ValueError, "is no argument of the forward of Ambiguous"),
+        (3, TypeError, "batch_input must be the name of an argument of forward or a function, got 3"),
+    ],
+)
+def test_a_rule_that_cannot_be_followed_is_refused(rule: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        KFAC(Ambiguous(), lr=0.1, batch_input=rule)
+
+
+def test_a_rule_that_returns_no_number_is_refused_in_forward() -> None:
+    model = Ambiguous()
+    opt = KFAC(model, lr=0.1, batch_input=lambda offsets, x: 2.5)
+    with pytest.raises(TypeError, match=r"batch_input must return an int, got 2\.5"):
+        model(torch.tensor([0, 3, 11]), noise(11, WIDTH).float())
+    opt.close()
+
+
+def test_compiled_models_count_the_same() -> None:
+    t, x, y = noise(1), noise(N, WIDTH), labels(N, CLASSES)
+    found = []
+    for compiled in (False, True):
+        model = seeded_build(Timed)
+        opt = plain_kfac(model)
+        forward = torch.compile(model, backend="aot_eager") if compiled else model
+        F.cross_entropy(forward(t, x), y).backward()
+        opt.step()
+        found.append(opt.state[model.trunk.weight]["factor_g"])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-14)
+    torch.compiler.reset()
+
+
+# ------------------------------------------------------------------ the decision itself
+def linear(site: int, *shape: int) -> Use:
+    return Use(site, shape, None, len(shape) == 1, False, 1, False)
+
+
+FLOATS, WORDS = False, True
+#: Inputs, outputs, inputs of layers, and the number of examples.
+DECISIONS = {
+    "plain": ([((8, 5), FLOATS)], [(8, 3)], [(8, 5)], 8),
+    "tokens, flattened for the head": ([((8, 6), WORDS)], [(48, 3)], [(8, 6, 5), (48, 5)], 8),
+    "everything flattened": ([((2, 6), WORDS)], [(12, 3)], [(12, 5)], 2),
+    "a loss alone": ([((8, 6), WORDS)], [()], [(8, 6, 5)], 8),
+    "positions before the examples": ([((8, 6), WORDS)], [(6, 8, 3)], [(6, 8, 5)], 8),
+    "one example": ([((1, 6, 5), FLOATS)], [(6, 3)], [(6, 5)], 1),
+    "gray pictures at one time": ([((1,), FLOATS), ((8, 1, 4, 4), FLOATS)], [(8, 1, 4, 4)], [(1, 1), (8, 1, 4, 4)], 8),
+    "targets as an argument": ([((8, 6), WORDS), ((48,), WORDS)], [(48, 3)], [(8, 6, 5), (48, 5)], 8),
+    "proposals": ([((8, 3, 9, 9), FLOATS)], [(37, 4)], [(8, 3, 9, 9), (37, 5)], 8),
+    "two towers": ([((8, 5), FLOATS), ((40, 5), FLOATS)], [(8, 40)], [(8, 5), (40, 5)], 8),
+    "views": ([((16, 5), FLOATS)], [(8, 3)], [(16, 5), (8, 10)], 8),
+    "no input": ([], [(8, 3)], [(24, 5), (8, 5)], 8),
+    "a scalar first": ([((), FLOATS), ((8, 5), FLOATS)], [(8, 3)], [(8, 5)], 8),
+    "empty": ([((0, 5), FLOATS)], [(0, 3)], [(0, 5)], 0),
+}
+
+
+@pytest.mark.parametrize("case", DECISIONS)
+def test_decision(case: str) -> None:
+    inputs, outputs, layers, n = DECISIONS[case]
+    uses = [linear(i, *shape) for i, shape in enumerate(layers)]
+    found = count_examples([Input(*x) for x in inputs], outputs, uses, 0)
+    assert found.n == n
+    assert not found.doubt
+
+
+def test_decision_in_doubt() -> None:
+    found = count_examples([Input((5,), True)], [(4, 3)], [linear(0, 11, 5)], 0)
+    assert found.n == 5
+    assert found.doubt == "its first input has 5, most of its layers have 11, its outputs have 4"
