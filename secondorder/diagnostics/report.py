@@ -66,11 +66,12 @@ class Reporting(Lifecycle):
         return "\n".join([*lines, "    other options: as by default, see param_groups", ")"])
 
     def _unusual(self, group: Group) -> Group:
-        """The learning rate, and the options of a group that do not have the constructor's default."""
+        """Learning rate, weight decay, and the options of a group that do not have the constructor's default."""
         given = signature(type(self)).parameters
         usual = {name: given[name].default if name in given else value for name, value in self.defaults.items()}
         hidden = {"params", "param_names", "fallback_base_lr"}
-        names = [k for k, v in group.items() if k == "lr" or (k not in hidden and (k not in usual or v != usual[k]))]
+        always = {"lr", "weight_decay"}
+        names = [k for k, v in group.items() if k in always or (k not in hidden and (k not in usual or v != usual[k]))]
         return {name: group[name] for name in sorted(names)}
 
     def memory_usage(self) -> dict[str, int]:

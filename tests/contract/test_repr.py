@@ -1,4 +1,4 @@
-"""`repr(optimizer)` fits on a screen: the learning rate, and what was not left at its default."""
+"""`repr(optimizer)` fits on a screen: learning rate, weight decay, and what was not left at its default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def test_defaults_are_left_out(method: Method) -> None:
     assert lines[-1] == ")"
     assert "lr: 0.03" in lines
     assert len(lines) < 24
-    assert not any(line.startswith(("foreach", "weight_decay", "param_names", "fallback_base_lr")) for line in lines)
+    assert "weight_decay: 0.0" in lines
+    assert not any(line.startswith(("foreach", "nesterov", "param_names", "fallback_base_lr")) for line in lines)
 
 
 def test_what_was_chosen_or_scheduled_is_shown(method: Method) -> None:
@@ -31,7 +32,9 @@ def test_what_was_chosen_or_scheduled_is_shown(method: Method) -> None:
     lines = lines_of(copy.deepcopy(optimizer))
     assert {"clip_norm: 2.5", "initial_lr: 0.5", "weight_decay: 0.25"} <= set(lines)
     optimizer.param_groups[0]["weight_decay"] = 0.0
-    assert not any("weight_decay" in line for line in lines_of(optimizer))
+    optimizer.param_groups[0]["clip_norm"] = None
+    assert "weight_decay: 0.0" in lines_of(optimizer)
+    assert not any("clip_norm" in line for line in lines_of(optimizer))
 
 
 def test_equal_groups_are_shown_once(method: Method) -> None:
