@@ -4,8 +4,9 @@
 PYTHON ?= python3
 # An index that has torch wheels without CUDA, for example https://download.pytorch.org/whl/cpu; empty: pip's own setting.
 TORCH_INDEX ?=
-# Processes of the test run. Each uses one thread.
+# Processes of the test run, and threads of each.
 WORKERS ?= 2
+THREADS ?= 1
 # Further arguments: make test ARGS="tests/contract -k momentum"
 ARGS ?=
 
@@ -16,14 +17,14 @@ STAMP := $(VENV)/.installed
 STAMP_INTEGRATIONS := .venv-integrations/.installed
 # -qq: a repeated install, or a package mirror, fills the screen with warnings otherwise; errors still show.
 PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+PYTEST = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-integrations check lint format type layering docs counts bench dist clean
+.PHONY: help install demo test test-all test-machines test-integrations check lint format type layering docs counts bench dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) ARGS='...' TORCH_INDEX=https://download.pytorch.org/whl/cpu (torch without CUDA)"
+	@echo "Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) THREADS=$(THREADS) ARGS='...' TORCH_INDEX=https://download.pytorch.org/whl/cpu (torch without CUDA)"
 
 install: $(STAMP) ## Set up .venv with everything the other targets need (quiet, again in a moment)
 	@:
@@ -58,6 +59,9 @@ test: $(STAMP) ## Run the test suite in parallel, without the slow tests
 
 test-all: $(STAMP) ## Run the test suite with the slow tests
 	@$(PYTEST) -m "" $(ARGS)
+
+test-machines: $(STAMP) ## Run the test suite once per kind of processor, number of threads and hash seed
+	@.ci/machines
 
 test-integrations: $(STAMP_INTEGRATIONS) ## Run the tests that drive real trainers and loggers; ARGS="-m ''": slow ones too
 	@$(PYTEST) tests/integrations $(ARGS)

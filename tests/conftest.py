@@ -1,4 +1,4 @@
-"""Settings of every test: one thread per process, one seed, a GPU only where there is one."""
+"""Settings of every test: one thread per process unless `OMP_NUM_THREADS` is set, one seed, a GPU if there is one."""
 
 import importlib.util
 import os
@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported; processes × threads would crawl otherwise
+# Read when torch is imported, and by the processes that tests start; processes × threads would crawl otherwise.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from hypothesis import settings
 
-torch.set_num_threads(1)
+THREADS = int(os.environ["OMP_NUM_THREADS"])
+torch.set_num_threads(THREADS)
 
 if TYPE_CHECKING:
     from tests.distributed.pool import Pool
@@ -195,7 +197,7 @@ def _thin_out(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Start every test from the same random state and on one thread, whatever ran before it in the same process."""
+    """Start every test from the same random state and number of threads, whatever ran before it in the same process."""
     torch.manual_seed(0)
-    if torch.get_num_threads() != 1:  # commands of the benchmarks set their own number
-        torch.set_num_threads(1)
+    if torch.get_num_threads() != THREADS:  # commands of the benchmarks set their own number
+        torch.set_num_threads(THREADS)

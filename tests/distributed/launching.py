@@ -39,7 +39,7 @@ def launch(
     """
     mark = uuid.uuid4().hex  # torchrun starts ranks in sessions of their own: only a variable tells whose they are
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC_", "SLURM_"))}
-    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    paths = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     # Or ranks that start again may find the addresses of those that died.
     paths["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = folder / f"log-{mark}.txt"

@@ -255,7 +255,7 @@ def _serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the terminal is the parent's to deal with
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     pipe.send_bytes(b"")
     while True:
         try:

@@ -30,6 +30,16 @@ def misbehave(rank: int, world: int, how: str) -> int:
     return rank
 
 
+def threads(rank: int, world: int) -> int:
+    return torch.get_num_threads()
+
+
+def test_tests_and_ranks_have_the_threads_that_the_environment_names(pool: Pool) -> None:
+    number = int(os.environ["OMP_NUM_THREADS"])
+    assert torch.get_num_threads() == number
+    assert pool.run(threads, world=2) == [number] * 2
+
+
 def test_results_by_rank(pool: Pool) -> None:
     for world in (1, 3, 2):
         results = pool.run(sum_of_ranks, 1.0, world=world)
