@@ -200,7 +200,7 @@ def dress(axes: Axes) -> None:
 
 
 def _goal(axes: Axes, results: Results, against: Against) -> list[Artist]:
-    """Mark the target: its loss as a line, and the corner that the share of its steps or seconds cuts out below.
+    """Mark the target: its loss as a line, and against steps the corner that the share of them cuts out below.
 
     Args:
         axes: Whose range of losses is set.
@@ -213,13 +213,14 @@ def _goal(axes: Axes, results: Results, against: Against) -> list[Artist]:
     target = next(iter(statistics.targets(results)), None)
     if target is None:
         return []
-    aim = results["share_target"][against == "seconds"]
-    whole = target.steps if against == "steps" else target.seconds
     low = axes.get_ylim()[0]
     line = axes.axhline(target.loss, color="0.5", linewidth=0.8, zorder=0)
     line.set_label("the reference's final loss")
-    corner = Rectangle((0, low), aim * whole, target.loss - low, color="#F0E6C8", zorder=0, linewidth=0)
-    corner.set_label(f"target: {aim:g} of its {against}")
+    if against == "seconds":
+        return [line]
+    aim = results["share_target"]
+    corner = Rectangle((0, low), aim * target.steps, target.loss - low, color="#F0E6C8", zorder=0, linewidth=0)
+    corner.set_label(f"target: {aim:g} of its steps")
     axes.add_patch(corner)
     return [line, corner]
 

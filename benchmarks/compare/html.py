@@ -128,14 +128,13 @@ def _tiles(results: Results) -> str:
     best = statistics.best_of_ours(results, target) if target else None
     if target is None or best is None:
         return ""
-    aims = results["share_target"]
+    aim = results["share_target"]
     seeds = f"seeds of {best.label} that reached {wording.number(target.loss)}, {target.label}'s final loss"
     tiles = [("met" if best.everywhere else "missed", f"{best.reached} of {best.seeds}", seeds)]
-    shares = (best.steps_share, best.seconds_share)
-    for share, aim, met, unit in zip(shares, aims, best.met(aims), ("steps", "seconds"), strict=True):
-        answer = "met" if met else "missed"
-        text = f"of {target.label}'s {unit}; target {aim:g}: {answer}"
-        tiles.append((answer, wording.share(share), text))
+    answer = wording.verdict(best.met(aim))
+    tiles.append((answer, wording.share(best.steps_share), f"of {target.label}'s steps; target {aim:g}: {answer}"))
+    seconds = f"of the seconds of {target.label}'s whole run, up to where that loss is reached"
+    tiles.append(("plain", wording.share(best.seconds_share), seconds))
     items = (f'<li class="{kind}"><b>{escape(big)}</b><span>{escape(text)}</span></li>' for kind, big, text in tiles)
     return f'<ul class="tiles">{"".join(items)}</ul>'
 
@@ -238,7 +237,7 @@ def _losses(results: Results) -> str:
     more = f" Runs that go on beyond the panel of seconds: {', '.join(longer)}." if longer else ""
     caption = (
         "Mean over the seeds; shaded: their range. Reference: the best first-order optimizer. "
-        "Tinted corner: the target, a loss not above the line within its share of steps or seconds. "
+        "Tinted corner: the target, a loss not above the line within its share of the steps. "
         f"A dot ends short runs, a cross a run that did not finish.{more}"
     )
     return f"<section>\n<h2>Loss against steps and seconds</h2>\n{_figure(drawn, 'pair', caption)}</section>"

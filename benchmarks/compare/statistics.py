@@ -7,7 +7,7 @@ loss, but counts among the seeds.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any, Literal
@@ -72,18 +72,13 @@ class Reach:
         """Whether every seed got there."""
         return 0 < self.reached == self.seeds
 
-    def met(self, shares: Sequence[float]) -> tuple[bool, bool]:
-        """Return whether every seed got there, on average within a share of the steps, and within one of the seconds.
+    def met(self, share: float) -> bool:
+        """Return whether every seed got there, on average within a share of the steps.
 
-        Args:
-            shares: What is aimed at: share of the steps, share of the seconds.
-
-        Returns:
-            One answer for the steps, one for the seconds.
+        Seconds are not judged: those of a run that is stopped where it reaches a loss do not compare with those of a
+        whole run.
         """
-        found = (self.steps_share, self.seconds_share)
-        first, second = (self.everywhere and f is not None and f <= s for f, s in zip(found, shares, strict=True))
-        return first, second
+        return self.everywhere and self.steps_share is not None and self.steps_share <= share
 
 
 @dataclass(frozen=True)
@@ -332,19 +327,20 @@ def reaches(results: Results, target: Target) -> list[Reach]:
 
 
 def best_of_ours(results: Results, target: Target) -> Reach | None:
-    """Return the run of ours that comes nearest to what is aimed at.
+    """Return the run of ours that comes nearest to the target.
 
-    The more seeds reached the target the better; then whichever is least over the aimed-at shares, in steps or seconds,
-    whatever is worse; where no seed of any got there, the lowest final loss.
+    The more seeds reached it the better; then the fewer steps; where no seed of any got there, the lowest final loss.
     """
-    shares = results["share_target"]
+    return next((item for item in reaches(results, target) if item.ours), None)
 
-    def rank(item: Reach) -> tuple[float, float, float]:
-        found = zip((item.steps_share, item.seconds_share), shares, strict=True)
-        excess = max(math.inf if share is None else share / aim for share, aim in found)
-        return (-item.reached / item.seeds, excess, math.inf if item.loss is None else item.loss)
 
-    return min((item for item in reaches(results, target) if item.ours), key=rank, default=None)
+def whole_share(results: Results, item: Reach, target: Target) -> float | None:
+    """Return the seconds of an optimizer's whole runs as a share of those of the target's owner; None if unknown."""
+    runs = [run for run in select(results, item.phase, item.optimizer) if not flaw(run)]
+    if not runs or not target.seconds:
+        return None
+    column = clock_column(results)
+    return fmean(run["curve"][-1][column] for run in runs) / target.seconds
 
 
 def trials(results: Results) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks.compare import statistics, wording
 from benchmarks.compare.statistics import Reach, Results, Run, Summary, Target
-from benchmarks.compare.wording import NOTHING, number, seconds, share
+from benchmarks.compare.wording import NOTHING, number, seconds, share, verdict
 from benchmarks.report import make_table
 from benchmarks.runner import WINDOW
 
@@ -165,7 +165,7 @@ def _ours(flags: Sequence[bool]) -> frozenset[int]:
 
 def reach_rows(results: Results, target: Target) -> Rows:
     """Return when each optimizer reached the final loss of another."""
-    found, aims = statistics.reaches(results, target), results["share_target"]
+    found, aim = statistics.reaches(results, target), results["share_target"]
     return Rows(
         f"Reaching the final loss of {target.label}: {number(target.loss)}",
         (
@@ -179,19 +179,16 @@ def reach_rows(results: Results, target: Target) -> Rows:
             "share of seconds",
             "target",
         ),
-        tuple(_reach(item, aims) for item in found),
+        tuple(_reach(item, aim) for item in found),
         f"Shares are of a full run of {target.label}: {target.steps:.0f} steps, {seconds(target.seconds)} s. Full runs "
         f"count up to the first of two consecutive points of their curve, or the last one, whose mean of {WINDOW} "
         "steps is at most that loss, short ones as a whole, if they end there. Means over the seeds that got there. "
-        "Target, for ours: every seed gets "
-        f"there, within {aims[0]:g} of the steps and {aims[1]:g} of the seconds.",
+        f"Target, for ours: every seed gets there, within {aim:g} of the steps.",
         _ours([item.ours for item in found]),
     )
 
 
-def _reach(item: Reach, aims: Sequence[float]) -> tuple[str, ...]:
-    by_steps, by_seconds = item.met(aims)
-    answer = {(True, True): "met", (True, False): "steps only", (False, True): "seconds only"}
+def _reach(item: Reach, aim: float) -> tuple[str, ...]:
     return (
         item.label,
         "short" if item.phase == "short" else "full",
@@ -201,7 +198,7 @@ def _reach(item: Reach, aims: Sequence[float]) -> tuple[str, ...]:
         share(item.steps_share),
         seconds(item.seconds),
         share(item.seconds_share),
-        answer.get((by_steps, by_seconds), "missed") if item.ours else NOTHING,
+        verdict(item.met(aim)) if item.ours else NOTHING,
     )
 
 

@@ -72,28 +72,21 @@ def _over_seeds(values: Spread) -> str:
 
 
 def _verdict(results: Results, target: Target) -> list[str]:
-    aims, best = results["share_target"], statistics.best_of_ours(results, target)
+    share_of_steps, best = results["share_target"], statistics.best_of_ours(results, target)
     if best is None:
         return ["None of ours took part."]
-    aim = f"Target: {aims[0]:g} of the steps and {aims[1]:g} of the seconds"
+    aim = f"Target: {share_of_steps:g} of the steps"
     if not best.reached:
-        return [f"None of ours reached that loss{_nearest(best)}.", f"{aim}: both missed."]
-    why = "" if best.everywhere else ", for every seed has to get there"
+        return [f"None of ours reached that loss{_nearest(best)}.", f"{aim}: missed."]
+    why = "" if best.everywhere else ", because every seed has to get there"
     count = len({run["optimizer"] for run in statistics.select(results, "final") if run["ours"]})
     head = "Best of ours" if count <= 1 else f"Best of {count} of ours"
-    return [f"{head}: {_passage(best, target)}.", f"{aim}: {verdict(best.met(aims))}{why}."]
+    return [f"{head}: {_passage(best, target)}.", f"{aim}: {verdict(best.met(share_of_steps))}{why}."]
 
 
-def verdict(met: tuple[bool, bool]) -> str:
-    """Return in words whether the targets of steps and of seconds were met."""
-    by_steps, by_seconds = met
-    if by_steps == by_seconds:
-        return f"both {_met(by_steps)}"
-    return f"steps {_met(by_steps)}, seconds {_met(by_seconds)}"
-
-
-def _met(answer: bool) -> str:
-    return "met" if answer else "missed"
+def verdict(met: bool) -> str:
+    """Return in a word whether the target was met."""
+    return "met" if met else "missed"
 
 
 def _nearest(best: Reach) -> str:
