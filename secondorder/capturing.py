@@ -117,6 +117,8 @@ class Capturing(Lifecycle):
         self._skipped_statistics: dict[str, int | Tensor] = {}
         self._kl_factor: Tensor | None = None
         self._warned: set[str] = set()
+        #: The gradient of the first layer in the last step, and its version: the same again means no backward pass.
+        self._last_gradient: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
         #: Step of the last refresh and of the last statistics, by block; not known of what a checkpoint brought.
         self._refreshed_at: dict[str, int] = {}
         self._learned_at: dict[str, int] = {}
@@ -162,7 +164,7 @@ class Capturing(Lifecycle):
             assert optimizer is not None
             return optimizer.new_statistic(block, block.group)
 
-        return Site(block.name, block.taps, block.adapter, block.owner, new_statistic)
+        return Site(block.label, block.taps, block.adapter, block.owner, new_statistic)
 
     # ------------------------------------------------------------------ blocks
     def _plan(self) -> bool:
@@ -429,7 +431,7 @@ def _refuse_tensor_parallel(root: nn.Module, blocks: Sequence[Block]) -> None:
         return
     sharded = {p for m in root.modules() if _is_fully_sharded(m) for p in m.parameters()}
     found = [
-        block.name
+        block.label
         for block in blocks
         if any(getattr(module, "_distribute_module_applied", False) for module, _ in block.taps)
         or any(p in cut and p not in sharded for p in block.params)

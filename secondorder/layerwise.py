@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
@@ -24,6 +25,7 @@ from secondorder.curvature.projections import Projection
 from secondorder.curvature.sites import Captured
 from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of, some_of
 from secondorder.linalg import all_true_on_cpu, full_precision
+from secondorder.missing import NO_HOOKS, REPEATED, advice, grouped, kind_of
 from secondorder.optimizer import SecondOrderOptimizer, rate
 from secondorder.serving import Serving
 
@@ -152,43 +154,61 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
         """Say once, by name, which layers have a gradient but nothing captured though it was due."""
         assert self._capture is not None
-        missed: dict[str, list[str]] = {}
         if self._capture.was_paused:
             self._capture.was_paused = False
             return
-        for i in self._capture.due | set(self._capture.refused):
-            block = self._blocks[i]
-            if i in captured.statistics or i in captured.idle or block.owner not in gradients:
-                continue
-            reason = self._capture.refused.setdefault(i, self._why_missing(block))  # describe() says so too
-            if not {block.name, reason} & self._warned:
-                missed.setdefault(reason, []).append(block.name)
-        if missed:
-            self._warned.update(name for names in missed.values() for name in names)
-            self._warned |= {UNKNOWN} & set(missed)  # it holds for every layer, also for those that are due later
-            lines = "; ".join(f"{some_of(names)}: {reason}" for reason, names in missed.items())
-            mend = " Name them in skip_layers if that is meant."
-            if "hooks did not run" in lines:
-                mend = (
-                    " Usual causes: the model was in eval mode, or torch.compile ran it before the optimizer was made "
-                    "(then make it first, or call torch.compiler.reset()). Name layers in skip_layers that are meant."
-                )
-            warnings.warn(
-                f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
-                f"fallback or an old estimate ({lines}).{'' if set(missed) == {UNKNOWN} else mend}",
-                stacklevel=depth_of_caller(),
-            )
+        due = self._capture.due | set(self._capture.refused)
+        blocks = [self._blocks[i] for i in due if i not in captured.statistics and i not in captured.idle]
+        blocks = [block for block in blocks if block.owner in gradients]
+        if not blocks or self._is_repeated(captured):
+            return
+        missed: dict[str, str] = {}
+        for block in blocks:
+            reason = self._capture.refused.setdefault(block.index, self._why_missing(block))  # describe() says so too
+            own = {block.name, reason, f"{kind_of(block.name)}: {kind_of(reason)}"}
+            if not own & self._warned:
+                missed[block.label] = reason
+                self._warned |= {block.name, *({UNKNOWN} & own)}  # it holds for every layer, also if due later
+        if not missed:
+            return
+        # Other experts of a mixture have other shapes in every batch: once for all of them.
+        self._warned |= {f"{kind_of(name)}: {kind_of(why)}" for name, why in missed.items() if kind_of(why) != why}
+        todo = advice(missed, bool(captured.statistics or captured.idle), self._layer_options.batch_dim)
+        warnings.warn(
+            f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
+            f"fallback or an old estimate ({grouped(missed)}).{todo}",
+            stacklevel=depth_of_caller(),
+        )
+
+    def _is_repeated(self, captured: Captured) -> bool:
+        """Whether this step has the gradients of the last one, which is said once."""
+        before, version = self._last_gradient
+        gradient = None if before is None else before()
+        held = (block.owner.grad for block in self._blocks)
+        if (
+            captured.statistics
+            or gradient is None
+            or gradient._version != version
+            or all(g is not gradient for g in held)
+        ):
+            return False
+        if REPEATED not in self._warned:
+            self._warned.add(REPEATED)
+            warnings.warn(f"{type(self).__name__}: {REPEATED}", stacklevel=depth_of_caller())
+        return True
 
     def _why_missing(self, block: Block) -> str:
         assert self._capture is not None
         if self._capture.observes:
             return "observe() was not called for it"
         if isinstance(block.taps[0][0], Projection):
-            return "its hooks did not run; in a compiled model call secondorder.nn.expose(model) first"
-        return "its hooks did not run"
+            return f"{NO_HOOKS}; in a compiled model call secondorder.nn.expose(model) first"
+        return NO_HOOKS
 
     def _advance(self) -> None:
         super()._advance()
+        gradient = next((b.owner.grad for b in self._blocks if b.owner.grad is not None), None)
+        self._last_gradient = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
         self._arm()
 
     def _is_on(self, p: nn.Parameter, group: Group) -> bool:
@@ -436,7 +456,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         if block is None:
             return "", "", ""
         refused = self._capture.refused.get(block.index) if self._capture is not None else None
-        treatment = f"block '{block.name}' ({block.kind})"
+        treatment = f"block '{block.name}' ({block.kind})" if block.name else f"block {block.kind}"
         if refused and self.state[p].get("refreshes", 0) == 0:
             treatment = f"{self._group[p]['fallback']} fallback: {refused}"
         lead = f"{block.adapter.groups}×" if block.adapter.groups > 1 else ""
@@ -457,7 +477,8 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         """
         found = find_name(name, self.blocks)
         if found is None:
-            raise ValueError(f"no block is named '{name}'; there are: {', '.join(self.blocks) or 'none'}")
+            known = ", ".join(b.name or f"'' (the {b.kind} itself)" for b in self._blocks)
+            raise ValueError(f"no block is named '{name}'; there are: {known or 'none'}")
         block = self.blocks[found]
         if not (self.comm.estimates(block.index) and self.comm.preconditions(block.index)):
             raise RuntimeError(

@@ -285,13 +285,19 @@ class Lifecycle(Optimizer):
         for p, name in self._names.items():
             if not self._covers(p) and p not in self._skipped_by_user and p.requires_grad:
                 by_reason.setdefault(self._reasons.get(p, "not covered"), []).append(name)
-        if by_reason:
-            text = "; ".join(f"{reason}: {some_of(names)}" for reason, names in by_reason.items())
-            warnings.warn(
-                f"{type(self).__name__}: some parameters get no curvature and follow the fallback rule ({text}). "
-                "describe() lists every parameter; name them in skip_layers to silence this.",
-                stacklevel=depth_of_caller(),
-            )
+        if not by_reason:
+            return
+        text = "; ".join(f"{reason}: {some_of(names)}" for reason, names in by_reason.items())
+        if any(self._covers(p) for p in self._names):
+            found = f"some parameters get no curvature and follow the fallback rule ({text})"
+        else:
+            rules = " or ".join(sorted({repr(g["fallback"]) for g in self.param_groups}))
+            found = f"nothing is covered. All parameters get no curvature and follow the fallback rule {rules} ({text})"
+        warnings.warn(
+            f"{type(self).__name__}: {found}. describe() lists every parameter; name them in skip_layers to silence "
+            "this.",
+            stacklevel=depth_of_caller(),
+        )
 
     @property
     def grad_scaler(self) -> Any:

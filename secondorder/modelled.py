@@ -123,7 +123,7 @@ class ModelledOptimizer(LayerOptimizer):
             if away:
                 raise NotImplementedError(
                     f"the quadratic model multiplies with the curvature of all layers, and under {self.comm!r} that of "
-                    f"'{away[0].name}' is on other ranks alone: use comm=CommOpt()"
+                    f"'{away[0].label}' is on other ranks alone: use comm=CommOpt()"
                 )
         super()._join_ranks()
 

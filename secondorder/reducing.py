@@ -276,7 +276,7 @@ class Reducing(Capturing):
                 with full_precision(todo[0].owner.device):
                     failed = dict(zip(todo, (~self.refresh(todo, True)).cpu().tolist(), strict=True))
         except Exception as found:  # the others wait for this rank: they must hear of it
-            names = ", ".join(repr(b.name) for b in mine[:8]) + (", …" if len(mine) > 8 else "")
+            names = ", ".join(repr(b.label) for b in mine[:8]) + (", …" if len(mine) > 8 else "")
             what = f"the refresh of layer{'s' if len(mine) > 1 else ''} {names} failed"
             error = f"rank {self.comm.rank}: {what}: {type(found).__name__}: {found}"
             log.exception("refresh failed")

@@ -102,11 +102,11 @@ class Refreshing(Reducing):
             log.warning(
                 "refresh of layer %r failed (%d in a row); its last good one stays. If that goes on, raise damping, "
                 "lower lr, or leave the layer out with skip_layers",
-                block.name,
+                block.label,
                 count,
             )
             if count >= self._layer_options.max_failures:
                 raise RuntimeError(
-                    f"the factors of layer '{block.name}' could not be factorised {count} times in a row, even with "
+                    f"the factors of layer '{block.label}' could not be factorised {count} times in a row, even with "
                     "jitter and in float64. Raise damping, lower lr, or leave the layer out with skip_layers."
                 )

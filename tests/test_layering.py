@@ -52,7 +52,8 @@ MAY_IMPORT = {
     "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update", "options"},
     "trial": {"curvature", "options"},
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
-    "layerwise": {"optimizer", "serving", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
+    "missing": {"lifecycle", "curvature"},
+    "layerwise": {"missing", "optimizer", "serving", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
     "serving": {"refreshing", "comm", "curvature", "linalg"},
     "refreshing": {"reducing", "curvature", "linalg"},
     "reducing": {"capturing", "lifecycle", "comm", "curvature", "linalg"},

@@ -50,6 +50,11 @@ class Block:
         return self.name, *taps, id(self.weight), id(self.bias), type(self.adapter), self.adapter.factor_shapes()
 
     @property
+    def label(self) -> str:
+        """Its name in messages: a model that is a layer itself has none, and is called by its type."""
+        return self.name or self.kind
+
+    @property
     def owner(self) -> nn.Parameter:
         """The parameter whose state holds the curvature."""
         owner = self.weight if self.weight is not None else self.bias

@@ -56,7 +56,7 @@ class RowCapture(Capture):
             scale = block.group.get("conv_scale", "exact")  # only HyLo has another
             return ExampleRows(block.adapter, approx, torch.float64 if double else torch.float32, conv_scale=scale)
 
-        return Site(block.name, block.taps, block.adapter, block.owner, new_statistic)
+        return Site(block.label, block.taps, block.adapter, block.owner, new_statistic)
 
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone, and be armed or not as the optimizer's own capture is."""

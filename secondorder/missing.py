@@ -1,0 +1,60 @@
+"""What to say of layers that have a gradient although nothing was captured for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from secondorder.curvature.losscale import UNKNOWN
+from secondorder.lifecycle import some_of
+
+#: The reason where nothing else is known.
+NO_HOOKS = "its hooks did not run"
+#: Instead of a list of layers, where the gradients are those of the step before.
+REPEATED = (
+    "step() was called again without a backward pass in between, so it took the same gradients once more and had no "
+    "new statistics. Call backward() before every step()"
+)
+
+
+def kind_of(text: str) -> str:
+    """A reason, or the name of a layer, without its numbers: what the experts of a mixture have in common."""
+    return re.sub(r"\d+", "#", text)
+
+
+def grouped(reasons: Mapping[str, str]) -> str:
+    """Layers and why nothing was captured for them, those together whose reasons differ in numbers only.
+
+    Args:
+        reasons: Reason by layer.
+
+    Returns:
+        The text.
+    """
+    alike: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        alike.setdefault(kind_of(reason), []).append(name)
+    return "; ".join(
+        f"{some_of(names)}: {'for example, ' if len({reasons[n] for n in names}) > 1 else ''}{reasons[names[0]]}"
+        for names in alike.values()
+    )
+
+
+def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: int) -> str:
+    """What the user can do, beginning with a space; empty where the reasons say it themselves."""
+    found = set(reasons.values())
+    if found == {UNKNOWN}:
+        return ""
+    lines = []
+    if batch_dim == 0 and any("sequences of" in reason or "second dimension" in reason for reason in found):
+        lines.append(" If the model takes sequences as [T, N, ...], make the optimizer with batch_dim=1.")
+    if any(NO_HOOKS in reason for reason in found):
+        if others_were_captured:
+            causes = "they were not called since the last step, or are in eval mode"
+        else:
+            causes = (
+                "the model was in eval mode, or torch.compile ran it before the optimizer was made (then make it "
+                "first, or call torch.compiler.reset())"
+            )
+        lines.append(f" Usual causes: {causes}.")
+    return "".join([*lines, " Name layers in skip_layers that are meant to have no curvature."])

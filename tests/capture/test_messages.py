@@ -1,0 +1,161 @@
+"""What is said of layers without curvature is true, stands in one line and names what to do."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import secondorder
+from secondorder import EKFAC, KFAC, HyLo
+
+METHODS = pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
+OFTEN = {KFAC: {"factor_update_steps": 1}, EKFAC: {"factor_update_steps": 1}, HyLo: {"update_steps": 1}}
+
+
+def told(run) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in found]
+
+
+def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> None:
+    opt.zero_grad()
+    model(x).square().mean().backward()
+    opt.step()
+
+
+@METHODS
+def test_that_nothing_is_covered_is_said_first(method):
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.w
+
+    (text,) = told(lambda: method(Own(), graft="adam"))
+    assert text.startswith(f"{method.__name__}: nothing is covered. All parameters get no curvature")
+    assert "rule 'adamw' (Own has no adapter" in text
+    (text,) = told(lambda: method(nn.Sequential(nn.Linear(3, 3), Own())))
+    assert "nothing is covered" not in text
+    assert "some parameters get no curvature" in text
+
+
+@METHODS
+def test_a_second_step_after_one_backward_pass_is_called_that(method):
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    opt = method(model, lr=0.01, **OFTEN[method])
+    x = torch.randn(8, 4)
+    step(model, opt, x)
+    (text,) = told(lambda: [opt.step() for _ in range(3)])
+    assert "without a backward pass in between" in text
+    assert "eval mode" not in text
+    assert told(lambda: step(model, opt, x)) == []
+    model.eval()
+    (text,) = told(lambda: step(model, opt, x))
+    assert "the model was in eval mode" in text
+
+
+def test_a_layer_that_was_not_called_is_not_blamed_on_the_model():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    model = Two()
+    opt = KFAC(model, lr=0.01, factor_update_steps=1)
+    for p in model.idle.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def train() -> None:
+        for _ in range(3):
+            opt.zero_grad(set_to_none=False)
+            model(torch.randn(8, 4)).square().mean().backward()
+            opt.step()
+
+    (text,) = told(train)
+    assert "(idle: its hooks did not run). Usual causes: they were not called" in text
+    assert "the model was in eval mode" not in text
+
+
+class Mixture(nn.Module):
+    """Each token goes to one of many experts, so most see a few rows that are no whole examples."""
+
+    def __init__(self, experts: int = 24) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(8, experts), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weight, chosen = self.gate(rows).softmax(-1).max(-1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            own = (chosen == number).nonzero()[:, 0]
+            if len(own):
+                out = out.index_add(0, own, expert(rows[own]) * weight[own, None])
+        return self.head((rows + out).view_as(x).mean(1))
+
+
+@pytest.mark.parametrize("method", [EKFAC, HyLo])
+def test_many_experts_are_one_line(method):
+    torch.manual_seed(0)
+    model = Mixture()
+    opt = method(model, lr=0.01, **OFTEN[method])
+    (text,) = told(lambda: [step(model, opt, torch.randn(4, 5, 8)) for _ in range(6)])
+    assert len(text) < 420
+    assert "more: for example, its values of shape (" in text
+    assert "fallback: its values of shape (" in opt.describe() or method is EKFAC  # which has old estimates by then
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(9, 6), secondorder.nn.LSTM(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.table(x))[0])
+
+
+@pytest.mark.parametrize("method", [EKFAC, HyLo])
+@pytest.mark.parametrize("shape", [(7, 4), (4, 4)], ids=["another length", "as many positions as examples"])
+def test_time_first_is_told_of_batch_dim(method, shape):
+    x = torch.randint(9, shape)
+    model = Sequences()
+    (text,) = told(lambda: step(model, method(model, lr=0.01), x))
+    assert "make the optimizer with batch_dim=1" in text
+    model = Sequences()
+    assert told(lambda: step(model, method(model, lr=0.01, batch_dim=1), x)) == []
+
+
+@METHODS
+def test_a_model_that_is_a_layer_is_called_by_its_type(method):
+    model = nn.Linear(4, 3)
+    opt = method(model, lr=0.01, **OFTEN[method])
+    step(model, opt, torch.randn(8, 4))
+    assert "block Linear" in opt.describe()
+    assert "''" not in opt.describe()
+    assert opt.dense_curvature("").shape == (15, 15)
+    with pytest.raises(ValueError, match=r"no block is named 'fc'; there are: '' \(the Linear itself\)"):
+        opt.dense_curvature("fc")
+    model.eval()
+    (text,) = told(lambda: step(model, opt, torch.randn(8, 4)))
+    assert "(Linear: its hooks did not run)" in text
+
+
+def test_a_refusal_in_backward_names_a_model_that_is_a_layer():
+    model = nn.Linear(4, 3)
+    opt = KFAC(model, lr=0.01)
+    loss = F.mse_loss(model(torch.randn(8, 4)), torch.zeros(8, 3))
+    with pytest.raises(RuntimeError, match="layer 'Linear'"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    opt.close()
