@@ -53,7 +53,9 @@ MAY_IMPORT = {
     "trial": {"curvature", "options"},
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
     "missing": {"lifecycle", "curvature"},
-    "layerwise": {"missing", "optimizer", "serving", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
+    "layerwise": {
+        "missing", "optimizer", "serving", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options",
+    },
     "serving": {"refreshing", "comm", "curvature", "linalg"},
     "refreshing": {"reducing", "curvature", "linalg"},
     "reducing": {"capturing", "lifecycle", "comm", "curvature", "linalg"},
