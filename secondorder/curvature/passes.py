@@ -81,12 +81,14 @@ class _Judged(NamedTuple):
     """What a pass concludes from all that it has seen.
 
     Attributes:
-        number: How many examples there are.
+        examples: How many examples there are, None if nothing tells.
+        doubt: What speaks against that number.
         given: The input that has as many.
         layouts: How the layers lay them out.
     """
 
-    number: Count
+    examples: int | None
+    doubt: str
     given: Input
     layouts: _Layouts
 
@@ -171,13 +173,12 @@ class Pass:
     @property
     def examples(self) -> int | None:
         """N, or None if nothing tells: each layer then counts its own."""
-        n = self._judge().number.n
-        return 1 if n is not None and self._judge().layouts.is_one_example else n
+        return self._judge().examples
 
     @property
     def doubt(self) -> str:
         """What speaks against that number, in words; empty if nothing does."""
-        return self._judge().number.doubt
+        return self._judge().doubt
 
     def _judge(self) -> _Judged:
         if self._judged is None:
@@ -188,7 +189,9 @@ class Pass:
             seen = self._inputs or [Input(use.shape, use.one_hot) for use in uses]
             fitting = [x for x in seen if len(x.shape) > dim and x.shape[dim] == count.n]
             given = next(iter(fitting or seen), Input((), False))
-            self._judged = _Judged(count, given, _Layouts.of(uses, given, count.n))
+            layouts = _Layouts.of(uses, given, count.n)
+            examples = 1 if count.n is not None and layouts.is_one_example else count.n
+            self._judged = _Judged(examples, count.doubt, given, layouts)
         return self._judged
 
     @property
