@@ -16,6 +16,7 @@ from secondorder import update
 from secondorder.capturing import LayerOptions
 from secondorder.comm import CommStrategy, Parcel
 from secondorder.comm.resharding import local
+from secondorder.curvature.backwards import REPLACED
 from secondorder.curvature.block import Block, find_name
 from secondorder.curvature.capture import Capture
 from secondorder.curvature.extremes import Extremes, numbers
@@ -108,8 +109,14 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         super().zero_grad(set_to_none)
         if self._capture is not None and self._capture.awaits_backward:
             self._capture.spare()
-        else:
-            self._discard()
+        elif self._capture is not None:
+            self._capture.give_up()
+
+    def _check_gradients(self) -> None:
+        capture = self._capture
+        if capture is not None and capture.leave_out_replaced() and REPLACED not in self._warned:
+            self._warned.add(REPLACED)
+            warnings.warn(f"{type(self).__name__}: {REPLACED}", stacklevel=depth_of_caller())
 
     def _take(self) -> Captured:
         capture = self._require_capture()

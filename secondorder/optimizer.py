@@ -85,6 +85,9 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
     def _discard(self) -> None:
         """Forget what was captured since the last step."""
 
+    def _check_gradients(self) -> None:
+        """Look whether the gradients of this rank are those that something was captured of."""
+
     def _take(self) -> Any:
         """What was captured since the last step."""
         return None
@@ -161,6 +164,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         self._gathered.clear()  # of a state that this step replaces
         self.comm.begin_step()
         returned = self._evaluate(closure)
+        self._check_gradients()
         self._join_ranks()  # the forward of a closure may have found other layers
         if not self.comm.updates:
             self._estimate_only()

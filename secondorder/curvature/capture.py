@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from secondorder.curvature.backwards import ALWAYS, REPLACED, Backwards, accumulates
 from secondorder.curvature.batch import BatchInput, Input, rules
 from secondorder.curvature.copies import conceal, remove
 from secondorder.curvature.kronecker import Call
@@ -91,6 +92,7 @@ class Capture(Observation):
         self.clock: Any = None
         self._keep: Tensor | None = None
         self._backward_ran = False
+        self._backwards = Backwards()
         #: Weak reference to the optimizer: taps in an old graph may outlive it.
         self.owner: Callable[[], object | None] = lambda: self
         self.before_forward: Callable[[], Callable[[], None] | None] = lambda: None
@@ -209,8 +211,15 @@ class Capture(Observation):
         self._roots.clear()
         self._backward_ran = self.scale_is_unknown = self.switch.reduced = self._is_spared = False
         self._terms = None
+        self._backwards.clear()
         self._void.clear()
         self._passes = {i: p for i, p in self._passes.items() if not p.counted}
+
+    def give_up(self) -> None:
+        """Discard what is pending; until the step, remember that its gradients may have been kept elsewhere."""
+        is_unclear = self._backwards.is_unclear or (bool(self._pending) and self._backwards.accumulated)
+        self.discard()
+        self._backwards.is_unclear = is_unclear
 
     @property
     def is_paused(self) -> bool:
@@ -287,14 +296,24 @@ class Capture(Observation):
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone (``model.zero_grad()`` was called, not the optimizer's).
 
-        Those of parameters that ``fully_shard`` has cut are elsewhere until they are reduced.
+        Those that ``torch.autograd.grad`` returned were never in ``.grad``, and are the user's to add up.
         """
         if (
             (self._pending or self._roots.examples)
             and self._backward_ran
-            and all(s.owner.grad is None and (self.switch.reduced or not _is_cut(s.owner)) for s in self.sites)
+            and not self._backwards.only_returned
+            and self._gradients_are_gone()
         ):
-            self.discard()
+            self._drop()
+
+    def _gradients_are_gone(self) -> bool:
+        """Whether no parameter has a gradient; those that ``fully_shard`` cuts are elsewhere until they are reduced."""
+        return all(s.owner.grad is None and (self.switch.reduced or not _is_cut(s.owner)) for s in self.sites)
+
+    def _drop(self) -> None:
+        """Discard what is pending, though its gradients may be part of the step."""
+        self.discard()
+        self._backwards.is_unclear = True
 
     def open_pass(self, inputs: Sequence[Input], root: int = 0, examples: int | None = None) -> int:
         """Begin a forward of a root with these inputs, and the user's number of examples; returns its id."""
@@ -372,6 +391,29 @@ class Capture(Observation):
         if self._observing or self._pauses:
             return
         self._backward_ran = True
+        if self.observes:
+            # What was observed is added up already, whatever this backward does with its gradients.
+            for kind in {accumulates(node) for node in self._nodes.values()} - {None}:
+                if self._backwards.returned if kind else self._backwards.accumulated:
+                    self._backwards.mix()
+                self._note_backward(bool(kind))
+
+    def _note_backward(self, accumulated: bool) -> None:
+        self._backwards.note(accumulated)
+        if accumulated and self._backwards.is_unclear:
+            self._backwards.remember_later([site.owner for site in self.sites])
+
+    def leave_out_replaced(self) -> bool:
+        """Leave the statistics of this step out if its gradients are not those of the backward passes behind them.
+
+        Returns:
+            Whether that was so.
+        """
+        if not self._backwards.were_replaced([site.owner for site in self.sites]):
+            return False
+        self.leave_out(REPLACED)
+        self._roots.clear()
+        return True
 
     # ------------------------------------------------------------------ backward
     def wants(self, index: int) -> bool:
@@ -387,7 +429,21 @@ class Capture(Observation):
             return False
         if torch.is_grad_enabled():
             raise RuntimeError(_HIGHER_ORDER.format(name=self.sites[index].name))
-        return _is_executed(self._nodes.get(index))
+        kind = accumulates(self._nodes.get(index))
+        return kind is not None and self._counts(kind)
+
+    def _counts(self, accumulated: bool) -> bool:
+        """Whether a backward counts that accumulates gradients, or else returns them; the others may be discarded."""
+        if not accumulated and self._backwards.accumulated:
+            # What this one returns may be for another purpose: .grad will tell at the step.
+            if not self._backwards.is_unclear:
+                self._backwards.is_unclear = True
+                self._backwards.remember([site.owner for site in self.sites])
+            return False
+        if accumulated and self._backwards.only_returned:
+            self._drop()  # likewise
+        self._note_backward(accumulated)
+        return True
 
     def refuse(self, index: int, reason: str) -> None:
         """Leave a layer out of this step's statistics: they would be wrong."""
@@ -492,35 +548,11 @@ def _retire(switch: Switch, *handles: list[RemovableHandle]) -> None:
     remove(itertools.chain(*handles))
 
 
-#: Stands for the gradient of a parameter that is cut over ranks: its pieces get theirs behind autograd's back.
-_ALWAYS = object()
-
-
 def _is_cut(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "device_mesh")
 
 
 def _gradient_node(parameter: nn.Parameter) -> Any:
     if parameter.requires_grad and _is_cut(parameter):
-        return _ALWAYS
+        return ALWAYS
     return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
-
-
-def _is_executed(node: Any) -> bool:
-    """Whether the backward that is running computes the gradient of the parameter behind ``node``.
-
-    Tells a backward that accumulates from ``autograd.grad`` with respect to inputs, whose gradients never reach a step.
-
-    Returns:
-        False without a node.
-    """
-    if node is None or node is _ALWAYS:
-        return node is _ALWAYS
-    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
-    if will_execute is None:
-        return True
-    try:
-        return bool(will_execute(node))
-    except RuntimeError:
-        # autograd.grad with respect to the parameter itself: asked for, though not to be accumulated.
-        return True

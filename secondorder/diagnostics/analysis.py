@@ -297,6 +297,7 @@ class Analysis:
         """The layers whose rows and gradient are complete; rows that were looked at are let go of."""
         self._method._infer_scaler()
         capture.grad_scaler = self._method._scaler
+        capture.leave_out_replaced()
         taken = capture.take()
         capture.arm(())  # what a step evaluates again is at other parameters
         self._followed = (None, None, *self._followed[2:])

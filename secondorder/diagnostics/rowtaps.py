@@ -60,10 +60,11 @@ class RowCapture(Capture):
 
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone, and be armed or not as the optimizer's own capture is."""
-        waiting = self._pending or self._roots.examples
-        if waiting and self._backward_ran and all(_is_gone(site.owner.grad) for site in self.sites):
-            self.discard()
+        super().drop_orphans()
         self.switch.armed = bool(self._due) and not self._is_held()
+
+    def _gradients_are_gone(self) -> bool:
+        return all(_is_gone(site.owner.grad) for site in self.sites)
 
     def arm(self, due: Iterable[int]) -> None:
         """As in the base class, but not while the optimizer's own capture is paused."""
