@@ -33,7 +33,7 @@ class LayerOptions:
         stagger: Spread refreshes over the interval.
         refresh_warmup: Refresh often at first.
         max_failures: Failed refreshes of a block in a row before an error.
-        tied: Which use of a weight tied between an embedding and a head has the block.
+        tied: Which use of a weight tied between an embedding and a head has the block; None for neither.
         norm_curvature: ``"unit"`` or ``"diagonal"``.
         batch_dim: Dimension of the model's input that counts examples.
         batch_input: The argument that counts them, or a function that does.
@@ -48,7 +48,7 @@ class LayerOptions:
     stagger: bool = False
     refresh_warmup: bool = False
     max_failures: int = 10
-    tied: str | None = None
+    tied: str | None = "head"
     norm_curvature: str = "unit"
     batch_dim: int = 0
     batch_input: BatchInput | None = None
@@ -66,7 +66,7 @@ class LayerOptions:
         options.flag("refresh_warmup", self.refresh_warmup)
         options.flag("overlap", self.overlap)
         options.whole(1)("max_failures", self.max_failures)
-        options.choice(None, "embedding", "head")("tied", self.tied)
+        options.choice("head", "embedding", None)("tied", self.tied)
         options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)
         options.whole(0)("batch_dim", self.batch_dim)
         if not (self.batch_input is None or isinstance(self.batch_input, str) or callable(self.batch_input)):

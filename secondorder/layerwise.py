@@ -464,6 +464,8 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             return "", "", ""
         refused = self._capture.refused.get(block.index) if self._capture is not None else None
         treatment = f"block '{block.name}' ({block.kind})" if block.name else f"block {block.kind}"
+        if block.other_uses:
+            treatment += f", tied; its use in {some_of(block.other_uses)} has no statistics"
         if refused and self.state[p].get("refreshes", 0) == 0:
             treatment = f"{self._group[p]['fallback']} fallback: {refused}"
         lead = f"{block.adapter.groups}×" if block.adapter.groups > 1 else ""

@@ -32,6 +32,7 @@ class Block:
         owner: The parameter whose state holds the curvature: the weight, or the bias when the weight is frozen.
         index: Position among the blocks of the optimizer.
         group: The parameter group of the owner, whose options the block follows.
+        other_uses: Layers that apply the same weight in another way, whose statistics the block does not have.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Block:
     bias: nn.Parameter | None
     index: int = 0
     group: dict[str, Any] = field(default_factory=dict)
+    other_uses: tuple[str, ...] = ()
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -92,13 +94,13 @@ class Choices(NamedTuple):
 
     Attributes:
         skip: ``skip_layers``.
-        tied: Which use of a weight tied between an embedding and a head has the block: ``"embedding"``, ``"head"`` or
-            None.
+        tied: Which use of a weight tied between an embedding and a head has the block: ``"head"``, ``"embedding"`` or
+            None for neither.
         norm_curvature: ``"unit"`` or ``"diagonal"``.
     """
 
     skip: Sequence[SkipRule] = ()
-    tied: str | None = None
+    tied: str | None = "head"
     norm_curvature: str = "unit"
 
 
@@ -253,7 +255,8 @@ def _blocks(
                 reasons[use.bias] = "its weight is tied, and another use of the weight has the block"
         taps = tuple(tap for use in chosen for tap in use.part.taps)
         kind = first.part.suffix or _kind_of(first.part.taps[0][0])
-        yield Block(first.name, kind, taps, first.adapter(), first.weight, first.bias)
+        others = tuple(use.name for use in found if use not in chosen)
+        yield Block(first.name, kind, taps, first.adapter(), first.weight, first.bias, other_uses=others)
 
 
 def _kind_of(module: nn.Module) -> str:
@@ -263,11 +266,11 @@ def _kind_of(module: nn.Module) -> str:
 
 def _agreeing(found: list[_Use], tied: str | None) -> tuple[list[_Use], str]:
     """The uses of a weight that can share a block, or why there are none."""
+    names = ", ".join(use.name for use in found)
     if _differ(found) and tied is not None:
         found = [use for use in found if use.adapter().one_hot == (tied == "embedding")]
     if found and not _differ(found):
         return found, ""
-    names = ", ".join(use.name for use in found)
     hint = "" if tied is not None else "; tied='embedding' or 'head' chooses one"
     return [], f"tied across layers that differ ({names}{hint})"
 

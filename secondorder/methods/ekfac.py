@@ -104,8 +104,8 @@ class EKFAC(ScalingOptimizer):
         skip_layers: Names, patterns, types or modules to leave out, with all below them.
         norm_curvature: Blocks of normalisation layers: ``"unit"``, scale and shift of a unit together, or
             ``"diagonal"``.
-        tied: Which use of a weight tied between an embedding and a head has the block, ``"embedding"`` or ``"head"``;
-            unset: neither, it follows the fallback.
+        tied: Which use of a weight that is both an embedding and an output head gives the statistics of its block,
+            ``"head"`` or ``"embedding"``; None leaves the weight to the fallback.
         max_factor_dim: Factors beyond this size are kept as their diagonal; None for no bound.
         weighting: Weight of a batch in the running means, its ``"samples"`` or 1 per ``"update"``.
         burnin_steps: First updates of the running means that all weigh the same (β = 1).
@@ -235,7 +235,7 @@ class EKFAC(ScalingOptimizer):
         batch_input: str | Callable[..., int] | None = None,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
         norm_curvature: str = "unit",
-        tied: str | None = None,
+        tied: str | None = "head",
         max_factor_dim: int | None = 8192,
         weighting: str = "samples",
         burnin_steps: int = 0,

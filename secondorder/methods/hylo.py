@@ -110,8 +110,8 @@ class HyLo(SwitchedOptimizer):
             construction, which loading a distributed checkpoint before the first step needs; otherwise the first
             refresh does it.
         skip_layers: Names, patterns, types or modules to leave out, with all below them.
-        tied: Which use of a weight tied between an embedding and a head has the block, ``"embedding"`` or ``"head"``;
-            unset: neither, it follows the fallback.
+        tied: Which use of a weight that is both an embedding and an output head gives the statistics of its block,
+            ``"head"`` or ``"embedding"``; None leaves the weight to the fallback.
         kl_clip: κ, bound on the step in the Fisher metric; None disables.
         nesterov: Nesterov momentum.
         weight_decay: Weight decay.
@@ -202,7 +202,7 @@ class HyLo(SwitchedOptimizer):
         batch_input: str | Callable[..., int] | None = None,
         batch_size: int | None = None,
         skip_layers: Sequence[SkipRule] | SkipRule = (),
-        tied: str | None = None,
+        tied: str | None = "head",
         kl_clip: float | None = None,
         nesterov: bool = False,
         weight_decay: float = 0.0,

@@ -22,7 +22,7 @@ LAYERWISE_CHOICES = {
     "approx": "expand",
     "power": 1.0,
     "norm_curvature": "unit",
-    "tied": None,
+    "tied": "head",
     "batch_dim": 0,
     "batch_input": None,
     "weighting": "samples",

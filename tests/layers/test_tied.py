@@ -1,5 +1,6 @@
 """A table that is also the output projection, as in GPT-2: two kinds of use of one weight."""
 
+import copy
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secondorder import EKFAC, KFAC, HyLo
 from tests.layers.reference import (
     Tape,
     check_block,
@@ -62,11 +64,28 @@ def untied_pairs(approx: str = "expand") -> dict:
     return expected_pairs(plain.by_hand, singles(x), y.split(1), F.cross_entropy, approx)
 
 
-def test_by_default_the_shared_weight_takes_the_fallback_and_says_why():
+@pytest.mark.parametrize("method", [KFAC, EKFAC, HyLo])
+@pytest.mark.parametrize("head_first", [False, True])
+def test_by_default_the_head_has_the_block_without_a_warning(method, head_first):
+    (x, y), model = data(), seeded_build(lambda: Language(True, head_first))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt, chosen = method(model), method(copy.deepcopy(model), tied="head")
+        for optimizer in (opt, chosen):
+            for _ in range(3):
+                train(optimizer, optimizer._root, (x,), y, F.cross_entropy)
+    assert set(opt.blocks) == {"head", "body"}
+    assert "its use in words has no statistics" in opt.describe()
+    assert "fallback" not in opt.describe()
+    for mine, theirs in zip(opt.param_groups[0]["params"], chosen.param_groups[0]["params"], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_without_a_choice_the_shared_weight_takes_the_fallback_and_says_why():
     (x, y), model = data(), seeded_build(lambda: Language(True))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        opt = plain_kfac(model, lr=0.1)
+        opt = plain_kfac(model, lr=0.1, tied=None)
     assert set(opt.blocks) == {"body"}
     assert follows_fallback(opt, "words.weight", "tied")
     assert [w for w in told if "tied" in str(w.message)]
