@@ -152,7 +152,9 @@ class Capturing(Lifecycle):
             self._capture.owner = weakref.ref(self)
             self._capture.clock = self._clock
         sites = [self._site(b) for b in self._blocks]
-        self._capture.set_sites(sites, watched_attention(self._root, {m for b in self._blocks for m, _ in b.taps}))
+        self._capture.set_sites(
+            sites, watched_attention(self._root, {tap.module for b in self._blocks for tap in b.taps})
+        )
         self._closed = False
         self._arm()
 
@@ -164,7 +166,7 @@ class Capturing(Lifecycle):
             assert optimizer is not None
             return optimizer.new_statistic(block, block.group)
 
-        return Site(block.label, block.taps, block.adapter, block.owner, new_statistic)
+        return Site(block.label, block.taps, block.owner, new_statistic)
 
     # ------------------------------------------------------------------ blocks
     def _plan(self) -> bool:
@@ -433,7 +435,7 @@ def _refuse_tensor_parallel(root: nn.Module, blocks: Sequence[Block]) -> None:
     found = [
         block.label
         for block in blocks
-        if any(getattr(module, "_distribute_module_applied", False) for module, _ in block.taps)
+        if any(getattr(tap.module, "_distribute_module_applied", False) for tap in block.taps)
         or any(p in cut and p not in sharded for p in block.params)
     ]
     if found:

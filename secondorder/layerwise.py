@@ -208,7 +208,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         assert self._capture is not None
         if self._capture.observes:
             return "observe() was not called for it"
-        if isinstance(block.taps[0][0], Projection):
+        if isinstance(block.taps[0].module, Projection):
             return f"{NO_HOOKS}; in a compiled model call secondorder.nn.expose(model) first"
         return NO_HOOKS
 

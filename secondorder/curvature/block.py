@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from secondorder.curvature.layers import Adapter
+from secondorder.curvature.layers import Adapter, Tap
 from secondorder.curvature.parts import Part, inner_modules, parts_of
 from secondorder.linalg import Workspace
 
@@ -24,9 +24,9 @@ class Block:
     Attributes:
         name: Module name as in ``named_modules()``, without wrapper prefixes.
         kind: Type of the module that holds the parameters, in words.
-        taps: Modules whose calls are captured, and which of the Γ blocks each fills (-1 for all); more than one when
-            weights are tied or a module applies its weight in pieces.
-        adapter: Rows and shapes of the layer.
+        taps: Modules whose calls are captured; more than one when weights are tied or a module applies its weight in
+            pieces.
+        adapter: Shapes of the layer, the same for all its taps; each tap has an adapter for the rows of its own calls.
         weight: Trained weight, or None when it is frozen.
         bias: Trained bias, or None.
         owner: The parameter whose state holds the curvature: the weight, or the bias when the weight is frozen.
@@ -37,7 +37,7 @@ class Block:
 
     name: str
     kind: str
-    taps: tuple[tuple[nn.Module, int], ...]
+    taps: tuple[Tap, ...]
     adapter: Adapter
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -48,7 +48,7 @@ class Block:
     @property
     def signature(self) -> tuple[object, ...]:
         """What makes two blocks the same one."""
-        taps = [(id(module), part) for module, part in self.taps]
+        taps = [(id(tap.module), tap.part) for tap in self.taps]
         return self.name, *taps, id(self.weight), id(self.bias), type(self.adapter), self.adapter.factor_shapes()
 
     @property
@@ -122,6 +122,10 @@ class _Use(NamedTuple):
 
     def adapter(self) -> Adapter:
         return self.part.make(self.weight is not None, self.bias is not None)
+
+    def taps(self) -> list[Tap]:
+        adapter = self.adapter()
+        return [Tap(module, part, adapter) for module, part in self.part.taps]
 
 
 def clean_name(name: str) -> str:
@@ -253,7 +257,7 @@ def _blocks(
         for use in found:
             if use.bias is not None and use.bias is not first.bias:
                 reasons[use.bias] = "its weight is tied, and another use of the weight has the block"
-        taps = tuple(tap for use in chosen for tap in use.part.taps)
+        taps = tuple(tap for use in chosen for tap in use.taps())
         kind = first.part.suffix or _kind_of(first.part.taps[0][0])
         others = tuple(use.name for use in found if use not in chosen)
         yield Block(first.name, kind, taps, first.adapter(), first.weight, first.bias, other_uses=others)

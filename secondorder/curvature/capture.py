@@ -44,6 +44,7 @@ from secondorder.curvature.taps import (
     Reduced,
     RootEnter,
     RootLeave,
+    Seen,
     Switch,
     in_backward,
     parts_called_alone,
@@ -114,7 +115,8 @@ class Capture(Observation):
         self._nodes: dict[int, Any] = {}
         self._pending: dict[int, Statistic] = {}
         self._own_examples: dict[int, int] = {}
-        self._taps: list[LayerHook] = []
+        #: Hooks of layers; operators in compiled graphs know them by their position.
+        self.taps: list[LayerHook] = []
         self._tap_handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
         modules = list(roots)
@@ -151,12 +153,12 @@ class Capture(Observation):
         self._due.clear()
         self.refused.clear()
         self.sites = list(sites)
-        self._taps.clear()
+        self.taps.clear()
         self._roots.locate(self.sites)
         for i, site in enumerate(self.sites):
-            for module, part in site.taps:
-                tap = LayerHook(self.switch, i, site.adapter, part)
-                self._taps.append(tap)
+            for module, part, adapter in site.taps:
+                tap = LayerHook(self.switch, len(self.taps), i, adapter, part)
+                self.taps.append(tap)
                 # Before every other hook: those may change the output, and one of them closes the pass of a root.
                 handle = module.register_forward_hook(tap, with_kwargs=True, prepend=True)
                 self._tap_handles.append(handle)
@@ -171,7 +173,7 @@ class Capture(Observation):
     def arm(self, due: Iterable[int]) -> None:
         """Capture the given sites from now on, and no others."""
         self._due = set(due)
-        for tap in self._taps:
+        for tap in self.taps:
             tap.armed = tap.index in self._due
         self.switch.armed = bool(self._due) and not self._pauses
         self.switch.depth, self.switch.token = 0, None
@@ -289,7 +291,7 @@ class Capture(Observation):
     # ------------------------------------------------------------------ forward
     def put_taps_first(self) -> None:
         """Move taps that are due before forward hooks that the user has put before them since."""
-        for tap in self._taps:
+        for tap in self.taps:
             if tap.armed:
                 tap.go_first()
 
@@ -451,38 +453,37 @@ class Capture(Observation):
         self._void.add(index)
         self._pending.pop(index, None)
 
-    def record(self, index: int, part: int, x: Tensor | None, g: Tensor, current: Pass | None) -> None:
-        """Take in the gradient ``g`` at the output of a layer whose input was ``x``.
+    def record(self, seen: Seen, g: Tensor, current: Pass | None) -> None:
+        """Take in the gradient ``g`` at the output of a use of a layer.
 
         Raises:
             RuntimeError: If this is the second backward through one forward.
         """
         timed = nullcontext() if self.clock is None else self.clock.stage("capture")
         with record_function("secondorder.capture"), timed:
-            self._record(index, part, x, g, current)
+            self._record(seen, g, current)
 
-    def _record(self, index: int, part: int, x: Tensor | None, g: Tensor, current: Pass | None) -> None:
+    def _record(self, seen: Seen, g: Tensor, current: Pass | None) -> None:
         self._backward_ran = True
         if g.dtype == torch.float16 and self._scaler is None and not self.scale_is_unknown:
             # Layers that run in float32 carry the same scale, and nothing in them tells.
             self.scale_is_unknown = True
             self.leave_out(UNKNOWN)
-        adapter = self.sites[index].adapter
+        x, adapter = seen.x, seen.adapter
         keep, shared, unclear = None, False, False
         if current is not None:
             x, g = current.lay_out(x, g, adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
             unclear = current.is_unclear(x, g, adapter)
         unscale = inverse_scale(self._scaler, g.device)
-        call = Call(x if adapter.needs_input else None, g.detach(), unscale, keep, part, shared=shared, unclear=unclear)
+        call = Call(x, g.detach(), adapter, unscale, keep, seen.part, shared=shared, unclear=unclear)
         if current is None:
-            self._record_alone(index, call)
+            self._record_alone(seen.site, call)
         else:
-            self._record_in_pass(index, call, current)
+            self._record_in_pass(seen.site, call, current)
 
     def _record_alone(self, index: int, call: Call) -> None:
-        adapter, seen = self.sites[index].adapter, call.g if call.x is None else call.x
-        examples = 1 if adapter.is_unbatched(seen) else call.g.shape[0]
+        examples = 1 if call.adapter.is_unbatched(call.g if call.x is None else call.x) else call.g.shape[0]
         self._own_examples[index] = self._own_examples.get(index, 0) + examples
         self._add(index, [call], examples)
 

@@ -114,13 +114,13 @@ class ScaleSums:
         if self._kept is None or self._kept >= examples or call.x is None or call.keep is not None:
             return [call], examples, 1.0
         assert self._generator is not None
-        adapter = self._adapter.of_part(call.part)
-        x, g, examples, weight = adapter.pick_examples(call.x, call.g, self._kept, examples, self._generator)
+        x, g, examples, weight = call.own.pick_examples(call.x, call.g, self._kept, examples, self._generator)
         return [call._replace(x=x, g=g)], examples, weight
 
     def _chunks(self, calls: list[Call], examples: int) -> Iterator[tuple[list[Call], int]]:
         """Parts of the batch whose patches are small; other layers have no rows beyond their input."""
-        adapter, call = self._adapter, calls[0]
+        call = calls[0]
+        adapter = call.adapter
         alone = len(calls) == 1 and isinstance(adapter, ConvAdapter) and call.x is not None
         if not alone or call.x is None or call.x.shape[0] != examples or call.g.shape[0] != examples:
             yield calls, examples
@@ -140,7 +140,7 @@ class ScaleSums:
 
     def _rows(self, call: Call, examples: int, part: int) -> tuple[Tensor | None, Tensor]:
         """Rows a and g of a call by example, of the wanted block alone if ``part`` is not -1."""
-        adapter = self._adapter.of_part(call.part)
+        adapter = call.own
         g = adapter.example_outputs(call.gradient(self.total.dtype), call.x, examples)
         a = None
         if not adapter.constant_input:
@@ -152,12 +152,8 @@ class ScaleSums:
 
     def _embedded(self, adapter: EmbeddingAdapter, calls: list[Call], examples: int, basis_g: Tensor | None) -> Tensor:
         """A looked-up table: rows of one index are added before the square, and no one-hot row is formed."""
-        outputs = [adapter.example_outputs(c.gradient(self.total.dtype), c.x, examples) for c in calls]
-        inputs = [call.x for call in calls if call.x is not None]
-        if len(inputs) == 1:
-            x = inputs[0]
-        else:
-            x = torch.cat([adapter.indices(x, examples) for x in inputs], 1)
+        outputs = [c.own.example_outputs(c.gradient(self.total.dtype), c.x, examples) for c in calls]
+        x = adapter.joined([call.x for call in calls if call.x is not None], examples)
         rows = torch.cat(outputs, 1).flatten(0, 1)
         if self._tokens is not None:
             x, examples = adapter.indices(x, examples).reshape(-1), len(rows)
@@ -223,7 +219,7 @@ class ScaleRows(ScaleSums):
             calls, examples, weight = self._choose(calls[0], examples)
         if isinstance(adapter, EmbeddingAdapter):
             dtype = self.total.dtype
-            g = torch.cat([adapter.example_outputs(c.gradient(dtype), c.x, examples) for c in calls], 1)
+            g = torch.cat([c.own.example_outputs(c.gradient(dtype), c.x, examples) for c in calls], 1)
             inputs = [adapter.indices(call.x, examples) for call in calls if call.x is not None]
             # A masked position has no index; its gradient is 0.
             rows = Rows(torch.cat(inputs, 1).clamp(min=0), g, columns=adapter.d_in)
@@ -313,4 +309,4 @@ class EigenSums:
         if self._by_example:
             for call in calls:
                 call.require_examples()
-                self._adapter.of_part(call.part).example_outputs(call.g, call.x, examples)
+                call.own.example_outputs(call.g, call.x, examples)

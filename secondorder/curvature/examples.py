@@ -104,7 +104,7 @@ class ExampleRows:
         inputs = [call.x for call in calls if call.x is not None]
         # A masked position has no index; its gradient is 0.
         index = torch.cat([adapter.indices(x, examples) for x in inputs], 1).clamp(min=0)
-        g = torch.cat([adapter.example_outputs(c.gradient(self._dtype), c.x, examples) for c in calls], 1)
+        g = torch.cat([c.own.example_outputs(c.gradient(self._dtype), c.x, examples) for c in calls], 1)
         rows = Rows(index, g.clone(), columns=adapter.d_in)
         return rows if adapter.d_in > index.shape[1] else _table(rows)
 
@@ -123,16 +123,12 @@ class ExampleRows:
 
     def _output_sums(self, calls: list[Call], examples: int) -> Tensor:
         """``Σ_s g [(Γ,) n, d_o]`` over the positions and calls of each example."""
-        adapter = self._adapter
-        found = [
-            call.whole(adapter.of_part(call.part).output_sums(call.gradient(self._dtype), call.x, examples), adapter)
-            for call in calls
-        ]
+        found = [call.whole(call.own.output_sums(call.gradient(self._dtype), call.x, examples)) for call in calls]
         return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
     def _input_sums(self, call: Call, examples: int) -> tuple[Tensor, Tensor]:
         """``Σ_s a [(Γ,) n, d_i]`` of each example, and how many positions ``[(Γ,) n, 1]`` that are."""
-        adapter, x = self._adapter.of_part(call.part), call.x
+        adapter, x = call.own, call.x
         assert x is not None
         if isinstance(adapter, EmbeddingAdapter):
             x = x if call.keep is None else adapter.masked(x, call.keep)
@@ -140,16 +136,15 @@ class ExampleRows:
             return total.to(self._dtype), adapter.real_rows(x, examples)[:, None].to(self._dtype)
         if call.keep is None:
             total, count = adapter.input_sums(x.to(self._dtype), examples)
-            return call.whole(total, self._adapter), call.whole(torch.full_like(total[..., :1], count), self._adapter)
+            return call.whole(total), call.whole(torch.full_like(total[..., :1], count))
         total, _ = adapter.input_sums(adapter.masked(x, call.keep).to(self._dtype), examples)
         real = self._by_example(call, call.keep, examples).sum(-2)
-        return call.whole(total, self._adapter), call.whole(real, self._adapter)
+        return call.whole(total), call.whole(real)
 
     def _by_example(self, call: Call, keep: Tensor, examples: int) -> Tensor:
         """A mask as rows ``[(Γ,) n, S, 1]``, laid out as the gradients are."""
         spread = keep.reshape(*keep.shape, *[1] * (call.g.dim() - keep.dim())).expand(call.g.shape)
-        adapter = self._adapter.of_part(call.part)
-        return adapter.example_outputs(spread.to(self._dtype), call.x, examples)[..., :1]
+        return call.own.example_outputs(spread.to(self._dtype), call.x, examples)[..., :1]
 
     def _expanded(self, calls: list[Call], examples: int) -> Rows:
         """Rows of all positions, or per-example gradients."""
@@ -164,13 +159,13 @@ class ExampleRows:
     def _pairs(self, calls: list[Call], examples: int) -> Rows:
         adapter, inputs, outputs = self._adapter, [], []
         for call in calls:
-            own = adapter.of_part(call.part)
-            outputs.append(call.whole(own.example_outputs(call.gradient(self._dtype), call.x, examples), adapter))
+            own = call.own
+            outputs.append(call.whole(own.example_outputs(call.gradient(self._dtype), call.x, examples)))
             self.real = self.real + self._real_rows(call, outputs[-1])
             if not adapter.constant_input:
                 assert call.x is not None
                 x = call.x if call.keep is None else own.masked(call.x, call.keep)
-                inputs.append(call.whole(own.example_inputs(x, examples).to(self._dtype), adapter))
+                inputs.append(call.whole(own.example_inputs(x, examples).to(self._dtype)))
         # Copies: a program may reuse its buffers before the step.
         g = _copied(outputs)
         if adapter.constant_input:  # the sum is exact
@@ -181,12 +176,12 @@ class ExampleRows:
         """How many there are, ``[Γ]`` for a call that fills one of the Γ blocks."""
         rows = outputs.shape[-3] * outputs.shape[-2]
         found = rows if call.keep is None else call.keep.sum() * (rows / call.keep.numel())
-        return found if call.part < 0 else call.whole(outputs.new_ones(()) * found, self._adapter)
+        return found if call.part < 0 else call.whole(outputs.new_ones(()) * found)
 
     def _chunks(self, calls: list[Call], examples: int) -> Iterator[tuple[list[Call], int]]:
         """Parts of the batch whose patches are small; other layers have no rows beyond their input."""
-        adapter, call = self._adapter, calls[0]
-        x, g = call.x, call.g
+        call = calls[0]
+        adapter, x, g = call.adapter, call.x, call.g
         alone = len(calls) == 1 and isinstance(adapter, ConvAdapter) and x is not None
         if not alone or x is None or len(x) != examples or len(g) != examples:
             yield calls, examples

@@ -18,6 +18,7 @@ class Call(NamedTuple):
     Attributes:
         x: What the adapter prepared from the layer's input; None where it needs none.
         g: Gradient of the accumulated objective at the layer output.
+        adapter: Rows of the module that was called; another one that shares its weight may have others.
         unscale: Factor that turns g into that of the objective (the reciprocal of a loss scale), 0-dim, or None.
         keep: 1 for real and 0 for padded rows, shaped like the leading dimensions of ``g``, or None.
         part: Which of the Γ blocks the call fills; -1 for all.
@@ -28,12 +29,18 @@ class Call(NamedTuple):
 
     x: Tensor | None
     g: Tensor
+    adapter: Adapter
     unscale: Tensor | None = None
     keep: Tensor | None = None
     part: int = -1
     again: bool = False
     shared: bool = False
     unclear: bool = False
+
+    @property
+    def own(self) -> Adapter:
+        """The adapter of the blocks that the call fills."""
+        return self.adapter.of_part(self.part)
 
     def require_examples(self) -> None:
         """Raise a ``ValueError`` if no row belongs to an example, or nobody knows to which."""
@@ -57,11 +64,11 @@ class Call(NamedTuple):
         keep = self.keep.reshape(*self.keep.shape, *[1] * (g.dim() - self.keep.dim()))
         return torch.where(keep, g, 0.0)
 
-    def whole(self, values: Tensor, adapter: Adapter) -> Tensor:
+    def whole(self, values: Tensor) -> Tensor:
         """Values ``[N, …]`` of the one block that the call fills among those of all Γ, ``[Γ, N, …]``."""
         if self.part < 0:
             return values
-        full = values.new_zeros(adapter.groups, *values.shape)
+        full = values.new_zeros(self.adapter.groups, *values.shape)
         full[self.part] = values
         return full
 
@@ -156,7 +163,7 @@ class KroneckerSums:
         return torch.full((), rows, dtype=self.a.dtype, device=self.a.device)  # a copy would wait for the device
 
     def _add_expanded(self, call: Call, examples: int) -> None:
-        adapter, weight = self._adapter.of_part(call.part), 1.0
+        adapter, weight = call.own, 1.0
         if adapter.is_exact or (call.unclear and call.keep is not None):
             call.require_examples()
         x, g, chosen = call.x, call.gradient(self.a.dtype), None
@@ -237,9 +244,7 @@ class KroneckerSums:
             call.require_examples()
         if any(call.keep is not None for call in calls) and not adapter.constant_input:
             raise ValueError("padded rows cannot be told apart by approx='reduce'; use approx='expand' with mask()")
-        outputs = [
-            c.whole(adapter.of_part(c.part).output_sums(c.gradient(dtype), c.x, examples), adapter) for c in calls
-        ]
+        outputs = [call.whole(call.own.output_sums(call.gradient(dtype), call.x, examples)) for call in calls]
         total, weight, chosen = torch.stack(outputs).sum(0), 1.0, None
         if self._sampler is not None and not (adapter.constant_input or adapter.one_hot):
             chosen, weight = self._sampler.pick(examples, self.a.device)
@@ -257,12 +262,12 @@ class KroneckerSums:
 
     def _mean_inputs(self, calls: list[Call], examples: int) -> Tensor:
         """Mean of the inputs of each example ``[(Γ,) N, d_in]``, over all calls and positions."""
-        adapter, sums, positions = self._adapter, [], []
+        sums, positions = [], []
         for call in calls:
             assert call.x is not None
-            total, count = adapter.of_part(call.part).input_sums(call.x.to(self.a.dtype), examples)
-            sums.append(call.whole(total, adapter))
-            positions.append(call.whole(torch.full_like(total[..., :1], count), adapter))
+            total, count = call.own.input_sums(call.x.to(self.a.dtype), examples)
+            sums.append(call.whole(total))
+            positions.append(call.whole(torch.full_like(total[..., :1], count)))
         return torch.stack(sums).sum(0) / torch.stack(positions).sum(0).clamp(min=1)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -228,6 +228,20 @@ class Adapter(ABC):
     def natural_order(self, dense: Tensor) -> Tensor:
         """A matrix ``[n, n]`` over ``vec`` of :meth:`to_matrix`, in the order in which it is shown to the user."""
         return dense
+
+
+class Tap(NamedTuple):
+    """A module whose calls are captured.
+
+    Attributes:
+        module: The module.
+        part: Which of the Γ blocks its calls fill; -1 for all.
+        adapter: Rows of its calls. Modules that share a weight may differ in what they do with it, such as the stride.
+    """
+
+    module: nn.Module
+    part: int
+    adapter: Adapter
 
 
 class LinearAdapter(Adapter):

@@ -112,10 +112,10 @@ class Observation(ABC):
             if seen.is_stale:
                 self.refuse(seen.site, "its input is modified in place before it is observed")
                 continue
-            adapter = self.sites[seen.site].adapter
+            adapter = seen.adapter
             x, g = current.lay_out(seen.x, g.reshape(seen.shape), adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
-            call = Call(x, g, None, keep, seen.part, again, shared, current.is_unclear(x, g, adapter))
+            call = Call(x, g, adapter, None, keep, seen.part, again, shared, current.is_unclear(x, g, adapter))
             calls.setdefault((id(current), seen.site), (current, []))[1].append(call)
         for (_, index), (current, found) in calls.items():
             self._add(index, found, current.examples or 0)

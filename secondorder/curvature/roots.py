@@ -80,6 +80,6 @@ class Roots:
 def _places(site: Site, inside: Sequence[set[nn.Module]]) -> frozenset[int]:
     if len(inside) < 2:
         return frozenset([0])
-    found = {i for module, _ in site.taps for i, modules in enumerate(inside) if module in modules}
+    found = {i for tap in site.taps for i, modules in enumerate(inside) if tap.module in modules}
     # The inner maps of attention are in no module: the name begins with the number of the part.
     return frozenset(found or {int(site.name.partition(".")[0])})

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 
 from secondorder.curvature.kronecker import Call
-from secondorder.curvature.layers import Adapter
+from secondorder.curvature.layers import Tap
 
 
 class Statistic(Protocol):
@@ -27,15 +27,13 @@ class Site(NamedTuple):
 
     Attributes:
         name: Module name, for messages.
-        taps: The modules whose calls are captured, and which of the Γ blocks each fills (-1 for all).
-        adapter: Its shapes and rows.
+        taps: The modules whose calls are captured.
         owner: The parameter whose gradient decides whether a backward counts.
         new_statistic: Makes the pending statistic of a step.
     """
 
     name: str
-    taps: tuple[tuple[nn.Module, int], ...]
-    adapter: Adapter
+    taps: tuple[Tap, ...]
     owner: nn.Parameter
     new_statistic: Callable[[], Statistic]
 

@@ -128,10 +128,19 @@ def parts_called_alone(root: nn.Module) -> list[nn.Module]:
 
 
 class LayerHook(OwnHook):
-    """Forward hook of a layer: puts the tap on its output."""
+    """Forward hook of a layer: puts the tap on its output.
 
-    def __init__(self, switch: Switch, index: int, adapter: Adapter, part: int) -> None:
+    Args:
+        switch: What the hooks of the optimizer share.
+        number: Position among the hooks of layers, by which an operator in a compiled graph finds it.
+        index: Index of the site.
+        adapter: Rows of the module's calls.
+        part: Which of the Γ blocks they fill, -1 for all.
+    """
+
+    def __init__(self, switch: Switch, number: int, index: int, adapter: Adapter, part: int) -> None:
         self.switch = switch
+        self.number = number
         self.index = index
         self.adapter = adapter
         self.part = part
@@ -148,7 +157,7 @@ class LayerHook(OwnHook):
         for hook in hooks.values():
             if hook is self:
                 return True
-            if not isinstance(hook, (LayerHook, RootEnter, Inert)):
+            if not isinstance(hook, OwnHook):
                 return False
         return True  # removed
 
@@ -166,10 +175,10 @@ class LayerHook(OwnHook):
             token = switch.token
             if token is None:
                 token = torch.full((), -1, dtype=torch.int64, device="cpu")
-            return torch.ops.secondorder.tap(output, x.detach(), token, switch.key, self.index, self.part)
+            return torch.ops.secondorder.tap(output, x.detach(), token, switch.key, self.number)
         capture = CAPTURES.get(switch.key)
         if capture is not None and not _in_transform():
-            _tap(capture, self.index, self.part, x.detach(), output)
+            _tap(capture, self, x.detach(), output)
         return None
 
     def _refuse(self) -> None:
@@ -205,6 +214,7 @@ class Seen(NamedTuple):
     Attributes:
         site: Index of the site.
         part: Which of the Γ blocks the use fills, -1 for all.
+        adapter: Rows of the use.
         x: What the adapter prepared from the input; None where it needs none.
         version: Version counter of ``x``.
         shape: Shape of the output.
@@ -212,6 +222,7 @@ class Seen(NamedTuple):
 
     site: int
     part: int
+    adapter: Adapter
     x: Tensor | None
     version: int
     shape: torch.Size
@@ -245,16 +256,14 @@ class EagerTap:
         if seen.is_stale:
             self.capture.refuse(seen.site, "its input is modified in place before the backward pass")
             return
-        self.capture.record(seen.site, seen.part, seen.x, g.reshape(seen.shape), self.current)
+        self.capture.record(seen, g.reshape(seen.shape), self.current)
 
 
-def _tap(capture: Capture, index: int, part: int, x: Tensor, output: Tensor) -> None:
-    current = capture.find_pass(capture.switch.token, index)
-    adapter = capture.sites[index].adapter
+def _tap(capture: Capture, hook: LayerHook, x: Tensor, output: Tensor) -> None:
+    current = capture.find_pass(capture.switch.token, hook.index)
     if current is not None and not in_backward():
-        current.see(index, adapter, x)
-    kept = x if adapter.needs_input else None
-    seen = Seen(index, part, kept, 0 if kept is None else kept._version, output.shape)
+        current.see(hook.index, hook.adapter, x)
+    seen = _seen(hook, x, output.shape)
     # On the node that computed the values, not on the tensor: an in-place activation behind a view (a Linear on 3-D
     # input returns one) takes the gradient past the view's own hooks.
     source = output._base if output._is_view() else output
@@ -273,6 +282,11 @@ def _tap(capture: Capture, index: int, part: int, x: Tensor, output: Tensor) -> 
 # Where the root is a class of the user's, torch runs its hooks outside of the graph, and would try to compile what they
 # call. The lazy form of the decorator is torch's own; it does not import the compiler.
 _outside_of_graphs = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+
+def _seen(hook: LayerHook, x: Tensor, shape: torch.Size) -> Seen:
+    kept = x if hook.adapter.needs_input else None
+    return Seen(hook.index, hook.part, hook.adapter, kept, 0 if kept is None else kept._version, shape)
 
 
 @_outside_of_graphs  # type: ignore[untyped-decorator]
@@ -326,37 +340,38 @@ def _open_pass_op(inputs: Sequence[Tensor], key: int, root: int, examples: int) 
 
 
 @torch.library.custom_op("secondorder::tap", mutates_args=())
-def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, index: int, part: int) -> Tensor:
+def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, number: int) -> Tensor:
     capture = CAPTURES.get(key)
     if capture is not None:
-        current = capture.find_pass(token, index)
+        hook = capture.taps[number]
+        current = capture.find_pass(token, hook.index)
         if current is not None:
-            current.see(index, capture.sites[index].adapter, x)
+            current.see(hook.index, hook.adapter, x)
     return output.clone()
 
 
 @torch.library.custom_op("secondorder::tap_backward", mutates_args=())
-def _tap_backward_op(g: Tensor, x: Tensor, token: Tensor, key: int, index: int, part: int) -> Tensor:
+def _tap_backward_op(g: Tensor, x: Tensor, token: Tensor, key: int, number: int) -> Tensor:
     capture = CAPTURES.get(key)
-    if capture is not None and capture.wants(index):
-        capture.record(index, part, x, g, capture.find_pass(token, index))
+    if capture is not None and capture.wants((hook := capture.taps[number]).index):
+        capture.record(_seen(hook, x, g.shape), g, capture.find_pass(token, hook.index))
     return g.clone()
 
 
 def _tap_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, x, token, ctx.key, ctx.index, ctx.part = inputs
+    _, x, token, ctx.key, ctx.number = inputs
     ctx.save_for_backward(x, token)
 
 
 def _tap_gradient(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, token = ctx.saved_tensors
-    g = torch.ops.secondorder.tap_backward(g, x, token, ctx.key, ctx.index, ctx.part)
-    return g, None, None, None, None, None
+    g = torch.ops.secondorder.tap_backward(g, x, token, ctx.key, ctx.number)
+    return g, None, None, None, None
 
 
 _open_pass_op.register_fake(lambda inputs, key, root, examples: torch.empty((), dtype=torch.int64))
-_tap_op.register_fake(lambda output, x, token, key, index, part: torch.empty_like(output))
-_tap_backward_op.register_fake(lambda g, x, token, key, index, part: torch.empty_like(g))
+_tap_op.register_fake(lambda output, x, token, key, number: torch.empty_like(output))
+_tap_backward_op.register_fake(lambda g, x, token, key, number: torch.empty_like(g))
 _tap_op.register_autograd(_tap_gradient, setup_context=_tap_setup)
 
 

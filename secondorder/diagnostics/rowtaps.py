@@ -47,7 +47,7 @@ class RowCapture(Capture):
         """Tap these blocks and no others."""
         self.blocks = blocks
         sites = [self._site(block) for block in blocks]
-        self.set_sites(sites, watched_attention(self.root, {m for block in blocks for m, _ in block.taps}))
+        self.set_sites(sites, watched_attention(self.root, {tap.module for block in blocks for tap in block.taps}))
 
     def _site(self, block: Block) -> Site:
         approx, double = self._approx, block.owner.dtype == torch.float64
@@ -56,7 +56,7 @@ class RowCapture(Capture):
             scale = block.group.get("conv_scale", "exact")  # only HyLo has another
             return ExampleRows(block.adapter, approx, torch.float64 if double else torch.float32, conv_scale=scale)
 
-        return Site(block.label, block.taps, block.adapter, block.owner, new_statistic)
+        return Site(block.label, block.taps, block.owner, new_statistic)
 
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone, and be armed or not as the optimizer's own capture is."""

@@ -348,9 +348,10 @@ def test_embedding(padding_idx, shape):
         ]
         return
     check_table(adapter, module, (x,), rows, owner)
+    x = adapter.prepare((x,), {})
     g = torch.randn(*shape, 3, dtype=torch.float64)
     kept, index = adapter.keep(x, 3), adapter.indices(x, 3)
-    dense = F.one_hot(index, 4) * kept[..., None]
+    dense = F.one_hot(index.clamp(min=0), 4) * kept[..., None]
     outputs = adapter.example_outputs(g, x, 3)
     assert kept.shape == index.shape == outputs.shape[:2] == (3, x.numel() // 3)
     close(torch.einsum("nsd,nsv->dv", outputs, dense.double()), adapter.output_rows(g, x, 3).mT @ rows)
@@ -363,8 +364,8 @@ def test_embedding_whose_positions_come_first_or_are_shared():
     rows = F.one_hot(x.reshape(-1), 4).double()
     rows[:, 1] = 0
     check_table(adapter, module, (x,), rows, torch.arange(3).repeat(5))
-    x = torch.arange(4)  # one look-up for all examples of the batch
-    close(adapter.output_rows(torch.ones(4, 3), x, 3), torch.ones(4, 3) * (x != 1)[:, None])
+    x = adapter.prepare((torch.arange(4),), {})  # one look-up for all examples of the batch
+    close(adapter.output_rows(torch.ones(4, 3), x, 3), torch.ones(4, 3) * (torch.arange(4) != 1)[:, None])
     for question in (adapter.indices, adapter.input_sums, lambda x, n: adapter.example_squares(x, torch.ones(4, 3), n)):
         with pytest.raises(ValueError, match="do not split into the 3 examples"):
             question(x, 3)

@@ -93,7 +93,7 @@ def _sums(conv, x, g, sampler=None, keep=None):
     adapter = ConvAdapter(conv, True, conv.bias is not None)
     like_a, like_g = (torch.zeros(shape, dtype=torch.float32) for shape in adapter.factor_shapes())
     sums = KroneckerSums(adapter, "expand", like_a, like_g, sampler)
-    sums.add([Call(x, g, keep=keep)], len(x))
+    sums.add([Call(x, g, adapter, keep=keep)], len(x))
     return sums.finish()[0]
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from secondorder.curvature.layers import Adapter, draw, split_examples, widened
+from secondorder.curvature.layers import Adapter, draw, positions_of, split_examples, widened
 from secondorder.linalg import Workspace
 
-#: Stands for a position without an index, where a mask has taken it.
+#: Stands for a position without an index: of padding, or where a mask has taken it.
 _NOTHING = -1
 
 
@@ -48,6 +48,11 @@ class EmbeddingAdapter(Adapter):
         return ""
 
     # ------------------------------------------------------------------ rows
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The indices, with padding marked: layers that share a table need not agree on their ``padding_idx``."""
+        x = super().prepare(args, kwargs)
+        return x if self.padding_idx is None else torch.where(x == self.padding_idx, _NOTHING, x)
+
     def is_unbatched(self, x: Tensor) -> bool:
         return x.dim() == 0
 
@@ -58,16 +63,20 @@ class EmbeddingAdapter(Adapter):
         rows = g.reshape(-1, self.d_out)
         if self.padding_idx is None or x is None:
             return rows
-        return rows.masked_fill((x == self.padding_idx).reshape(-1, 1), 0)
+        return rows.masked_fill((x == _NOTHING).reshape(-1, 1), 0)
 
     def input_squares(self, x: Tensor) -> tuple[Tensor, int | Tensor]:
         index, _, weight = self.entries(x)
         return weight.new_zeros(self.d_in).index_add_(0, index, weight), weight.sum()
 
     def squared_means(self, inputs: list[Tensor], examples: int) -> Tensor:
-        x = inputs[0] if len(inputs) == 1 else torch.cat([self.indices(x, examples) for x in inputs], 1)
+        x = self.joined(inputs, examples)
         real = self.keep(x, examples).double()
         return self.example_squares(x, (real / real.sum(1, keepdim=True).clamp(min=1)).reshape(-1, 1), examples)[0]
+
+    def joined(self, inputs: list[Tensor], examples: int) -> Tensor:
+        """Several calls as one, in which the rows of each example follow one another."""
+        return inputs[0] if len(inputs) == 1 else torch.cat([self.indices(x, examples) for x in inputs], 1)
 
     def masked(self, x: Tensor, keep: Tensor) -> Tensor:
         return torch.where(keep.reshape(x.shape), x, _NOTHING)
@@ -86,9 +95,7 @@ class EmbeddingAdapter(Adapter):
 
     def keep(self, x: Tensor, examples: int) -> Tensor:
         """Which of :meth:`indices` are not padding, bool ``[N, S]``."""
-        index = self.indices(x, examples)
-        real = index != _NOTHING
-        return real if self.padding_idx is None else real & (index != self.padding_idx)
+        return self.indices(x, examples) != _NOTHING
 
     def real_rows(self, x: Tensor, examples: int) -> Tensor:
         """How many rows of each example are not padding, ``[N]``."""
@@ -140,10 +147,7 @@ class EmbeddingAdapter(Adapter):
             Two int64 tensors and the weights, 0 for what gives no gradient, such as padding.
         """
         index = x.reshape(-1).long()
-        used = index != _NOTHING
-        if self.padding_idx is not None:
-            used = used & (index != self.padding_idx)
-        return index.clamp(min=0), torch.arange(index.numel(), device=x.device), used.float()
+        return index.clamp(min=0), torch.arange(index.numel(), device=x.device), (index != _NOTHING).float()
 
     def _places(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
         """Where each row stands when rows are ordered by example, ``[rows]``, and how many an example has.
@@ -247,11 +251,22 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
         return squares, self.filled(x).sum()
 
     def squared_means(self, inputs: list[Tensor], examples: int) -> Tensor:
-        if len(inputs) > 1:
-            raise ValueError("its bags of several calls cannot be told apart by example")
-        real = self.filled(inputs[0]).double().view(examples, -1)
+        x = self.joined(inputs, examples)
+        real = self.filled(x).double().view(examples, -1)
         weight = real / real.sum(1, keepdim=True).clamp(min=1)
-        return self.example_squares(inputs[0], weight.reshape(-1, 1), examples)[0]
+        return self.example_squares(x, weight.reshape(-1, 1), examples)[0]
+
+    def joined(self, inputs: list[Tensor], examples: int) -> Tensor:
+        if len(inputs) == 1:
+            return inputs[0]
+        sizes = [positions_of(x, examples) for x in inputs]
+        found, before = [], 0
+        for x, size in zip(inputs, sizes, strict=True):
+            index, bag, weight = self.entries(x)
+            found.append((index, bag // size * sum(sizes) + before + bag % size, weight))
+            before += size
+        index, bag, weight = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return _packed(index, bag, weight, examples * sum(sizes))
 
     def filled(self, x: Tensor) -> Tensor:
         """Which bags hold anything, bool ``[bags]``."""
