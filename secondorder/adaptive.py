@@ -89,6 +89,9 @@ class AdaptiveOptimizer(ModelledOptimizer):
             f"gradients, computes the loss, calls backward and returns the loss, or (loss, outputs).{hint}"
         )
 
+    def _moves_damping(self) -> bool:
+        return self._adaptation.adaptive_damping
+
     def _adapts(self) -> bool:
         """Whether λ is judged at the end of this step: the next one may begin with a refresh."""
         chosen = self._adaptation

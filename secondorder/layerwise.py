@@ -28,10 +28,15 @@ from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of,
 from secondorder.linalg import all_true_on_cpu, full_precision
 from secondorder.missing import NO_HOOKS, REPEATED, advice, grouped, kind_of
 from secondorder.optimizer import SecondOrderOptimizer, rate
+from secondorder.overdamping import Damped
 from secondorder.serving import Serving
 
 #: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
 _PORTION = 32 * 2**20
+
+
+#: Refreshes of every block before λ is compared with the curvature.
+_REFRESHES_BEFORE_WATCH = 3
 
 
 class LayerOptimizer(Serving, SecondOrderOptimizer):
@@ -505,6 +510,23 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def extremes(self, block: Block) -> Extremes | None:
         """λ of a block and the extreme eigenvalues of its damped curvature, from what a refresh left on this rank."""
         return None
+
+    def bounds(self, block: Block) -> Extremes | None:
+        """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
+        return self.extremes(block)
+
+    def _moves_damping(self) -> bool:
+        """Whether λ is being adapted to the loss, and may begin far too large."""
+        return False
+
+    def _damped(self) -> list[Damped] | None:
+        """The damping of all blocks that this rank keeps, when each was refreshed three times; None before."""
+        counts = [(b, self.state[b.owner]["refreshes"]) for b in self._blocks if self._is_refreshed(b)]
+        if min((count for _, count in counts), default=0) != _REFRESHES_BEFORE_WATCH or self._moves_damping():
+            return None
+        blocks = [b for b, _ in counts]
+        found = ((b, self.bounds(b)) for b in blocks)
+        return [Damped(b.name, b.group, "damping", e) for b, e in found if e is not None]
 
     def diagnostics(self) -> dict[str, Any]:
         """What is going on, as plain numbers; layers whose curvature is on other ranks are left out of those by layer.

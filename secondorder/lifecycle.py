@@ -18,6 +18,7 @@ from secondorder.comm import CommStrategy, Unit, default_strategy
 from secondorder.comm.resharding import is_cut, local
 from secondorder.curvature.block import as_root, clean_name
 from secondorder.linalg import Workspace
+from secondorder.overdamping import DampingWatch
 
 Group = dict[str, Any]
 State = dict[str, Tensor | int]
@@ -99,6 +100,7 @@ class Lifecycle(Optimizer):
         self._workspace = Workspace()
         self._kept_directions: dict[str, Tensor] | None = None
         self._clock: Clock | None = None
+        self._watch = DampingWatch()
         #: What grafting multiplied directions with in the last step, by the first parameter of those taken together.
         self._graft_factors: dict[nn.Parameter, Tensor] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,8 +20,9 @@ from secondorder.comm.joining import JoiningOptimizer
 from secondorder.comm.resharding import local
 from secondorder.curvature.statistics import all_finite
 from secondorder.diagnostics.report import Reporting
-from secondorder.lifecycle import Directions, Group
+from secondorder.lifecycle import Directions, Group, depth_of_caller
 from secondorder.linalg import all_true_on_cpu
+from secondorder.overdamping import Damped
 from secondorder.pieces import Pieces
 from secondorder.planner import Planning
 
@@ -193,8 +195,20 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
                     directions = self._keep(self._precondition(gradients, gate))
                 with self._stage("update"):
                     self._apply(gradients, directions, gate)
+            self._watch_damping()
         self._advance()
         return returned
+
+    def _watch_damping(self) -> None:
+        """Warn once, early in training, if the damping hides the curvature of all that is covered."""
+        if not self._watch.has_measured and (damped := self._damped()) is not None:
+            self._watch.measure(damped)
+        if (text := self._watch.verdict(type(self).__name__)) is not None:
+            warnings.warn(text, stacklevel=depth_of_caller())
+
+    def _damped(self) -> list[Damped] | None:
+        """What is to be compared with its damping in this step; None before there is enough to go by."""
+        return None
 
     def _join_ranks(self) -> None:
         if self._join_config.enable and self.comm.combines and not self._connected:

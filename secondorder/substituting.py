@@ -17,7 +17,7 @@ from secondorder import linalg
 from secondorder.curvature import factors, kernel, scale, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.examples import ExampleRows, second_moments
-from secondorder.curvature.extremes import Extremes, of_product, of_rows
+from secondorder.curvature.extremes import Extremes, bound_of_rows, bounds_where, of_product, of_rows
 from secondorder.curvature.sites import Statistic
 from secondorder.factorising import batched, pack
 from secondorder.lifecycle import Group, State, shape_of
@@ -226,6 +226,18 @@ class SubstitutingOptimizer(RowOptimizer):
             return Extremes(damping.double())
         own = kernel.gram(rows) if bool(state["interpolated"]) else None
         return of_rows(inverse, own, damping, block.adapter.n_a * block.adapter.n_g)
+
+    def bounds(self, block: Block) -> Extremes | None:
+        """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
+        state = self.state[block.owner]
+        if self.is_factored(block):
+            return self.extremes(block)
+        if "rows_g" not in state or "kernel" not in state:
+            return None
+        inverse, damping = state["kernel"], state["kernel_damping"]
+        sampled = bound_of_rows(inverse, None, damping)
+        interpolated = bound_of_rows(inverse, kernel.gram(self.kept_rows(block)), damping)
+        return bounds_where(state["interpolated"] > 0, interpolated, sampled)
 
     def precondition(self, block: Block, gradient: Tensor) -> Tensor:
         """``(F̂ + λI)⁻¹ vec(∇)`` by rows, or by factors."""

@@ -23,10 +23,13 @@ from secondorder.curvature.window import Push
 from secondorder.lifecycle import Directions, Group, module_of
 from secondorder.linalg import full_precision
 from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.overdamping import Damped
 from secondorder.sharding import ShardedWindows
 from secondorder.units import Source, Unit, real
 
 #: Norm of a gradient above which its products overflow, by working precision.
+#: Steps after which the damping is compared with the curvature.
+_STEPS_BEFORE_WATCH = 20
 _LARGEST_NORM = {torch.float32: 1e15, torch.float64: 1e150}
 #: Entries of the matrices that are factorised in one batch.
 _BATCH = 1 << 20
@@ -122,6 +125,17 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
     def extremes(self, unit: Unit) -> tuple[Tensor, Tensor] | None:
         """λ of a window, and the largest eigenvalue of its undamped curvature, 0-dim; None if nobody knows."""
         return None
+
+    def bounds(self, unit: Unit) -> Damped | None:
+        """The damping of a window, and upper bounds of the largest eigenvalues; never waits for the device."""
+        return None
+
+    def _damped(self) -> list[Damped] | None:
+        """The damping of all windows that this rank keeps, after a number of steps; None before and later."""
+        if self._t + 1 != _STEPS_BEFORE_WATCH:
+            return None
+        held = (unit for unit in self._units if unit.held and unit.part is None and unit.a is not None)
+        return [found for unit in held if (found := self.bounds(unit)) is not None]
 
     # ------------------------------------------------------------------ stages 1 to 3: the window
     def _require_ready(self) -> None:

@@ -19,11 +19,13 @@ class Extremes(NamedTuple):
         damping: λ ``[...]``.
         smallest: Smallest eigenvalue of the damped curvature ``[...]``; None where only a factorisation would tell.
         largest: Its largest eigenvalue.
+        undamped: The largest eigenvalue without the damping.
     """
 
     damping: Tensor
     smallest: Tensor | None = None
     largest: Tensor | None = None
+    undamped: Tensor | None = None
 
     @property
     def condition(self) -> Tensor:
@@ -31,6 +33,18 @@ class Extremes(NamedTuple):
         if self.smallest is None or self.largest is None:
             return torch.full((), torch.nan, device=self.damping.device)
         return (self.largest / self.smallest).amax()
+
+
+def bounds_where(chosen: Tensor, first: Extremes, second: Extremes) -> Extremes:
+    """The bounds of the one or the other, by a flag 0-dim that stays on the device."""
+    (large, undamped), (other_large, other_undamped) = ((e.largest, e.undamped) for e in (first, second))
+    assert large is not None
+    assert undamped is not None
+    assert other_large is not None
+    assert other_undamped is not None
+    return first._replace(
+        largest=torch.where(chosen, large, other_large), undamped=torch.where(chosen, undamped, other_undamped)
+    )
 
 
 def of_product(values_a: Tensor, values_g: Tensor, damping: Tensor) -> Extremes:
@@ -42,7 +56,28 @@ def of_product(values_a: Tensor, values_g: Tensor, damping: Tensor) -> Extremes:
 def of_values(small: Tensor, large: Tensor, damping: Tensor) -> Extremes:
     """Of a curvature with these extreme eigenvalues ``[...]``, damped no less than by the rounding of the largest."""
     floor = torch.maximum(damping.to(large.dtype), torch.finfo(large.dtype).eps * large)
-    return Extremes(damping, small + floor, large + floor)
+    return Extremes(damping, small + floor, large + floor, large)
+
+
+def bound_of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor) -> Extremes:
+    """Upper bounds for ``F̂ + λI``, from products alone; for the arguments see :func:`of_rows`.
+
+    ``B = M K̂`` has the eigenvalues σ/(σ + λ), and the eighth root of ``tr B⁸`` is at least the largest of them and at
+    most ``R^(1/8)`` times as large.
+
+    Returns:
+        λ and the bounds, without the smallest eigenvalue.
+    """
+    identity = torch.eye(inverse.shape[-1], dtype=inverse.dtype, device=inverse.device)
+    damping = damping.to(inverse.dtype)
+    share = identity - damping[..., None, None] * inverse if kernel is None else inverse @ kernel.to(inverse.dtype)
+    size = torch.linalg.matrix_norm(share).clamp(min=torch.finfo(share.dtype).tiny)
+    power = share / size[..., None, None]
+    for _ in range(2):
+        power = power @ power
+    largest = size * (power * power.mT).sum((-2, -1)).clamp(min=0) ** 0.125
+    largest = largest.clamp(max=1 - torch.finfo(largest.dtype).eps)
+    return Extremes(damping, largest=damping / (1 - largest), undamped=damping * largest / (1 - largest))
 
 
 def of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor, n: int) -> Extremes:

@@ -53,6 +53,16 @@ def symmetric(lower: Tensor) -> Tensor:
     return lower + lower.tril(-1).mT
 
 
+def largest_bound(full: Tensor) -> Tensor:
+    """Upper bound of the largest eigenvalue of a positive semi-definite ``[t, t]``, 0-dim: ``(tr S⁸)^(1/8)``."""
+    size = torch.linalg.matrix_norm(full).clamp(min=torch.finfo(full.dtype).tiny)
+    power = full / size
+    for _ in range(2):
+        power = power @ power
+    bound: Tensor = size * torch.linalg.matrix_norm(power) ** 0.25
+    return bound
+
+
 def newest(pos: Tensor, m: int) -> Tensor:
     """Slot of the newest row, from the slot of the next one."""
     return (pos - 1) % m

@@ -27,7 +27,9 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.comm import CommStrategy
 from secondorder.curvature import gram
+from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.form import Compression
+from secondorder.overdamping import Damped
 from secondorder.units import Unit
 from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer, window_betas
 
@@ -83,7 +85,7 @@ class GGT(WindowOptimizer):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = secondorder.GGT(model.parameters(), lr=0.1, window_size=20)
+        >>> optimizer = secondorder.GGT(model.parameters(), lr=1e-3, graft="adam", window_size=20)
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
     """
@@ -189,6 +191,16 @@ class GGT(WindowOptimizer):
         found = gram.spectrum(unit.window.lower()[None], unit.window.noise, self._decays(unit)[None])
         largest = found.values[0, -1].sqrt()
         return torch.full_like(largest, unit.group["eps"]), largest
+
+    def bounds(self, unit: Unit) -> Damped | None:
+        """ε, and upper bounds of the largest eigenvalue of ``(G_wᵀG_w)^(1/2)``; None if another weight is outside."""
+        if unit.group["sgd_weight"] is not None:
+            return None
+        decay = self._decays(unit)
+        full = gram.symmetric(unit.window.lower())
+        largest = gram.largest_bound(full * decay[:, None] * decay).sqrt()
+        damping = torch.full_like(largest, unit.group["eps"])
+        return Damped(unit.name, unit.group, "eps", Extremes(damping, largest=largest + damping, undamped=largest))
 
     # ------------------------------------------------------------------ the solve in detail
     @staticmethod

@@ -321,7 +321,7 @@ class KFAC(FactoredOptimizer):
                 return found
             values = statistics.split_eigenvalues(state["eigenvalues_a"], state["eigenvalues_g"], found.damping)
             (small_a, large_a), (small_g, large_g) = (v.aminmax(dim=-1) for v in values)
-            return Extremes(found.damping, small_a * small_g, large_a * large_g)
+            return Extremes(found.damping, small_a * small_g, large_a * large_g, found.undamped)
         if not self.has_factors(block):
             return None
         if self._is_entrywise(block):
@@ -329,6 +329,18 @@ class KFAC(FactoredOptimizer):
             return of_product(a, g, self.damping_of(block, a.mean(-1) * g.mean(-1)))
         means = [factors.mean_diagonal(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag"]
         return Extremes(self.damping_of(block, means[0] * means[1]))
+
+    def bounds(self, block: Block) -> Extremes | None:
+        """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
+        found = self.extremes(block)
+        if found is None or found.largest is not None:
+            return found
+        sides = [(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag"]
+        mean_a, mean_g = (factors.mean_diagonal(*side) for side in sides)
+        add_a, add_g = statistics.pi_damping(mean_a, mean_g, found.damping)
+        # A Frobenius norm is at least the largest eigenvalue.
+        a, g = (x.abs().amax(-1) if diagonal else torch.linalg.matrix_norm(x) for x, diagonal in sides)
+        return Extremes(found.damping, largest=(a + add_a) * (g + add_g), undamped=a * g)
 
     def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
         """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""

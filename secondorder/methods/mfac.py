@@ -30,11 +30,13 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.comm import CommStrategy
 from secondorder.curvature import gram
+from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.form import Compression
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import LAG
 from secondorder.lifecycle import Group
 from secondorder.linalg import all_true_on_cpu, anywhere
+from secondorder.overdamping import Damped
 from secondorder.units import Unit
 from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer
 
@@ -97,7 +99,7 @@ class MFAC(WindowOptimizer):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(4, 2)
-        >>> optimizer = secondorder.MFAC(model.parameters(), lr=0.1, window_size=32)
+        >>> optimizer = secondorder.MFAC(model.parameters(), lr=1e-3, graft="adam", window_size=32)
         >>> model(torch.randn(8, 4)).square().mean().backward()
         >>> optimizer.step()
     """
@@ -212,6 +214,14 @@ class MFAC(WindowOptimizer):
         damping = gram.mfac_damping(squares, unit.group["damping"], unit.group["damping_mode"], n[None])
         return damping[0], anywhere(torch.linalg.eigvalsh, lower)[-1].clamp(min=0) / n
 
+    def bounds(self, unit: Unit) -> Damped:
+        """λ of a window, and upper bounds of the largest eigenvalue of ``GᵀG/n``."""
+        lower, n = unit.window.lower(), self._rows_counted(unit)
+        group = unit.group
+        damping = gram.mfac_damping(lower.diagonal()[None], group["damping"], group["damping_mode"], n[None])[0]
+        largest = gram.largest_bound(gram.symmetric(lower)) / n
+        return Damped(unit.name, group, "damping", Extremes(damping, largest=largest + damping, undamped=largest))
+
     # ------------------------------------------------------------------ the solve in detail
     def _rows_counted(self, unit: Unit) -> Tensor:
         """n, 0-dim float64."""
@@ -299,7 +309,7 @@ class SparseMFAC(MFAC):
     Example:
         >>> import torch, secondorder
         >>> model = torch.nn.Linear(400, 20)
-        >>> optimizer = secondorder.SparseMFAC(model.parameters(), lr=0.1, window_size=32)
+        >>> optimizer = secondorder.SparseMFAC(model.parameters(), lr=1e-3, graft="adam", window_size=32)
         >>> model(torch.randn(8, 400)).square().mean().backward()
         >>> optimizer.step()
     """

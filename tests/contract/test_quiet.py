@@ -112,6 +112,73 @@ def test_layers_that_were_not_seen_are_named_once_for_each_reason():
     assert file == __file__
 
 
+def train_for(steps, name, **settings):
+    model = plain_model()
+    opt = create(name, model, lr=1e-3, **settings)
+    for step in range(steps):
+        opt.zero_grad()
+        x, y = batch(step)
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    return opt
+
+
+def too_large(name):
+    if "ggt" in name:
+        return {"eps": 1e6}
+    return {"damping": 1e6, "damping_mode": "absolute"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damping_that_hides_all_curvature_is_told_once_with_a_better_one(name):
+    found = caught(lambda: train_for(32, name, **too_large(name)))
+    ((text, file),) = [(text, file) for text, file in found if "hides the curvature" in text]
+    option = "eps" if "ggt" in name else "damping"
+    assert f"{option}=1e+06" in text
+    assert "only rescales the gradient" in text
+    assert file == __file__
+    better = float(text.split(f"Try {option}=")[1].split(",")[0].rstrip("."))
+    assert 1e-5 < better < 100
+    assert caught(lambda: train_for(32, name, **too_large(name) | {option: better})) == []
+
+
+@pytest.mark.parametrize(("name", "split"), [("kfac", "exact"), ("kfac", "pi"), ("ekfac", None), ("inverse", "pi")])
+def test_bounds_of_factors_are_not_below_the_largest_eigenvalue(name, split):
+    opt = train_for(3, name, damping_split=split) if split else train_for(3, name)
+    for block in opt._blocks:
+        bounds = opt.bounds(block)
+        truth = torch.linalg.eigvalsh(opt.dense_curvature(block.name).double())[-1]
+        assert bounds.undamped.amax() >= truth * (1 - 1e-5)
+        assert (bounds.largest >= bounds.undamped).all()
+
+
+@pytest.mark.parametrize("name", ["hylo", "kis", "sngd", "mfac", "sparse_mfac", "ggt"])
+def test_bounds_of_rows_are_close_above_the_largest_eigenvalue(name):
+    opt = train_for(3, name, **too_large(name))
+    if name in ("hylo", "kis", "sngd"):
+        pairs = [(opt.bounds(block), opt.extremes(block)) for block in opt._blocks]
+        pairs = [(bounds.undamped, truth.largest - truth.damping) for bounds, truth in pairs]
+    else:
+        pairs = [(opt.bounds(unit).extremes.undamped, opt.extremes(unit)[1]) for unit in opt._units]
+    for bound, truth in pairs:
+        assert (bound >= truth * (1 - 1e-5)).all()
+        assert (bound <= truth * 1.5).all()
+
+
+def test_damping_of_a_matrix_that_has_one_eigenvalue_is_not_blamed():
+    model = nn.Linear(1, 1, bias=False)
+    opt = KFAC(model, lr=1e-3, damping=1e-3, damping_mode="absolute", factor_update_steps=1, inv_update_steps=1)
+
+    def train():
+        for _ in range(5):
+            opt.zero_grad()
+            model(torch.randn(8, 1)).square().mean().backward()
+            opt.step()
+
+    assert caught(train) == []
+    assert set(opt.diagnostics()["condition_number"].values()) == {1.0}
+
+
 def test_intervals_that_do_not_fit_are_told_once_for_all_groups():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     groups = [{"params": list(layer.parameters())} for layer in model]
