@@ -243,7 +243,7 @@ def _steps(
     step, optimizer, model, x = _stepper(network, method)
     windowed = bool(windows_of(optimizer))
     intervals = Intervals(1, 1) if windowed else INTERVALS
-    for _ in range(2 * INTERVALS.refresh):
+    for _ in range(3 * INTERVALS.refresh):  # the third refresh also compares the damping with the curvature, once a run
         step()
     counts: dict[StepClass, Counts] = {}
     times: dict[StepClass, list[float]] = {}
