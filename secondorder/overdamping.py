@@ -89,12 +89,13 @@ def _verdict(method: str, damped: Sequence[Damped], numbers: Sequence[Sequence[f
     (worst, (damping, largest, _)) = max(zip(damped, numbers, strict=True), key=lambda pair: pair[1][2])
     value = float(worst.group[worst.option])
     better = 0.1 * value * largest / damping
-    advice = f"{worst.option}={better:.0e}" if better > 0 else f"a much smaller {worst.option}"
+    advice = f"{worst.option}={better:.1g}" if better > 0 else f"a much smaller {worst.option}"
     if worst.group.get("damping_mode") == "absolute":
         advice += ", or damping=0.1 with damping_mode='relative', which follows the curvature"
+    where = f"'{worst.name}'" if worst.name else "the model itself"
     return (
         f"{method}: {worst.option}={value:g} hides the curvature. The largest eigenvalue that this process keeps is "
-        f"{largest:.2g} (in '{worst.name}'), less than a tenth of the damping of {damping:.2g} that is added to it, so "
+        f"{largest:.2g} (in {where}), less than a tenth of the damping of {damping:.2g} that is added to it, so "
         f"every condition number is below {_NEAR_IDENTITY:g} and preconditioning only rescales the gradient. "
         f"Try {advice}."
     )

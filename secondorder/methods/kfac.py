@@ -103,7 +103,7 @@ class KFAC(FactoredOptimizer):
             ``inverse_method="eigen"``.
         orthogonalize: Give steps of linear and convolution layers a uniform spectrum, as Muon does: of the
             preconditioned matrix only its polar factor is taken, at the usual size of Adam's steps (or that of
-            ``graft``), so that some times AdamW's rate fits. It wants momentum before it: ``momentum_mode="pre"`` of
+            ``graft``), so that ``lr`` is several times AdamW's. It wants momentum before it: ``momentum_mode="pre"`` of
             EKFAC, or ``graft="adam"``.
         orthogonal_dtype: Of the products that find the polar factor, ``torch.float32``, or ``torch.bfloat16`` for
             matrices of 128 rows and columns or more: Muon's precision, faster where the hardware has units for it, and
