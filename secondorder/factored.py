@@ -20,7 +20,7 @@ from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.measured import Measured, Part
 from secondorder.factorising import joint_ok
-from secondorder.lifecycle import Group, depth_of_caller
+from secondorder.lifecycle import Group, depth_of_caller, some_of
 from secondorder.observing import FisherOptions
 from secondorder.overlapping import OverlappingRefreshes
 from secondorder.trial import Adaptation
@@ -32,6 +32,8 @@ INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
 #: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
 REFRESH_PORTION = 1 << 24
+#: ``max_factor_dim`` where the constructor chooses the bound.
+AUTO = "auto"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -60,6 +62,9 @@ class FactoredOptimizer(OverlappingRefreshes):
         "deterministic_seed": options.whole(0),
     }
     allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step")
+    #: Whether `max_factor_dim` was left to the constructor, and the type of device for which it chooses.
+    _chooses_bound = False
+    _device_type = "cpu"
     #: Whether `damping_mode` was left to the constructor.
     _mode_by_default = False
 
@@ -76,6 +81,7 @@ class FactoredOptimizer(OverlappingRefreshes):
             grad_scaler=given["grad_scaler"],
         )
         self._warn_intervals()
+        self._warn_wide()
 
     def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Group options from the arguments of a constructor, with what is unset resolved."""
@@ -83,6 +89,9 @@ class FactoredOptimizer(OverlappingRefreshes):
         for name, steps in INTERVALS.items():
             defaults[name] = steps if defaults[name] is None else defaults[name]
         self._mode_by_default = given["damping_mode"] is None  # before the base class adds the groups
+        self._device_type, self._chooses_bound = _device_type(given), given["max_factor_dim"] == AUTO
+        if self._chooses_bound:
+            defaults["max_factor_dim"] = self._default_bound(given)
         defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
         self._fisher = FisherOptions(given["fisher"], given["fisher_samples"])
         return defaults
@@ -250,6 +259,9 @@ class FactoredOptimizer(OverlappingRefreshes):
             if self._mode_by_default and "damping" in param_group:
                 # A number given as damping is λ itself unless a mode is given with it.
                 param_group.setdefault("damping_mode", "absolute")
+            another_way = self._chooses_bound and "inverse_method" in param_group
+            if param_group.get("max_factor_dim", AUTO if another_way else None) == AUTO:
+                param_group["max_factor_dim"] = self._default_bound({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     # ------------------------------------------------------------------ directions
@@ -301,7 +313,8 @@ class FactoredOptimizer(OverlappingRefreshes):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies keep."""
-        return {**super().__getstate__(), "_mode_by_default": self._mode_by_default}
+        own = ("_mode_by_default", "_chooses_bound", "_device_type")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def _warn_intervals(self) -> None:
         pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups)
@@ -315,6 +328,40 @@ class FactoredOptimizer(OverlappingRefreshes):
                 f"{'; '.join(odd)}: some refreshes will use factors that are a few steps old. Make it a multiple",
                 stacklevel=depth_of_caller(),
             )
+
+    def _default_bound(self, group: Mapping[str, Any]) -> int:
+        """What ``max_factor_dim="auto"`` stands for."""
+        return factors.default_bound(self._device_type, str(group.get("inverse_method", "eigen")))
+
+    def _warn_wide(self) -> None:
+        """Name once the sides that the default has made diagonal although they could be dense."""
+        if not self._chooses_bound:
+            return
+        bounds = {block: self._default_bound(block.group) for block in self._blocks}
+        sides = [
+            f"{block.label} ({what}, {side.n})"
+            for block, bound in bounds.items()
+            if block.group["max_factor_dim"] == bound
+            for what, side in zip(("inputs", "outputs"), factors.sides(block.adapter, bound), strict=True)
+            if side.diagonal and not side.by_nature and side.n <= factors.WIDEST
+        ]
+        if sides:
+            bound = min(bounds.values())
+            warnings.warn(
+                f"{type(self).__name__}: factors of more than {bound} rows are kept as their diagonal, since a refresh "
+                f"of a matrix that wide takes seconds on this device: {some_of(sides)}. Give max_factor_dim={bound} to "
+                f"keep it so without this warning, or max_factor_dim={factors.WIDEST} for dense factors",
+                stacklevel=depth_of_caller(),
+            )
+
+
+def _device_type(given: Mapping[str, Any]) -> str:
+    """Type of the device of the first parameter of the module."""
+    root = given["params"] if given["module"] is None else given["module"]
+    parts = [root] if isinstance(root, torch.nn.Module) else root if isinstance(root, (list, tuple)) else []
+    modules = (part for part in parts if isinstance(part, torch.nn.Module))
+    first = next((p for module in modules for p in module.parameters()), None)
+    return "cpu" if first is None else first.device.type
 
 
 def _chosen(options_of: type, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,25 @@ from torch import Tensor
 
 from secondorder.curvature.layers import Adapter
 
+#: The widest side that is dense by default on a CPU, by what a refresh does with it: either takes about a second of two
+#: cores there, and eight times as long for twice the side (``python -m benchmarks linalg``).
+_CPU_BOUNDS = {"eigen": 2048, "cholesky": 4096}
+#: The same on other devices, which factorise faster; and the widest that is worth a word where it is not dense.
+WIDEST = 8192
+
+
+def default_bound(device_type: str, way: str) -> int:
+    """``max_factor_dim="auto"``: the same on every rank, since it depends on nothing that is measured in a run.
+
+    Args:
+        device_type: Where the factors are.
+        way: ``"eigen"`` or ``"cholesky"``.
+
+    Returns:
+        The bound.
+    """
+    return _CPU_BOUNDS.get(way, WIDEST) if device_type == "cpu" else WIDEST
+
 
 class Side(NamedTuple):
     """Form of one factor of a layer.

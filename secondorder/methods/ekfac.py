@@ -106,7 +106,8 @@ class EKFAC(ScalingOptimizer):
             ``"diagonal"``.
         tied: Which use of a weight that is both an embedding and an output head gives the statistics of its block,
             ``"head"`` or ``"embedding"``; None leaves the weight to the fallback.
-        max_factor_dim: Factors beyond this size are kept as their diagonal; None for no bound.
+        max_factor_dim: Factors of more rows are kept as their diagonal; None for no bound. ``"auto"``: 2048 on a CPU,
+            elsewhere 8192.
         weighting: Weight of a batch in the running means, its ``"samples"`` or 1 per ``"update"``.
         burnin_steps: First updates of the running means that all weigh the same (β = 1).
         decay_per_step: Raise β to the power of the interval, so that it is a decay per step.
@@ -236,7 +237,7 @@ class EKFAC(ScalingOptimizer):
         skip_layers: Sequence[SkipRule] | SkipRule = (),
         norm_curvature: str = "unit",
         tied: str | None = "head",
-        max_factor_dim: int | None = 8192,
+        max_factor_dim: int | str | None = "auto",
         weighting: str = "samples",
         burnin_steps: int = 0,
         decay_per_step: bool = False,

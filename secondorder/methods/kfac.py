@@ -91,7 +91,8 @@ class KFAC(FactoredOptimizer):
             ``"diagonal"``.
         tied: Which use of a weight that is both an embedding and an output head gives the statistics of its block,
             ``"head"`` or ``"embedding"``; None leaves the weight to the fallback.
-        max_factor_dim: Factors beyond this size are kept as their diagonal; None for no bound.
+        max_factor_dim: Factors of more rows are kept as their diagonal; None for no bound. ``"auto"``: on a CPU 2048
+            with ``inverse_method="eigen"`` and 4096 with ``"cholesky"``, elsewhere 8192.
         weighting: Weight of a batch in the running means, its ``"samples"`` or 1 per ``"update"``.
         burnin_steps: First updates of the running means that all weigh the same (β = 1).
         decay_per_step: Raise β to the power of the interval, so that it is a decay per step.
@@ -201,7 +202,7 @@ class KFAC(FactoredOptimizer):
         skip_layers: Sequence[SkipRule] | SkipRule = (),
         norm_curvature: str = "unit",
         tied: str | None = "head",
-        max_factor_dim: int | None = 8192,
+        max_factor_dim: int | str | None = "auto",
         weighting: str = "samples",
         burnin_steps: int = 0,
         decay_per_step: bool = False,
