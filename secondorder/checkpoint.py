@@ -237,7 +237,7 @@ class Checkpointing(Lifecycle):
             replaced = pre(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        groups = [{**self._group_defaults(live), **given} for live, given in self._paired(state_dict)]
+        groups = [{**self._group_defaults(live), **self._translated(given)} for live, given in self._paired(state_dict)]
         self._require_own(state_dict.get("partial"))
         loaded = self._checked_state(by_number(state_dict["state"]), groups)
         self._gathered.clear()
@@ -269,7 +269,14 @@ class Checkpointing(Lifecycle):
             )
 
     def _group_defaults(self, live: Group) -> Group:
-        return {**self.defaults, "fallback_base_lr": live["fallback_base_lr"]}
+        return {"betas": self._default_betas, **self.defaults, "fallback_base_lr": live["fallback_base_lr"]}
+
+    def _translated(self, given: Group) -> Group:
+        """Options of a checkpoint in the words of now: Adam's size once came with the decoupled decay of AdamW."""
+        found = options.renamed(given, self.checks)
+        if found.keys() != given.keys() and found.get("graft") == "adam":
+            found["graft"] = "adamw"
+        return found
 
     def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
         """The loaded state by parameter, copied; nothing of the optimizer is touched."""

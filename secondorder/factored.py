@@ -85,7 +85,7 @@ class FactoredOptimizer(OverlappingRefreshes):
 
     def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Group options from the arguments of a constructor, with what is unset resolved."""
-        defaults = {name: given[name] for name in (*options.COMMON, *self.checks)}
+        defaults = options.from_arguments(given, self.checks)
         for name, steps in INTERVALS.items():
             defaults[name] = steps if defaults[name] is None else defaults[name]
         self._mode_by_default = given["damping_mode"] is None  # before the base class adds the groups
@@ -295,9 +295,9 @@ class FactoredOptimizer(OverlappingRefreshes):
                 "calibrate_damping=True": chosen.calibrate_damping,
                 "quadratic_model=True": chosen.quadratic_model,
             }
-            if group["inner"] == "adamw":
+            if options.is_adam(group["inner"]):
                 raise ValueError(
-                    "orthogonalize=True gives all directions one length, inner='adamw' undoes it: drop one"
+                    f"orthogonalize=True gives all directions one length, inner={group['inner']!r} undoes it: drop one"
                 )
             if found := options.clashing(judged):
                 raise ValueError(f"orthogonalize=True takes steps that no quadratic model describes: drop {found}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from secondorder import update
+from secondorder import options, update
 from secondorder.capturing import LayerOptions
 from secondorder.comm import CommStrategy, Parcel
 from secondorder.comm.resharding import local
@@ -325,10 +325,11 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
         """What to precondition: the gradient, or Adam's bias-corrected first moment where Adam gives the size."""
         source = {p: gradients[p] for b in blocks for p in b.params}
-        grafted = [p for p in source if self._options(p)["graft"] == "adam"]
+        grafted = [p for p in source if options.is_adam(self._options(p)["graft"])]
         self._count_moments(grafted, gradients, gate)
         for p in grafted:
-            source[p] = local(self.state[p]["exp_avg"]) / (1 - self._group[p]["fallback_betas"][0] ** self._steps_of(p))
+            beta1 = self._adam_options(self._group[p])[0][0]
+            source[p] = local(self.state[p]["exp_avg"]) / (1 - beta1 ** self._steps_of(p))
         return source
 
     def _guard(self, blocks: Sequence[Block], directions: Directions, source: Directions) -> Directions:

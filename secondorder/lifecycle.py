@@ -77,7 +77,7 @@ class Lifecycle(Optimizer):
 
     def _kept_by_copies(self) -> dict[str, Any]:
         """Attributes that copies and pickles keep."""
-        return {"names": dict(self._names), "comm": self.comm, "t": self._t}
+        return {"names": dict(self._names), "comm": self.comm, "t": self._t, "betas": self._default_betas}
 
     # ------------------------------------------------------------------ birth
     def _begin_life(self, comm: CommStrategy | None) -> None:
@@ -87,6 +87,8 @@ class Lifecycle(Optimizer):
         self._connected = self._compared = False
         self._scaler: Any = None
         self._t = 0
+        #: β₁ and β₂ of a group that does not give its own; the defaults have them only where Adam sets the step.
+        self._default_betas: tuple[float, float] = options.DEFAULTS["betas"]
         self._root: nn.Module | None = None
         self._closed = False
         self._group: dict[nn.Parameter, Group] = {}
@@ -107,7 +109,7 @@ class Lifecycle(Optimizer):
     def _restore(self, kept: dict[str, Any]) -> None:
         """Take :meth:`_kept_by_copies` back."""
         self._begin_life(kept["comm"])
-        self._names, self._t = kept["names"], kept["t"]
+        self._names, self._t, self._default_betas = kept["names"], kept["t"], kept["betas"]
         self._group = {p: g for g in self.param_groups for p in g["params"]}
         self._first = next(iter(self._group), None)
 
@@ -181,8 +183,7 @@ class Lifecycle(Optimizer):
     def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
         """State of the first-order rule that a parameter usually follows."""
         covered = self._covers(p)
-        adam = "adam" in (group["graft"] or group["inner"]) if covered else group["fallback"] == "adamw"
-        if adam:
+        if options.is_adam((group["graft"] or group["inner"]) if covered else group["fallback"]):
             return "exp_avg", "exp_avg_sq"
         return ("momentum_buffer",) if group["momentum"] else ()
 
@@ -334,6 +335,7 @@ class Lifecycle(Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group)}")
         param_group = {k: v if k == "params" else options.plain(v) for k, v in param_group.items()}
+        param_group = {"betas": self._default_betas, **options.renamed(param_group, self.checks)}
         merged = {**self.defaults, **param_group}
         if param_group.get("fallback") is None and ("graft" in param_group or "fallback" in param_group):
             merged["fallback"] = options.resolve_fallback(None, merged["graft"])
@@ -375,6 +377,7 @@ class Lifecycle(Optimizer):
         if defaults:
             self.defaults = defaults
         for group in self.param_groups:
+            group.update(betas=group.get("betas", options.DEFAULTS["betas"]))
             for key in (*options.COMMON, *self.checks):
                 if key in self.defaults:
                     group.setdefault(key, self.defaults[key])

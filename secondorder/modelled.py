@@ -151,7 +151,7 @@ class ModelledOptimizer(LayerOptimizer):
             return
         clashes = {
             f"graft={group['graft']!r}": group["graft"] is not None,
-            "inner='adamw'": group["inner"] == "adamw",
+            f"inner={group['inner']!r}": options.is_adam(group["inner"]),
             "nesterov=True": group["nesterov"],
         }
         found = options.clashing(clashes)

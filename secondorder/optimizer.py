@@ -65,6 +65,9 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         defaults = {key: options.plain(value) for key, value in defaults.items()}
         defaults["fallback"] = options.resolve_fallback(defaults["fallback"], defaults["graft"])
         options.validate(defaults, {**options.COMMON, **self.checks})
+        self._default_betas = defaults["betas"]
+        if not self._cycles_betas(defaults):
+            del defaults["betas"]  # schedulers cycle them where the defaults have them, and else the momentum
         super().__init__(params, defaults)
         self._fit_strategy(module)
         self.comm.claim(self)
@@ -79,6 +82,10 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
             self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
         self._warn_uncovered()
+
+    def _cycles_betas(self, defaults: Group) -> bool:
+        """Whether a scheduler that cycles the momentum acts on β₁, as with AdamW, instead of ``momentum``."""
+        return options.is_adam(defaults["graft"] or defaults["inner"])
 
     # ------------------------------------------------------------------ the stages that a family supplies
     def _require_ready(self) -> None:
@@ -268,7 +275,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
     # ------------------------------------------------------------------ stage 6: size of the directions
     def _adam_step(self, p: nn.Parameter) -> Tensor:
         """Adam's step at rate 1 (a real view of a complex one)."""
-        (beta1, beta2), eps = self._group[p]["fallback_betas"], self._group[p]["fallback_eps"]
+        (beta1, beta2), eps = self._adam_options(self._group[p])
         state, step = self.state[p], self._steps_of(p)
         mean, square = _as_real([local(state["exp_avg"]), local(state["exp_avg_sq"])])
         (root,) = update.adam_denominators([square], [step], beta2, eps)
@@ -281,8 +288,15 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
             own = [p for p in group["params"] if p in chosen]
             if own:
                 means, squares = map(_as_real, self._moments(own))
-                grads = _as_real([gradients[p] for p in own])
-                update.adam_moments_(grads, means, squares, group["fallback_betas"], gate)
+                grads = _as_real([self._with_decay(p, gradients[p]) for p in own])
+                update.adam_moments_(grads, means, squares, self._adam_options(group)[0], gate)
+
+    def _with_decay(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
+        """What Adam takes for the gradient of a covered parameter: with weight decay, where that is coupled."""
+        group = self._group[p]
+        if not group["weight_decay"] or options.is_decoupled(self._options(p)["graft"], group):
+            return gradient
+        return gradient.add(local(p), alpha=group["weight_decay"])
 
     def _graft(
         self, sets: Iterable[tuple[str | None, Sequence[nn.Parameter]]], directions: Directions, raw: Directions
@@ -293,7 +307,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
             return
         members = [p for _, params in chosen for p in params]
         # One at a time: Adam's steps together would be as large as the model.
-        wanted = (self._adam_step(p) if rule == "adam" else raw[p] for rule, params in chosen for p in params)
+        wanted = (self._adam_step(p) if options.is_adam(rule) else raw[p] for rule, params in chosen for p in params)
         found = [directions[p] for p in members]
         sizes, lengths = self._norms([*members, *members], chain(wanted, found)).chunk(2)
         counts = [len(params) for _, params in chosen]
@@ -330,36 +344,44 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
 
     def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
         """First-order rule of a parameter in this step."""
+        fallback = _with_kind_of_decay("fallback_", group["fallback"], group)
         if not self._covers(p):
-            return "fallback_adamw" if group["fallback"] == "adamw" else "sgd"
+            return fallback
         graft = self._options(p)["graft"]
         if preconditioned:
-            return "plain" if graft == "adam" else str(group["inner"])
-        if not self._is_on(p, group) or graft is not None or group["inner"] == "adamw":
-            return "adamw" if "adam" in (graft or group["inner"]) else "sgd"
-        return "fallback_adamw" if group["fallback"] == "adamw" else "sgd"
+            is_sized = options.is_adam(graft)
+            return _with_kind_of_decay("sized_" if is_sized else "", graft if is_sized else group["inner"], group)
+        if not self._is_on(p, group) or graft is not None or options.is_adam(group["inner"]):
+            return _with_kind_of_decay("", graft or group["inner"], group)
+        return fallback
 
     def _apply_rule(
         self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
     ) -> None:
         tensors = [local(p) for p in params] if self._is_cut else cast("list[Tensor]", params)
         decay = group["weight_decay"]
-        if rule in ("adamw", "fallback_adamw"):
+        if rule in ("adam", "adamw", "fallback_adam", "fallback_adamw"):
             means, squares = self._moments(params)
-            lr = rate(group["lr"]) if rule == "adamw" else self._fallback_lr(group)
-            update.adamw_(
+            lr = self._fallback_lr(group) if rule.startswith("fallback_") else rate(group["lr"])
+            betas, eps = self._adam_options(group)
+            update.adam_(
                 _as_real(tensors), _as_real(directions), _as_real(means), _as_real(squares),
-                [self._steps_of(p) for p in params], lr=lr, betas=group["fallback_betas"], eps=group["fallback_eps"],
-                weight_decay=decay, gate=gate,
+                [self._steps_of(p) for p in params], lr=lr, betas=betas, eps=eps,
+                weight_decay=decay, decoupled=rule.endswith("adamw"), gate=gate,
             )  # fmt: skip
             return
-        momentum = 0.0 if rule == "plain" else group["momentum"]
+        momentum = group["momentum"] if rule == "sgd" else 0.0
         buffers = [local(self._rule_state(p, "momentum_buffer")) for p in params] if momentum else None
-        decoupled = group["decoupled_weight_decay"]
+        decoupled = group["decoupled_weight_decay"] or rule == "sized_adamw"
+        decay = 0.0 if rule == "sized_adam" else decay  # it is in Adam's moments
         update.sgd_(
             tensors, directions, buffers, lr=rate(group["lr"]), momentum=momentum, weight_decay=decay,
             nesterov=group["nesterov"] and momentum > 0, decoupled=decoupled, gate=gate,
         )  # fmt: skip
+
+    def _adam_options(self, group: Group) -> tuple[tuple[float, float], float]:
+        """β₁, β₂ and ε of Adam's rule in a group."""
+        return group["betas"], group["eps"]
 
     def _fallback_lr(self, group: Group) -> Any:
         """The fallback's own rate, moved by the schedule of ``lr`` in proportion."""
@@ -381,6 +403,13 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         if self._clock is not None:
             self._clock.end_step()
         self._synchronize()
+
+
+def _with_kind_of_decay(prefix: str, rule: str, group: Group) -> str:
+    """A first-order rule, Adam's by the kind of its weight decay: ``adam`` or ``adamw``."""
+    if not options.is_adam(rule):
+        return "sgd"
+    return f"{prefix}adamw" if options.is_decoupled(rule, group) else f"{prefix}adam"
 
 
 def rate(lr: Any) -> Any:

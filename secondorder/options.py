@@ -124,12 +124,12 @@ COMMON: dict[str, Check] = {
     "decoupled_weight_decay": flag,
     "maximize": flag,
     "foreach": optional_flag,
-    "fallback": choice("sgd", "adamw"),
+    "fallback": choice("sgd", "adam", "adamw"),
     "fallback_lr": number(0.0, optional=True),
-    "fallback_betas": betas,
-    "fallback_eps": number(0.0),
-    "inner": choice("sgd", "adamw"),
-    "graft": choice(None, "sgd", "adam"),
+    "betas": betas,
+    "eps": number(0.0),
+    "inner": choice("sgd", "adam", "adamw"),
+    "graft": choice(None, "sgd", "adam", "adamw"),
     "clip_norm": number(0.0, low_open=True, optional=True),
     "clip_value": number(0.0, low_open=True, optional=True),
     "checkpoint_curvature": choice("all", "factors", "none"),
@@ -145,8 +145,8 @@ DEFAULTS: dict[str, Any] = {
     "foreach": None,
     "fallback": None,
     "fallback_lr": None,
-    "fallback_betas": (0.9, 0.999),
-    "fallback_eps": 1e-8,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
     "inner": "sgd",
     "graft": None,
     "clip_norm": None,
@@ -167,10 +167,10 @@ def validate(group: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
             check(name, group[name])
     if group["nesterov"] and group["momentum"] <= 0:
         raise ValueError(f"nesterov needs momentum > 0, got {group['momentum']}")
-    if group["graft"] is not None and group["inner"] == "adamw":
+    if group["graft"] is not None and is_adam(group["inner"]):
         raise ValueError(
-            f"graft={group['graft']!r} and inner='adamw' both set the step size: drop one of them "
-            "(graft='adam' takes Adam's size, inner='adamw' feeds AdamW with the preconditioned gradient)"
+            f"graft={group['graft']!r} and inner={group['inner']!r} both set the step size: drop one of them "
+            "(graft='adam' takes Adam's size, inner='adam' feeds Adam with the preconditioned gradient)"
         )
 
 
@@ -182,5 +182,67 @@ def clashing(clashes: Mapping[str, bool]) -> str:
 def resolve_fallback(fallback: str | None, graft: str | None) -> str:
     """The fallback rule: as given, else the grafted one, else SGD."""
     if fallback is None:
-        return "adamw" if graft == "adam" else "sgd"
+        return "sgd" if graft is None or not is_adam(graft) else graft
     return fallback
+
+
+#: Where the groups of a method keep the betas and the ε of Adam's rule, by what these keys were called before.
+RENAMED: dict[str, str] = {"fallback_betas": "betas", "fallback_eps": "eps"}
+
+
+def is_adam(rule: str | None) -> bool:
+    """Whether a rule is Adam's, with either kind of weight decay."""
+    return rule in ("adam", "adamw")
+
+
+def is_decoupled(rule: str | None, group: Mapping[str, Any]) -> bool:
+    """Whether a rule of a group decays weights apart from the gradient: AdamW does, the others as the option says."""
+    return rule == "adamw" or bool(group["decoupled_weight_decay"])
+
+
+def from_arguments(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+    """Group options from the arguments of a constructor.
+
+    Args:
+        given: All arguments, by name.
+        checks: Of the options that only this method has.
+
+    Returns:
+        The options.
+
+    Raises:
+        ValueError: If ``betas`` or ``eps`` is given under both of its names, with different values.
+    """
+    found = {name: given[name] for name in (*COMMON, *checks)}
+    for old, name in RENAMED.items():
+        if old in checks or given[old] is None:
+            continue
+        COMMON[name](old, given[old])
+        if found[name] not in (DEFAULTS[name], given[old]):
+            raise ValueError(f"{name} and {old} are one option: give it once, got {found[name]} and {given[old]}")
+        found[name] = given[old]
+    return found
+
+
+def renamed(group: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
+    """A group with the options under the names of now; ``betas`` and ``eps`` once were ``fallback_…`` everywhere.
+
+    Args:
+        group: Options as a user gave them or a checkpoint has them.
+        checks: Of the options that only this method has.
+
+    Returns:
+        The options.
+
+    Raises:
+        ValueError: If an option is given under both of its names, with different values.
+    """
+    found = dict(group)
+    for old, name in RENAMED.items():
+        if old in found and old not in checks:
+            value = found.pop(old)
+            if not callable(value) and not isinstance(value, Mapping):  # a schedule
+                COMMON[name](old, value)
+            if found.setdefault(name, value) != value:
+                raise ValueError(f"{name} and {old} are one option: give it once, got {found[name]} and {value}")
+    return found

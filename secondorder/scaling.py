@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from secondorder import linalg
+from secondorder import linalg, options
 from secondorder.curvature import scale, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
@@ -296,7 +296,7 @@ class ScalingOptimizer(RoutingOptimizer):
 
 def preconditions_gradient(group: Mapping[str, Any]) -> bool:
     """Whether what is preconditioned is the gradient itself, and not a running mean."""
-    return bool(group["graft"] != "adam" and group["momentum_mode"] == "post")
+    return bool(not options.is_adam(group["graft"]) and group["momentum_mode"] == "post")
 
 
 def like_adam(group: Mapping[str, Any]) -> bool:

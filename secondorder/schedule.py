@@ -67,6 +67,8 @@ class ParamScheduler:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
         self.optimizer = optimizer
         self._last_step = 0
+        if isinstance(optimizer, Lifecycle):
+            schedules = options.renamed(schedules, optimizer.checks)
         self._tracks = {key: self._parse(key, schedule) for key, schedule in schedules.items()}
         for step in self._milestones():
             self._check(self._changes_at(step, milestones_only=True))

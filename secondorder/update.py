@@ -1,6 +1,7 @@
 """The first-order side of a step: pure functions on lists of tensors, with the arithmetic of ``torch.optim``.
 
-Operation by operation as ``torch.optim.SGD`` and ``AdamW``, so that a parameter without curvature ends in equal bits.
+Operation by operation as ``torch.optim.SGD``, ``Adam`` and ``AdamW``, so that a parameter without curvature ends in
+equal bits.
 ``gate`` is None, or a 0-dim bool tensor on the device: where it is False, nothing changes.
 """
 
@@ -85,7 +86,7 @@ def adam_denominators(exp_avg_sqs: Tensors, steps: Sequence[float], beta2: float
     return roots
 
 
-def adamw_(
+def adam_(
     params: Tensors,
     gradients: Tensors,
     exp_avgs: Tensors,
@@ -96,25 +97,29 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    decoupled: bool,
     gate: Tensor | None = None,
 ) -> None:
-    """AdamW: moments, decoupled decay and update, in place.
+    """Adam or AdamW: weight decay, moments and update, in place.
 
     Args:
         params: Parameters.
-        gradients: What AdamW takes for gradients.
+        gradients: What Adam takes for gradients.
         exp_avgs: First moments.
         exp_avg_sqs: Second moments.
         steps: Updates of each parameter, this one included (1 for the first).
         lr: Learning rate, a number or a 0-dim tensor.
         betas: β₁ and β₂.
         eps: ε.
-        weight_decay: Decoupled decay.
+        weight_decay: Decay, added to the gradient or, if ``decoupled``, applied to the parameter.
+        decoupled: Whether decay is decoupled: that makes it AdamW.
         gate: See the module.
     """
     if gate is not None:
         lr = _gated(gate, lr, 0.0)
-    if weight_decay != 0:
+    if weight_decay != 0 and not decoupled:
+        gradients = _add(gradients, params, weight_decay)
+    if weight_decay != 0 and decoupled:
         torch._foreach_mul_(params, 1 - lr * weight_decay)
     adam_moments_(gradients, exp_avgs, exp_avg_sqs, betas, gate)
     denominators = adam_denominators(exp_avg_sqs, steps, betas[1], eps)

@@ -181,20 +181,21 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
 
     def _find_inputs(self, unit: Unit, gradients: Directions) -> None:
         """What enters a window, and how long it is."""
-        inputs = [self._input(p, unit.group, gradients) for p in unit.params]
+        inputs = [self._input(p, gradients) for p in unit.params]
         unit.inputs = inputs if any(x is not None for x in inputs) else None
         if unit.inputs is not None:
             there = [self._gradient_norms[p] for p in unit.params if p in self._gradient_norms]
             unit.norm = torch.linalg.vector_norm(torch.stack(there))
 
-    def _input(self, p: nn.Parameter, options: Group, gradients: Directions) -> Tensor | None:
+    def _input(self, p: nn.Parameter, gradients: Directions) -> Tensor | None:
         """What enters the window: the gradient, with coupled weight decay."""
         gradient = gradients.get(p)
         if gradient is None:
             return None
         group = self._group[p]
-        coupled = group["weight_decay_mode"] == "standard" and not group["decoupled_weight_decay"]
-        if group["weight_decay"] and coupled and group["inner"] == "sgd" and options["graft"] != "adam":
+        rule = self._options(p)["graft"] or group["inner"]
+        coupled = group["weight_decay_mode"] == "standard" and not options.is_decoupled(rule, group)
+        if group["weight_decay"] and coupled:
             gradient = gradient.add(local(p), alpha=group["weight_decay"])
         return real(gradient)
 
@@ -225,10 +226,10 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             if self.corrects_bias(group):
                 weight = window.outside.weight
                 b, q, r = b / weight, q / weight, [x / weight.to(x.device, x.dtype) for x in window.outside.r]
-        elif group["graft"] == "adam":
+        elif options.is_adam(group["graft"]):
             # The direction of Adam's first moment, as far as the window remembers it: only the direction is wanted, and
             # what has left the window would be multiplied with f(0), which is huge.
-            b = gram.decay(group["fallback_betas"][0], window.counters["pos"], window.m, t)
+            b = gram.decay(self._adam_options(group)[0][0], window.counters["pos"], window.m, t)
             b = b / b.sum()
         decayed, dots = unit.decayed, unit.decay_dots
         if decayed is not None and dots is not None:
@@ -252,7 +253,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
     # ------------------------------------------------------------------ stages 5 and 6: directions
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
         directions: Directions = {}
-        adam = [p for p in gradients if p in self._unit_of and self._options(p)["graft"] == "adam"]
+        adam = [p for p in gradients if p in self._unit_of and options.is_adam(self._options(p)["graft"])]
         self._count_moments(adam, gradients, gate)
         shared = self._exchange([self._combined(unit) for unit in self._units])
         raw: Directions = {}
@@ -285,7 +286,9 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
     def _apply_rule(
         self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
     ) -> None:
-        if rule in ("sgd", "plain") and self._covers(params[0]):
+        if rule == "adam" and self._covers(params[0]):
+            group = {**group, "weight_decay": 0.0}  # it is in the window
+        if rule in ("sgd", "sized_adam", "sized_adamw") and self._covers(params[0]):
             mode = group["weight_decay_mode"]
             if mode in ("legacy", "both") and group["weight_decay"]:
                 kept = 1 - group["weight_decay"]
@@ -293,7 +296,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
                     local(p).mul_(gated(gate, kept, 1.0))
             in_window = mode != "standard" or (rule == "sgd" and not group["decoupled_weight_decay"])
             momentum, factor = self.momentum_after(group)
-            if factor != 1:
+            if factor != 1 and rule == "sgd":
                 directions = list(torch._foreach_mul(directions, factor))
             group = {**group, "momentum": momentum, "weight_decay": 0.0 if in_window else group["weight_decay"]}
         super()._apply_rule(rule, params, group, directions, gate)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from secondorder import options
 from secondorder.comm import Unit as Portion
 from secondorder.curvature.block import unwrap
 from secondorder.curvature.form import Form, Place
@@ -302,8 +303,8 @@ class Windowing(Partitioning):
         mode, decay = group["weight_decay_mode"], group["decoupled_weight_decay"]
         if mode != "standard" and decay:
             raise ValueError(f"weight_decay_mode={mode!r} and decoupled_weight_decay=True exclude each other")
-        if mode != "standard" and (group["inner"] == "adamw" or group["graft"] == "adam"):
-            raise ValueError(f"weight_decay_mode={mode!r} is for SGD's rule; with Adam's, decay is decoupled: drop it")
+        if mode != "standard" and options.is_adam(group["graft"] or group["inner"]):
+            raise ValueError(f"weight_decay_mode={mode!r} is for SGD's rule and not for Adam's: drop it")
         self._require_agreement(group)
 
     def _require_agreement(self, group: Group) -> None:

@@ -68,7 +68,10 @@ class Reporting(Lifecycle):
     def _unusual(self, group: Group) -> Group:
         """Learning rate, weight decay, and the options of a group that do not have the constructor's default."""
         given = signature(type(self)).parameters
-        usual = {name: given[name].default if name in given else value for name, value in self.defaults.items()}
+        usual = {
+            name: given[name].default if name in given else value
+            for name, value in ({"betas": self._default_betas} | self.defaults).items()
+        }
         hidden = {"params", "param_names", "fallback_base_lr"}
         always = {"lr", "weight_decay"}
         names = [k for k, v in group.items() if k in always or (k not in hidden and (k not in usual or v != usual[k]))]

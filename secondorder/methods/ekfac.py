@@ -60,7 +60,7 @@ class EKFAC(ScalingOptimizer):
         comm: Communication strategy; None: ``CommOpt()`` in a process group of more than one rank.
         damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
             times the mean eigenvalue of each block, which is safe whatever the scale of the loss. The Adam form has
-            ``fallback_eps`` instead.
+            ``eps`` instead.
         damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block (of a normalisation layer:
             of its steepest unit). Unset: absolute when ``damping`` is given.
         factor_decay: β, weight of the old factors in the running mean.
@@ -141,20 +141,25 @@ class EKFAC(ScalingOptimizer):
             the best.
         momentum_mode: ``"post"``, heavy-ball momentum on the preconditioned gradient, or ``"pre"``: the running mean of
             gradients is preconditioned. With ``estimator="running"`` the scale is then that of the mean gradient, so
-            that with ``power=0.5`` steps are as long as Adam's, with ``fallback_eps`` for ε.
+            that with ``power=0.5`` steps are as long as Adam's, with ``eps`` for ε.
         nesterov: Nesterov momentum; with ``momentum_mode="pre"`` the mean of gradient and running mean, weighed by the
             momentum, is preconditioned.
         weight_decay: Weight decay.
         decoupled_weight_decay: Apply decay to the parameter instead of the direction.
         maximize: Maximize the objective.
         foreach: As in ``torch.optim``.
-        fallback: Rule of parameters without a block, ``"sgd"`` or ``"adamw"``; unset follows ``graft``, else SGD.
-        fallback_lr: Learning rate of the AdamW fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
+        fallback: Rule of parameters without a block, ``"sgd"``, ``"adam"`` or ``"adamw"``; unset follows ``graft``,
+            else SGD.
+        fallback_lr: Learning rate of Adam's fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
             grafting, else 1e-3.
-        fallback_betas: Its β₁ and β₂.
-        fallback_eps: Its ε.
-        inner: Rule that takes the preconditioned gradient, ``"sgd"`` or ``"adamw"``.
-        graft: ``"sgd"`` or ``"adam"``: each block takes the step size of that rule, so that its schedule carries over.
+        betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` name it. Schedulers that cycle
+            the momentum cycle this β₁ where ``graft`` or ``inner`` do.
+        eps: ε of Adam's rule.
+        fallback_betas: Another name of ``betas``.
+        fallback_eps: Another name of ``eps``.
+        inner: Rule that takes the preconditioned gradient, ``"sgd"``, ``"adam"`` or ``"adamw"``.
+        graft: ``"sgd"``, ``"adam"`` or ``"adamw"``: each block takes the step size of that rule, so that its schedule
+            carries over. ``"adam"`` decays weights as ``decoupled_weight_decay`` says, ``"adamw"`` always decoupled.
         clip_norm: Bound on the norm of the direction over all blocks.
         clip_value: Bound on each entry of the direction.
         grad_scaler: ``torch.amp.GradScaler`` of float16 training.
@@ -265,8 +270,10 @@ class EKFAC(ScalingOptimizer):
         foreach: bool | None = None,
         fallback: str | None = None,
         fallback_lr: float | None = None,
-        fallback_betas: tuple[float, float] = (0.9, 0.999),
-        fallback_eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fallback_betas: tuple[float, float] | None = None,
+        fallback_eps: float | None = None,
         inner: str = "sgd",
         graft: str | None = None,
         clip_norm: float | None = None,
@@ -316,12 +323,12 @@ class EKFAC(ScalingOptimizer):
             if found:
                 raise ValueError(
                     "estimator='running', momentum_mode='pre' and power=0.5 are Adam in an eigenbasis, which has "
-                    f"fallback_eps and no damping: drop {found}"
+                    f"eps and no damping: drop {found}"
                 )
         if group["momentum_mode"] == "pre":
             clashes = {
                 f"graft={group['graft']!r}": group["graft"] is not None,
-                "inner='adamw'": group["inner"] == "adamw",
+                f"inner={group['inner']!r}": options.is_adam(group["inner"]),
                 "quadratic_model=True": self._adaptation.quadratic_model,
                 f"momentum={group['momentum']}": group["momentum"] >= 1,
             }
@@ -428,7 +435,7 @@ class EKFAC(ScalingOptimizer):
         rotated = self._rotated.get(block)
         like_adam = is_adam(group)
         mean = s.mean((-2, -1))
-        damping = torch.full_like(mean, group["fallback_eps"]) if like_adam else self.damping_of(block, mean)
+        damping = torch.full_like(mean, group["eps"]) if like_adam else self.damping_of(block, mean)
         return scale.precondition(
             gradient if rotated is None else rotated,
             self.basis(block, "a"),
@@ -460,7 +467,7 @@ class EKFAC(ScalingOptimizer):
         if s is None:
             return None
         if is_adam(block.group):  # ε is added to the root
-            return Extremes(torch.full_like(s.mean((-2, -1)), block.group["fallback_eps"]))
+            return Extremes(torch.full_like(s.mean((-2, -1)), block.group["eps"]))
         return of_values(s.amin((-2, -1)), s.amax((-2, -1)), self.damping_of(block, s.mean((-2, -1))))
 
     def block_damping(self, block: Block) -> Tensor:

@@ -29,6 +29,7 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature import gram
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.form import Compression
+from secondorder.lifecycle import Group
 from secondorder.overdamping import Damped
 from secondorder.units import Unit
 from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer, window_betas
@@ -64,13 +65,16 @@ class GGT(WindowOptimizer):
         skip_biases: Leave biases (without names: vectors) to the fallback.
         maximize: Maximize the objective.
         foreach: As in ``torch.optim``.
-        fallback: Rule of parameters that are left out, ``"sgd"`` or ``"adamw"``; unset follows ``graft``, else SGD.
-        fallback_lr: Learning rate of the AdamW fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
+        fallback: Rule of parameters that are left out, ``"sgd"``, ``"adam"`` or ``"adamw"``; unset follows ``graft``,
+            else SGD.
+        fallback_lr: Learning rate of Adam's fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
             grafting, else 1e-3.
-        fallback_betas: Its β₁ and β₂.
-        fallback_eps: Its ε.
-        inner: Rule that takes the preconditioned gradient, ``"sgd"`` or ``"adamw"``.
-        graft: ``"sgd"`` or ``"adam"``: each window takes the step size of that rule, so that its schedule carries over.
+        fallback_betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` name it; with
+            ``graft="adam"``, the β₁ of ``betas`` takes its place where it is above 0, so that schedulers act on both.
+        fallback_eps: ε of Adam's rule.
+        inner: Rule that takes the preconditioned gradient, ``"sgd"``, ``"adam"`` or ``"adamw"``.
+        graft: ``"sgd"``, ``"adam"`` or ``"adamw"``: each window takes the step size of that rule, so that its schedule
+            carries over. ``"adam"`` decays weights as ``decoupled_weight_decay`` says, ``"adamw"`` always decoupled.
         clip_norm: Bound on the norm of the direction over all parameters.
         clip_value: Bound on each entry of the direction.
         grad_scaler: Loss scaler of float16 training; gradients are unscaled before a step, so it is not needed.
@@ -96,6 +100,8 @@ class GGT(WindowOptimizer):
         "eps": options.number(0.0, low_open=True),
         "sgd_weight": options.number(0.0, optional=True),
         "bias_correction": options.flag,
+        "fallback_betas": options.betas,
+        "fallback_eps": options.number(0.0),
     }
     shared_options = (*WindowOptimizer.shared_options, "betas", "eps", "sgd_weight", "bias_correction")
 
@@ -138,7 +144,7 @@ class GGT(WindowOptimizer):
         given = locals()
         super().__init__(
             params,
-            {name: given[name] for name in (*options.COMMON, *self.checks)},
+            options.from_arguments(given, self.checks),
             module=module,
             comm=comm,
             compression=compression,
@@ -154,6 +160,14 @@ class GGT(WindowOptimizer):
     def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
         """β₁."""
         return float(group["betas"][0])
+
+    def _cycles_betas(self, defaults: Group) -> bool:
+        return options.is_adam(defaults["graft"]) or defaults["betas"][0] > 0
+
+    def _adam_options(self, group: Group) -> tuple[tuple[float, float], float]:
+        """Those of the fallback: ``betas`` and ``eps`` are GGT's own, but a β₁ above 0 is also that of a graft."""
+        own, (beta1, beta2) = group["betas"][0], group["fallback_betas"]
+        return (own if own and options.is_adam(group["graft"]) else beta1, beta2), group["fallback_eps"]
 
     def corrects_bias(self, group: Mapping[str, Any]) -> bool:
         """As ``bias_correction`` says."""

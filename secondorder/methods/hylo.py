@@ -119,14 +119,19 @@ class HyLo(SwitchedOptimizer):
         weight_decay_mode: ``"standard"``, or ``"reg"``: decay is part of the gradient that is preconditioned.
         maximize: Maximize the objective.
         foreach: As in ``torch.optim``.
-        fallback: Rule of parameters without a block, ``"sgd"`` or ``"adamw"``; unset follows ``graft``, else SGD. Its
+        fallback: Rule of parameters without a block, ``"sgd"``, ``"adam"`` or ``"adamw"``; unset follows ``graft``,
+            else SGD. Its
             steps are η times the gradient, those of blocks are of the order of η / λ: see ``normalize_damping``.
-        fallback_lr: Learning rate of the AdamW fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
+        fallback_lr: Learning rate of Adam's fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
             grafting, else 1e-3.
-        fallback_betas: Its β₁ and β₂.
-        fallback_eps: Its ε.
-        inner: Rule that takes the preconditioned gradient, ``"sgd"`` or ``"adamw"``.
-        graft: ``"sgd"`` or ``"adam"``: each block takes the step size of that rule, so that its schedule carries over.
+        betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` name it. Schedulers that cycle
+            the momentum cycle this β₁ where ``graft`` or ``inner`` do.
+        eps: ε of Adam's rule.
+        fallback_betas: Another name of ``betas``.
+        fallback_eps: Another name of ``eps``.
+        inner: Rule that takes the preconditioned gradient, ``"sgd"``, ``"adam"`` or ``"adamw"``.
+        graft: ``"sgd"``, ``"adam"`` or ``"adamw"``: each block takes the step size of that rule, so that its schedule
+            carries over. ``"adam"`` decays weights as ``decoupled_weight_decay`` says, ``"adamw"`` always decoupled.
         clip_norm: Bound on the norm of the direction over all blocks.
         clip_value: Bound on each entry of the direction.
         grad_scaler: ``torch.amp.GradScaler`` of float16 training.
@@ -212,8 +217,10 @@ class HyLo(SwitchedOptimizer):
         foreach: bool | None = None,
         fallback: str | None = None,
         fallback_lr: float | None = None,
-        fallback_betas: tuple[float, float] = (0.9, 0.999),
-        fallback_eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fallback_betas: tuple[float, float] | None = None,
+        fallback_eps: float | None = None,
         inner: str = "sgd",
         graft: str | None = None,
         clip_norm: float | None = None,
@@ -234,7 +241,7 @@ class HyLo(SwitchedOptimizer):
         if switch is not None and "auto" not in _modes(params, mode):
             raise ValueError(f"mode={mode!r} never asks the policy {switch!r}: drop switch, or mode")
         self._begin_rows(batch_size)
-        defaults = {name: given[name] for name in (*options.COMMON, *self.checks)}
+        defaults = options.from_arguments(given, self.checks)
         chosen = LayerOptions(
             skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim, batch_input=batch_input
         )
@@ -257,8 +264,8 @@ class HyLo(SwitchedOptimizer):
         if group["weight_decay_mode"] == "reg":
             clashes = {
                 "decoupled_weight_decay=True": group["decoupled_weight_decay"],
-                "inner='adamw'": group["inner"] == "adamw",
-                "graft='adam'": group["graft"] == "adam",
+                f"inner={group['inner']!r}": options.is_adam(group["inner"]),
+                f"graft={group['graft']!r}": options.is_adam(group["graft"]),
             }
             if found := options.clashing(clashes):
                 raise ValueError(f"weight_decay_mode='reg' makes decay part of the gradient: drop {found}")

@@ -78,13 +78,18 @@ class MFAC(WindowOptimizer):
         skip_biases: Leave biases (without names: vectors) to the fallback.
         maximize: Maximize the objective.
         foreach: As in ``torch.optim``.
-        fallback: Rule of parameters that are left out, ``"sgd"`` or ``"adamw"``; unset follows ``graft``, else SGD.
-        fallback_lr: Learning rate of the AdamW fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
+        fallback: Rule of parameters that are left out, ``"sgd"``, ``"adam"`` or ``"adamw"``; unset follows ``graft``,
+            else SGD.
+        fallback_lr: Learning rate of Adam's fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
             grafting, else 1e-3.
-        fallback_betas: Its β₁ and β₂.
-        fallback_eps: Its ε.
-        inner: Rule that takes the preconditioned gradient, ``"sgd"`` or ``"adamw"``.
-        graft: ``"sgd"`` or ``"adam"``: each window takes the step size of that rule, so that its schedule carries over.
+        betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` name it. Schedulers that cycle
+            the momentum cycle this β₁ where ``graft`` or ``inner`` do.
+        eps: ε of Adam's rule.
+        fallback_betas: Another name of ``betas``.
+        fallback_eps: Another name of ``eps``.
+        inner: Rule that takes the preconditioned gradient, ``"sgd"``, ``"adam"`` or ``"adamw"``.
+        graft: ``"sgd"``, ``"adam"`` or ``"adamw"``: each window takes the step size of that rule, so that its schedule
+            carries over. ``"adam"`` decays weights as ``decoupled_weight_decay`` says, ``"adamw"`` always decoupled.
         clip_norm: Bound on the norm of the direction over all parameters.
         clip_value: Bound on each entry of the direction.
         grad_scaler: Loss scaler of float16 training; gradients are unscaled before a step, so it is not needed.
@@ -148,8 +153,10 @@ class MFAC(WindowOptimizer):
         foreach: bool | None = None,
         fallback: str | None = None,
         fallback_lr: float | None = None,
-        fallback_betas: tuple[float, float] = (0.9, 0.999),
-        fallback_eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fallback_betas: tuple[float, float] | None = None,
+        fallback_eps: float | None = None,
         inner: str = "sgd",
         graft: str | None = None,
         clip_norm: float | None = None,
@@ -161,7 +168,7 @@ class MFAC(WindowOptimizer):
         given = locals()
         super().__init__(
             params,
-            {name: given[name] for name in (*options.COMMON, *MFAC.checks)},
+            options.from_arguments(given, MFAC.checks),
             module=module,
             comm=comm,
             compression=compression,
@@ -341,8 +348,10 @@ class SparseMFAC(MFAC):
         foreach: bool | None = None,
         fallback: str | None = None,
         fallback_lr: float | None = None,
-        fallback_betas: tuple[float, float] = (0.9, 0.999),
-        fallback_eps: float = 1e-8,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fallback_betas: tuple[float, float] | None = None,
+        fallback_eps: float | None = None,
         inner: str = "sgd",
         graft: str | None = None,
         clip_norm: float | None = None,

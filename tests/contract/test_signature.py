@@ -125,7 +125,7 @@ def test_first_choices_are_the_defaults(method: Method) -> None:
         "solver": "auto",
         "momentum_mode": "heavy_ball",
         "weight_decay_mode": "standard",
-        "betas": (0.0, 1.0),
+        "betas": (0.0, 1.0) if method.accepts("sgd_weight") else (0.9, 0.999),
         "sgd_weight": None,
         "bias_correction": False,
         "skip_norm_layers": False,
@@ -145,10 +145,11 @@ def test_first_choices_are_the_defaults(method: Method) -> None:
 
 
 def test_group_keys_that_schedulers_look_for(method: Method, mlp: Task) -> None:
-    """`OneCycleLR` and `CyclicLR` cycle `betas` instead of `momentum` where a group has both."""
-    group = method.build(mlp.model()).param_groups[0]
-    assert {"lr", "momentum"} <= group.keys()
-    assert ("betas" in group) == method.accepts("betas")
+    """`OneCycleLR` and `CyclicLR` cycle `betas` instead of `momentum` where the defaults have them."""
+    for rule, cycles in (({}, False), ({"graft": "sgd"}, False), ({"graft": "adam"}, True), ({"graft": "adamw"}, True)):
+        optimizer = method.build(mlp.model(), **rule)
+        assert {"lr", "momentum", "betas"} <= optimizer.param_groups[0].keys()
+        assert ("betas" in optimizer.defaults) == cycles
 
 
 def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> None:
@@ -171,7 +172,8 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
         "reject_steps", "include_damping_in_model", "quadratic_model", "likelihood", "calibrate_damping", "switch",
         "batch_size",
     }  # fmt: skip
-    assert {key for key in changing if method.accepts(key)} <= group.keys()
+    other_names = {"fallback_betas", "fallback_eps"} - group.keys()  # of betas and eps
+    assert {key for key in changing if method.accepts(key)} - other_names <= group.keys()
     assert not once & group.keys()
 
 
@@ -191,11 +193,12 @@ def test_step_takes_a_closure_only(method: Method) -> None:
 @pytest.mark.option("window_size")
 def test_numbers_that_window_methods_start_with(method: Method) -> None:
     defaults = {p.name: p.default for p in parameters(method)}
-    expected = {"window_size": 100, "eps": 1e-4} if method.accepts("eps") else {"window_size": 1024, "damping": 1e-5}
+    is_ggt = method.accepts("sgd_weight")
+    expected = {"window_size": 100, "eps": 1e-4} if is_ggt else {"window_size": 1024, "damping": 1e-5}
     assert {key: defaults[key] for key in expected} == expected
     absent = ("kl_clip", "skip_layers", "factor_update_steps", "inv_update_steps", "stagger", "max_failures")
     assert not any(map(method.accepts, absent))
-    assert method.accepts("damping") == method.accepts("scale") == method.accepts("solver") != method.accepts("eps")
+    assert method.accepts("damping") == method.accepts("scale") == method.accepts("solver") != is_ggt
 
 
 @pytest.mark.option("window_size")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, Adam, AdamW
 
 from tests.contract.methods import Method
 from tests.contract.tasks import Task, assert_identical, covered_layers, displacements, snapshot, train, values
@@ -24,7 +24,9 @@ SGD_OPTIONS: dict[str, dict[str, Any]] = {
 }
 ADAMW_RULES: dict[str, dict[str, Any]] = {
     "inner": {"inner": "adamw", "fallback": "adamw", "fallback_lr": 0.01},
-    "graft": {"graft": "adam"},
+    "graft": {"graft": "adamw"},
+    "decoupled": {"graft": "adam", "decoupled_weight_decay": True},
+    "coupled": {"graft": "adam"},
 }
 ADAMW_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"weight_decay": 0.0},
@@ -66,7 +68,8 @@ def test_equals_sgd_with_either_implementation(method: Method, mlp: Task, foreac
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_equals_adamw(method: Method, mlp: Task, rule: str, options: str, dtype: torch.dtype) -> None:
     chosen = ADAMW_OPTIONS[options]
-    compare(method, mlp, {"lr": 0.01, **ADAMW_RULES[rule], **chosen}, lambda p: AdamW(p, 0.01, **chosen), dtype)
+    theirs = Adam if rule == "coupled" else AdamW
+    compare(method, mlp, {"lr": 0.01, **ADAMW_RULES[rule], **chosen}, lambda p: theirs(p, 0.01, **chosen), dtype)
 
 
 @pytest.mark.parametrize("rule", ADAMW_RULES)
@@ -74,12 +77,15 @@ def test_equals_adamw_with_its_own_betas_and_eps(method: Method, task: Task, rul
     betas = {"fallback_betas": (0.8, 0.95), "fallback_eps": 1e-4}
     reference = lambda p: AdamW(p, 0.01, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.0)  # noqa: E731
     compare(method, task, {"lr": 0.01, **ADAMW_RULES[rule], **betas}, reference, torch.float32)
+    written = {"betas": (0.8, 0.95), "eps": 1e-4}
+    if not method.accepts("sgd_weight"):
+        compare(method, task, {"lr": 0.01, **ADAMW_RULES[rule], **written}, reference, torch.float32)
 
 
 @pytest.mark.parametrize("theirs", ["sgd", "adamw"])
 def test_follows_a_schedule_exactly(method: Method, mlp: Task, theirs: str) -> None:
     model, twin = mlp.model(), mlp.model()
-    options: dict[str, Any] = {"graft": "adam", "lr": 0.01} if theirs == "adamw" else {"lr": 0.05}
+    options: dict[str, Any] = {"graft": "adamw", "lr": 0.01} if theirs == "adamw" else {"lr": 0.05}
     optimizer = method.build(model, **method.every(0), weight_decay=0.1, **options)
     if theirs == "adamw":
         reference: Any = AdamW(twin.parameters(), 0.01, weight_decay=0.1)

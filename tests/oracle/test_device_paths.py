@@ -111,27 +111,27 @@ def test_adam_moments_with_a_shut_gate_stay():
 
 
 @lrs
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_adamw_with_an_open_gate_is_adamw(weight_decay, lr):
-    keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay}
+@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, True), (0.3, True), (0.3, False)])
+def test_adam_with_an_open_gate_is_adam(weight_decay, decoupled, lr):
+    keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay, "decoupled": decoupled}
     gated, plain = (draw(0), *moments()), (draw(0), *moments())
     for step in range(3):
-        update.adamw_(gated[0], draw(50 + step), *gated[1:], [step + 1.0, step + 4.0], gate=OPEN, **keywords)
-        update.adamw_(plain[0], draw(50 + step), *plain[1:], [step + 1.0, step + 4.0], **keywords)
+        update.adam_(gated[0], draw(50 + step), *gated[1:], [step + 1.0, step + 4.0], gate=OPEN, **keywords)
+        update.adam_(plain[0], draw(50 + step), *plain[1:], [step + 1.0, step + 4.0], **keywords)
     for one, other in zip(gated, plain, strict=True):
         assert_near(one, other)
 
 
 @lrs
-@pytest.mark.parametrize("weight_decay", [0.0, 0.3])
+@pytest.mark.parametrize(("weight_decay", "decoupled"), [(0.0, True), (0.3, True), (0.3, False)])
 @pytest.mark.parametrize("fresh", [False, True], ids=["running", "first step"])
-def test_adamw_with_a_shut_gate_changes_nothing(weight_decay, lr, fresh):
+def test_adam_with_a_shut_gate_changes_nothing(weight_decay, decoupled, lr, fresh):
     first, second = moments()
     if fresh:
         first, second = [x * 0 for x in first], [x * 0 for x in second]
     values, means, squares = copies(draw(0), first, second)
-    keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay}
-    update.adamw_(values, poisoned(), means, squares, [1.0, 7.0], gate=SHUT, **keywords)
+    keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay, "decoupled": decoupled}
+    update.adam_(values, poisoned(), means, squares, [1.0, 7.0], gate=SHUT, **keywords)
     assert_same(values, draw(0))
     assert_same(means, first)
     assert_same(squares, second)

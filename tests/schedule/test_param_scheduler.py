@@ -135,7 +135,7 @@ def test_several_options_move_together() -> None:
         nesterov={2: True},
         fallback_betas={0: (0.8, 0.9), 1: [0.85, 0.95]},
     )
-    keys = ("damping", "factor_decay", "kl_clip", "nesterov", "fallback_betas")
+    keys = ("damping", "factor_decay", "kl_clip", "nesterov", "betas")
     found = [[optimizer.param_groups[0][key] for key in keys]]
     for _ in range(2):
         schedule.step()
@@ -427,7 +427,7 @@ def test_a_list_must_fit_the_groups(count: int) -> None:
         ("nesterov", 1, TypeError),
         ("lr", -0.1, ValueError),
         ("lr", None, TypeError),
-        ("fallback_betas", (0.9, 1.0), ValueError),
+        ("betas", (0.9, 1.0), ValueError),
     ],
 )
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
