@@ -53,8 +53,9 @@ def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: in
             causes = "they were not called since the last step, or are in eval mode"
         else:
             causes = (
-                "the model was in eval mode, or torch.compile ran it before the optimizer was made (then make it "
-                "first, or call torch.compiler.reset())"
+                "the model was in eval mode, or torch.compile runs what it compiled before the optimizer was made, or "
+                "for another model of the same class (then call torch.compiler.reset(), or set "
+                "torch._dynamo.config.skip_nnmodule_hook_guards = False before anything is compiled)"
             )
         lines.append(f" Usual causes: {causes}.")
     return "".join([*lines, " Name layers in skip_layers that are meant to have no curvature."])

@@ -250,6 +250,72 @@ def test_hooks_after_compilation_are_reported_once_by_layer_name():
             opt.step()
 
 
+second_model = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+
+def train_two_of_a_class(backend: str) -> tuple[KFAC, nn.Module, list[str]]:
+    """A model under AdamW, then one of the same class under KFAC, whose optimizer came before its first call."""
+    x, y = vectors()
+    other, model = net(), net()
+    adam, opt = torch.optim.AdamW(other.parameters()), plain_kfac(model, lr=0.0)
+    fast = {adam: compiled(other, backend), opt: compiled(model, backend)}
+    train_step(adam, fast[adam], x, y, F.cross_entropy)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for optimizer in (opt, adam, opt):
+            train_step(optimizer, fast[optimizer], x, y, F.cross_entropy)
+    return opt, model, [str(w.message) for w in caught]
+
+
+@second_model
+def test_a_second_model_of_a_class_is_named_with_the_remedy(backend):
+    """torch runs what it compiled for the first model, and does not look whether the second one has hooks."""
+    opt, _, messages = train_two_of_a_class(backend)
+    assert [opt.state[b.owner]["factor_updates"] for b in opt.blocks.values()] == [0, 0, 0]
+    assert len(messages) == 1
+    assert "head" in messages[0]
+    assert "same class" in messages[0]
+    assert "torch._dynamo.config.skip_nnmodule_hook_guards = False" in messages[0]
+    assert "torch.compiler.reset()" in messages[0]
+
+
+@second_model
+def test_models_of_a_class_that_train_in_turn_are_covered_where_torch_guards_hooks(backend):
+    expected = expected_factors(net(), *vectors(), F.cross_entropy)
+    with dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        opt, model, messages = train_two_of_a_class(backend)
+        assert messages == []
+        assert [opt.state[b.owner]["factor_updates"] for b in opt.blocks.values()] == [2, 2, 2]
+        assert_factors(all_factors(opt, model), expected)
+        late = net()  # compiled before its optimizer
+        fast = compiled(late, backend)
+        fast(vectors()[0])
+        opt = plain_kfac(late, lr=0.0)
+        train_step(opt, fast, *vectors(), F.cross_entropy)
+        assert_factors(all_factors(opt, late), expected)
+
+
+@second_model
+def test_a_second_model_of_a_class_is_covered_after_a_reset(backend):
+    expected = expected_factors(net(), *vectors(), F.cross_entropy)
+    first, model = net(), net()
+    train_step(torch.optim.AdamW(first.parameters()), compiled(first, backend), *vectors(), F.cross_entropy)
+    opt = plain_kfac(model, lr=0.0)
+    torch.compiler.reset()
+    train_step(opt, compiled(model, backend), *vectors(), F.cross_entropy)
+    assert_factors(all_factors(opt, model), expected)
+
+
+@second_model
+def test_a_second_model_of_a_class_needs_nothing_where_the_first_had_such_an_optimizer(backend):
+    expected = expected_factors(net(), *vectors(), F.cross_entropy)
+    for _ in range(2):
+        model = net()
+        opt = plain_kfac(model, lr=0.0)
+        train_step(opt, compiled(model, backend), *vectors(), F.cross_entropy)
+        assert_factors(all_factors(opt, model), expected)
+
+
 def test_detach_leaves_a_compiled_model_that_works():
     x, y = vectors()
     model = mlp()
