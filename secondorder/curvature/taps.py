@@ -339,11 +339,18 @@ def _open_pass_op(inputs: Sequence[Tensor], key: int, root: int, examples: int) 
     return _open_pass(inputs, key, root, examples)
 
 
+def _find_hook(key: int, number: int) -> tuple[Capture | None, LayerHook | None]:
+    """A capture and one of its hooks, as far as they are still there: a graph may outlive both."""
+    capture = CAPTURES.get(key)
+    if capture is None or number >= len(capture.taps):
+        return capture, None
+    return capture, capture.taps[number]
+
+
 @torch.library.custom_op("secondorder::tap", mutates_args=())
 def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, number: int) -> Tensor:
-    capture = CAPTURES.get(key)
-    if capture is not None:
-        hook = capture.taps[number]
+    capture, hook = _find_hook(key, number)
+    if capture is not None and hook is not None:
         current = capture.find_pass(token, hook.index)
         if current is not None:
             current.see(hook.index, hook.adapter, x)
@@ -352,8 +359,8 @@ def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, number: int) -> 
 
 @torch.library.custom_op("secondorder::tap_backward", mutates_args=())
 def _tap_backward_op(g: Tensor, x: Tensor, token: Tensor, key: int, number: int) -> Tensor:
-    capture = CAPTURES.get(key)
-    if capture is not None and capture.wants((hook := capture.taps[number]).index):
+    capture, hook = _find_hook(key, number)
+    if capture is not None and hook is not None and capture.wants(hook.index):
         capture.record(_seen(hook, x, g.shape), g, capture.find_pass(token, hook.index))
     return g.clone()
 

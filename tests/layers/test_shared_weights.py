@@ -384,3 +384,16 @@ def test_compiled(name):
     train_step(opt, torch.compile(model, backend="aot_eager"), *data(CASES[name]), F.cross_entropy)
     check_factors(opt, name)
     torch._dynamo.reset()
+
+
+def test_a_compiled_forward_whose_layers_are_frozen_before_its_backward():
+    """Its graph knows taps that are no longer there."""
+    torch._dynamo.reset()
+    model, (x, y) = build(CASES["stride"]), data(CASES["stride"])
+    opt = plain_kfac(model, lr=0.0)
+    loss = F.cross_entropy(torch.compile(model, backend="aot_eager")(x), y)
+    model.head.requires_grad_(False)
+    model(x)  # another forward begins, and the optimizer looks at the model again
+    assert set(opt.blocks) == {"first"}
+    loss.backward()
+    torch._dynamo.reset()
