@@ -54,6 +54,34 @@ class RebasingOptimizer(FactoredOptimizer):
             found.update(iterated)
         return found
 
+    def eigenvalues_found(self, block: Block, side: str, found: Mapping[tuple[Block, str], Found]) -> Tensor:
+        """Eigenvalues that a refresh found, in the shape of the state; of a dense factor without their rounding."""
+        values = found[block, side][0][0].reshape(self.state[block.owner][f"eigenvalues_{side}"].shape)
+        if self.is_diagonal(block, side):
+            return values
+        return scale.without_rounding(values, self._kept_in(block, self._layer_options.factor_dtype))
+
+    def singular_values(self, block: Block, dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
+        """Eigenvalues ``[..., n]`` of A and of G, where they have a null space.
+
+        Args:
+            block: The block.
+            dimensions: The least number of dimensions of a null space that matters.
+
+        Returns:
+            None for a factor whose null space is known to be smaller without waiting for a device, and for a diagonal
+            factor, whose basis is the identity.
+        """
+        keys = [None if self.is_diagonal(block, side) else f"eigenvalues_{side}" for side in "ag"]
+        found = [None if key is None else self.state[block.owner][key] for key in keys]
+        a, g = (None if x is None or _has_fewer_zeros(x, dimensions) else x for x in found)
+        return a, g
+
+    def pooled(self, block: Block, scales: Tensor) -> Tensor:
+        """A scale ``[..., n_g, n_a]``, averaged over the null spaces of the factors of now."""
+        a, g = (None if values is None else values == 0 for values in self.singular_values(block, 2))
+        return scale.pool(scales, a, g)
+
     def _is_warm(self, block: Block) -> bool:
         group, refreshes = block.group, self.state[block.owner]["refreshes"]
         if group["basis_update"] != "qr" or self._loading:
@@ -101,6 +129,11 @@ class RebasingOptimizer(FactoredOptimizer):
             super()._finish_load()
         finally:
             self._loading = False
+
+
+def _has_fewer_zeros(values: Tensor, count: int) -> bool:
+    """Whether fewer than ``count`` numbers are 0, as far as the host knows without waiting for a device."""
+    return values.device.type == "cpu" and bool((values.numpy() == 0).sum() < count)
 
 
 def _sweep(pairs: Tensor, sweeps: int) -> Found:

@@ -150,6 +150,7 @@ class ScalingOptimizer(RoutingOptimizer):
 
     def _fold(self, block: Block, total: Tensor, factor: float, weight: float, ok: Tensor) -> None:
         state, decay = self.state[block.owner], self._scale_decay(block)
+        total = self.pooled(block, total)
         statistics.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, decay, ok)
         if "scale_unit" in state:
             state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))

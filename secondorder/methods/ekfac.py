@@ -373,16 +373,19 @@ class EKFAC(ScalingOptimizer):
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
             state = self.state[block.owner]
-            values_a, values_g = (found[block, side][0][0].reshape(state[f"eigenvalues_{side}"].shape) for side in "ag")
-            product = values_g[..., :, None] * values_a[..., None, :]
+            values = {side: self.eigenvalues_found(block, side, found) for side in "ag"}
+            product = values["g"][..., :, None] * values["a"][..., None, :]
             if state["scale_updates"] == 0:
                 # A placeholder of weight 0: nothing of it survives the first measurement.
                 self.adopt(block, "scale", product, good)
             elif not self._loading:
                 self._carry_over(block, found, product, good)
             for side in "ag":
-                for key, tensor in zip((f"eigenvalues_{side}", f"basis_{side}"), found[block, side][0], strict=False):
-                    self.adopt(block, key, tensor, good)
+                self.adopt(block, f"eigenvalues_{side}", values[side], good)
+                for basis in found[block, side][0][1:2]:
+                    self.adopt(block, f"basis_{side}", basis, good)
+            if not self._loading:
+                state["scale"].copy_(self.pooled(block, state["scale"]))
         for block, (sums, _) in self._late.items():
             if block in blocks and not self.comm.combines:
                 self._measure_late(block, sums, ok[blocks.index(block)])
@@ -436,6 +439,8 @@ class EKFAC(ScalingOptimizer):
         like_adam = is_adam(group)
         mean = s.mean((-2, -1))
         damping = torch.full_like(mean, group["eps"]) if like_adam else self.damping_of(block, mean)
+        chosen = self._layer_options
+        kept = self._kept_in(block, chosen.factor_dtype), self._kept_in(block, chosen.inv_dtype)
         return scale.precondition(
             gradient if rotated is None else rotated,
             self.basis(block, "a"),
@@ -446,6 +451,7 @@ class EKFAC(ScalingOptimizer):
             self._workspace,
             damp_root=like_adam,
             is_rotated=rotated is not None,
+            silent=scale.is_rounding(s, *self.singular_values(block), kept) if like_adam else None,
         )
 
     def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:

@@ -92,6 +92,19 @@ class Attention(nn.Module):
         return self.head(hidden + self.attend(hidden, hidden, hidden, need_weights=False)[0])
 
 
+class Broad(nn.Module):
+    """Layers with more columns than a batch has examples, so that their factors have null spaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 6, 3)
+        self.wide = nn.Linear(24, 20)
+        self.head = nn.Linear(20, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.wide(torch.tanh(self.conv(images)).flatten(1))))
+
+
 def _normal(*shape: int) -> Callable[[torch.Generator], Tensor]:
     return lambda generator: torch.randn(EXAMPLES, *shape, generator=generator, dtype=torch.float64)
 
@@ -123,6 +136,7 @@ TASKS = {
     "mlp": Task(Mlp, _normal(5)),
     "cnn": Task(Cnn, _normal(2, 4, 4)),
     "words": Task(Words, _tokens, (LENGTH,)),
+    "broad": Task(Broad, _normal(2, 4, 4)),
     "attention": Task(Attention, _normal(LENGTH, 3), (LENGTH,)),
 }
 

@@ -69,6 +69,21 @@ def test_shards_equal_the_joined_batch(pool: Pool, method: str, strategy: str, w
     assert_same_path(paths, reference("mlp", method))
 
 
+WHITENING = {"lr": 0.01, "power": 0.5, "momentum_mode": "pre", "kl_clip": None}
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("comm", 2), ("mem", 3)])
+@pytest.mark.parametrize(
+    ("method", "keywords"), [("ekfac_intra", {}), ("ekfac_running", {}), ("ekfac_running", WHITENING)]
+)
+def test_null_spaces_are_the_same_for_any_number_of_ranks(
+    pool: Pool, strategy: str, world: int, method: str, keywords: dict[str, Any]
+) -> None:
+    """Rounding decides on the basis of a null space, and differs between shards and the joined batch."""
+    run = Run("broad", method, keywords, steps=10)
+    assert_same_path(pool.run(together, strategy, run, world=world), alone(run)[0])
+
+
 @pytest.mark.parametrize(("strategy", "world"), [("comm", 2), ("mem", 3), ("hybrid_half", 4)])
 @pytest.mark.parametrize(
     ("task", "method"),

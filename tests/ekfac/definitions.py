@@ -110,6 +110,18 @@ def operator(Q_B: Tensor, s: Tensor, Q_A: Tensor) -> Tensor:
     return Q @ torch.diag(s.reshape(-1)) @ Q.mT
 
 
+def over_null_spaces(s: Tensor, B: Tensor, A: Tensor) -> Tensor:
+    """s in eigenbases of ascending order, with one number for all columns of a null space of A, and rows of B's."""
+    s = s.clone()
+    for own, b, a in zip(s, grouped(B), grouped(A), strict=True):
+        nulls = [torch.linalg.eigvalsh(X) < 1e-13 * X.trace() for X in (b, a)]
+        if nulls[1].any():
+            own[:, nulls[1]] = own[:, nulls[1]].mean(1, keepdim=True)
+        if nulls[0].any():
+            own[nulls[0]] = own[nulls[0]].mean(0, keepdim=True)
+    return s
+
+
 def kfac_operator(B: Tensor, A: Tensor) -> Tensor:
     return torch.block_diag(*(torch.kron(b, a) for b, a in zip(grouped(B), grouped(A), strict=True)))
 

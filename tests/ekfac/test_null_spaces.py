@@ -1,0 +1,214 @@
+"""Factors of fewer rows than columns: which basis of a null space a factorization returns is a matter of rounding.
+
+Nothing that the optimizer does may depend on it, and where the gradient of a batch is 0 its rounding must not be
+whitened: steps in float32 are those of a restatement in float64 that knows the rank of every factor.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from secondorder import EKFAC, linalg
+from secondorder.curvature import scale
+from tests.ekfac.driver import plain_ekfac, train_step
+from tests.oracle.driver import assert_close, noise
+
+ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rotations of a null space
+# ---------------------------------------------------------------------------------------------------------------------
+
+eigh = linalg._eigh
+
+
+def turned_eigh(x):
+    """Eigenvectors as another library might return them: those of the null space rotated at random."""
+    (values, vectors), ok = eigh(x)
+    for matrix, spectrum in zip(vectors, values, strict=True):
+        null = spectrum <= 1e-12 * spectrum.max()
+        k = int(null.sum())
+        if k:
+            generator = torch.Generator().manual_seed(len(spectrum))
+            rotation = torch.linalg.qr(torch.randn(k, k, generator=generator, dtype=x.dtype)).Q
+            matrix[:, null] = matrix[:, null] @ rotation
+    return (values, vectors), ok
+
+
+def wide_net():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(32, 9), nn.Tanh(), nn.Linear(9, 4)]
+    return nn.Sequential(*layers).double()
+
+
+def path(keywords, steps=5):
+    """Parameters after each step on new batches of 5 examples."""
+    model, found = wide_net(), []
+    opt = plain_ekfac(model, **{"lr": 0.05, "inv_update_steps": 3, **keywords})
+    for t in range(steps):
+        x, y = noise(5, 8, 4, 4, seed=t), torch.arange(5) % 4
+        train_step(opt, model, x, y, F.cross_entropy)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"power": 0.5, "damping": 1e-4},
+        {"transport": "kfac"},
+        {"transport": "recompute"},
+        {"momentum": 0.9, "momentum_mode": "pre", "scale_update_steps": 2},
+        {"estimator": "running"},
+        ADAM,
+        {**ADAM, "orthogonalize": True},
+        {"factor_update_steps": 2, "inv_update_steps": 2, "weighting": "update"},
+    ],
+    ids=lambda keywords: "-".join(keywords) or "plain",
+)
+def test_steps_do_not_depend_on_the_basis_of_a_null_space(monkeypatch, keywords):
+    expected = path(keywords)
+    monkeypatch.setattr(linalg, "_eigh", turned_eigh)
+    assert_close(path(keywords), expected, 1e-9)
+
+
+@pytest.mark.parametrize(("lead", "null_a", "null_g"), [((), 3, 0), ((), 0, 2), ((), 3, 2), ((2,), 4, 1)])
+def test_a_pooled_scale_has_the_sum_of_the_measured_one_and_one_value_per_null_space(lead, null_a, null_g):
+    s = noise(*lead, 5, 6).square()
+    a, g = torch.arange(6) < null_a, torch.arange(5) < null_g
+    found = scale.pool(s, a.expand(*lead, 6), g.expand(*lead, 5))
+    torch.testing.assert_close(found.sum((-2, -1)), s.sum((-2, -1)))
+    expected = s.clone()
+    if null_a:
+        expected[..., :null_a] = expected[..., :null_a].mean(-1, keepdim=True)
+    if null_g:
+        expected[..., :null_g, :] = expected[..., :null_g, :].mean(-2, keepdim=True)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_scale_without_null_spaces_keeps_its_bits():
+    s = noise(5, 6).float().square()
+    assert scale.pool(s, None, None) is s
+    one_a, one_g = torch.arange(6) == 0, torch.arange(5) == 0
+    assert torch.equal(scale.pool(s, one_a, one_g), s)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("n", "rows"), [(8, 3), (64, 20), (256, 32)])
+def test_the_rank_of_a_factor_is_that_of_its_rows(n, rows, dtype):
+    torch.manual_seed(n)
+    x = torch.randn(rows, n, dtype=dtype).relu()
+    values = torch.linalg.eigvalsh(x.T @ x / rows).clamp(min=0)
+    assert int((scale.without_rounding(values, dtype) == 0).sum()) == n - rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adam in the eigenbasis, in float32
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Restated:
+    """The Adam form for one linear layer in float64, whose factors have the rank of the rows that they have seen."""
+
+    def __init__(self, beta2, eps=1e-8, beta1=0.9, nesterov=False):
+        self.beta1, self.beta2, self.eps, self.nesterov = beta1, beta2, eps, nesterov
+        self.rows, self.t, self.weight = 0, 0, 0.0
+        self.A = self.G = self.m = self.v = self.Q = None
+
+    def direction(self, x, g, refresh):
+        """Of inputs ``[N, n_a]`` and gradients of the examples' own losses ``[N, n_g]``."""
+        x, g, n = x.double(), g.double(), len(x)
+        gradient, self.t = g.T @ x / n, self.t + 1
+        if self.m is None:
+            self.A, self.G, self.m, self.v = 0 * x.T @ x, 0 * g.T @ g, 0 * gradient, 0 * gradient
+        self.m = self.beta1 * self.m + (1 - self.beta1) * gradient
+        if refresh:  # the factors are averaged then, too
+            self.weight, self.rows = 0.95 * self.weight + n, self.rows + n
+            self.A = self.A + n / self.weight * (x.T @ x / n - self.A)
+            self.G = self.G + n / self.weight * (g.T @ g / n - self.G)
+            new = [torch.linalg.eigh(X).eigenvectors for X in (self.G, self.A)]
+            if self.Q is not None:
+                R_g, R_a = (Q.T @ P for Q, P in zip(new, self.Q, strict=True))
+                self.v = R_g**2 @ self.v @ (R_a**2).T
+            self.Q = new
+            self.nulls = [max(len(Q) - self.rows, 0) for Q in new]
+        self.v = self.beta2 * self.v + (1 - self.beta2) * self.rotated(gradient, refresh) ** 2
+        k_g, k_a = self.nulls
+        v = self.v / (1 - self.beta2**self.t)
+        if k_a:
+            v[:, :k_a] = v[:, :k_a].mean(1, keepdim=True)
+        if k_g:
+            v[:k_g] = v[:k_g].mean(0, keepdim=True)
+        m = self.m / (1 - self.beta1**self.t)
+        m = self.beta1 * m + (1 - self.beta1) * gradient if self.nesterov else m
+        Q_g, Q_a = self.Q
+        return Q_g @ (self.rotated(m, refresh) / (v.sqrt() + self.eps)) @ Q_a.T
+
+    def rotated(self, gradient, seen):
+        """In the basis; along the null spaces of all rows so far gradients are 0, not their rounding."""
+        found = self.Q[0].T @ gradient @ self.Q[1]
+        if seen:
+            found[:, : self.nulls[1]] = 0
+            found[: self.nulls[0]] = 0
+        return found
+
+
+def spectral(V):
+    """Muon's five rounds in float64."""
+    x = (V.T if len(V) > V.shape[1] else V) / torch.linalg.matrix_norm(V)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return 0.2 * max(V.shape) ** 0.5 * (x.T if len(V) > V.shape[1] else x)
+
+
+@pytest.mark.parametrize(
+    ("n_a", "n_g", "examples", "refreshes", "keywords"),
+    [
+        (512, 512, 64, [True], {}),
+        (512, 512, 64, [True], {"orthogonalize": True}),
+        (256, 384, 24, [True, True, True], {"orthogonalize": True, "nesterov": True}),
+        (384, 256, 24, [True, False, False], {}),
+    ],
+)
+def test_float32_steps_are_those_of_float64(n_a, n_g, examples, refreshes, keywords):
+    """In direction and in length: the rounding of coordinates that are 0 is not raised to the length of the others."""
+    torch.manual_seed(0)
+    layer = nn.Linear(n_a, n_g, bias=False)
+    schedule = {"inv_update_steps": 1 if all(refreshes) else 100, "factor_update_steps": 1 if all(refreshes) else 100}
+    opt = EKFAC(layer, lr=0.1, scale_decay=0.9, kl_clip=None, **ADAM, **schedule, **keywords)
+    reference = Restated(0.9, nesterov="nesterov" in keywords)
+    for t, refresh in enumerate(refreshes):
+        x, g = torch.randn(examples, n_a), torch.randn(examples, n_g)
+        opt.zero_grad()
+        (layer(x) * g).sum(1).mean().backward()
+        with opt.keep_directions() as kept:
+            opt.step()
+        expected = reference.direction(x, g, refresh)
+        expected = spectral(expected) if "orthogonalize" in keywords else expected
+        error = torch.linalg.matrix_norm(kept["weight"].double() - expected) / torch.linalg.matrix_norm(expected)
+        assert error < 2e-3, f"off by {error:.3g} at step {t}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_no_rounding_is_whitened_however_small(dtype):
+    """A later batch shows the null space of the first one, of 63 dimensions, by gradients of a millionth of the size.
+
+    They get the same length as any others, with one number for the whole space.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 8, bias=False).to(dtype)
+    settings = {"factor_update_steps": 100, "inv_update_steps": 100, "eps": 1e-12}
+    opt = EKFAC(layer, lr=0.1, scale_decay=0.0, kl_clip=None, **settings, **{**ADAM, "momentum": 0.0})
+    first, second = torch.zeros(2, 64, dtype=dtype), torch.zeros(2, 64, dtype=dtype)
+    first[:, :4], second[:, 4:] = 1.0, 1e-6
+    for x in (first, second):
+        opt.zero_grad()
+        layer(x).sum(1).mean().backward()
+        with opt.keep_directions() as kept:
+            opt.step()
+    sizes = (torch.linalg.vector_norm(kept["weight"][:, columns]) for columns in (slice(4), slice(4, None)))
+    assert [float(size) for size in sizes] == [0.0, pytest.approx(63**0.5, rel=1e-3)]
