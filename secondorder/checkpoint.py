@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from secondorder import options
 from secondorder.comm.resharding import cut_equally, is_cut, whole
+from secondorder.curvature.block import clean_name
 from secondorder.lifecycle import Group, Lifecycle, State, depth_of_caller, shape_of
 from secondorder.saved import (
     adopt_value,
@@ -99,6 +100,9 @@ class Checkpointing(Lifecycle):
             if p.requires_grad and self._signature:  # a copy without its module does not know its rules
                 self._init_rule(p, group)
         packed = super().state_dict()
+        for names, group in zip(self._names_of_groups(), packed["param_groups"], strict=True):
+            if names is not None:
+                group.setdefault("param_names", names)
         if self._gathered_at != self._t:
             self._gathered.clear()
         for p, i, group in self._numbered(packed):
@@ -237,6 +241,8 @@ class Checkpointing(Lifecycle):
             replaced = pre(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        if isinstance(state_dict.get("param_groups"), list) and isinstance(state_dict.get("state"), Mapping):
+            state_dict = self._matched_by_name(state_dict)
         groups = [{**self._group_defaults(live), **self._translated(given)} for live, given in self._paired(state_dict)]
         self._require_own(state_dict.get("partial"))
         loaded = self._checked_state(by_number(state_dict["state"]), groups)
@@ -267,6 +273,47 @@ class Checkpointing(Lifecycle):
             raise RuntimeError(
                 f"this state_dict is partial: it was saved by {saved_by}, and this is {self.comm.standing}. {_MEND}"
             )
+
+    def _names_of_groups(self) -> list[list[str] | None]:
+        """Names of the parameters of each group, as given or as the module has them; None where they are not known."""
+        inside = self._inside()
+        found: list[list[str] | None] = []
+        for group in self.param_groups:
+            names = group.get("param_names") or [inside.get(p, "") for p in group["params"]]
+            found.append(list(names) if all(names) else None)
+        return found
+
+    def _matched_by_name(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state whose groups list their parameters in the order of this optimizer, where both sides have names.
+
+        Args:
+            state_dict: As saved.
+
+        Returns:
+            The state in this order, or as it is where names are not known, are the same, or do not fit.
+        """
+        given: list[Group] = state_dict["param_groups"]
+        ours, theirs = self._names_of_groups(), [group.get("param_names") for group in given]
+        if None in ours or None in theirs or len(ours) != len(given):
+            return state_dict
+        by_names = {
+            frozenset(map(clean_name, cast("list[str]", names))): g for names, g in zip(theirs, given, strict=True)
+        }
+        wanted = [list(map(clean_name, cast("list[str]", names))) for names in ours]
+        if any(frozenset(names) not in by_names for names in wanted) or len(by_names) != len(given):
+            return state_dict  # it is refused, with a list of what differs
+        groups = []
+        for live, names in zip(ours, wanted, strict=True):
+            group = by_names[frozenset(names)]
+            numbers = dict(zip(map(clean_name, group["param_names"]), group["params"], strict=True))
+            groups.append({**group, "params": [numbers[name] for name in names], "param_names": live})
+        before, after = ([i for g in some for i in g["params"]] for some in (given, groups))
+        state = dict(state_dict["state"])
+        if before and before[0] != after[0] and before[0] in state and after[0] in state:
+            common = {k: v for k, v in state[before[0]].items() if k in ("global_step", "switch_state")}
+            state[before[0]] = {k: v for k, v in state[before[0]].items() if k not in common}
+            state[after[0]] = {**state[after[0]], **common}
+        return {**state_dict, "state": state, "param_groups": groups}
 
     def _group_defaults(self, live: Group) -> Group:
         return {"betas": self._default_betas, **self.defaults, "fallback_base_lr": live["fallback_base_lr"]}

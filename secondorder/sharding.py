@@ -220,10 +220,10 @@ class ShardedWindows(RecutWindows):
             raise
 
     def _led_by_its_first(self, unit: Unit, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[Any, Any]:
-        """Saved states of a unit's parameters, where its first one was frozen and another had what they share."""
+        """Saved states of a unit's parameters, where another one than its first here had what they share."""
         first = unit.params[0]
         leader = next((p for p in unit.params if "gram" in states[p]), first)
-        if leader is first or not self._was_never_trained(states[first]):
+        if leader is first or "gram" in states[first]:
             return {}
         shared = {k: v for k, v in states[leader].items() if k in SHARED}
         return {

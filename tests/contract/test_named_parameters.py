@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.contract.methods import Method
 from tests.contract.tasks import Task, assert_identical, snapshot, train, values
@@ -23,7 +24,7 @@ def test_no_names_where_none_were_given(method: Method, mlp: Task) -> None:
     model = mlp.model()
     optimizer = method.build(model, model.parameters())
     assert "param_names" not in optimizer.param_groups[0]
-    assert "param_names" not in optimizer.state_dict()["param_groups"][0]
+    assert ("param_names" in optimizer.state_dict()["param_groups"][0]) == method.layerwise  # a module knows them
 
 
 def test_names_per_group(method: Method, mlp: Task) -> None:
@@ -72,3 +73,26 @@ def test_names_do_not_change_the_result(method: Method, mlp: Task) -> None:
     strange = [(f"p{index}", parameter) for index, parameter in enumerate(other.parameters())]
     train(other, method.build(other, strange), mlp, 5)
     assert_identical(values(other), values(model))
+
+
+@pytest.mark.parametrize("how", ["named", "module"])
+def test_parameters_in_another_order_are_matched_by_name(method: Method, mlp: Task, how: str) -> None:
+    """Names are those that were given, or that a module has which is named beside the parameters."""
+    model, other = mlp.model(), mlp.model()
+    if how == "named":
+        ours, theirs = list(model.named_parameters()), list(other.named_parameters())[::-1]
+    else:
+        ours, theirs = list(model.parameters()), list(other.parameters())[::-1]
+    extra = {} if how == "named" or method.layerwise else {"module": model}
+    optimizer = method.build(model, ours, **extra)
+    train(model, optimizer, mlp, 5)
+    other.load_state_dict(model.state_dict())
+    second = method.build(other, theirs, **({"module": other} if extra else {}))
+    second.load_state_dict(optimizer.state_dict())
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        for key in {"momentum_buffer", "step"} & optimizer.state[p].keys():
+            assert_identical(second.state[q][key], optimizer.state[p][key], name)
+    train(model, optimizer, mlp, 4, start=5)
+    train(other, second, mlp, 4, start=5)
+    for name, value in values(model).items():  # sums over all parameters have another order
+        torch.testing.assert_close(other.get_parameter(name).detach(), value, rtol=1e-9, atol=1e-12)
