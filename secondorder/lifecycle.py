@@ -7,6 +7,8 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
@@ -336,6 +338,7 @@ class Lifecycle(Optimizer):
             raise TypeError(f"param_group must be a dict, got {type(param_group)}")
         param_group = {k: v if k == "params" else options.plain(v) for k, v in param_group.items()}
         param_group = {"betas": self._default_betas, **options.renamed(param_group, self.checks)}
+        self._check_keys(param_group)
         merged = {**self.defaults, **param_group}
         if param_group.get("fallback") is None and ("graft" in param_group or "fallback" in param_group):
             merged["fallback"] = options.resolve_fallback(None, merged["graft"])
@@ -347,6 +350,23 @@ class Lifecycle(Optimizer):
         group.setdefault("fallback_base_lr", float(group["lr"]))
         if self._group:  # not while the constructor adds its groups
             self._follow(self._rebuild())
+
+    def _check_keys(self, param_group: Group) -> None:
+        """Refuse keys of a group that only the constructor takes, and warn about those that look misspelled."""
+        known = {*options.COMMON, *self.checks}
+        fixed = set(signature(type(self)).parameters) - known - {"params", *options.RENAMED}
+        if found := sorted(fixed & param_group.keys()):
+            raise ValueError(
+                f"{', '.join(found)}: set once for all groups; give it to the constructor of {type(self).__name__}, "
+                "not to a parameter group"
+            )
+        for key in param_group.keys() - known:
+            if close := get_close_matches(key, known | fixed, n=1, cutoff=0.85):
+                warnings.warn(
+                    f"{type(self).__name__}: the key {key!r} of a parameter group has no effect; did you mean "
+                    f"{close[0]!r}?",
+                    stacklevel=depth_of_caller(),
+                )
 
     def _check_group(self, group: Group) -> None:
         """Refuse options that exclude each other, or those of the groups that are there."""

@@ -337,3 +337,17 @@ def test_parameters_replaced_in_training_are_named_once(method: Method, mlp: Tas
         assert "second.weight" in text
         assert "first.bias" not in text
     assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
+
+
+def test_keys_that_a_group_cannot_have_are_named(method: Method, mlp: Task) -> None:
+    """What only the constructor takes is refused, what looks misspelled warned about; schedulers' keys are fine."""
+    model = mlp.model()
+    for fixed in ("comm", "grad_scaler"):
+        with pytest.raises(ValueError, match=f"{fixed}: set once for all groups"):
+            method.build(model, split(model, **{fixed: None}))
+    with pytest.warns(UserWarning, match="'weight_decy' .* did you mean 'weight_decay'"):
+        method.build(model, split(model, weight_decy=0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        method.build(model, split(model, initial_lr=0.1, max_lr=1.0, max_momentum=0.9, name="rest", lr_scale=1.0))
+    assert not [w for w in caught if "has no effect" in str(w.message)]
