@@ -69,6 +69,26 @@ def _tf32_switches() -> tuple[str, Any, list[Any]]:
     return "allow_tf32", False, [torch.backends.cuda.matmul, torch.backends.cudnn]
 
 
+def solve_each(matrix: Tensor, right: Tensor) -> Tensor:
+    """Solve ``X A = B``, one matrix after the other.
+
+    torch 2.13 with MKL breaks down in the LU factorisation of a batch on the CPU ("Pivots given to lu_solve must all be
+    greater or equal to 1") if it has two threads or more and the matrices have about 192 rows or more.
+
+    Args:
+        matrix: A ``[..., n, n]``, not singular.
+        right: B ``[..., m, n]``.
+
+    Returns:
+        X ``[..., m, n]``.
+    """
+    pairs = zip(
+        matrix.flatten(0, -3) if matrix.dim() > 2 else [matrix], right.reshape(-1, *right.shape[-2:]), strict=True
+    )
+    solved = [anywhere(torch.linalg.solve, a, b, left=False) for a, b in pairs]
+    return torch.stack(solved).view(right.shape)
+
+
 def anywhere(function: Callable[..., Any], *tensors: Tensor, **keywords: Any) -> Any:
     """``function(*tensors)``, on the CPU if their device has no such function or breaks down in it.
 

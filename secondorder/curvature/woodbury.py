@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from secondorder.curvature.kernel import Rows, add_combination_, gram, project, whole
-from secondorder.linalg import all_true_on_cpu, anywhere, mirror_upper_
+from secondorder.linalg import all_true_on_cpu, anywhere, mirror_upper_, solve_each
 
 #: Rungs of the ladder of failed Cholesky factorisations, in multiples of the mean diagonal.
 _JITTERS = (1e-6, 1e-4, 1e-2)
@@ -116,7 +116,7 @@ def curvature(rows: Rows, inverse: Tensor, damping: Tensor) -> Tensor:
     """
     u, inverse = _vectors(rows), inverse.double()
     rest = torch.eye(rows.n, dtype=u.dtype, device=u.device) - u @ u.mT @ inverse
-    found: Tensor = u.mT @ anywhere(torch.linalg.solve, rest, inverse, left=False) @ u
+    found = u.mT @ solve_each(rest, inverse) @ u
     return found.add(found.mT) * (damping.double() / 2)[..., None, None]
 
 

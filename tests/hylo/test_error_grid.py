@@ -73,7 +73,9 @@ class Problem:
         index, weight = draw(scores, rank, sampling, torch.Generator().manual_seed(seed))
         kept = torch.cat([self.rows[p][index[:, p]] * weight[:, p, :, None] for p in range(RANKS)], 1)
         kernel = kept @ kept.mT / M
-        return self.error(kept, torch.linalg.inv(kernel + self.damping * eye(kernel.shape[-1])))
+        # One by one: with two threads torch 2.13 with MKL breaks down in a batch of matrices of this size.
+        inverse = torch.stack([torch.linalg.inv(k + self.damping * eye(len(k))) for k in kernel])
+        return self.error(kept, inverse)
 
     def interpolated(self, pivoting: str = "cholesky", residual: str = "diag", rank: int = R) -> Tensor:
         """Error ``[]``: ``M = C (I + Cᵀ K̂ C)⁻¹ Cᵀ`` with the blocks of ``S = C Cᵀ`` from the ranks."""
