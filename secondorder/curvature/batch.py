@@ -148,7 +148,7 @@ def _by_majority(
 
 
 def _from_layers(heads: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int) -> Count:
-    """As :func:`count_examples`, of a pass whose inputs are not known: the largest number that explains all layers."""
+    """As :func:`count_examples`, of a pass whose inputs are not known: the largest number that explains most layers."""
     rows = Counter[int]()
     for use in {(use.site, use.shape): use for use in uses}.values():
         rows[use.shape[1] if dim == 1 and use.axes is None and len(use.shape) > 2 else use.rows] += 1
@@ -160,11 +160,22 @@ def _from_layers(heads: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int
     several = {r: count for r, count in rows.items() if r > 1}
     if not several or sum(several.values()) < rows[1]:
         return Count(1)
-    least = min(several)
-    if _are_multiples(least, several):
-        return Count(least)
+    for n in sorted(several):  # others may be experts, which see some of the rows
+        if 2 * sum(count for r, count in rows.items() if r % n == 0) >= sum(rows.values()):
+            return Count(n)
     found = ", ".join(str(r) for r in sorted(rows))
     return Count(None, f"its layers have {found} rows, which are not multiples of one number")
+
+
+def several_batches(uses: Iterable[Use], n: int | None) -> str:
+    """Why the calls of one layer cannot all be of the same n examples, in words; empty if they can."""
+    rows: dict[int, set[int]] = {}
+    for use in uses:
+        rows.setdefault(use.site, set()).add(use.rows)
+    for found in rows.values():
+        if n and len(found) > 1 and any(r % n for r in found):
+            return f"a layer of it was called with {' and with '.join(map(str, sorted(found)))} rows"
+    return ""
 
 
 def _leading(shape: tuple[int, ...], dim: int, n: int, second: bool = True) -> tuple[int, ...]:

@@ -116,6 +116,9 @@ class Capture(Observation):
         self._pending: dict[int, Statistic] = {}
         self._own_examples: dict[int, int] = {}
         #: Hooks of layers; operators in compiled graphs know them by their position.
+        self._parts: list[weakref.ref[nn.Module]] = []
+        #: By identity, the parts of the model that have a layer which is tapped.
+        self._tapped_parts: set[int] = set()
         self.taps: list[LayerHook] = []
         self._tap_handles: list[RemovableHandle] = []
         self._root_handles: list[RemovableHandle] = []
@@ -130,9 +133,11 @@ class Capture(Observation):
                 root.register_forward_pre_hook(RootEnter(self.switch, number, rule), with_kwargs=True, prepend=first),
                 root.register_forward_hook(RootLeave(self.switch, number), always_call=True),
             ]
+            parts = parts_called_alone(root)
+            self._parts += [weakref.ref(part) for part in parts]
             self._root_handles += [
                 part.register_forward_pre_hook(PartEnter(self.switch, number), with_kwargs=True, prepend=first)
-                for part in parts_called_alone(root)
+                for part in parts
             ]
         conceal(self._root_handles)
         # A model may outlive its optimizer: its hooks then go.
@@ -155,6 +160,9 @@ class Capture(Observation):
         self.sites = list(sites)
         self.taps.clear()
         self._roots.locate(self.sites)
+        owners = {site.owner for site in self.sites}
+        parts = [part for ref in self._parts if (part := ref()) is not None]
+        self._tapped_parts = {id(part) for part in parts if any(p in owners for p in part.parameters())}
         for i, site in enumerate(self.sites):
             for module, part, adapter in site.taps:
                 tap = LayerHook(self.switch, len(self.taps), i, adapter, part)
@@ -337,14 +345,27 @@ class Capture(Observation):
             self._begin(found)
         return found
 
-    def enter_part(self, inputs: Sequence[Input], root: int) -> None:
+    def enter_part(self, part: nn.Module, inputs: Sequence[Input], root: int) -> None:
         """Note the input to a part of a root that is called while the root is not."""
-        if (found := self._stray(root)) is not None:
-            found.enter(inputs if found.is_stray else ())
-            return
-        found = Pass(inputs, self._batch_dim, self._keep, root, self._order)
-        found.is_stray = True
-        self._begin(found)
+        if id(part) not in self._tapped_parts:
+            return  # it may be of another batch
+        if (found := self._stray(root)) is None:
+            found = Pass((), self._batch_dim, self._keep, root, self._order)
+            found.is_stray = True
+            self._begin(found)
+        if found.is_stray:
+            found.enter_part(id(part), inputs)
+
+    def forward_of(self, current: Pass, seen: Seen) -> Pass:
+        """The forward among those of a pass that a use of a layer belongs to."""
+        if not current.is_stray:
+            return current
+        with self._lock:
+            known = bool(current.forwards)
+            found = current.forward_of(seen.site, seen.call)
+            if not known:
+                self._passes.update((next(self._pass_ids), one) for one in current.forwards)
+        return found
 
     def _stray(self, root: int) -> Pass | None:
         """The pass that a layer outside of the root's forward belongs to, if one has begun and no backward has come."""
@@ -472,6 +493,7 @@ class Capture(Observation):
         x, adapter = seen.x, seen.adapter
         keep, shared, unclear = None, False, False
         if current is not None:
+            current = self.forward_of(current, seen)
             x, g = current.lay_out(x, g, adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
             unclear = current.is_unclear(x, g, adapter)

@@ -54,6 +54,10 @@ class Observation(ABC):
         """Hand calls of one pass to the statistic of a site."""
 
     @abstractmethod
+    def forward_of(self, current: Pass, seen: Seen) -> Pass:
+        """The forward among those of a pass that a use of a layer belongs to."""
+
+    @abstractmethod
     def _count(self, current: Pass) -> None:
         """Count the examples of a pass, once."""
 
@@ -82,7 +86,10 @@ class Observation(ABC):
                 gradients = _pull_back(outputs, [edge for _, edge, _ in waiting], vector)
                 if number == 0:
                     reached = {id(w[0]) for w, g in zip(waiting, gradients, strict=True) if g is not None}
-                    self._count_observed([p for p in self.observable() if id(p) in reached], terms)
+                    used = [
+                        self.forward_of(p, s) for (p, _, s), g in zip(waiting, gradients, strict=True) if g is not None
+                    ]
+                    self._count_observed(used, terms)
                 self._take_in(waiting, gradients, number > 0)
         finally:
             self._observing = False
@@ -112,7 +119,7 @@ class Observation(ABC):
             if seen.is_stale:
                 self.refuse(seen.site, "its input is modified in place before it is observed")
                 continue
-            adapter = seen.adapter
+            adapter, current = seen.adapter, self.forward_of(current, seen)
             x, g = current.lay_out(seen.x, g.reshape(seen.shape), adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
             call = Call(x, g, adapter, None, keep, seen.part, again, shared, current.is_unclear(x, g, adapter))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from secondorder.curvature.batch import Count, Input, Use, count_examples
+from secondorder.curvature.batch import Count, Input, Use, count_examples, several_batches
 from secondorder.curvature.kronecker import Call
 from secondorder.curvature.layers import Adapter
 from secondorder.curvature.taps import Seen
@@ -77,6 +77,18 @@ class _Layouts:
         return alone or (self.one_input and not self.many_inputs)
 
 
+class _Step(NamedTuple):
+    """A call of a layer outside of the model's own forward.
+
+    Attributes:
+        use: Its input.
+        is_computed: Whether that was computed from parameters.
+    """
+
+    use: Use
+    is_computed: bool
+
+
 class _Judged(NamedTuple):
     """What a pass concludes from all that it has seen.
 
@@ -106,6 +118,8 @@ class Pass:
 
     Attributes:
         is_stray: Whether the module's own forward has not been called.
+        is_one: Whether a stray pass is one forward, however often its layers are called.
+        forwards: Those that a stray pass turned out to be, if they are several.
         edges: Where the gradients of layer outputs can be asked for, if they are to be observed.
     """
 
@@ -123,7 +137,10 @@ class Pass:
         self._given_examples, self._order, self._batch_dim = examples, order, batch_dim
         self._judged: _Judged | None = None
         self.keep, self.root = keep, root
-        self.counted = self.is_stray = self._has_left = False
+        self.counted = self.is_stray = self.is_one = self._has_left = False
+        self.forwards: list[Pass] = []
+        self._steps: dict[int, list[_Step]] = {}
+        self._entered: dict[int, list[Sequence[Input]]] = {}
         #: Weak references to the outputs of the model.
         self.outputs: list[Callable[[], object | None]] = []
         self.calls: dict[int, int] = {}
@@ -143,6 +160,11 @@ class Pass:
         self._given_examples = self._given_examples if examples is None else examples
         self._judged = None
 
+    def enter_part(self, part: int, inputs: Sequence[Input]) -> None:
+        """Note what a part of the model was given."""
+        self._entered.setdefault(part, []).append(inputs)
+        self.enter(inputs)
+
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """Note what the model returned; nothing if it raised."""
         self._has_left = True
@@ -152,22 +174,52 @@ class Pass:
                 self._heads.append(tuple(tensor.shape))
         self._judged = None
 
-    def see(self, index: int, adapter: Adapter, x: Tensor) -> None:
-        """Note a call of a layer."""
-        self.calls[index] = self.calls.get(index, 0) + 1
+    def see(self, index: int, adapter: Adapter, x: Tensor) -> int:
+        """Note a call of a layer.
+
+        Returns:
+            How many it had before.
+        """
+        call = self.calls.get(index, 0)
+        self.calls[index] = call + 1
         shape = tuple(x.shape)
-        if (index, shape) in self._uses:
-            return
-        self._judged = None
-        self._uses[index, shape] = Use(
-            index,
-            shape,
-            adapter.sequence_axes(x),
-            adapter.is_unbatched(x),
-            adapter.one_hot,
-            adapter.feature_axes,
-            adapter.channels_first,
-        )
+        if (index, shape) not in self._uses:
+            self._judged = None
+            self._uses[index, shape] = _use_of(index, adapter, x)
+        if self.is_stray:
+            self._steps.setdefault(index, []).append(_Step(self._uses[index, shape], x.requires_grad))
+        return call
+
+    def forward_of(self, index: int, call: int) -> Pass:
+        """The forward that a call of a layer belongs to: the pass itself, or one of those that it consists of.
+
+        A script that calls parts of a model may do so for several batches before one backward. Then every layer is
+        called equally often, and never on what an earlier round computed.
+
+        Args:
+            index: Site of the layer.
+            call: How many calls it had before.
+
+        Returns:
+            The forward.
+        """
+        if not self.counted:
+            rounds = {len(steps) for steps in self._steps.values()}
+            repeats = all(len({step.is_computed for step in steps}) == 1 for steps in self._steps.values())
+            if len(rounds) == 1 and rounds != {1} and repeats and not self.is_one:
+                self.forwards = [self._round(i) for i in range(rounds.pop())]
+                self.counted = True  # as its forwards
+            self._steps.clear()
+        return self.forwards[call] if self.forwards else self
+
+    def _round(self, number: int) -> Pass:
+        every = len(next(iter(self._steps.values())))
+        inputs = [x for entered in self._entered.values() if len(entered) == every for x in entered[number]]
+        found = Pass(inputs, self._batch_dim, self.keep, self.root, self._order, self._given_examples)
+        for index, steps in self._steps.items():
+            use = steps[number].use
+            found.calls[index], found._uses[index, use.shape] = 1, use
+        return found
 
     # ------------------------------------------------------------------ what it concludes
     @property
@@ -186,6 +238,8 @@ class Pass:
             count = count_examples(self._inputs, self._heads, uses, dim)
             if self._given_examples is not None:
                 count = Count(self._given_examples)
+            elif self.is_stray and not count.doubt:
+                count = count._replace(doubt=several_batches(uses, count.n))
             seen = self._inputs or [Input(use.shape, use.one_hot) for use in uses]
             fitting = [x for x in seen if len(x.shape) > dim and x.shape[dim] == count.n]
             given = next(iter(fitting or seen), Input((), False))
@@ -291,3 +345,15 @@ class Pass:
         if g.dim() > 2 and g.shape[:2] == keep.shape[::-1]:
             return keep.T
         return keep.reshape(-1) if g.dim() == 2 and len(g) == keep.numel() else None
+
+
+def _use_of(index: int, adapter: Adapter, x: Tensor) -> Use:
+    return Use(
+        index,
+        tuple(x.shape),
+        adapter.sequence_axes(x),
+        adapter.is_unbatched(x),
+        adapter.one_hot,
+        adapter.feature_axes,
+        adapter.channels_first,
+    )

@@ -112,7 +112,8 @@ class PartEnter(RootEnter):
         _notify(switch)
         capture = CAPTURES.get(switch.key)
         if capture is not None and switch.armed and torch.is_grad_enabled():
-            capture.enter_part([Input.of(x) for x in _tensors((args, kwargs), by_sequence=True)], self.number)
+            inputs = [Input.of(x) for x in _tensors((args, kwargs), by_sequence=True)]
+            capture.enter_part(module, inputs, self.number)
 
 
 def parts_called_alone(root: nn.Module) -> list[nn.Module]:
@@ -178,7 +179,7 @@ class LayerHook(OwnHook):
             return torch.ops.secondorder.tap(output, x.detach(), token, switch.key, self.number)
         capture = CAPTURES.get(switch.key)
         if capture is not None and not _in_transform():
-            _tap(capture, self, x.detach(), output)
+            _tap(capture, self, x, output)
         return None
 
     def _refuse(self) -> None:
@@ -218,6 +219,7 @@ class Seen(NamedTuple):
         x: What the adapter prepared from the input; None where it needs none.
         version: Version counter of ``x``.
         shape: Shape of the output.
+        call: How many uses of the layer the forward pass had before.
     """
 
     site: int
@@ -226,6 +228,7 @@ class Seen(NamedTuple):
     x: Tensor | None
     version: int
     shape: torch.Size
+    call: int = 0
 
     @property
     def is_stale(self) -> bool:
@@ -260,10 +263,10 @@ class EagerTap:
 
 
 def _tap(capture: Capture, hook: LayerHook, x: Tensor, output: Tensor) -> None:
-    current = capture.find_pass(capture.switch.token, hook.index)
+    current, call = capture.find_pass(capture.switch.token, hook.index), 0
     if current is not None and not in_backward():
-        current.see(hook.index, hook.adapter, x)
-    seen = _seen(hook, x, output.shape)
+        call = current.see(hook.index, hook.adapter, x)
+    seen = _seen(hook, x.detach(), output.shape, call)
     # On the node that computed the values, not on the tensor: an in-place activation behind a view (a Linear on 3-D
     # input returns one) takes the gradient past the view's own hooks.
     source = output._base if output._is_view() else output
@@ -284,9 +287,9 @@ def _tap(capture: Capture, hook: LayerHook, x: Tensor, output: Tensor) -> None:
 _outside_of_graphs = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
-def _seen(hook: LayerHook, x: Tensor, shape: torch.Size) -> Seen:
+def _seen(hook: LayerHook, x: Tensor, shape: torch.Size, call: int = 0) -> Seen:
     kept = x if hook.adapter.needs_input else None
-    return Seen(hook.index, hook.part, hook.adapter, kept, 0 if kept is None else kept._version, shape)
+    return Seen(hook.index, hook.part, hook.adapter, kept, 0 if kept is None else kept._version, shape, call)
 
 
 @_outside_of_graphs  # type: ignore[untyped-decorator]
@@ -353,6 +356,7 @@ def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, number: int) -> 
     if capture is not None and hook is not None:
         current = capture.find_pass(token, hook.index)
         if current is not None:
+            current.is_one |= current.is_stray  # a compiled call does not tell its backward which one it was
             current.see(hook.index, hook.adapter, x)
     return output.clone()
 

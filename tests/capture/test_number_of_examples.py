@@ -115,6 +115,82 @@ def test_micro_batches_of_parts_add_up() -> None:
     assert_factors(all_factors(opt, model), expected)
 
 
+@pytest.mark.parametrize("cls", [KFAC, EKFAC, HyLo])
+@pytest.mark.parametrize("sizes", [(N, N), (N, 10)])
+def test_two_batches_before_one_backward(sizes: tuple[int, int], cls: Any) -> None:
+    """By parts they are what two forwards of the model are, also where one is shorter."""
+    batches = [noise(n, T, WIDTH, seed=n + i) for i, n in enumerate(sizes)]
+    steps = []
+    for run in (lambda model, x: model(x), by_parts):
+        model = seeded_build(Coder)
+        opt = cls(model, lr=1.0, momentum=0.0, damping=1e-2, kl_clip=None)
+        outputs = [run(model, x) for x in batches]
+        (sum(F.cross_entropy(z, labels(len(z), CLASSES), reduction="sum") for z in outputs) / sum(sizes)).backward()
+        opt.step()
+        steps.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(steps[1], steps[0], rtol=1e-9, atol=1e-12)
+
+
+def test_observed_batches_of_parts() -> None:
+    found = []
+    for run in (lambda model, x: model(x), by_parts):
+        model = seeded_build(Coder)
+        opt = plain_kfac(model, fisher="exact")
+        outputs = [run(model, noise(N, T, WIDTH, seed=i)) for i in range(2)]
+        opt.observe(torch.cat(outputs), "categorical")
+        (sum(z.square().sum() for z in outputs) / (2 * N)).backward()
+        opt.step()
+        found.append(all_factors(opt, model))
+    assert_factors(found[1], found[0])
+
+
+def test_a_cell_that_a_script_runs_over_time() -> None:
+    """Every layer is called equally often, but on what it computed before: one forward."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return run(self, x)
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        state, outputs = x.new_zeros(len(x), WIDTH), []
+        for t in range(T):
+            state = torch.tanh(model.inner(state) + x[:, t])
+            outputs.append(model.head(state))
+        return torch.stack(outputs, 1).mean(1)
+
+    x, y = data()
+    expected = expected_factors(seeded_build(Cell), x, y, F.cross_entropy)
+    model = seeded_build(Cell)
+    opt = plain_kfac(model)
+    F.cross_entropy(run(model, x), y).backward()
+    opt.step()
+    assert_factors(all_factors(opt, model), expected)
+
+
+def test_a_part_that_is_not_trained_does_not_count() -> None:
+    """The generator's batch, while the discriminator takes another one."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = nn.Sequential(nn.Linear(5, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+            self.discriminator = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+    model = seeded_build(Pair)
+    opt = plain_kfac(model.discriminator.parameters(), module=model)
+    fake = model.generator(noise(N, 5)).detach()
+    x, y = torch.cat([noise(N, WIDTH), fake]), labels(2 * N, CLASSES)
+    plain = copy.deepcopy(model.discriminator)
+    F.cross_entropy(model.discriminator(x), y).backward()
+    opt.step()
+    expected = expected_factors(plain, x, y, F.cross_entropy)
+    assert_factors(all_factors(opt, model.discriminator), expected)
+
+
 @pytest.mark.parametrize("order", ["part first", "model first"])
 def test_a_part_beside_the_whole_model_is_of_one_batch(order: str) -> None:
     """A projector after the model, or a preview before it: the examples of the batch count once."""
@@ -159,7 +235,8 @@ def test_rows_that_are_no_multiples_are_doubted() -> None:
     opt = plain_kfac(model)
     for step in range(2):
         opt.zero_grad()
-        (model.inner(noise(24, WIDTH)).square().mean() + model.inner(noise(7, WIDTH)).square().mean()).backward()
+        rows = (*model.inner(noise(24, WIDTH)), *model.inner(noise(7, WIDTH)), *model.decoder(noise(24, WIDTH)))
+        sum(row.square().mean() for row in rows).backward()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             opt.step()
