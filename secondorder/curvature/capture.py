@@ -161,8 +161,8 @@ class Capture(Observation):
         self.taps.clear()
         self._roots.locate(self.sites)
         owners = {site.owner for site in self.sites}
-        parts = [part for ref in self._parts if (part := ref()) is not None]
-        self._tapped_parts = {id(part) for part in parts if any(p in owners for p in part.parameters())}
+        known = [found for ref in self._parts if (found := ref()) is not None]
+        self._tapped_parts = {id(found) for found in known if any(p in owners for p in found.parameters())}
         for i, site in enumerate(self.sites):
             for module, part, adapter in site.taps:
                 tap = LayerHook(self.switch, len(self.taps), i, adapter, part)

@@ -240,7 +240,7 @@ def test_rows_that_are_no_multiples_are_doubted() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             opt.step()
-        text = "it is not certain how many examples a forward pass of Coder has: its layers have 7, 24 rows"
+        text = "how many examples a forward pass of Coder has: a layer of it was called with 7 and with 24 rows"
         assert [text in str(w.message) for w in caught] == ([True] if step == 0 else [])
 
 
