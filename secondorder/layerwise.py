@@ -174,15 +174,16 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         blocks = [block for block in blocks if block.owner in gradients]
         if not blocks or self._is_repeated(captured):
             return
-        missed: dict[str, str] = {}
+        missed, names = dict[str, str](), set[str]()
         for block in blocks:
             reason = self._capture.refused.setdefault(block.index, self._why_missing(block))  # describe() says so too
             own = {block.name, reason, f"{kind_of(block.name)}: {kind_of(reason)}"}
             if not own & self._warned:
                 missed[block.label] = reason
-                self._warned |= {block.name, *({UNKNOWN} & own)}  # it holds for every layer, also if due later
+                names.add(block.name)
         if not missed:
             return
+        self._warned |= names | ({UNKNOWN} & set(missed.values()))  # that holds for every layer, also if due later
         # Other experts of a mixture have other shapes in every batch: once for all of them.
         self._warned |= {f"{kind_of(name)}: {kind_of(why)}" for name, why in missed.items() if kind_of(why) != why}
         todo = advice(missed, bool(captured.statistics or captured.idle), self._layer_options.batch_dim)

@@ -66,7 +66,7 @@ class DampingWatch:
         """Return, once, what to warn about if λ hides the curvature of all blocks and the numbers have arrived."""
         if self.done or self._numbers is None or (self._arrived is not None and not self._arrived.query()):
             return None
-        numbers, self.done = self._numbers.tolist(), True
+        numbers, self.done = self._numbers.numpy().tolist(), True  # on the host already: nothing waits
         text = _verdict(method, self._damped, numbers)
         self._damped, self._numbers, self._arrived = (), None, None
         return text

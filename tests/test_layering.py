@@ -25,7 +25,7 @@ MAY_IMPORT = {
     # of comm only the name, see below
     "methods": {
         "scaling", "rebasing", "factored", "factorising", "observing", "switched", "rowwise", "switching", "trial",
-        "layerwise", "capturing", "windowed", "units", "optimizer", "lifecycle",
+        "layerwise", "capturing", "windowed", "units", "optimizer", "lifecycle", "overdamping",
         "curvature", "linalg", "options", "comm",
     },
     "factory": {"methods", "optimizer", "comm", "curvature"},
@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "substituting": {"rowwise", "factorising", "lifecycle", "curvature", "linalg"},
     "rowwise": {"observing", "layerwise", "lifecycle", "comm", "curvature", "linalg"},
     "observing": {"adaptive", "layerwise", "lifecycle", "curvature", "options"},
-    "scaling": {"routing", "lifecycle", "curvature", "linalg"},
+    "scaling": {"routing", "lifecycle", "curvature", "linalg", "options"},
     "routing": {"rebasing", "comm", "lifecycle", "curvature", "linalg"},
     "rebasing": {"factored", "factorising", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
@@ -54,20 +54,20 @@ MAY_IMPORT = {
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
     "missing": {"lifecycle", "curvature"},
     "layerwise": {
-        "missing", "optimizer", "serving", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options",
+        "missing", "overdamping", "optimizer", "serving", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options",
     },
     "serving": {"refreshing", "comm", "curvature", "linalg"},
     "refreshing": {"reducing", "curvature", "linalg"},
     "reducing": {"capturing", "lifecycle", "comm", "curvature", "linalg"},
     "capturing": {"lifecycle", "comm", "curvature", "options"},
-    "windowed": {"optimizer", "sharding", "units", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
+    "windowed": {"overdamping", "optimizer", "sharding", "units", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
     "sharding": {"recutting", "windowing", "units", "lifecycle", "comm", "curvature"},
-    "windowing": {"partitioning", "units", "comm", "diagnostics", "lifecycle", "curvature"},
+    "windowing": {"partitioning", "units", "comm", "diagnostics", "lifecycle", "curvature", "options"},
     "partitioning": {"checkpoint", "curvature"},
     "units": {"lifecycle", "curvature"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
     "optimizer": {
-        "checkpoint", "planner", "pieces",
+        "checkpoint", "planner", "pieces", "overdamping",
         "comm", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options",
     },
     # parameters that are cut over ranks, and windows of their gradients
@@ -78,12 +78,14 @@ MAY_IMPORT = {
     "rehearsing_rows": {"rehearsing", "gathering", "rowwise", "comm", "lifecycle", "curvature"},
     "rehearsing": {"refreshing", "reducing", "sharding", "windowing", "comm", "lifecycle", "curvature"},
     "diagnostics": {"lifecycle", "comm", "curvature", "linalg", "options"},
-    "checkpoint": {"saved", "lifecycle", "comm", "options"},
+    "checkpoint": {"saved", "lifecycle", "comm", "curvature", "options"},
     "saved": {"lifecycle", "comm", "options"},
     "schedule": {"lifecycle", "options"},
     "signals": set(),
     "switching": {"options", "signals"},
-    "lifecycle": {"comm", "curvature", "linalg", "options"},
+    "lifecycle": {"overdamping", "comm", "curvature", "linalg", "options"},
+    # a warning of damping that hides the curvature
+    "overdamping": {"curvature"},
     "nn": {"curvature"},
     "curvature": {"linalg"},
     "comm": {"triangles"},

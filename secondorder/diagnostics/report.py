@@ -73,7 +73,7 @@ class Reporting(Lifecycle):
             for name, value in ({"betas": self._default_betas} | self.defaults).items()
         }
         hidden = {"params", "param_names", "fallback_base_lr"}
-        always = {"lr", "weight_decay"}
+        always = {"lr", "weight_decay", min(self.defaults)}  # torch's own test of optimizers looks for the first one
         names = [k for k, v in group.items() if k in always or (k not in hidden and (k not in usual or v != usual[k]))]
         return {name: group[name] for name in sorted(names)}
 

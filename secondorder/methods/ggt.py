@@ -162,7 +162,7 @@ class GGT(WindowOptimizer):
         return float(group["betas"][0])
 
     def _cycles_betas(self, defaults: Group) -> bool:
-        return options.is_adam(defaults["graft"]) or defaults["betas"][0] > 0
+        return defaults["graft"] is None or options.is_adam(defaults["graft"]) or defaults["betas"][0] > 0
 
     def _adam_options(self, group: Group) -> tuple[tuple[float, float], float]:
         """Those of the fallback: ``betas`` and ``eps`` are GGT's own, but a β₁ above 0 is also that of a graft."""

@@ -39,7 +39,7 @@ def test_that_nothing_is_covered_is_said_first(method):
 
     (text,) = told(lambda: method(Own(), graft="adam"))
     assert text.startswith(f"{method.__name__}: nothing is covered. All parameters get no curvature")
-    assert "rule 'adamw' (Own has no adapter" in text
+    assert "rule 'adam' (Own has no adapter" in text
     (text,) = told(lambda: method(nn.Sequential(nn.Linear(3, 3), Own())))
     assert "nothing is covered" not in text
     assert "some parameters get no curvature" in text
