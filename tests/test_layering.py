@@ -54,13 +54,17 @@ MAY_IMPORT = {
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
     "missing": {"lifecycle", "curvature"},
     "layerwise": {
-        "missing", "overdamping", "optimizer", "serving", "capturing", "lifecycle", "comm", "curvature", "update", "linalg", "options",
+        "missing", "overdamping", "optimizer", "serving", "capturing", "lifecycle",
+        "comm", "curvature", "update", "linalg", "options",
     },
     "serving": {"refreshing", "comm", "curvature", "linalg"},
     "refreshing": {"reducing", "curvature", "linalg"},
     "reducing": {"capturing", "lifecycle", "comm", "curvature", "linalg"},
     "capturing": {"lifecycle", "comm", "curvature", "options"},
-    "windowed": {"overdamping", "optimizer", "sharding", "units", "lifecycle", "comm", "curvature", "update", "linalg", "options"},
+    "windowed": {
+        "overdamping", "optimizer", "sharding", "units", "lifecycle",
+        "comm", "curvature", "update", "linalg", "options",
+    },
     "sharding": {"recutting", "windowing", "units", "lifecycle", "comm", "curvature"},
     "windowing": {"partitioning", "units", "comm", "diagnostics", "lifecycle", "curvature", "options"},
     "partitioning": {"checkpoint", "curvature"},
