@@ -86,7 +86,7 @@ def linear_layers(model: nn.Module) -> dict[str, str]:
 
 def treatment(optimizer: Any) -> dict[str, str]:
     """By parameter: the block that covers it, or the fallback and why."""
-    words = ("block ", "window ", "sgd fallback", "adamw fallback")
+    words = ("block ", "window ", "sgd fallback", "adam fallback")
     lines = optimizer.describe().splitlines()
     names = {name for group in optimizer.param_groups for name in group["param_names"]}
     found = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in names}

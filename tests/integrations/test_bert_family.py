@@ -80,4 +80,4 @@ def test_a_word_embedding_that_is_the_head_too_may_have_either_block(tied: str |
     assert losses[-1] < losses[0]
     how = treatment(optimizer)["transformer.wte.weight"]
     expected = {"embedding": "block 'transformer.wte' (Embedding), tied", "head": "block 'lm_head' (Linear), tied"}
-    assert how.startswith(expected[tied] if tied else "adamw fallback: tied across layers")
+    assert how.startswith(expected[tied] if tied else "adam fallback: tied across layers")
