@@ -40,7 +40,7 @@ _JITTER = 1e-6
 #: An eigenvalue counts as 0 below this many times ``√n ε`` of the largest. At widths of 256 to 1024 rounding leaves up
 #: to a tenth of that in place of 0, and the smallest eigenvalues that are not 0 were five times as much or more.
 _NULL = 2.0
-#: Bounds of the error of a rotated gradient, as multiples of ε: of each coordinate beside the norm of the gradient, and
+#: Bounds of the error of a rotated gradient, as multiples of ε: of each coordinate relative to the gradient's norm, and
 #: of the angle ``ε s_max / s_j`` by which rounding turns a null space towards an eigenvector of another eigenvalue s_j.
 #: At the same widths rounding makes up to a twentieth of each.
 _ROTATION, _TURN = 8.0, 4.0

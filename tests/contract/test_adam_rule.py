@@ -135,9 +135,16 @@ def test_the_fallback_is_named_like_the_graft(method: Method, mlp: Task, spelled
         assert f"{spelled} fallback" in line
 
 
+def test_betas_of_ggt_are_not_those_of_its_fallback(mlp: Task) -> None:
+    """Its own options are named betas and eps, so those of Adam's rule keep their longer names there."""
+    model = mlp.model()
+    given = {"betas": (0.5, 0.75), "eps": 1e-4, "fallback_betas": (0.25, 0.5), "fallback_eps": 1e-6}
+    group = secondorder.GGT(model.parameters(), graft="adam", **given).param_groups[0]
+    assert {key: group[key] for key in given} == given
+
+
+@pytest.mark.option("damping")
 def test_betas_and_eps_have_two_names_that_cannot_disagree(method: Method, mlp: Task) -> None:
-    if method.accepts("sgd_weight"):
-        pytest.skip("GGT has betas of its own")
     new, old = {"betas": (0.5, 0.75), "eps": 1e-4}, {"fallback_betas": (0.5, 0.75), "fallback_eps": 1e-4}
     groups = [
         method.build(mlp.model(), graft="adam", **new).param_groups[0],
@@ -151,10 +158,9 @@ def test_betas_and_eps_have_two_names_that_cannot_disagree(method: Method, mlp: 
         method.build(mlp.model(), graft="adam", betas=(0.5, 0.75), fallback_betas=(0.5, 0.8))
 
 
+@pytest.mark.option("damping")
 def test_a_checkpoint_from_before_decays_as_it_did(method: Method, mlp: Task) -> None:
     """Its groups have the old names of the options; with Adam's size, weights were decayed apart from the gradient."""
-    if method.accepts("sgd_weight"):
-        pytest.skip("its options have the names that they had")
     model = mlp.model()
     optimizer = method.build(model, graft="adam", lr=LR, weight_decay=DECAY, decoupled_weight_decay=True)
     train(model, optimizer, mlp, 3)

@@ -130,7 +130,7 @@ def too_large(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_damping_that_hides_all_curvature_is_told_once_with_a_better_one(name):
+def test_damping_that_hides_all_curvature_is_reported_once_with_a_better_one(name):
     found = caught(lambda: train_for(32, name, **too_large(name)))
     ((text, file),) = [(text, file) for text, file in found if "hides the curvature" in text]
     option = "eps" if "ggt" in name else "damping"

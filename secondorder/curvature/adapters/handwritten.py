@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from secondorder.curvature.adapters.norms import LayerNormAdapter, RMSNormAdapter
 from secondorder.curvature.layers import Adapter, widened
 
-#: What is tried beside the numbers that are attributes of the module.
+#: Values of ε to try in addition to the numbers that are attributes of the module.
 _EPS = (1e-5, 1e-6, 1e-12, 1e-8, 0.0)
 #: Largest difference from a form: modules that compute in float32 on the way differ by rounding.
 _TOLERANCE = 1e-4
