@@ -155,6 +155,7 @@ class Capture(Observation):
         self._tap_handles.clear()
         self.discard()
         self._passes.clear()
+        self._open.clear()
         self._due.clear()
         self.refused.clear()
         self.sites = list(sites)
@@ -330,9 +331,11 @@ class Capture(Observation):
         begun = self._open.get(root)
         if begun is not None and begun.is_stray and begun.is_open and not in_backward():
             # Parts of the model ran before it did, on the same batch.
-            begun.is_stray = False
-            begun.enter(inputs, examples)
-            return next(number for number, known in self._passes.items() if known is begun)
+            number = next((number for number, known in self._passes.items() if known is begun), None)
+            if number is not None:  # it may be too old to be known
+                begun.is_stray = False
+                begun.enter(inputs, examples)
+                return number
         return self._begin(Pass(inputs, self._batch_dim, self._keep, root, self._order, examples))
 
     def stray_pass(self, index: int) -> Pass:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from secondorder import EKFAC, KFAC, HyLo
 from secondorder.curvature.batch import Input, Use, count_examples
 from tests.oracle.definitions import expected_factors
-from tests.oracle.driver import all_factors, assert_factors, labels, noise, plain_kfac
+from tests.oracle.driver import all_factors, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.oracle.models import seeded_build
 
 WIDTH, CLASSES, N, T = 64, 10, 24, 7
@@ -217,6 +217,21 @@ def test_a_part_beside_the_whole_model_is_of_one_batch(order: str) -> None:
     opt.step()
     names = ["projector"] if order == "part first" else list(expected)  # the trunk was called twice
     assert_factors(all_factors(opt, model), {name: expected[name] for name in names})
+
+
+def test_layers_that_are_frozen_between_a_part_and_the_model() -> None:
+    """The hooks are made anew then, and what the part saw is not that of the model's forward any more."""
+    x, y = data()
+    model = seeded_build(Coder)
+    opt = plain_kfac(model)
+    model.encode(x)
+    model.decoder.requires_grad_(False)
+    expected = expected_factors(copy.deepcopy(model), x, y, F.cross_entropy)
+    F.cross_entropy(model(x), y).backward()
+    opt.step()
+    assert set(opt.blocks) == {"encoder.0", "inner"}
+    trained = {name: expected[name] for name in opt.blocks}
+    assert_factors({name: held_factors(opt, model, name) for name in trained}, trained)
 
 
 def test_a_forward_that_was_given_up_does_not_join() -> None:
