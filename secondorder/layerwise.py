@@ -26,7 +26,7 @@ from secondorder.curvature.projections import Projection
 from secondorder.curvature.sites import Captured
 from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of, some_of
 from secondorder.linalg import all_true_on_cpu, full_precision
-from secondorder.missing import NO_HOOKS, REPEATED, advice, grouped, kind_of
+from secondorder.missing import NO_HOOKS, REPEATED, advice, kind_of, verdict
 from secondorder.optimizer import SecondOrderOptimizer, rate
 from secondorder.overdamping import Damped
 from secondorder.serving import Serving
@@ -170,8 +170,8 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             self._capture.was_paused = False
             return
         due = self._capture.due | set(self._capture.refused)
-        blocks = [self._blocks[i] for i in due if i not in captured.statistics and i not in captured.idle]
-        blocks = [block for block in blocks if block.owner in gradients]
+        wanted = [self._blocks[i] for i in due if self._blocks[i].owner in gradients]
+        blocks = [b for b in wanted if b.index not in captured.statistics and b.index not in captured.idle]
         if not blocks or self._is_repeated(captured):
             return
         missed, names = dict[str, str](), set[str]()
@@ -187,11 +187,8 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         # Other experts of a mixture have other shapes in every batch: once for all of them.
         self._warned |= {f"{kind_of(name)}: {kind_of(why)}" for name, why in missed.items() if kind_of(why) != why}
         todo = advice(missed, bool(captured.statistics or captured.idle), self._layer_options.batch_dim)
-        warnings.warn(
-            f"{type(self).__name__}: nothing was captured for layers that have a gradient, so they follow the "
-            f"fallback or an old estimate ({grouped(missed)}).{todo}",
-            stacklevel=depth_of_caller(),
-        )
+        text = verdict(missed, len(wanted))
+        warnings.warn(f"{type(self).__name__}: {text}{todo}", stacklevel=depth_of_caller())
 
     def _is_repeated(self, captured: Captured) -> bool:
         """Whether this step has the gradients of the last one, which is said once."""

@@ -99,6 +99,7 @@ class Lifecycle(Optimizer):
         self._names: dict[nn.Parameter, str] = {}
         self._skipped_by_user: set[nn.Parameter] = set()
         self._signature: list[tuple[object, ...]] = []
+        self._checked: list[Group] = []
         self._skipped_steps = 0
         self._skipped_on_device: Tensor | int = 0
         self._workspace = Workspace()
@@ -349,6 +350,7 @@ class Lifecycle(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("fallback_base_lr", float(group["lr"]))
         if self._group:  # not while the constructor adds its groups
+            self._warn_without_effect([group])
             self._follow(self._rebuild())
 
     def _check_keys(self, param_group: Group) -> None:
@@ -362,11 +364,32 @@ class Lifecycle(Optimizer):
             )
         for key in param_group.keys() - known:
             if close := get_close_matches(key, known | fixed, n=1, cutoff=0.85):
+                place = ", which only the constructor takes" if close[0] in fixed else ""
                 warnings.warn(
                     f"{type(self).__name__}: the key {key!r} of a parameter group has no effect; did you mean "
-                    f"{close[0]!r}?",
+                    f"{close[0]!r}{place}?",
                     stacklevel=depth_of_caller(),
                 )
+
+    def _check_changed_options(self) -> None:
+        """Refuse what was written into a group since the last step, as the constructor would, before anything changes.
+
+        Raises:
+            TypeError: For a value of a wrong kind.
+            ValueError: For a value out of range, or for options that exclude each other.
+        """
+        found = options.check_changes(self.param_groups, self._checked, {**options.COMMON, **self.checks})
+        if found is not None:
+            for group in self.param_groups:
+                self._check_group(group)
+            self._checked = found
+
+    def _warn_without_effect(self, groups: Sequence[Group]) -> None:
+        """Warn once of options that were given although no rule of their group reads them."""
+        usual = {name: parameter.default for name, parameter in signature(type(self)).parameters.items()}
+        for text in dict.fromkeys(options.without_effect(group, usual) for group in groups):
+            if text:
+                warnings.warn(f"{type(self).__name__}: {text}", stacklevel=depth_of_caller())
 
     def _check_group(self, group: Group) -> None:
         """Refuse options that exclude each other, or those of the groups that are there."""

@@ -40,6 +40,26 @@ def grouped(reasons: Mapping[str, str]) -> str:
     )
 
 
+def verdict(reasons: Mapping[str, str], total: int) -> str:
+    """Say what became of the layers for which nothing was captured, out of all that have a gradient.
+
+    Args:
+        reasons: Reason by layer.
+        total: How many layers have a gradient and should have been captured.
+
+    Returns:
+        Two sentences.
+    """
+    missed = len(reasons)
+    count = "the only layer that has" if total == 1 else f"{missed} of the {total} layers that have"
+    they = "It keeps its" if missed == 1 else "They keep their"
+    follow = "follows" if missed == 1 else "follow"
+    return (
+        f"nothing was captured for {count} a gradient ({grouped(reasons)}). {they} last estimate, or {follow} the "
+        "fallback rule until there is one."
+    )
+
+
 def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: int) -> str:
     """What the user can do, beginning with a space; empty where the reasons say it themselves."""
     found = set(reasons.values())
@@ -58,4 +78,4 @@ def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: in
                 "torch._dynamo.config.skip_nnmodule_hook_guards = False before anything is compiled)"
             )
         lines.append(f" Usual causes: {causes}.")
-    return "".join([*lines, " Name layers in skip_layers that are meant to have no curvature."])
+    return "".join([*lines, " If layers are meant to have no curvature, name them in skip_layers."])

@@ -82,6 +82,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
             self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
         self._warn_uncovered()
+        self._warn_without_effect(self.param_groups)
 
     def _cycles_betas(self, defaults: Group) -> bool:
         """Whether a scheduler that cycles the momentum acts on β₁, as with AdamW, instead of ``momentum``."""
@@ -167,7 +168,10 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         Raises:
             RuntimeError: If a layer method lost its module (after a copy), its refresh failed ``max_failures`` times,
                 an option needs a closure and there is none, or the module has other parameters than at construction.
+            TypeError: If a value of a wrong kind was written into a group; nothing has changed then.
+            ValueError: If it is out of range, or excluded by another option.
         """
+        self._check_changed_options()
         self._require_ready()
         self._join_ranks()
         self._gathered.clear()  # of a state that this step replaces

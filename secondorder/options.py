@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ Check = Callable[[str, Any], None]
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a plain real number (``bool`` is not one here)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether ``value`` is a real number, of Python or of NumPy (``bool`` is not one here)."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def number(low: float, high: float = math.inf, *, low_open: bool = False, optional: bool = False) -> Check:
@@ -36,7 +37,7 @@ def whole(low: int) -> Check:
     """A check for an integer of at least ``low``."""
 
     def check(name: str, value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             raise TypeError(f"{name} must be an integer, got {value!r}")
         if value < low:
             raise ValueError(f"{name} must be >= {low}, got {value}")
@@ -108,9 +109,9 @@ def plain(value: Any) -> Any:
     """Python's own number for a subclass of one (NumPy's): only those survive ``torch.load(weights_only=True)``."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, int):
+    if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, float):
+    if isinstance(value, numbers.Real):
         return float(value)
     return tuple(map(plain, value)) if isinstance(value, (tuple, list)) else value
 
@@ -172,6 +173,64 @@ def validate(group: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
             f"graft={group['graft']!r} and inner={group['inner']!r} both set the step size: drop one of them "
             "(graft='adam' takes Adam's size, inner='adam' feeds Adam with the preconditioned gradient)"
         )
+
+
+def check_changes(
+    groups: Sequence[Mapping[str, Any]], seen: Sequence[Mapping[str, Any]], checks: Mapping[str, Check]
+) -> list[dict[str, Any]] | None:
+    """Check the options of groups that differ from those of the last look, as a user may write into a group.
+
+    Args:
+        groups: All groups.
+        seen: What the last look returned.
+        checks: Of all options of the method.
+
+    Returns:
+        The options of all groups, or None if none has changed.
+
+    Raises:
+        TypeError: For a value of a wrong kind.
+        ValueError: For a value out of range, or for options that exclude each other.
+    """
+    found = [{name: group[name] for name in checks if name in group} for group in groups]
+    if len(found) == len(seen) and all(map(_are_equal, found, seen)):
+        return None
+    for i, group in enumerate(found):
+        before = seen[i] if i < len(seen) else {}
+        validate(group, {n: checks[n] for n, v in group.items() if n not in before or before[n] is not v})
+    return found
+
+
+def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    pairs = zip(one.values(), other.values(), strict=False)
+    return one.keys() == other.keys() and all(a is b or _is_equal(a, b) for a, b in pairs)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Whether two values of an option are equal, without a look at the elements of a tensor on a device."""
+    return type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other)
+
+
+def without_effect(group: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    """Say which options of a group differ from their default although none of its rules reads them; else empty.
+
+    Args:
+        group: The options of a group.
+        usual: Defaults of the constructor.
+
+    Returns:
+        The text.
+    """
+    rules = [is_adam(group["graft"] or group["inner"]), is_adam(group["fallback"])]
+    own = "fallback_betas" if "fallback_betas" in usual and "fallback_betas" in group else "betas"
+    if all(rules) and group.get("momentum_mode") != "pre":
+        found = [f"{key}={group[key]}" for key in ("momentum", "nesterov") if group[key] not in (0, usual[key])]
+        if found:
+            has = "has" if len(found) == 1 else "have"
+            return f"{' and '.join(found)} {has} no effect, because Adam's rule sets every step: use {own} instead"
+    if not any(rules) and group[own] != usual[own]:
+        return f"{own}={group[own]} has no effect, because only Adam's rule reads it: choose graft='adamw', or drop it"
+    return ""
 
 
 def clashing(clashes: Mapping[str, bool]) -> str:
