@@ -224,11 +224,11 @@ def without_effect(group: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
     rules = [is_adam(group["graft"] or group["inner"]), is_adam(group["fallback"])]
     own = "fallback_betas" if "fallback_betas" in usual and "fallback_betas" in group else "betas"
     if all(rules) and group.get("momentum_mode") != "pre":
-        found = [f"{key}={group[key]}" for key in ("momentum", "nesterov") if group[key] not in (0, usual[key])]
+        found = [f"{key}={group[key]}" for key in ("momentum", "nesterov") if group[key] not in (0, usual.get(key))]
         if found:
             has = "has" if len(found) == 1 else "have"
             return f"{' and '.join(found)} {has} no effect, because Adam's rule sets every step: use {own} instead"
-    if not any(rules) and group[own] != usual[own]:
+    if not any(rules) and own in usual and group[own] != usual[own]:
         return f"{own}={group[own]} has no effect, because only Adam's rule reads it: choose graft='adamw', or drop it"
     return ""
 

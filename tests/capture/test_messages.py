@@ -81,7 +81,10 @@ def test_a_layer_that_was_not_called_is_not_blamed_on_the_model():
             opt.step()
 
     (text,) = told(train)
-    assert "(idle: its hooks did not run). Usual causes: they were not called" in text
+    assert text.startswith(
+        "KFAC: nothing was captured for 1 of the 2 layers that have a gradient (idle: its hooks did not run). It keeps "
+        "its last estimate, or follows the fallback rule until there is one. Usual causes: they were not called"
+    )
     assert "the model was in eval mode" not in text
 
 
@@ -135,6 +138,31 @@ def test_time_first_is_told_of_batch_dim(method, shape):
     assert "make the optimizer with batch_dim=1" in text
     model = Sequences()
     assert told(lambda: step(model, method(model, lr=0.01, batch_dim=1), x)) == []
+
+
+class Positions(nn.Module):
+    """A table of positions as GPTs have it: added to all examples, so that its rows are no examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(9, 6), nn.Embedding(7, 6)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        return self.head(self.body(rows).relu())
+
+
+@pytest.mark.parametrize("method", [EKFAC, HyLo])  # KFAC needs no rows of single examples here
+def test_one_layer_of_several_is_counted_as_one(method):
+    model = Positions()
+    opt = method(model, lr=0.01, damping=1e-3, **OFTEN[method])
+    (text,) = told(lambda: [step(model, opt, torch.randint(9, (4, 7))) for _ in range(3)])
+    assert text.startswith(
+        f"{method.__name__}: nothing was captured for 1 of the 4 layers that have a gradient (positions: "
+    )
+    assert ". It keeps its last estimate, or follows the fallback rule until there is one." in text
+    assert text.endswith("If layers are meant to have no curvature, name them in skip_layers.")
 
 
 @METHODS

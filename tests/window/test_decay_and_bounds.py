@@ -170,6 +170,7 @@ def test_sgd_graft(method: str, partition: str) -> None:
             assert_near(moved[c], u[c] * g[c].norm() / u[c].norm(), 1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:.*momentum=0.5 has no effect")
 @pytest.mark.parametrize("partition", SPLIT)
 @pytest.mark.parametrize("method", METHODS)
 def test_adam_graft(method: str, partition: str) -> None:
