@@ -59,8 +59,6 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     """
 
     _sizes_are = "factors A, G"
-    #: Whether sums of statistics may travel while the next step computes.
-    settles_late: ClassVar[bool] = False
     #: Whether relative damping is that of the kernel of the examples, instead of the Fisher's of the parameters.
     damps_kernel: ClassVar[bool] = False
 
@@ -95,11 +93,6 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     # ------------------------------------------------------------------ stages 1 to 3: statistics
     def _require_ready(self) -> None:
         self._require_capture()
-
-    def _may_wait(self, statistics: Captured) -> bool:
-        blocks = [self._blocks[i] for i in self._due]
-        settled = all(self.state[b.owner]["refreshes"] > 0 for b in blocks)
-        return self.settles_late and settled and not any(self._refresh_is_due(b) for b in self._blocks)
 
     def _discard(self) -> None:
         if self._capture is not None:
@@ -369,7 +362,6 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
 
     # ------------------------------------------------------------------ checkpoints
     def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
-        self._settle()
         for group in groups:
             self._check_group(group)
         return self._without_spread_curvature(super()._checked_state(found, groups))
@@ -460,7 +452,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
 
     def _pending_bytes(self) -> int:
         pending = self._capture.pending.values() if self._capture is not None else ()
-        return sum(int(getattr(s, "nbytes", 0)) for s in pending) + self._bytes_on_the_way
+        return sum(int(getattr(s, "nbytes", 0)) for s in pending)
 
     def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
         block = self._block_of.get(p)
@@ -498,7 +490,6 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
                 f"the curvature of layer '{name}' is on rank {self.comm.owner(block.index)}: ask there, or use "
                 "comm=CommOpt(), which keeps it on every rank"
             )
-        self._settle()
         if not self._has_estimate(block):
             raise RuntimeError(f"nothing was captured for layer '{name}' yet: take a step first")
         return self.block_curvature(block)

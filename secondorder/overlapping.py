@@ -24,7 +24,6 @@ from secondorder.background import DEVICES, Background, Job
 from secondorder.capturing import LayerOptions
 from secondorder.curvature import factors
 from secondorder.curvature.block import Block
-from secondorder.curvature.sites import Captured
 from secondorder.factorising import Found, Task, factorise
 from secondorder.keeping import KeepingFactors
 from secondorder.lifecycle import Group, State
@@ -100,9 +99,6 @@ class OverlappingRefreshes(KeepingFactors):
             return False
         known = self.comm.renews(block.index) and self.state[block.owner]["refreshes"] > 0
         return bool(known) and self._is_scheduled(block, self._t)
-
-    def _may_wait(self, statistics: Captured) -> bool:
-        return not any(self._begins(b) for b in self._blocks) and super()._may_wait(statistics)
 
     def _refresh_due(self) -> list[int]:
         if not self._overlaps:

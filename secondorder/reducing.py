@@ -16,14 +16,13 @@ import logging
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.capturing import Capturing, LayerOptions
-from secondorder.comm import Parcel, Pending
+from secondorder.capturing import Capturing
+from secondorder.comm import Parcel
 from secondorder.curvature.block import Block
 from secondorder.curvature.measured import Measured, Part, counts_of, mean_of, weighted
 from secondorder.curvature.sites import Captured, Statistic
@@ -35,22 +34,12 @@ log: logging.Logger = logging.getLogger("secondorder")
 
 Spec = Callable[[Block], Mapping[str, Tensor]]
 
-#: Options that decide how a batch is folded in.
-_FOLDING = ("factor_decay", "weighting", "burnin_steps")
 #: Words that every due block has before the counts of its parts: examples, contributions, dropped ones.
 _WORDS = 3
 
 
 class Reducing(Capturing):
     """The stages of a step that need other ranks."""
-
-    def _begin_capture(self, layer_options: LayerOptions) -> None:
-        super()._begin_capture(layer_options)
-        #: Sums on their way, and what fills them in.
-        self._arrivals: tuple[Pending, list[Callable[[], None]]] | None = None
-        self._bytes_on_the_way = 0
-        #: Statistics that are not folded in yet.
-        self._unsettled: tuple[Captured, Tensor | None, list[dict[str, Any]]] | None = None
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
@@ -98,7 +87,6 @@ class Reducing(Capturing):
                 if "factor_a" in m.parts:
                     self._rows_seen[self._blocks[i].name] = m.examples, m.parts["factor_a"].number
             return statistics._replace(statistics=measured)  # type: ignore[arg-type]
-        self._settle()
         return self._combine(statistics, measured)
 
     def _combine(self, captured: Captured, measured: dict[int, Measured]) -> Captured:
@@ -134,7 +122,7 @@ class Reducing(Capturing):
     ) -> tuple[dict[int, Measured], Tensor]:
         """Add up what the ranks measured of some blocks, and some more words.
 
-        The sums are on their way when this returns: parts are empty until :meth:`_arrive`.
+        The sums travel while the ranks agree on counts, and have arrived when this returns.
 
         Returns:
             By block, for those that any rank has seen, the combined parts (where this rank holds the estimate), and the
@@ -147,66 +135,33 @@ class Reducing(Capturing):
         last = torch.tensor(tail, dtype=torch.float64, device=device)
         agreed = self.comm.agree(torch.cat([*(w.to(device) for w in words), last]))
         *sums, told = agreed.split([*map(len, words), len(tail)])
-        found: dict[int, Measured] = {}
-        on_the_way: list[Callable[[], None]] = []
-        self._bytes_on_the_way = 0
-        for block, parcel, total in zip(blocks, parcels, sums, strict=True):
+        found, numbers = dict[int, Measured](), dict[int, Tensor]()
+        for block, total in zip(blocks, sums, strict=True):
             if dropped := int(total[2]):
                 before = self._skipped_statistics.get(block.name, 0)
                 self._skipped_statistics[block.name] = before + dropped
             if n := int(total[0]):
-                mine, parts = measured.get(block.index), dict[str, Part]()
+                mine = measured.get(block.index)
                 counts = self._count_size(block) * len(spec(block))
                 _, number, more = total.split([_WORDS, counts, len(total) - _WORDS - counts])
                 size = self._count_size(block)
                 seen = frozenset(key for key, c in zip(spec(block), number.split(size), strict=False) if bool(c.any()))
-                found[block.index] = Measured(parts, n, None if mine is None else mine.rest, more, seen)
+                numbers[block.index] = number
+                found[block.index] = Measured({}, n, None if mine is None else mine.rest, more, seen)
                 if next(iter(spec(block)), "") == "factor_a":
                     ranks = float(total[1])
                     self._rows_seen[block.name] = n / ranks, float(number[0]) / ranks
-                if self.comm.estimates(block.index):
-                    means = partial(self._means, block, parcel, number, spec(block))
-                    on_the_way.append(lambda parts=parts, means=means: parts.update(means()))  # type: ignore[misc]
-                    self._bytes_on_the_way += sum(t.nbytes for t in parcel.tensors)
-        self._arrivals = work, on_the_way
+        work.wait()
+        for block, parcel in zip(blocks, parcels, strict=True):
+            if block.index in found:
+                means = self._means(block, parcel, numbers[block.index], spec(block))
+                found[block.index] = found[block.index]._replace(parts=means)
         return found, told
 
-    def _arrive(self) -> None:
-        """Wait for the sums of the last exchange."""
-        if self._arrivals is not None:
-            (work, on_the_way), self._arrivals = self._arrivals, None
-            self._bytes_on_the_way = 0
-            work.wait()
-            for fill in on_the_way:
-                fill()
-
     def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
-        """Fold what was measured into the running estimates, at once or when the sums have come."""
-        if self.comm.combines and self._may_wait(statistics):
-            self._unsettled = statistics, gate, [{k: g[k] for k in _FOLDING if k in g} for g in self.param_groups]
-        else:
-            self._arrive()
-            self._update_estimates(statistics, gate)
+        """Fold what was measured into the running estimates."""
+        self._update_estimates(statistics, gate)
         self._warn_uncaptured(statistics, gradients)
-
-    def _may_wait(self, statistics: Captured) -> bool:
-        """Whether nothing looks at the estimates before the next step: then the sums travel during its forward."""
-        return False
-
-    def _settle(self) -> None:
-        """Fold what is on its way."""
-        self._arrive()
-        if self._unsettled is not None:
-            (statistics, gate, options), self._unsettled = self._unsettled, None
-            now = [{k: g[k] for k in then} for g, then in zip(self.param_groups, options, strict=False)]
-            try:
-                for group, then in zip(self.param_groups, options, strict=False):
-                    group.update(then)  # as they were when it was measured
-                with torch.no_grad():
-                    self._update_estimates(statistics, gate)
-            finally:
-                for group, own in zip(self.param_groups, now, strict=False):
-                    group.update(own)
 
     def _is_finite(self, measured: Measured) -> Tensor:
         return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
@@ -312,7 +267,6 @@ class Reducing(Capturing):
 
     def _renew(self, blocks: list[Block]) -> Tensor:
         """Refresh and share some blocks outside of their schedule."""
-        self._settle()
         if not self.comm.combines:
             with full_precision(blocks[0].owner.device):
                 return self.refresh(blocks, True)
@@ -320,41 +274,6 @@ class Reducing(Capturing):
         self._share([b.index for b in kept])
         good = dict(zip(kept, ok.tolist(), strict=True))
         return torch.tensor([good.get(b, False) for b in blocks])
-
-    # ------------------------------------------------------------------ who looks at the estimates
-    def _rebuild(self) -> bool:
-        self._settle()
-        return super()._rebuild()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See the base class."""
-        self._settle()
-        return super().state_dict()
-
-    def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = True) -> None:
-        """See the base class."""
-        self._settle()
-        super().consolidate_state_dict(to, pieces=pieces)  # type: ignore[misc]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies keep."""
-        self._settle()
-        return super().__getstate__()
-
-    def close(self) -> None:
-        """Remove every hook and end what the strategy runs. Idempotent."""
-        try:
-            self._settle()  # before the groups go
-        finally:
-            super().close()
-
-    def detach(self) -> None:
-        """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
-        try:
-            self._settle()
-        finally:
-            self._arrivals = self._unsettled = None
-            super().detach()
 
     # ------------------------------------------------------------------ what a plan supposes
     def imagine(self, batch_size: int | None, is_real: bool) -> None:

@@ -121,7 +121,6 @@ class RehearsedLayers(Understudy, Refreshing):
     def begin(self, comm: Rehearsal) -> None:
         """Every block is here, has statistics and was refreshed."""
         super().begin(comm)
-        self._arrivals = self._unsettled = None
         self._spec_of: dict[int, State] = {}
         for block in self._blocks:
             state = self.state[block.owner]

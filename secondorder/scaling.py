@@ -247,7 +247,6 @@ class ScalingOptimizer(RoutingOptimizer):
         mine = {b.index: m for b in late if b in self._late and (m := self._late_part(b, self._late[b][0])) is not None}
         found, _ = self._exchange(late, mine, self._late_spec, [])
         self._gather_rows(mine, found)
-        self._arrive()
         for block in late:
             measured = found.get(block.index)
             if measured is None:

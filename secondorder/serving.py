@@ -53,7 +53,6 @@ class Serving(Refreshing):
         Returns:
             The parcel, in the same order on every rank.
         """
-        self._settle()
         block = self._blocks[index]
         keys = set(self._keys_of(block, place))
         if place == "curvature" and self._needs_estimate_everywhere(block, block.group):
@@ -62,7 +61,6 @@ class Serving(Refreshing):
 
     def updates_of(self, index: int) -> int:
         """How often something was folded into the estimate of a block."""
-        self._settle()
         return int(self._state_of(index)["factor_updates"])
 
     def has_curvature(self, index: int) -> bool:

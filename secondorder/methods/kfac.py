@@ -36,7 +36,7 @@ from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured
-from secondorder.curvature.sites import Captured, Statistic
+from secondorder.curvature.sites import Statistic
 from secondorder.factored import FactoredOptimizer
 from secondorder.factorising import joint_ok
 from secondorder.lifecycle import Group, State
@@ -163,7 +163,6 @@ class KFAC(FactoredOptimizer):
         >>> optimizer.step()
     """
 
-    settles_late = True
     checks: ClassVar[dict[str, options.Check]] = {
         **FactoredOptimizer.checks,
         "damping_split": options.choice(None, "exact", "pi"),
@@ -265,12 +264,6 @@ class KFAC(FactoredOptimizer):
     def new_statistic(self, block: Block, group: Group) -> KroneckerSums:
         """Empty sums of a block."""
         return self.new_sums(block, group)
-
-    def _may_wait(self, statistics: Captured) -> bool:
-        watched = self._adaptation.quadratic_model or self._adaptation.adaptive_damping
-        by_step = any(group["decay_per_step"] for group in self.param_groups)
-        entrywise = any(self._needs_estimate_everywhere(b, b.group) for b in self._blocks)
-        return not (watched or by_step or entrywise) and super()._may_wait(statistics)
 
     def measured_spec(self, block: Block) -> dict[str, Tensor]:
         """Both factors, at every step that captures."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from secondorder import EKFAC, KFAC, MFAC, CommOpt, HyLo, LocalFactors, MemOpt
+from secondorder import EKFAC, KFAC, MFAC, CommOpt, HyLo, MemOpt
 from tests.distributed.pool import Pool
 from tests.distributed.saving import raised
 
@@ -59,7 +59,7 @@ def _close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Statistics that are still on their way
+# Statistics of the last batch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -68,22 +68,20 @@ def _factors(optimizer: Any) -> dict[tuple[int, str], Tensor]:
     return {(i, key): v for i, found in state.items() for key, v in found.items() if key in ("factor_a", "factor_g")}
 
 
-def _consolidated(rank: int, world: int) -> tuple[bool, dict[tuple[int, str], Tensor]]:
+def _consolidated(rank: int, world: int) -> dict[tuple[int, str], Tensor]:
     model = _net()
     optimizer = KFAC(model, comm=_mem(), **{**OPTIONS, "inv_update_steps": 10})
     _train(model, optimizer, rank, 0, 5)
-    travelling = optimizer._unsettled is not None
     optimizer.consolidate_state_dict()
-    return travelling, _factors(optimizer) if rank == 0 else {}
+    return _factors(optimizer) if rank == 0 else {}
 
 
-def test_consolidated_factors_have_the_batch_that_was_on_its_way(pool: Pool) -> None:
+def test_consolidated_factors_have_the_last_batch(pool: Pool) -> None:
     model = _net()
     alone = KFAC(model, **{**OPTIONS, "inv_update_steps": 10})
     _train(model, alone, None, 0, 5)
     expected = _factors(alone)
-    (travelling, found), _ = pool.run(_consolidated)
-    assert travelling
+    found, _ = pool.run(_consolidated)
     assert len(expected) == 6
     assert found.keys() == expected.keys()
     for place, factor in expected.items():
@@ -113,38 +111,6 @@ def test_a_decay_edited_between_steps_is_that_of_the_step_that_measured(pool: Po
     for of_rank in pool.run(_decaying_ranks):
         for params in of_rank:
             _close(params, expected)
-
-
-class Recorded(LocalFactors):
-    """Remembers what it was given to add up."""
-
-    given: tuple[tuple[int, int], ...] = ()
-
-    def reduce_statistics(self, parcels: Any) -> Any:
-        self.given = tuple((self.owner(p.index), sum(t.nbytes for t in p.tensors)) for p in parcels)
-        return super().reduce_statistics(parcels)
-
-
-def _pending(rank: int, world: int) -> tuple[list[tuple[int, int]], tuple[tuple[int, int], ...]]:
-    found = []
-    for comm in (_mem(), local := Recorded(average_gradients=True)):
-        model = _net()
-        optimizer = KFAC(model, comm=comm, **{**OPTIONS, "inv_update_steps": 10})
-        _train(model, optimizer, rank, 0, 3)
-        usage = optimizer.memory_usage()
-        found.append((usage["pending"], usage["factors"]))
-        optimizer.state_dict()  # folds them
-        assert optimizer.memory_usage()["pending"] == 0
-    return found, local.given
-
-
-@pytest.mark.filterwarnings("ignore:.*partial")
-def test_sums_on_their_way_are_counted_where_they_stay(pool: Pool) -> None:
-    for rank, (usages, given) in enumerate(pool.run(_pending)):
-        for pending, factors in usages:
-            assert pending == factors > 0
-        assert len(given) == 3
-        assert {owner for owner, nbytes in given if nbytes} == {rank}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
