@@ -144,19 +144,21 @@ def _of_layers(
     if isinstance(optimizer, KFAC) and options["inverse_method"] == "cholesky":
         found["second_order"] = ranks.workers * factor_bytes(layers)
         return found
-    found["second_order"] = ranks.workers * _FLOAT * sum(s.groups * _eigenvectors(s) for s in layers)
+    by_example = isinstance(optimizer, EKFAC) and options["estimator"] == "intra"
+    holders = ranks.world if by_example else ranks.workers  # whoever has examples measures the scale in the bases
+    found["second_order"] = _FLOAT * sum(
+        s.groups * (holders * _eigenvectors(s) + ranks.workers * (s.n_a + s.n_g)) for s in layers
+    )
     if isinstance(optimizer, EKFAC):
-        if ranks.workers < ranks.world and options["estimator"] != "running":
-            return None  # who measures the scale, and needs a basis for it, is settled layer by layer
         found["scale"] = ranks.workers * _FLOAT * sum(s.groups * s.n_a * s.n_g for s in layers)
         found["buffers"] += _DOUBLE * ranks.workers * blocks
     return found
 
 
 def _eigenvectors(s: LayerShape) -> int:
-    """Return the numbers of both bases and of their eigenvalues, of one group; an embedding needs no basis of A."""
+    """Return the numbers of both bases of one group; an embedding needs no basis of A."""
     of_a = s.n_a**2 if s.full_a or s.n_a == 1 else 0
-    return of_a + s.n_a + s.n_g**2 + s.n_g
+    return of_a + s.n_g**2
 
 
 def _of_rows(

@@ -1,4 +1,9 @@
-"""Bases that follow their factors: by eigendecomposition, or by orthogonal iteration from the last basis."""
+"""Bases that follow their factors: by eigendecomposition, or by orthogonal iteration from the last basis.
+
+Where some ranks have examples of a layer and do not precondition it, every rank keeps the bases of that layer::
+
+    owner ── Q_A, Q_G ─► all ranks, at every refresh        sums [n_g, n_a] of each rank ─► owner
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from secondorder import options
@@ -14,7 +19,7 @@ from secondorder.curvature import scale
 from secondorder.curvature.block import Block
 from secondorder.factored import FactoredOptimizer
 from secondorder.factorising import Found, batched, joint_ok
-from secondorder.lifecycle import State
+from secondorder.lifecycle import Group, State
 
 #: Part of a factor off the diagonal of its basis above which the next QR refresh takes another sweep.
 _FAR_FROM_DIAGONAL = 0.1
@@ -36,12 +41,50 @@ class RebasingOptimizer(FactoredOptimizer):
         self._off_diagonal: dict[Block, Tensor] = {}
         #: Whether bases are recomputed for a checkpoint without them.
         self._loading = False
+        #: Names of blocks whose bases only the ranks that precondition have, until the next step sends them: after a
+        #: checkpoint was loaded, or after an estimator that had no use for them elsewhere. The same on all ranks.
+        self._bases_to_send: set[str] = set()
 
     def basis_spec(self, block: Block, group: Mapping[str, Any]) -> State:
         """Eigenbases and eigenvalues, and for QR refreshes what they left off the diagonals of A and G."""
         spec = super().basis_spec(block, group)
         return spec | {"off_diagonal": self.zeros(block, (2,))} if group["basis_update"] == "qr" else spec
 
+    # ------------------------------------------------------------------ with other ranks
+    def _is_apart(self, block: Block) -> bool:
+        """Whether some ranks have examples of a block, to be measured in its bases, without preconditioning it."""
+        return block.group["estimator"] == "intra" and self.comm.captures_elsewhere(block.index)
+
+    def _lacks_bases(self, block: Block) -> bool:
+        """Whether some ranks that need the bases of a block have yet to receive them."""
+        return self._is_apart(block) and block.name in self._bases_to_send
+
+    def place_of(self, block: Block, key: str) -> str:
+        """Who holds a tensor of the state of a block."""
+        if key.startswith("basis_") and self._is_apart(block) and not self._lacks_bases(block):
+            return "everywhere"
+        return super().place_of(block, key)
+
+    def _plan(self) -> bool:
+        changed = super()._plan()
+        names = {b.name for b in self._blocks if self._loading or b.group["estimator"] != "intra"}
+        self._bases_to_send |= names
+        return changed
+
+    def _send_bases(self) -> None:
+        """Send bases that were found before all ranks could have them."""
+        blocks = [block for block in self._blocks if self._lacks_bases(block)]
+        self._bases_to_send -= {block.name for block in blocks}  # from now on their place is everywhere
+        for block in blocks:
+            state = self.state[block.owner]
+            for key, like in self.basis_spec(block, block.group).items():
+                if isinstance(like, Tensor) and key not in state and self.place_of(block, key) == "everywhere":
+                    state[key] = torch.zeros_like(like, device=block.owner.device)
+        known = [(b, self._keys_of(b, "everywhere")) for b in blocks if self.state[b.owner]["refreshes"] > 0]
+        if parcels := [self._shared(block, keys) for block, keys in known if keys]:
+            self.comm.spread(parcels)
+
+    # ------------------------------------------------------------------ refresh
     def new_bases(self, blocks: Sequence[Block], host_checks: bool) -> dict[tuple[Block, str], Found]:
         """Eigenvalues and bases by block and side; a third tensor is the order of columns that a QR refresh made."""
         warm = [b for b in blocks if self._is_warm(b)]
@@ -114,6 +157,15 @@ class RebasingOptimizer(FactoredOptimizer):
         """What the last QR refresh left off the diagonals of A and G; arrived long ago, or loaded just now."""
         arrived = self._off_diagonal.get(block)
         return (self.state[block.owner]["off_diagonal"].cpu() if arrived is None else arrived).numpy()
+
+    # ------------------------------------------------------------------ checkpoints
+    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
+        """As in the base class; bases that the owners will send need not be in the checkpoint of every rank."""
+        before, self._bases_to_send = self._bases_to_send, {block.name for block in self._blocks}
+        try:
+            return super()._checked_state(found, groups)
+        finally:
+            self._bases_to_send = before
 
     def _renew_loaded(self, blocks: list[Block]) -> Tensor:
         self._loading = True

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,12 +142,10 @@ class Reducing(Capturing):
                 self._skipped_statistics[block.name] = before + dropped
             if n := int(total[0]):
                 mine = measured.get(block.index)
-                counts = self._count_size(block) * len(spec(block))
-                _, number, more = total.split([_WORDS, counts, len(total) - _WORDS - counts])
-                size = self._count_size(block)
+                number, size = total[_WORDS:], self._count_size(block)
                 seen = frozenset(key for key, c in zip(spec(block), number.split(size), strict=False) if bool(c.any()))
                 numbers[block.index] = number
-                found[block.index] = Measured({}, n, None if mine is None else mine.rest, more, seen)
+                found[block.index] = Measured({}, n, None if mine is None else mine.rest, seen)
                 if next(iter(spec(block)), "") == "factor_a":
                     ranks = float(total[1])
                     self._rows_seen[block.name] = n / ranks, float(number[0]) / ranks
@@ -170,18 +168,10 @@ class Reducing(Capturing):
         """Numbers in the count of a part: one, or one for each of the blocks of a layer."""
         return 1 if block.adapter.is_exact else block.adapter.groups
 
-    def _sends_more(self, block: Block) -> bool:
-        """Whether more than sums travels of a block in this step."""
-        return False
-
-    def _more_words(self, block: Block, measured: Measured | None) -> Tensor:
-        """Words of a method's own about a block, float64; as many on every rank, without data too."""
-        return torch.zeros(0, dtype=torch.float64)
-
     def _contribution(
         self, block: Block, measured: Measured | None, spec: Mapping[str, Tensor]
     ) -> tuple[Tensor, Parcel]:
-        """Words ``[examples, contributed, dropped, counts of each part …, more …]`` and sums of this rank or zeros."""
+        """Words ``[examples, contributed, dropped, counts of each part …]`` and sums of this rank or zeros."""
         size, device = self._count_size(block), block.owner.device
         finite = None if measured is None else self._is_finite(measured).to(device)
         counts, tensors = [], []
@@ -196,8 +186,7 @@ class Reducing(Capturing):
                 counts.append(counts_of(part, size).to(device))
                 tensors.append(weighted(part, counts[-1], finite).to(like.dtype))
         head = [0.0, 0.0, 0.0] if measured is None else [float(measured.examples), 1.0, 0.0]
-        more = self._more_words(block, measured).to(device)
-        words = torch.cat([torch.tensor(head, dtype=torch.float64, device=device), *counts, more])
+        words = torch.cat([torch.tensor(head, dtype=torch.float64, device=device), *counts])
         if finite is not None:
             lost = torch.zeros_like(words)
             lost[2] = 1.0
@@ -274,19 +263,6 @@ class Reducing(Capturing):
         self._share([b.index for b in kept])
         good = dict(zip(kept, ok.tolist(), strict=True))
         return torch.tensor([good.get(b, False) for b in blocks])
-
-    # ------------------------------------------------------------------ what a plan supposes
-    def imagine(self, batch_size: int | None, is_real: bool) -> None:
-        """Decide what the first batch will decide, supposing so many examples per rank.
-
-        Args:
-            batch_size: How many, None for as many as in the last step.
-            is_real: Whether this optimizer runs in the world that is planned: then what was decided stands.
-        """
-
-    def remarks(self) -> Iterator[str]:
-        """What a user should know of the steps that were planned."""
-        yield from ()
 
     # ------------------------------------------------------------------ what this rank holds
     def place_of(self, block: Block, key: str) -> str:

@@ -108,7 +108,6 @@ class RehearsedLayers(Understudy, Refreshing):
 
     def notes(self) -> Iterator[str]:
         """What a user should know."""
-        yield from self.remarks()
         unseen = sum(b.name not in self._rows_seen for b in self._blocks if self._has_factors(b))
         if unseen:
             known = "taken as one" if self._batch_size_supposed else "pass batch_size= too, or FLOPs of statistics lack"
@@ -126,7 +125,6 @@ class RehearsedLayers(Understudy, Refreshing):
             state = self.state[block.owner]
             found = {**{k: v for k, v in state.items() if k in self.kinds}, **self.curvature_spec(block, block.group)}
             state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
-        self.imagine(self._batch_size_supposed, comm.is_real)
 
     def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
         """As it is; asked for often, so it is kept."""
@@ -152,7 +150,7 @@ class RehearsedLayers(Understudy, Refreshing):
     def key(self, t: int) -> Hashable:
         """What is due."""
         self._t = t
-        due = [(b.index, self._sends_more(b), *self.measured_spec(b)) for b in self._blocks if self._capture_is_due(b)]
+        due = [(b.index, *self.measured_spec(b)) for b in self._blocks if self._capture_is_due(b)]
         return self.comm.key(t), tuple(due), tuple(b.index for b in self._blocks if self._refresh_is_due(b))
 
     def rehearse(self, t: int) -> None:
@@ -170,13 +168,15 @@ class RehearsedLayers(Understudy, Refreshing):
     ) -> tuple[dict[int, Measured], Tensor]:
         """Shapes alone are exchanged."""
         specs = {b: spec(b) for b in blocks}
-        words = sum(
-            _WORDS + self._count_size(b) * len(found) + len(self._more_words(b, None)) for b, found in specs.items()
-        )
+        words = sum(_WORDS + self._count_size(b) * len(found) for b, found in specs.items())
         flags = {b: tuple(self.is_symmetric(b, key) for key in found) for b, found in specs.items()}
         self.comm.reduce_statistics([Parcel(b.index, list(s.values()), flags[b]) for b, s in specs.items()])
         self.comm.agree(torch.zeros(words + len(tail), dtype=torch.float64))
         return {}, torch.zeros(len(tail))
+
+    def _lacks_bases(self, block: Block) -> bool:
+        """Whoever needs bases has them."""
+        return False
 
     def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
         """There are none."""

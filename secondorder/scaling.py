@@ -5,7 +5,8 @@
     "intra"      squares of per-example gradients     during backward, or, with transport="recompute", after a refresh
     "running"    squares of the mean gradient         in stage 5, where the gradient is rotated anyway
 
-The second way needs no capture, only the number of examples.
+The second way needs no capture, only the number of examples. With ``transport="recompute"`` several ranks measure after
+the new bases were shared, and share the scale then.
 """
 
 from __future__ import annotations
@@ -21,18 +22,16 @@ from secondorder.curvature import scale, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
 from secondorder.curvature.measured import Measured, Part
-from secondorder.curvature.shipping import BASES, ROWS
 from secondorder.curvature.sites import Captured, Statistic
 from secondorder.lifecycle import Directions, Group
-from secondorder.routing import RoutingOptimizer
+from secondorder.rebasing import RebasingOptimizer
 
 
-class ScalingOptimizer(RoutingOptimizer):
+class ScalingOptimizer(RebasingOptimizer):
     """Base of the methods that divide by a scale which is measured in the eigenbases."""
 
     def _begin_scales(self) -> None:
         self._begin_bases()
-        self._begin_routes()
         #: Examples of this step.
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
@@ -73,6 +72,10 @@ class ScalingOptimizer(RoutingOptimizer):
         """Whether this step will refresh the basis of a block, its factors being captured."""
         return self.state[block.owner]["refreshes"] == 0 or self._refresh_is_due(block)
 
+    def _keeps_calls(self, block: Block) -> bool:
+        """Whether what is captured now is measured later: in bases that are not here, or not yet."""
+        return self._measures_late(block) or (self._measures_scale(block) and self._lacks_bases(block))
+
     # ------------------------------------------------------------------ what
     def new_statistic(self, block: Block, group: Group) -> EigenSums:
         """Empty sums of what is due."""
@@ -81,7 +84,15 @@ class ScalingOptimizer(RoutingOptimizer):
             factors = self.new_sums(block, group)
         scales = self._new_scales(block) if self._measures_scale(block) and not keep_calls else None
         by_example = group["estimator"] == "intra"
-        return EigenSums(block.adapter, factors, scales, by_example, keep_calls, group["scale_batch_size"])
+        return EigenSums(factors, scales, by_example, keep_calls)
+
+    def _new_scales(self, block: Block) -> ScaleSums:
+        group, generator = block.group, None
+        bases = self.basis(block, "a"), self.basis(block, "g")
+        like = torch.empty_like(cast(Tensor, self.curvature_spec(block, group)["scale"]), device=block.owner.device)
+        if group["scale_batch_size"] is not None:
+            generator = torch.Generator().manual_seed(self.seed(len(self._blocks) + block.index))
+        return ScaleSums(block.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
 
     def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
         self._step_examples = statistics.total or max(statistics.examples.values(), default=0)
@@ -95,7 +106,7 @@ class ScalingOptimizer(RoutingOptimizer):
         spec: dict[str, Tensor] = {}
         if self._factors_are_due(block):
             spec |= self.sums_spec(block, block.group)
-        if self._measures_scale(block) and self.route_of(block) == BASES:
+        if self._measures_scale(block):
             spec["scale"] = cast(Tensor, self.curvature_spec(block, block.group)["scale"])
         return spec
 
@@ -140,7 +151,7 @@ class ScalingOptimizer(RoutingOptimizer):
         if self._factors_are_due(block):
             super().count_update(block, measured)
         # After loading, ranks may find the bases only when the forward that would have measured is over.
-        seen = measured.seen is None or "scale" in measured.seen or self._sends_more(block)
+        seen = measured.seen is None or "scale" in measured.seen
         if self._measures_scale(block) and seen:
             self._count_scale(block)
 
@@ -175,10 +186,32 @@ class ScalingOptimizer(RoutingOptimizer):
 
     def _in_new_basis(self, block: Block, sums: EigenSums) -> Measured:
         """The scale of the calls that were kept, in the basis of now."""
-        scales, examples = self._new_scales(block), sum(count for _, count in sums.calls)
+        scales, examples = self._scales_of_calls(block, sums), sum(count for _, count in sums.calls)
+        return Measured({"scale": self._measured_scale(block, scales, examples)}, examples, sums)
+
+    def _scales_of_calls(self, block: Block, sums: EigenSums) -> ScaleSums:
+        scales = self._new_scales(block)
         for calls, count in sums.calls:
             scales.add(calls, count)
-        return Measured({"scale": self._measured_scale(block, scales, examples)}, examples, sums)
+        return scales
+
+    def _measure_kept(self, statistics: Captured) -> Captured:
+        """Measure calls that were kept until the bases had been sent; a layer that refuses is left out."""
+        kept = dict(statistics.statistics)
+        for i, found in statistics.statistics.items():
+            block, sums = self._blocks[i], cast(EigenSums, found)
+            if sums.calls and statistics.examples[i] and self._measures_scale(block):
+                try:
+                    sums.scales = self._scales_of_calls(block, sums)
+                except ValueError as error:
+                    self._refuse_calls(block, error)
+                    del kept[i]
+                sums.calls.clear()
+        return statistics._replace(statistics=kept)
+
+    def _refuse_calls(self, block: Block, error: ValueError) -> None:
+        """Say why nothing of a layer was captured."""
+        self._require_capture().refused[block.index] = str(error)
 
     # ------------------------------------------------------------------ of the mean gradient
     def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
@@ -232,6 +265,9 @@ class ScalingOptimizer(RoutingOptimizer):
 
     def _reduce(self, statistics: Captured) -> Captured:
         self._late_due = {i for i in self._due if self._measures_late(self._blocks[i])}
+        if self.comm.combines:
+            self._send_bases()
+            statistics = self._measure_kept(statistics)
         reduced = super()._reduce(statistics)
         if self.comm.combines:
             found = ((self._blocks[i], cast(Measured, m)) for i, m in reduced.statistics.items())
@@ -243,10 +279,13 @@ class ScalingOptimizer(RoutingOptimizer):
         late = [self._blocks[i] for i in refreshed if i in self._late_due]
         if not self.comm.combines or not late:
             return
-        self._shipping = {b.index for b in late if self.route_of(b) == ROWS}
-        mine = {b.index: m for b in late if b in self._late and (m := self._late_part(b, self._late[b][0])) is not None}
+        mine: dict[int, Measured] = {}
+        for block in (b for b in late if b in self._late):
+            try:
+                mine[block.index] = self._in_new_basis(block, self._late[block][0])
+            except ValueError as error:  # the other ranks go on
+                self._refuse_calls(block, error)
         found, _ = self._exchange(late, mine, self._late_spec, [])
-        self._gather_rows(mine, found)
         for block in late:
             measured = found.get(block.index)
             if measured is None:
@@ -258,21 +297,7 @@ class ScalingOptimizer(RoutingOptimizer):
             self._count_scale(block)
         self._share_scales(late)
 
-    def _late_part(self, block: Block, sums: EigenSums) -> Measured | None:
-        """What this rank says of the scale in the basis just found; None if it cannot tell its examples apart."""
-        try:
-            if block.index not in self._shipping:
-                return self._in_new_basis(block, sums)
-            examples = sum(count for _, count in sums.calls)
-            sums.shipment = self._shipment(block, sums, examples)
-            return Measured({}, examples, sums)
-        except ValueError as error:
-            self._refuse_calls(block, error)
-            return None
-
     def _late_spec(self, block: Block) -> dict[str, Tensor]:
-        if block.index in self._shipping:
-            return {}
         return {"scale": cast(Tensor, self.curvature_spec(block, block.group)["scale"])}
 
     def _share_scales(self, blocks: Sequence[Block]) -> None:

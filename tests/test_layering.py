@@ -45,8 +45,7 @@ MAY_IMPORT = {
     "substituting": {"rowwise", "factorising", "lifecycle", "curvature", "linalg"},
     "rowwise": {"observing", "layerwise", "lifecycle", "comm", "curvature", "linalg"},
     "observing": {"adaptive", "layerwise", "lifecycle", "curvature", "options"},
-    "scaling": {"routing", "lifecycle", "curvature", "linalg", "options"},
-    "routing": {"rebasing", "comm", "lifecycle", "curvature", "linalg"},
+    "scaling": {"rebasing", "lifecycle", "curvature", "linalg", "options"},
     "rebasing": {"factored", "factorising", "lifecycle", "curvature", "linalg", "options"},
     "adaptive": {"modelled", "trial", "optimizer", "lifecycle", "curvature", "linalg"},
     "modelled": {"trial", "layerwise", "optimizer", "lifecycle", "curvature", "update", "options"},
@@ -119,7 +118,6 @@ PURE = {
     "curvature/orthogonal.py": set(),
     "curvature/selection.py": {"linalg"},
     "curvature/extremes.py": {"linalg"},
-    "curvature/shipping.py": {"curvature"},
     "comm/placement.py": set(),
 }
 PURE_FORBIDDEN = {"Module", "Parameter", "Optimizer", "param_groups"}

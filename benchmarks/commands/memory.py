@@ -227,8 +227,7 @@ def _spread_table(world: int, found: Sequence[Figures]) -> Table:
             multiple = f"{max(ranks) / figures['parameter_bytes']:.2f}"
             rows.append((figures["label"], name, _mb(sum(ranks) / len(ranks)), _mb(max(ranks)), multiple, *against))
     caption = (
-        "MB of a rank without counters, planned; the difference in bytes of all ranks. × parameters: of the fullest. "
-        "No formula where EK-FAC's scale of single examples is measured: who needs a basis is settled layer by layer."
+        "MB of a rank without counters, planned; the difference in bytes of all ranks. × parameters: of the fullest."
     )
     return report.make_table(f"{world} ranks", SPREAD_COLUMNS, rows, caption)
 

@@ -10,10 +10,8 @@ from torch import Tensor
 from secondorder.curvature import scale
 from secondorder.curvature.adapters.conv import ConvAdapter
 from secondorder.curvature.adapters.embedding import EmbeddingAdapter
-from secondorder.curvature.kernel import Rows, concatenate
 from secondorder.curvature.kronecker import Call, KroneckerSums
 from secondorder.curvature.layers import Adapter
-from secondorder.curvature.shipping import Shipment, stacked
 from secondorder.linalg import full_precision
 
 
@@ -160,110 +158,26 @@ class ScaleSums:
         return adapter.example_squares(x, rows if basis_g is None else rows @ basis_g, examples)
 
 
-class ScaleRows(ScaleSums):
-    """The rows whose squares :class:`ScaleSums` adds up, for a rank that has the bases.
-
-    Args:
-        adapter: The layer's shapes and rows.
-        dtype: Precision of the rows.
-        device: Where they are.
-        tokens: Take every position as a datum of its own, in layers whose positions are tokens.
-        kept: Examples to use of each micro-batch, or None for all.
-        generator: CPU generator of their choice.
-
-    Attributes:
-        total: Ones ``[(Γ,) 1, 1]``: what turns a sum of squares into that of a batch is told by the same methods.
-    """
-
-    def __init__(
-        self,
-        adapter: Adapter,
-        dtype: torch.dtype,
-        device: torch.device,
-        tokens: bool = False,
-        kept: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        lead = (adapter.groups,) if adapter.groups > 1 else ()
-        like = torch.empty(*lead, 1, 1, dtype=dtype, device=device)
-        super().__init__(adapter, like, None, None, tokens, kept, generator)
-        self.total.fill_(1)
-        self._passes: list[Rows] = []
-
-    def add(self, calls: list[Call], examples: int) -> None:
-        """Take in all calls of the layer in one forward pass over ``examples`` examples.
-
-        Raises:
-            ValueError: If the rows cannot be told apart by example.
-        """
-        for call in calls:
-            call.require_examples()
-        if all(call.part < 0 for call in calls):
-            self._passes.append(self._shipped(calls, examples, -1))
-            return
-        by_part = [[call for call in calls if call.part in (-1, part)] for part in range(self._adapter.groups)]
-        found = [self._shipped(mine, examples, part) if mine else None for part, mine in enumerate(by_part)]
-        like = next(rows for rows in found if rows is not None)
-        nothing = like._replace(a=None if like.a is None else like.a[:0], g=like.g[:0])
-        self._passes.append(stacked([nothing if rows is None else rows for rows in found]))
-
-    def finish(self) -> Rows:
-        """Rows ``[(Γ,) n, S, …]`` of all examples; those of a constant input are summed over positions."""
-        return concatenate(self._passes)
-
-    def _shipped(self, calls: list[Call], examples: int, part: int) -> Rows:
-        adapter, weight = self._adapter, 1.0
-        if self._tokens is not None:
-            self._count_tokens(calls, part)
-        if len(calls) == 1:
-            calls, examples, weight = self._choose(calls[0], examples)
-        if isinstance(adapter, EmbeddingAdapter):
-            dtype = self.total.dtype
-            g = torch.cat([c.own.example_outputs(c.gradient(dtype), c.x, examples) for c in calls], 1)
-            inputs = [adapter.indices(call.x, examples) for call in calls if call.x is not None]
-            # A masked position has no index; its gradient is 0.
-            rows = Rows(torch.cat(inputs, 1).clamp(min=0), g, columns=adapter.d_in)
-        else:
-            a, g = self._rows_of(calls, examples, part)
-            if a is None and self._tokens is None:
-                g = g.sum(-2, keepdim=True)
-            rows = Rows(a if a is None else a.to(g.dtype), g, adapter.has_bias and a is not None)
-        return rows if weight == 1.0 else rows._replace(g=rows.g * weight**0.5)
-
-
 class EigenSums:
     """What one step captures for a layer of EK-FAC; without any sums, only its examples are counted.
 
     Args:
-        adapter: The layer's shapes and rows.
         factors: Sums for the factors, None when they are not due.
         scales: Sums for the scale, None when it is not due.
         by_example: Whether a scale will ever be measured from per-example gradients.
         keep_calls: Keep the calls, to measure the scale in a basis that is not here, or not yet.
-        kept: Examples that a scale uses of each micro-batch, or None for all.
 
     Attributes:
         calls: Calls and number of examples of each forward pass, if they are kept.
-        rows: Number of rows that a scale uses, with those of padding.
-        shipment: What is sent instead of a sum for the scale, or None.
     """
 
     def __init__(
-        self,
-        adapter: Adapter,
-        factors: KroneckerSums | None,
-        scales: ScaleSums | None,
-        by_example: bool,
-        keep_calls: bool = False,
-        kept: int | None = None,
+        self, factors: KroneckerSums | None, scales: ScaleSums | None, by_example: bool, keep_calls: bool = False
     ) -> None:
         self.factors: KroneckerSums | None = factors
         self.scales: ScaleSums | None = scales
-        self._adapter, self._by_example = adapter, by_example
         self.calls: list[tuple[list[Call], int]] = []
-        self.rows = 0.0
-        self.shipment: Shipment | None = None
-        self._keep_calls, self._kept = keep_calls, kept
+        self._by_example, self._keep_calls = by_example, keep_calls
 
     @property
     def wants_whole_pass(self) -> bool:
@@ -276,8 +190,7 @@ class EigenSums:
     def nbytes(self) -> int:
         """Bytes of the sums."""
         kept = [t for calls, _ in self.calls for call in calls for t in (call.x, call.g) if t is not None]
-        sent = None if self.shipment is None else self.shipment.rows
-        return sum(part.nbytes for part in (self.factors, self.scales, sent, *kept) if part is not None)
+        return sum(part.nbytes for part in (self.factors, self.scales, *kept) if part is not None)
 
     def add(self, calls: list[Call], examples: int) -> None:
         """Take in calls of one forward pass.
@@ -294,15 +207,6 @@ class EigenSums:
             self.calls.append((copies, examples))
         if self.factors is not None:
             self.factors.add(calls, examples)
-        self.rows += self._row_count(calls, examples)
-
-    def _row_count(self, calls: list[Call], examples: int) -> float:
-        adapter, first = self._adapter, calls[0]
-        drawn = self._kept is not None and len(calls) == 1 and first.x is not None and first.keep is None
-        share = min(1.0, self._kept / examples) if drawn and self._kept else 1.0
-        if adapter.constant_input:  # one row stands for all positions
-            return examples * share
-        return sum(call.g.numel() for call in calls) / (adapter.d_out * adapter.groups) * share
 
     def _require_examples(self, calls: list[Call], examples: int) -> None:
         """Refuse at once, not when the first scale is due, a layer whose examples cannot be told apart."""

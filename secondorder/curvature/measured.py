@@ -30,14 +30,12 @@ class Measured(NamedTuple):
         parts: By state key of the running estimate.
         examples: N, of all ranks once they are combined.
         rest: The statistic itself, with what is not combined by summing; None where only other ranks saw the layer.
-        told: Sums over the ranks of words of the method's own.
         seen: State keys of the parts that any rank has measured, the same on all; None for those of ``parts``.
     """
 
     parts: Mapping[str, Part]
     examples: int
     rest: Any = None
-    told: Tensor | None = None
     seen: frozenset[str] | None = None
 
 

@@ -48,8 +48,8 @@ from secondorder.scaling import ScalingOptimizer, is_adam
 class EKFAC(ScalingOptimizer):
     """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
-    Where the ranks that precondition a layer are not all that have examples, bases are sent to the examples, or rows of
-    examples to the bases, whichever are fewer numbers: decided at the first step, told by :meth:`describe`.
+    With ``estimator="intra"`` every rank that has examples of a layer keeps its bases, whether or not it preconditions
+    the layer.
 
     Args:
         params: A module, a list of modules that are the parts of one model, or what ``torch.optim`` takes together with
@@ -203,7 +203,7 @@ class EKFAC(ScalingOptimizer):
         "scale_step": "buffers",
         "scale_unit": "buffers",
     }
-    allocating: ClassVar[tuple[str, ...]] = (*ScalingOptimizer.allocating, "momentum_mode", "transport")
+    allocating: ClassVar[tuple[str, ...]] = (*ScalingOptimizer.allocating, "momentum_mode", "transport", "estimator")
 
     def __init__(
         self,
@@ -290,6 +290,10 @@ class EKFAC(ScalingOptimizer):
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
         self._begin_scales()
+        self._bases_to_send = set(kept["bases_to_send"])
+
+    def _kept_by_copies(self) -> dict[str, Any]:
+        return {**super()._kept_by_copies(), "bases_to_send": set(self._bases_to_send)}
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)

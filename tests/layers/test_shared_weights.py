@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from secondorder import KFAC
-from secondorder.curvature.eigensums import ScaleRows, ScaleSums
-from secondorder.curvature.shipping import squares
 from tests.ekfac.definitions import NORMS, as_matrices, mean_gradient, scales
 from tests.ekfac.driver import held_bases, held_scales, measured, plain_ekfac, train_step
 from tests.hylo.oracle import plain_hylo, taken
@@ -319,27 +317,6 @@ def test_transports_and_estimators_of_ekfac(name, options):
         assert_close(
             held_scales(opt, model.first), scales(expected(name).gradients, *held_bases(opt, model.first)), 1e-6
         )
-
-
-@pytest.mark.parametrize("name", ["stride", "transposed, dilation", "padding_idx", "two padding_idx", "LayerNorm"])
-def test_rows_that_are_sent_to_another_rank(name, monkeypatch):
-    """On several ranks the rows may travel instead of the bases: the same squares come out."""
-    case, found = CASES[name], []
-    add = ScaleSums.add
-
-    def both(self: ScaleSums, calls: list, examples: int) -> None:
-        add(self, calls, examples)
-        adapter, rows = self._adapter, None
-        if not isinstance(self, ScaleRows):
-            rows = ScaleRows(adapter, self.total.dtype, self.total.device)
-            rows.add(calls, examples)
-            found.append((adapter, rows.finish(), self._bases, self.total))
-
-    monkeypatch.setattr(ScaleSums, "add", both)
-    measured(build(case), *data(case), F.cross_entropy)
-    assert found
-    for adapter, rows, bases, total in found:
-        assert_close(squares(adapter, rows, *bases), total)
 
 
 #: Bags hold different numbers of indices, so HyLo covers them with ``approx="reduce"`` only.
