@@ -18,9 +18,9 @@ from secondorder.comm.resharding import is_cut
 from secondorder.curvature.batch import BatchInput
 from secondorder.curvature.block import Block, Choices, SkipRule, clean_name, forwarded, plan_blocks, unwrap
 from secondorder.curvature.capture import Capture
-from secondorder.curvature.losscale import calling_scaler
 from secondorder.curvature.parts import watched_attention
 from secondorder.curvature.sites import Site, Statistic
+from secondorder.frames import calling_scaler
 from secondorder.lifecycle import Clock, Group, Lifecycle, State, shape_of
 
 

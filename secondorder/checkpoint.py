@@ -18,16 +18,9 @@ from torch import Tensor, nn
 from secondorder import options
 from secondorder.comm.resharding import cut_equally, is_cut, whole
 from secondorder.curvature.block import clean_name
-from secondorder.lifecycle import Group, Lifecycle, State, depth_of_caller, shape_of
-from secondorder.saved import (
-    adopt_value,
-    by_number,
-    compare_groups,
-    compare_states,
-    copied,
-    filled_in_by_torch,
-    is_saved_in_parts,
-)
+from secondorder.frames import depth_of_caller, filled_in_by_torch, is_saved_in_parts
+from secondorder.lifecycle import Group, Lifecycle, State, shape_of
+from secondorder.saved import adopt_value, by_number, compare_groups, compare_states, copied
 
 if TYPE_CHECKING:
     from secondorder.comm import CommStrategy

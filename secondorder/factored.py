@@ -20,7 +20,8 @@ from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.measured import Measured, Part
 from secondorder.factorising import joint_ok
-from secondorder.lifecycle import Group, depth_of_caller, some_of
+from secondorder.frames import depth_of_caller
+from secondorder.lifecycle import Group, some_of
 from secondorder.observing import FisherOptions
 from secondorder.overlapping import OverlappingRefreshes
 from secondorder.trial import Adaptation

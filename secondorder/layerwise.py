@@ -24,7 +24,8 @@ from secondorder.curvature.losscale import UNKNOWN
 from secondorder.curvature.measured import Measured
 from secondorder.curvature.projections import Projection
 from secondorder.curvature.sites import Captured
-from secondorder.lifecycle import Directions, Group, depth_of_caller, module_of, some_of
+from secondorder.frames import depth_of_caller
+from secondorder.lifecycle import Directions, Group, module_of, some_of
 from secondorder.linalg import all_true_on_cpu, full_precision
 from secondorder.missing import NO_HOOKS, REPEATED, advice, kind_of, verdict
 from secondorder.optimizer import SecondOrderOptimizer, rate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from secondorder import options
 from secondorder.comm import CommStrategy, Unit, default_strategy
 from secondorder.comm.resharding import is_cut, local
 from secondorder.curvature.block import as_root, clean_name
+from secondorder.frames import depth_of_caller
 from secondorder.linalg import Workspace
 from secondorder.overdamping import DampingWatch
 
@@ -539,17 +539,6 @@ def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] 
 
 def _is_list_of_modules(params: Any) -> bool:
     return isinstance(params, (list, tuple)) and bool(params) and all(isinstance(p, nn.Module) for p in params)
-
-
-def depth_of_caller() -> int:
-    """``stacklevel`` of the first frame that is neither ours nor torch's, for a warning where this is called."""
-    frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "secondorder",
-        "torch",
-    ):
-        frame, depth = frame.f_back, depth + 1
-    return depth
 
 
 def _sum_of(x: Tensor) -> str:

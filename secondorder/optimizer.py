@@ -20,7 +20,8 @@ from secondorder.comm.joining import JoiningOptimizer
 from secondorder.comm.resharding import local
 from secondorder.curvature.statistics import all_finite
 from secondorder.diagnostics.report import Reporting
-from secondorder.lifecycle import Directions, Group, depth_of_caller
+from secondorder.frames import depth_of_caller
+from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import all_true_on_cpu
 from secondorder.overdamping import Damped
 from secondorder.pieces import Pieces

@@ -1,8 +1,7 @@
-"""What a checkpoint brings: compared with what is expected, adopted, and who asks for one or gives it."""
+"""What a checkpoint brings: compared with what is expected, and adopted."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,8 +14,6 @@ from secondorder.lifecycle import RULE_KEYS
 
 Spec = dict[str, "tuple[int, ...] | None"]
 
-#: Where torch collects and distributes the state of optimizers.
-_CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 #: Momentum that is kept with curvature, shaped like the parameter.
 CUT_KEYS = ("gradient_momentum",)
 
@@ -84,35 +81,6 @@ def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
         shaped = key in RULE_KEYS or key in CUT_KEYS
         return cut_like(found, parameter) if shaped and is_cut(parameter) and not is_cut(found) else found
     return value
-
-
-def is_saved_in_parts() -> bool:
-    """Whether torch's distributed checkpoints ask, into which every rank writes its part."""
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _CHECKPOINTS and "info" in frame.f_locals:
-            return getattr(frame.f_locals["info"], "full_state_dict", True) is False
-        frame = frame.f_back
-    return False
-
-
-def filled_in_by_torch() -> set[int]:
-    """Ids of the tensors that ``set_optimizer_state_dict``, if it calls, has not from the file but from the optimizer.
-
-    With ``full_state_dict=True`` it takes what a file lacks from the state of the optimizer that loads it, and drops
-    the mark of a partial state: the file of one rank of several would be taken for whole.
-
-    Returns:
-        The ids, none where something else calls.
-    """
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__") == _CHECKPOINTS and "flatten_local_osd" in frame.f_locals:
-            own = frame.f_locals.get("local_state_dict", {}).get("state", {})
-            tensors = [v for state in own.values() for v in state.values() if isinstance(v, Tensor)]
-            return {id(v) for v in tensors if not is_cut(v)}  # into those that are cut, it copies the file's
-        frame = frame.f_back
-    return set()
 
 
 def by_number(found: Mapping[Any, Any]) -> Mapping[Any, Any]:

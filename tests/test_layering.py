@@ -33,7 +33,8 @@ MAY_IMPORT = {
     "integrations": {"diagnostics", "optimizer"},
     # layer methods with Kronecker factors, with damping that is judged by trial steps, with a quadratic model of them
     "factored": {
-        "overlapping", "factorising", "observing", "capturing", "trial", "lifecycle", "curvature", "linalg", "options",
+        "overlapping", "factorising", "observing", "capturing", "trial", "frames", "lifecycle",
+        "curvature", "linalg", "options",
     },
     "overlapping": {"keeping", "capturing", "background", "factorising", "lifecycle", "curvature"},
     "factorising": {"linalg"},
@@ -53,13 +54,13 @@ MAY_IMPORT = {
     # the two families: stages of the step over the blocks of a module, and over a window of gradients
     "missing": {"lifecycle", "curvature"},
     "layerwise": {
-        "missing", "overdamping", "optimizer", "serving", "capturing", "lifecycle",
+        "missing", "overdamping", "optimizer", "serving", "capturing", "frames", "lifecycle",
         "comm", "curvature", "update", "linalg", "options",
     },
     "serving": {"refreshing", "comm", "curvature", "linalg"},
     "refreshing": {"reducing", "curvature", "linalg"},
     "reducing": {"capturing", "lifecycle", "comm", "curvature", "linalg"},
-    "capturing": {"lifecycle", "comm", "curvature", "options"},
+    "capturing": {"frames", "lifecycle", "comm", "curvature", "options"},
     "windowed": {
         "overdamping", "optimizer", "sharding", "units", "lifecycle",
         "comm", "curvature", "update", "linalg", "options",
@@ -70,7 +71,7 @@ MAY_IMPORT = {
     "units": {"lifecycle", "curvature"},
     # SecondOrderOptimizer: its step, and the mix-ins it is made of
     "optimizer": {
-        "checkpoint", "planner", "pieces", "overdamping",
+        "checkpoint", "planner", "pieces", "overdamping", "frames",
         "comm", "diagnostics", "lifecycle", "curvature", "update", "linalg", "options",
     },
     # parameters that are cut over ranks, and windows of their gradients
@@ -81,12 +82,14 @@ MAY_IMPORT = {
     "rehearsing_rows": {"rehearsing", "gathering", "rowwise", "comm", "lifecycle", "curvature"},
     "rehearsing": {"refreshing", "reducing", "sharding", "windowing", "comm", "lifecycle", "curvature"},
     "diagnostics": {"lifecycle", "comm", "curvature", "linalg", "options"},
-    "checkpoint": {"saved", "lifecycle", "comm", "curvature", "options"},
+    "checkpoint": {"saved", "frames", "lifecycle", "comm", "curvature", "options"},
     "saved": {"lifecycle", "comm", "options"},
     "schedule": {"lifecycle", "options"},
     "signals": set(),
     "switching": {"options", "signals"},
-    "lifecycle": {"overdamping", "comm", "curvature", "linalg", "options"},
+    "lifecycle": {"overdamping", "frames", "comm", "curvature", "linalg", "options"},
+    # what is read from the frames of callers
+    "frames": {"comm"},
     # a warning of damping that hides the curvature
     "overdamping": {"curvature"},
     "nn": {"curvature"},
@@ -121,6 +124,12 @@ PURE = {
     "comm/placement.py": set(),
 }
 PURE_FORBIDDEN = {"Module", "Parameter", "Optimizer", "param_groups"}
+#: What reads the frames of callers, which depend on code that is not ours.
+OF_FRAMES = {
+    "_getframe", "_current_frames", "currentframe", "getouterframes", "getinnerframes", "walk_stack", "extract_stack",
+    "f_back", "f_code", "f_globals", "f_locals", "tb_frame", "gi_frame",
+}  # fmt: skip
+OF_STACKS = {"inspect.stack", "inspect.trace"}
 
 
 def part(path: Path) -> str:
@@ -164,6 +173,13 @@ def identifiers(module: ast.Module) -> Iterator[tuple[str, int]]:
             yield ast.unparse(node), node.lineno
 
 
+def looks_at_frames(path: Path) -> list[str]:
+    """What a file uses to read the frames of its callers."""
+    module = tree(path)
+    names = [(n, 0) for n in imports(module)] + list(identifiers(module))
+    return [f"{n} (line {line})" for n, line in names if n in OF_STACKS or n.rsplit(".", 1)[-1] in OF_FRAMES]
+
+
 def ids(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
@@ -200,6 +216,16 @@ def test_only_comm_knows_torch_distributed(path: Path) -> None:
     named = [n for n in imports(module) if n.startswith("torch.distributed")]
     used = [f"{n} (line {line})" for n, line in identifiers(module) if n.startswith("torch.distributed")]
     assert not named + used, f"{ids(path)}: {named + used}; ask the communication strategy instead"
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if part(f) != "frames"], ids=ids)
+def test_only_one_module_looks_at_frames(path: Path) -> None:
+    found = looks_at_frames(path)
+    assert not found, f"{ids(path)}: {found}; put what reads frames into frames.py"
+
+
+def test_the_module_of_frames_would_be_found() -> None:
+    assert looks_at_frames(PACKAGE / "frames.py")
 
 
 @pytest.mark.parametrize("name", PURE)
