@@ -183,9 +183,10 @@ class AdaptiveOptimizer(ModelledOptimizer):
     def _forget_momentum(self, before: Snapshot) -> None:
         """After a second rejection in a row, start momentum anew: more damping cannot mend a step that it causes."""
         if self.param_groups[0]["rejected_in_a_row"] > 1:
+            momentum = {"momentum_buffer"} | self._keys_of_kinds("momentum")
             for p in before.values:
                 state = self.state[p]
-                for key in [k for k in state if k == "momentum_buffer" or self.kinds.get(k) == "momentum"]:
+                for key in [k for k in state if k in momentum]:
                     if isinstance(state[key], Tensor):
                         state[key].zero_()
                     else:
@@ -215,9 +216,9 @@ class AdaptiveOptimizer(ModelledOptimizer):
 
     def _snapshot(self, gradients: Directions, *, estimates: bool = False) -> Snapshot:
         """What a step changes: parameters and the state of their rules, and if asked for running estimates."""
-        kinds = {"momentum", "scale", "buffers"} if estimates else {"momentum"}
-        states = {p: self.state[p] for p in gradients}
-        return Snapshot.of(states, lambda key: key in (*RULE_KEYS, "step") or self.kinds.get(key) in kinds)
+        kinds = ("momentum", "scale", "buffers") if estimates else ("momentum",)
+        states, keys = {p: self.state[p] for p in gradients}, {*RULE_KEYS, "step"} | self._keys_of_kinds(*kinds)
+        return Snapshot.of(states, keys.__contains__)
 
     # ------------------------------------------------------------------ λ
     def _rise(self) -> float:

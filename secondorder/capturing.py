@@ -19,9 +19,10 @@ from secondorder.curvature.batch import BatchInput
 from secondorder.curvature.block import Block, Choices, SkipRule, clean_name, forwarded, plan_blocks, unwrap
 from secondorder.curvature.capture import Capture
 from secondorder.curvature.parts import watched_attention
+from secondorder.curvature.schema import Schema, held, nbytes
 from secondorder.curvature.sites import Site, Statistic
 from secondorder.frames import calling_scaler
-from secondorder.lifecycle import Clock, Group, Lifecycle, State, shape_of
+from secondorder.lifecycle import Clock, Group, Lifecycle, shape_of
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,17 @@ class Capturing(Lifecycle):
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
-    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
-        """Curvature state of a block before any data: numbers, and ``meta`` tensors for what is allocated as zeros."""
+    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """What the state of a block holds.
+
+        Args:
+            block: The block.
+            group: Its options.
+            held: Its state as it is, or as a checkpoint has it, for sizes that only data decide.
+
+        Returns:
+            By key the first value of a number, or a ``meta`` tensor for what is allocated as zeros; its kind and place.
+        """
 
     @abstractmethod
     def new_statistic(self, block: Block, group: Group) -> Statistic:
@@ -127,7 +137,7 @@ class Capturing(Lifecycle):
         self._found_scaler: Any = None
         self._armed_for: list[tuple[Any, ...]] = []
         #: Shapes of the whole curvature of each parameter, wherever it is.
-        self._specs: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
+        self._shapes: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
         #: Examples of a rank in the last batch, and rows that the statistics of a block had of them: for plans.
         self._rows_seen: dict[str, tuple[float, float | Tensor]] = {}
         #: Blocks whose curvature a checkpoint left out, until the ranks have found it anew.
@@ -196,14 +206,14 @@ class Capturing(Lifecycle):
         """What a strategy needs to know of a block."""
         adapter, group = block.adapter, block.group
         a, g, blocks = adapter.n_a, adapter.n_g, adapter.groups
-        spec = self.curvature_spec(block, group)
+        schema = self.live_schema(block)
         flat = [a if adapter.one_hot else a**3, g**3]
         return Unit(
             block.name,
-            f"{blocks}×{g}×{a} {block.kind} " + ", ".join(f"{k} {shape_of(v)}" for k, v in spec.items()),
+            f"{blocks}×{g}×{a} {block.kind} " + ", ".join(f"{k} {entry.shape}" for k, entry in schema.items()),
             refresh_flops=float(blocks * sum(flat)),
             step_flops=2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g) + self.shaping_flops(block),
-            nbytes=sum(v.numel() * v.element_size() for v in spec.values() if isinstance(v, Tensor)),
+            nbytes=sum(nbytes(schema).values()),
             interval=max(1, int(group[self.refresh_interval])),
             everywhere=self._needs_estimate_everywhere(block, group),
         )
@@ -231,33 +241,40 @@ class Capturing(Lifecycle):
     def _options(self, p: nn.Parameter) -> Group:
         return self._block_of[p].group
 
-    def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
-        block = self._block_of.get(p)
-        return self.curvature_spec(block, group) if block is not None and block.owner is p else {}
+    def live_schema(self, block: Block) -> Schema:
+        """What the state of a block holds now."""
+        return self.schema(block, block.group, self.state.get(block.owner, {}))
 
-    def _held(self, p: nn.Parameter, spec: State) -> State:
-        """The part of a parameter's curvature that this rank holds."""
-        return spec
+    def zeros(self, block: Block, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """A ``meta`` tensor in the precision of a block's curvature."""
+        return torch.empty(tuple(shape), dtype=dtype or self._precision(block.owner), device="meta")
+
+    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        block = self._block_of.get(p)
+        return self.schema(block, group, held) if block is not None and block.owner is p else {}
 
     def _allocate(self, p: nn.Parameter) -> None:
-        state, whole = self.state[p], self._curvature_state(p, self._group[p])
-        wanted, before = self._held(p, whole), self._specs.get(p, {})
-        self._specs[p] = {k: shape_of(v) for k, v in whole.items()}
-        stale = any(k in state and shape_of(state[k]) != shape_of(v) for k, v in wanted.items())
+        state, before = self.state[p], self._shapes.get(p, {})
+        schema = self._curvature_schema(p, self._group[p], state)
+        wanted = held(schema, self._places_here(p))
+        self._shapes[p] = {k: entry.shape for k, entry in schema.items()}
+        self._entries |= {k: entry._replace(like=0) for k, entry in schema.items() if k not in self._entries}
+        stale = any(k in state and shape_of(state[k]) != entry.shape for k, entry in wanted.items())
         # What another rank holds may have changed too: what is counted of it must not differ from rank to rank.
-        stale |= any(k in before and k not in wanted and before[k] != shape for k, shape in self._specs[p].items())
-        for key in [k for k in state if k in self.kinds and (k not in wanted or stale)]:
+        stale |= any(k in before and k not in wanted and before[k] != shape for k, shape in self._shapes[p].items())
+        for key in [k for k in state if k in self._entries and (k not in wanted or stale)]:
             del state[key]
-        for key, value in whole.items():
+        for key, entry in schema.items():
+            value = entry.like
             if key not in wanted:
-                if before and key not in before and self.kinds[key] == "second_order":
+                if before and key not in before and entry.derived:
                     state["refreshes"] = 0
             elif not isinstance(value, Tensor):
                 state.setdefault(key, value)
             elif key not in state:
-                like = p if is_cut(p) and self.kinds[key] == "momentum" else value
+                like = p if is_cut(p) and entry.kind == "momentum" else value
                 state[key] = torch.zeros_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
-                if self.kinds[key] == "second_order":
+                if entry.derived:
                     state["refreshes"] = 0  # nothing to precondition with until the next refresh, which is due
             else:  # the model was moved or cast
                 state[key] = state[key].to(p.device, value.dtype)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from secondorder import options
 from secondorder.comm.resharding import cut_equally, is_cut, whole
 from secondorder.curvature.block import clean_name
+from secondorder.curvature.schema import Entry, Place, Schema, held
 from secondorder.frames import depth_of_caller, filled_in_by_torch, is_saved_in_parts
-from secondorder.lifecycle import Group, Lifecycle, State, shape_of
+from secondorder.lifecycle import Group, Lifecycle
 from secondorder.saved import adopt_value, by_number, compare_groups, compare_states, copied
 
 if TYPE_CHECKING:
@@ -32,14 +33,16 @@ _MEND = (
     "state_dict() of every rank on that rank."
 )
 
-#: Kinds of state that are on the same ranks: of what estimates, and of what preconditions.
-_TOGETHER = ({"factors"}, {"second_order", "scale", "rows", "kernel"})
+#: Places whose tensors are on the same ranks: of what estimates, and of what preconditions.
+_TOGETHER = ({Place.ESTIMATE}, {Place.CURVATURE, Place.MEASURED})
 #: Dtypes by the number that stands for each in a message.
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )  # fmt: skip
 _MOST_DIMS = 8
+#: What every parameter counts.
+_STEP = Entry(torch.zeros(()), "buffers", Place.OWN, always=True)
 
 
 class Checkpointing(Lifecycle):
@@ -56,10 +59,6 @@ class Checkpointing(Lifecycle):
     @abstractmethod
     def _finish_load(self) -> None:
         """Complete what a checkpoint may leave out, and follow the loaded options."""
-
-    def _held(self, p: nn.Parameter, spec: State) -> State:
-        """The part of a parameter's state that this rank holds."""
-        return spec
 
     def _placed(self) -> Sequence[tuple[int, nn.Parameter]]:
         """Units whose state may be on another rank, and the parameter whose state it is."""
@@ -102,8 +101,9 @@ class Checkpointing(Lifecycle):
             if p in self._gathered:
                 packed["state"][i] = {**packed["state"][i], **self._gathered[p]}
             if group["checkpoint_curvature"] != "all":
-                found = packed["state"].get(i, {})
-                packed["state"][i] = {k: v for k, v in found.items() if not self._may_lack(k, group)}
+                found, kept = packed["state"].get(i, {}), group["checkpoint_curvature"]
+                left_out = {k for k in found if (entry := self._entry(k)) is not None and entry.may_lack(kept)}
+                packed["state"][i] = {k: v for k, v in found.items() if k not in left_out}
         if self._is_partial(packed):
             # As a key of an empty dict, which torch's distributed checkpoints neither save nor miss: there all ranks
             # write into one checkpoint, and words that differ would be replaced by those of one rank.
@@ -116,7 +116,10 @@ class Checkpointing(Lifecycle):
         found = packed["state"]
         return self.comm.combines and any(
             any(is_cut(value) for value in found[i].values())
-            or any(key not in found[i] and not self._may_lack(key, group) for key in self._curvature_state(p, group))
+            or any(
+                key not in found[i] and not entry.may_lack(group["checkpoint_curvature"])
+                for key, entry in self._curvature_schema(p, group, self.state.get(p, {})).items()
+            )
             for p, i, group in self._numbered(packed)
         )
 
@@ -185,7 +188,7 @@ class Checkpointing(Lifecycle):
     def _collect(self, to: int | None) -> Tensors:
         """What a rank lacks, on that rank; all ranks call it."""
         placed, found = self._placed(), Tensors()
-        keys = sorted(key for key, kind in self.kinds.items() if kind != "momentum")
+        keys = sorted(self._entries.keys() - self._keys_of_kinds("momentum"))
         agreed = self.comm.agree(self._headers(placed, keys, to)).reshape(len(placed), len(keys), 3 + _MOST_DIMS)
         for (index, p), headers in zip(placed, agreed.long().tolist(), strict=True):
             owner = self.comm.owner(index)
@@ -328,17 +331,16 @@ class Checkpointing(Lifecycle):
         filled_in = filled_in_by_torch()
         for p, i, given in self._numbered({"param_groups": groups}):
             theirs, label = self._own_values(found.get(i, {}), filled_in), f"parameter '{self._names[p]}'"
-            spec = self._expected_state(p, given, theirs)
+            schema, kept = self._expected_state(p, given, theirs), given["checkpoint_curvature"]
             if self._was_never_trained(theirs):  # it was frozen, and begins anew
-                spec = {k: v for k, v in spec.items() if k in theirs or k in ("step", "global_step")}
-            held = self._held(p, spec)
-            required = {k: v for k, v in held.items() if not self._may_lack(k, given)}
+                schema = {k: entry for k, entry in schema.items() if k in theirs or k in ("step", "global_step")}
+            here = held(schema, self._places_here(p))
+            required = {k: entry for k, entry in here.items() if not entry.may_lack(kept)}
             absent = self._absent(theirs, required)
-            curvature = [k for k in theirs if k.partition("@")[0] in self.kinds and not self._may_lack(k, given)]
-            absent += [k for k in curvature if id(theirs[k]) in filled_in]
+            absent += [k for k in theirs if id(theirs[k]) in filled_in and self._is_needed(k, schema, kept)]
             elsewhere += [f"{label}: {key} is missing" for key in absent]
-            shapes = {k: shape_of(v) for k, v in required.items() if k not in absent}
-            shapes.update({k: shape_of(v) for k, v in spec.items() if k in theirs})
+            shapes = {k: entry.shape for k, entry in required.items() if k not in absent}
+            shapes.update({k: entry.shape for k, entry in schema.items() if k in theirs})
             lines += compare_states(theirs, shapes, tuple(p.shape), label)
             lines += [
                 f"{label}: {key} is cut over the ranks in another way than the parameter: save with "
@@ -347,8 +349,8 @@ class Checkpointing(Lifecycle):
                 if is_cut(value) and not cut_equally(value, p)
             ]
             if not lines and not elsewhere:
-                mine = {k: v for k, v in theirs.items() if k not in spec or k in held}
-                loaded[p] = self._private(p, mine, spec)
+                mine = {k: v for k, v in theirs.items() if k not in schema or k in here}
+                loaded[p] = self._private(p, mine, schema)
         if elsewhere and not lines:
             raise RuntimeError(
                 f"this state_dict has a part of the curvature only, and {self.comm.standing} needs another "
@@ -357,35 +359,44 @@ class Checkpointing(Lifecycle):
         self._refuse(lines + elsewhere)
         return loaded
 
-    def _absent(self, theirs: Mapping[str, Any], required: State) -> list[str]:
+    def _is_needed(self, key: str, schema: Schema, kept: str) -> bool:
+        """Whether a saved key is curvature that a checkpoint must have."""
+        known = self._entry(key)
+        return known is not None and not schema.get(key, known).may_lack(kept)
+
+    def _absent(self, theirs: Mapping[str, Any], required: Schema) -> list[str]:
         """Tensors that a rank without them left out: all of a sort, while the numbers, which all have, are there."""
-        curvature = {k: v for k, v in required.items() if k in self.kinds}
-        numbers = [k for k, v in curvature.items() if not isinstance(v, Tensor)]
+        curvature = {k: entry for k, entry in required.items() if not entry.always}
+        numbers = [k for k, entry in curvature.items() if not isinstance(entry.like, Tensor)]
         if not numbers or any(k not in theirs for k in numbers):
             return []
-        sorts = [[k for k, v in curvature.items() if isinstance(v, Tensor) and self.kinds[k] in s] for s in _TOGETHER]
+        large = {k: entry.place for k, entry in curvature.items() if k not in numbers and entry.kind != "buffers"}
+        sorts = [[k for k, place in large.items() if place in places] for places in _TOGETHER]
         absent = [key for keys in sorts if theirs.keys().isdisjoint(keys) for key in keys]
-        return absent and [k for k in curvature if k not in theirs and (k in absent or self.kinds[k] == "buffers")]
+        return absent and [
+            k for k, entry in curvature.items() if k not in theirs and (k in absent or entry.kind == "buffers")
+        ]
 
-    def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], spec: State) -> dict[str, Any]:
+    def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
         """Copies of one parameter's loaded values."""
-        return {k: adopt_value(k, v, spec.get(k), p) for k, v in theirs.items()}
+        return {k: adopt_value(k, v, schema[k].like if k in schema else None, p) for k, v in theirs.items()}
 
     def _install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         """Make checked values the state."""
         for p, found in loaded.items():
             self.state[p] = found
 
-    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> State:
+    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Schema:
         """What the state of a parameter should be; ``theirs`` is what a checkpoint has for it."""
-        expected: State = {"step": torch.zeros(())}
+        expected = {"step": _STEP}
         if p is self._first:
-            expected["global_step"] = 0
-        expected.update(self._curvature_state(p, group))
+            expected["global_step"] = _STEP._replace(like=0)
+        expected |= self._curvature_schema(p, group, theirs)
         if p.requires_grad:
-            expected.update(dict.fromkeys(self._rule_keys(p, group), p))
+            rule = Entry(p, "momentum", Place.OWN, always=True)
+            expected |= dict.fromkeys(self._rule_keys(p, group), rule)
         elif not self._covers(p):  # what a frozen parameter has is kept as it is, for when it is unfrozen
-            expected.update({k: v for k, v in theirs.items() if k in self.kinds})
+            expected |= {k: self._entries[k]._replace(like=v) for k, v in theirs.items() if k in self._entries}
         return expected
 
     def _was_never_trained(self, theirs: Mapping[str, Any]) -> bool:
@@ -409,10 +420,6 @@ class Checkpointing(Lifecycle):
         given = {k: v for k, v in theirs.items() if not (isinstance(v, dict) and not v)}
         own = {k: v for k, v in given.items() if id(v) not in filled_in}
         return own if self._was_never_trained(own) else given
-
-    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
-        kind, kept = self.kinds.get(key), group["checkpoint_curvature"]
-        return kind is not None and (kept == "none" or (kept == "factors" and kind == "second_order"))
 
     def _refuse(self, lines: list[str]) -> None:
         if lines:

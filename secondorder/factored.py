@@ -19,6 +19,7 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums, Sampler
 from secondorder.curvature.measured import Measured, Part
+from secondorder.curvature.schema import tensors
 from secondorder.factorising import joint_ok
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Group, some_of
@@ -62,7 +63,6 @@ class FactoredOptimizer(OverlappingRefreshes):
         "weight_decay_in_curvature": options.flag,
         "deterministic_seed": options.whole(0),
     }
-    allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step")
     #: Whether `max_factor_dim` was left to the constructor, and the type of device for which it chooses.
     _chooses_bound = False
     _device_type = "cpu"
@@ -105,7 +105,8 @@ class FactoredOptimizer(OverlappingRefreshes):
             generator = torch.Generator().manual_seed(self.seed(block.index))
             sampler = Sampler(group["factor_batch_size"], group["factor_positions"], generator)
         constant_g = self._fisher.fisher == "forward_only"
-        likes = [torch.empty_like(like, device=block.owner.device) for like in self.sums_spec(block, group).values()]
+        found = tensors(self.factor_sums(block, group)).values()
+        likes = [torch.empty_like(like, device=block.owner.device) for like in found]
         return KroneckerSums(block.adapter, group["approx"], likes[0], likes[1], sampler, constant_g)
 
     def gradient_scale(self, group: Group, examples: int) -> Any:

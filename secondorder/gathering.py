@@ -31,6 +31,7 @@ from secondorder.curvature import kernel, woodbury
 from secondorder.curvature.block import Block
 from secondorder.curvature.examples import keeps_indices, multiplied_out, second_moments
 from secondorder.curvature.kernel import Rows, scaled
+from secondorder.curvature.schema import tensors
 from secondorder.curvature.sites import Captured
 from secondorder.linalg import full_precision
 from secondorder.rowwise import Batch, Fresh, Kept, Raw, Sizes, filled, inputs_of
@@ -299,10 +300,9 @@ class GatheringOptimizer(SubstitutingOptimizer):
     # ------------------------------------------------------------------ factors
     def _own_moments(self, block: Block) -> list[Tensor]:
         """This rank's part of A and G."""
-        fresh, spec = self._fresh.get(block), self.curvature_spec(block, block.group)
+        fresh, likes = self._fresh.get(block), tensors(self.live_schema(block))
         if fresh is None:
-            wanted = [spec[key] for key in ("factor_a", "factor_g")]
-            return [torch.zeros_like(like, device=self.device_of(block)) for like in wanted]  # type: ignore[arg-type]
+            return [torch.zeros_like(likes[key], device=self.device_of(block)) for key in ("factor_a", "factor_g")]
         a, g = second_moments(fresh.rows, fresh.real)
         part = torch.as_tensor(fresh.real, dtype=torch.float64).cpu() / self._census[block].real.clamp(min=1)
         return [a * part.to(a.device, a.dtype).reshape(*self.lead_of(block), 1, 1), g]
@@ -354,23 +354,23 @@ class GatheringOptimizer(SubstitutingOptimizer):
         if not self.comm.captures(block.index):
             return Parcel(block.index, [])
         rank = self._ranks_sent[block]
-        spec = self.sized_spec(block, self._form(block, rank))
+        likes = tensors(self.sized_schema(block, self._form(block, rank)))
         parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
-        tensors = []
+        sent = []
         for key in ("rows_a", "rows_g"):
-            room = torch.zeros_like(spec[key], device=self.device_of(block))  # type: ignore[arg-type]
+            room = torch.zeros_like(likes[key], device=self.device_of(block))
             if key in parts:
                 room[tuple(slice(size) for size in parts[key].shape)] = parts[key]
             if room.numel():
-                tensors.append(room)
+                sent.append(room)
         if self.interpolates(block):
             core = torch.eye(rank, dtype=torch.float64, device=self.device_of(block)).repeat(*self.lead_of(block), 1, 1)
             if kept is not None and kept.core is not None:
                 r = kept.core.shape[-1]
                 core[..., :r, :] = 0
                 core[..., :r, :r] = kept.core
-            tensors.append(core)
-        return Parcel(block.index, tensors)
+            sent.append(core)
+        return Parcel(block.index, sent)
 
     def _put_together(self, block: Block, stacks: Sequence[Tensor]) -> Kept:
         """Rows of all ranks, in their order, without what they were filled up with."""
@@ -388,11 +388,6 @@ class GatheringOptimizer(SubstitutingOptimizer):
         return filled(Kept(rows, self._damping(block), core), self._total_rows(block))
 
     # ------------------------------------------------------------------ stage 4: share
-    def shared_keys(self, block: Block) -> list[str]:
-        """State that a refresh changes and only the owner has: λ is known, and so may rows be."""
-        known = {"kernel_damping", "interpolated"} | ({"rows_a", "rows_g"} if self.comm.replicates else set())
-        return [key for key in super().shared_keys(block) if key not in known]
-
     def _share(self, refreshed: list[int]) -> None:
         if self.comm.combines:  # the others keep what they have, of whatever size
             refreshed = [i for i in refreshed if self._blocks[i].name not in self._failures]
@@ -406,14 +401,14 @@ class GatheringOptimizer(SubstitutingOptimizer):
         if self.is_factored(block):
             return
         state, kept = self.state[block.owner], self._union.get(block)
-        spec = self.sized_spec(block, self._form(block, self._total_rows(block)))
+        schema = self.sized_schema(block, self._form(block, self._total_rows(block)))
         known = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
         known |= {
             "kernel_damping": self._damping(block),
             "interpolated": torch.full((), int(self.interpolates(block)), device=self.device_of(block)),
         }
-        for key, like in spec.items():
-            if isinstance(like, Tensor) and key not in known:
+        for key, like in tensors(schema).items():
+            if key not in known:
                 known[key] = torch.empty_like(like, device=self.device_of(block))
         state.update(known)
 

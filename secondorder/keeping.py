@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,62 +11,65 @@ from torch import Tensor
 from secondorder import triangles
 from secondorder.curvature import factors
 from secondorder.curvature.block import Block
-from secondorder.lifecycle import Group, State
+from secondorder.curvature.schema import COUNTER, COUNTERS, ESTIMATE, FOUND, WEIGHT, Schema, shaped
+from secondorder.lifecycle import Group
 from secondorder.observing import ObservingOptimizer
+
+_Likes = dict[str, "Tensor | int"]
+
+#: State of a block with factors and bases: of each factor one of its two forms, copies of what a refresh under way
+#: factorises, and the step in which that is adopted.
+FACTORS: Schema = {
+    **dict.fromkeys(("factor_a", "factor_g", "packed_a", "packed_g"), ESTIMATE),
+    "factor_weight": WEIGHT,
+    **dict.fromkeys(("factor_updates", "factor_step", "refreshes"), COUNTER),
+    **dict.fromkeys(("basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"), FOUND),
+    **dict.fromkeys(("begun_a", "begun_g"), ESTIMATE),
+    "adopt_at": COUNTER,
+}
 
 
 class KeepingFactors(ObservingOptimizer):
     """State of the methods with factors: what is kept, and the same as matrices in the precision of products."""
 
-    kinds: ClassVar[dict[str, str]] = {
-        "factor_a": "factors",
-        "factor_g": "factors",
-        "packed_a": "factors",
-        "packed_g": "factors",
-        "factor_weight": "buffers",
-        "factor_updates": "buffers",
-        "factor_step": "buffers",
-        "refreshes": "buffers",
-        "basis_a": "second_order",
-        "basis_g": "second_order",
-        "eigenvalues_a": "second_order",
-        "eigenvalues_g": "second_order",
-    }
+    catalog: ClassVar[Schema] = FACTORS
 
     # ------------------------------------------------------------------ state
-    def factor_spec(self, block: Block, group: Mapping[str, Any]) -> State:
-        """Factors and their counters, as ``meta`` tensors and numbers."""
+    def factor_schema(self, block: Block, group: Mapping[str, Any]) -> Schema:
+        """Factors and their counters."""
         kept, packs = self._kept_in(block, self._layer_options.factor_dtype), self._packs
-        spec: State = {}
-        for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
+        likes = _Likes()
+        for name, side in self._sides(block, group):
             if packs and not side.diagonal:
-                spec[f"packed_{name}"] = self.zeros(block, (*side.lead, triangles.triangle(side.n)), kept)
+                likes[f"packed_{name}"] = self.zeros(block, (*side.lead, triangles.triangle(side.n)), kept)
             else:
-                spec[f"factor_{name}"] = self.zeros(block, side.shape, kept)
-        spec["factor_weight"] = self.zeros(block, (), torch.float64)
-        spec["factor_updates"] = spec["refreshes"] = 0
+                likes[f"factor_{name}"] = self.zeros(block, side.shape, kept)
+        found = shaped(FACTORS, likes, self._dense("factor", block, group)) | COUNTERS
         if group["decay_per_step"]:
-            spec["factor_step"] = max(self._t - 1, 0)
-        return spec
+            found |= shaped(FACTORS, {"factor_step": max(self._t - 1, 0)})
+        return found
 
-    def sums_spec(self, block: Block, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def factor_sums(self, block: Block, group: Mapping[str, Any]) -> Schema:
         """Factors of a batch, in the precision of their products."""
-        found = zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True)
-        return {f"factor_{name}": self.zeros(block, side.shape) for name, side in found}
+        likes = {f"factor_{name}": self.zeros(block, side.shape) for name, side in self._sides(block, group)}
+        return shaped(FACTORS, likes, self._dense("factor", block, group))
 
-    def basis_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+    def basis_schema(self, block: Block, group: Mapping[str, Any]) -> Schema:
         """Eigenbases and eigenvalues; a diagonal factor has no basis."""
-        spec: State = {}
-        kept = self._kept_in(block, self._layer_options.inv_dtype)
-        for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
+        likes, kept = _Likes(), self._kept_in(block, self._layer_options.inv_dtype)
+        for name, side in self._sides(block, group):
             if not side.diagonal:
-                spec[f"basis_{name}"] = self.zeros(block, side.shape, kept)
-            spec[f"eigenvalues_{name}"] = self.zeros(block, (*side.lead, side.n))
-        return spec
+                likes[f"basis_{name}"] = self.zeros(block, side.shape, kept)
+            likes[f"eigenvalues_{name}"] = self.zeros(block, (*side.lead, side.n))
+        return shaped(FACTORS, likes)
 
-    def zeros(self, block: Block, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """A ``meta`` tensor in the precision of a block's curvature."""
-        return torch.empty(tuple(shape), dtype=dtype or self._precision(block.owner), device="meta")
+    def _sides(self, block: Block, group: Mapping[str, Any]) -> Iterator[tuple[str, factors.Side]]:
+        """``"a"`` and ``"g"``, and the forms of the two factors."""
+        return zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True)
+
+    def _dense(self, name: str, block: Block, group: Mapping[str, Any]) -> list[str]:
+        """Keys of the dense ones of two matrices that go with the factors."""
+        return [f"{name}_{side}" for side, form in self._sides(block, group) if not form.diagonal]
 
     def _kept_in(self, block: Block, dtype: torch.dtype) -> torch.dtype:
         """The precision that is meant by a choice for all layers."""
@@ -99,11 +102,6 @@ class KeepingFactors(ObservingOptimizer):
             return factors.sides(block.adapter, block.group["max_factor_dim"])["ag".index(side)].diagonal
         return factors.is_diagonal(factor, block.adapter)
 
-    def is_symmetric(self, block: Block, key: str) -> bool:
-        """Whether a tensor of the state is a symmetric matrix: dense factors and their inverses."""
-        name, _, side = key.rpartition("_")
-        return name in ("factor", "inverse") and side in ("a", "g") and not self.is_diagonal(block, side)
-
     def basis(self, block: Block, side: str) -> Tensor | None:
         """Eigenvectors of a factor in the precision of products, None for the identity."""
         return self.working(block, f"basis_{side}") if f"basis_{side}" in self.state[block.owner] else None
@@ -135,7 +133,7 @@ class KeepingFactors(ObservingOptimizer):
         if block is None:  # frozen: what is kept in the other form begins anew when it is unfrozen
             kept = {_form_of(k, v) for k, v in theirs.items()}
             in_other_form = ("dense" if self._packs else "packed") in kept
-            return {k: v for k, v in theirs.items() if k not in self.kinds} if in_other_form else theirs
+            return {k: v for k, v in theirs.items() if k not in self._entries} if in_other_form else theirs
         if block.owner is not p:
             return theirs
         found, packs = dict(theirs), self._packs

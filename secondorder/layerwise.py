@@ -43,8 +43,8 @@ _REFRESHES_BEFORE_WATCH = 3
 class LayerOptimizer(Serving, SecondOrderOptimizer):
     """Base of the methods that capture statistics per layer.
 
-    The verbs of a method: :meth:`curvature_spec` (state of a block), :meth:`new_statistic`, :meth:`measure`,
-    :meth:`measured_spec`, :meth:`fold`, :meth:`refresh`, :meth:`precondition`, :meth:`block_curvature`.
+    The verbs of a method: :meth:`schema` (state of a block), :meth:`new_statistic`, :meth:`measure`, :meth:`sums`,
+    :meth:`fold`, :meth:`refresh`, :meth:`precondition`, :meth:`block_curvature`.
 
     Args:
         params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
@@ -385,7 +385,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         complete = not self.comm.combines or (self.comm.replicates and everywhere)
         kept, dropped = dict(loaded), list[str]()
         for p, state in loaded.items():
-            own = (state.keys() & self.kinds) - self._common
+            own = (state.keys() & self._entries.keys()) - self._common
             if p.requires_grad or not own or (complete and any(isinstance(state[k], Tensor) for k in own)):
                 continue
             kept[p] = {k: v for k, v in state.items() if k not in own}
@@ -406,11 +406,12 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         complete = {b: set(self.state[b.owner]) for b in self._blocks}
         refreshes = {b: self.state[b.owner].get("refreshes", 0) for b in self._blocks}
         changed = self._rebuild()
+        derived = {key for key, entry in self._entries.items() if entry.derived}
         renewed = [
             b
             for b, found in complete.items()
             if self.state[b.owner]["factor_updates"] > 0
-            and any(self.kinds.get(key) == "second_order" and key not in found for key in self.state[b.owner])
+            and any(key in derived and key not in found for key in self.state[b.owner])
         ]
         self._to_renew.clear()
         if self.comm.combines:  # with the other ranks, at the next step: loading sends nothing

@@ -15,18 +15,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from secondorder.background import DEVICES, Background, Job
 from secondorder.capturing import LayerOptions
-from secondorder.curvature import factors
 from secondorder.curvature.block import Block
+from secondorder.curvature.schema import Schema, shaped
 from secondorder.factorising import Found, Task, factorise
-from secondorder.keeping import KeepingFactors
-from secondorder.lifecycle import Group, State
+from secondorder.keeping import FACTORS, KeepingFactors
+from secondorder.lifecycle import Group
 
 _Key = tuple[Block, str]
 #: State of what was begun.
@@ -37,13 +37,6 @@ _FOUND = ("basis_", "eigenvalues_", "inverse_")
 
 class OverlappingRefreshes(KeepingFactors):
     """Methods that factorise factors, at once or beside training."""
-
-    kinds: ClassVar[dict[str, str]] = {
-        **KeepingFactors.kinds,
-        "begun_a": "factors",
-        "begun_g": "factors",
-        "adopt_at": "buffers",
-    }
 
     def _begin_capture(self, layer_options: LayerOptions) -> None:
         super()._begin_capture(layer_options)
@@ -62,16 +55,15 @@ class OverlappingRefreshes(KeepingFactors):
         return str(block.group.get("inverse_method", "eigen"))
 
     # ------------------------------------------------------------------ state
-    def factor_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+    def factor_schema(self, block: Block, group: Mapping[str, Any]) -> Schema:
         """As in the base class, and copies of what is being factorised."""
-        spec = super().factor_spec(block, group)
-        if self._overlaps:
-            if (device := block.owner.device.type) not in (*DEVICES, "meta"):
-                raise ValueError(f"overlap=True needs a device that does two things at a time, and {device} does not")
-            for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
-                spec[f"begun_{name}"] = self.zeros(block, side.shape)
-            spec["adopt_at"] = 0
-        return spec
+        found = super().factor_schema(block, group)
+        if not self._overlaps:
+            return found
+        if (device := block.owner.device.type) not in (*DEVICES, "meta"):
+            raise ValueError(f"overlap=True needs a device that does two things at a time, and {device} does not")
+        copies = {f"begun_{name}": self.zeros(block, side.shape) for name, side in self._sides(block, group)}
+        return found | shaped(FACTORS, {**copies, "adopt_at": 0})
 
     @property
     def _overlaps(self) -> bool:
@@ -186,8 +178,8 @@ class OverlappingRefreshes(KeepingFactors):
             return {k: v for k, v in found.items() if k not in _BEGUN}
         block = self._block_of.get(p)
         if block is not None and block.owner is p and "factor_updates" in found and found.keys().isdisjoint(_BEGUN):
-            spec = {k: v for k, v in self.factor_spec(block, group).items() if k in _BEGUN}
-            found |= {k: torch.zeros_like(v, device=p.device) if isinstance(v, Tensor) else v for k, v in spec.items()}
+            likes = {k: entry.like for k, entry in self.factor_schema(block, group).items() if k in _BEGUN}
+            found |= {k: torch.zeros_like(v, device=p.device) if isinstance(v, Tensor) else v for k, v in likes.items()}
         return found
 
     def _forget_jobs(self) -> None:

@@ -141,7 +141,7 @@ def _by_rank(actor: Understudy, rehearsal: Rehearsal, traffic: list[Traffic]) ->
     world, width = rehearsal.grid.world, rehearsal.grid.width
     holdings = list(chain(actor.holdings(), actor.other_holdings()))
     work = list(actor.work())
-    kinds = dict.fromkeys((*actor.kinds.values(), "momentum", "fallback", "buffers"))
+    kinds = dict.fromkeys((*actor.curvature_kinds(), "momentum", "fallback", "buffers"))
     stored = spread(holdings, kinds, world)
     flops = spread(work, dict.fromkeys(_stages(work)), world)
     sent = means(traffic, width)

@@ -17,9 +17,10 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from secondorder import options
 from secondorder.curvature import scale
 from secondorder.curvature.block import Block
+from secondorder.curvature.schema import Place, Schema, keys, shaped, tensors
 from secondorder.factored import FactoredOptimizer
 from secondorder.factorising import Found, batched, joint_ok
-from secondorder.lifecycle import Group, State
+from secondorder.lifecycle import Group
 
 #: Part of a factor off the diagonal of its basis above which the next QR refresh takes another sweep.
 _FAR_FROM_DIAGONAL = 0.1
@@ -33,8 +34,6 @@ class RebasingOptimizer(FactoredOptimizer):
         "basis_update": options.choice("eigh", "qr"),
         "full_every": options.whole(1),
     }
-    kinds: ClassVar[dict[str, str]] = {**FactoredOptimizer.kinds, "off_diagonal": "buffers"}
-    allocating: ClassVar[tuple[str, ...]] = (*FactoredOptimizer.allocating, "basis_update")
 
     def _begin_bases(self) -> None:
         #: What QR refreshes left off the diagonal, on its way to the host.
@@ -45,10 +44,15 @@ class RebasingOptimizer(FactoredOptimizer):
         #: checkpoint was loaded, or after an estimator that had no use for them elsewhere. The same on all ranks.
         self._bases_to_send: set[str] = set()
 
-    def basis_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+    def basis_schema(self, block: Block, group: Mapping[str, Any]) -> Schema:
         """Eigenbases and eigenvalues, and for QR refreshes what they left off the diagonals of A and G."""
-        spec = super().basis_spec(block, group)
-        return spec | {"off_diagonal": self.zeros(block, (2,))} if group["basis_update"] == "qr" else spec
+        found = super().basis_schema(block, group)
+        if group["estimator"] == "intra":
+            bases = {k: entry for k, entry in found.items() if k.startswith("basis_")}
+            found |= {k: entry._replace(place=Place.MEASURED) for k, entry in bases.items()}
+        if group["basis_update"] == "qr":
+            found |= shaped(self.catalog, {"off_diagonal": self.zeros(block, (2,))})
+        return found
 
     # ------------------------------------------------------------------ with other ranks
     def _is_apart(self, block: Block) -> bool:
@@ -59,11 +63,8 @@ class RebasingOptimizer(FactoredOptimizer):
         """Whether some ranks that need the bases of a block have yet to receive them."""
         return self._is_apart(block) and block.name in self._bases_to_send
 
-    def place_of(self, block: Block, key: str) -> str:
-        """Who holds a tensor of the state of a block."""
-        if key.startswith("basis_") and self._is_apart(block) and not self._lacks_bases(block):
-            return "everywhere"
-        return super().place_of(block, key)
+    def _sends_measured(self, block: Block) -> bool:
+        return super()._sends_measured(block) and not self._lacks_bases(block)
 
     def _plan(self) -> bool:
         changed = super()._plan()
@@ -74,14 +75,14 @@ class RebasingOptimizer(FactoredOptimizer):
     def _send_bases(self) -> None:
         """Send bases that were found before all ranks could have them."""
         blocks = [block for block in self._blocks if self._lacks_bases(block)]
-        self._bases_to_send -= {block.name for block in blocks}  # from now on their place is everywhere
+        self._bases_to_send -= {block.name for block in blocks}  # from now on they are where they are measured in
         for block in blocks:
-            state = self.state[block.owner]
-            for key, like in self.basis_spec(block, block.group).items():
-                if isinstance(like, Tensor) and key not in state and self.place_of(block, key) == "everywhere":
-                    state[key] = torch.zeros_like(like, device=block.owner.device)
-        known = [(b, self._keys_of(b, "everywhere")) for b in blocks if self.state[b.owner]["refreshes"] > 0]
-        if parcels := [self._shared(block, keys) for block, keys in known if keys]:
+            state, schema = self.state[block.owner], self.basis_schema(block, block.group)
+            for key in keys(schema, Place.MEASURED):
+                if key not in state:
+                    state[key] = torch.zeros_like(tensors(schema)[key], device=block.owner.device)
+        known = [self._parcel_of(b, Place.MEASURED) for b in blocks if self.state[b.owner]["refreshes"] > 0]
+        if parcels := [parcel for parcel in known if parcel.tensors]:
             self.comm.spread(parcels)
 
     # ------------------------------------------------------------------ refresh

@@ -25,14 +25,15 @@ from secondorder.capturing import Capturing
 from secondorder.comm import Parcel
 from secondorder.curvature.block import Block
 from secondorder.curvature.measured import Measured, Part, counts_of, mean_of, weighted
+from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.curvature.sites import Captured, Statistic
 from secondorder.curvature.statistics import all_finite
-from secondorder.lifecycle import Directions, State
+from secondorder.lifecycle import Directions
 from secondorder.linalg import full_precision
 
 log: logging.Logger = logging.getLogger("secondorder")
 
-Spec = Callable[[Block], Mapping[str, Tensor]]
+Sums = Callable[[Block], Schema]
 
 #: Words that every due block has before the counts of its parts: examples, contributions, dropped ones.
 _WORDS = 3
@@ -58,21 +59,10 @@ class Reducing(Capturing):
     def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
         """Name layers that nothing was captured for."""
 
-    def measured_spec(self, block: Block) -> Mapping[str, Tensor]:
-        """Shapes of the parts that this step measures of a block, as ``meta`` tensors by state key."""
-        return {}
-
-    def is_symmetric(self, block: Block, key: str) -> bool:
-        """Whether a tensor of the state is a symmetric matrix."""
-        return False
-
-    def shared_keys(self, block: Block) -> list[str]:
-        """State that a refresh changes and every rank that preconditions needs."""
-        return self._keys_of(block, "curvature")
-
-    def _keys_of(self, block: Block, place: str) -> list[str]:
-        held = sorted(self.state[block.owner].items())  # a loaded state may have another order on each rank
-        return [k for k, v in held if isinstance(v, Tensor) and self.place_of(block, k) == place]
+    def sums(self, block: Block) -> Schema:
+        """The parts that this step measures of a block, as ranks add them up: by default those of its estimate."""
+        schema = self.live_schema(block)
+        return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
 
     # ------------------------------------------------------------------ stage 2: statistics
     def _reduce(self, statistics: Captured) -> Captured:
@@ -96,7 +86,7 @@ class Reducing(Capturing):
             return captured._replace(statistics={})
         word = self._options_word()
         tail = [float(captured.total), float(captured.total > 0), 1.0, word, word * word]
-        found, told = self._exchange(due, measured, self.measured_spec, tail)
+        found, told = self._exchange(due, measured, self.sums, tail)
         examples = {i: m.examples for i, m in found.items()}
         total, ranks, everyone, words, squares = told.tolist()
         if everyone * squares != words * words:  # not one and the same word
@@ -118,7 +108,7 @@ class Reducing(Capturing):
         )
 
     def _exchange(
-        self, blocks: Sequence[Block], measured: Mapping[int, Measured], spec: Spec, tail: Sequence[float]
+        self, blocks: Sequence[Block], measured: Mapping[int, Measured], sums: Sums, tail: Sequence[float]
     ) -> tuple[dict[int, Measured], Tensor]:
         """Add up what the ranks measured of some blocks, and some more words.
 
@@ -129,30 +119,31 @@ class Reducing(Capturing):
             sums of the words.
         """
         device = blocks[0].owner.device
-        own = [self._contribution(b, measured.get(b.index), spec(b)) for b in blocks]
+        schemas = {b: sums(b) for b in blocks}
+        own = [self._contribution(b, measured.get(b.index), schema) for b, schema in schemas.items()]
         words, parcels = [w for w, _ in own], [parcel for _, parcel in own]
         work = self.comm.reduce_statistics(parcels)
         last = torch.tensor(tail, dtype=torch.float64, device=device)
         agreed = self.comm.agree(torch.cat([*(w.to(device) for w in words), last]))
-        *sums, told = agreed.split([*map(len, words), len(tail)])
+        *totals, told = agreed.split([*map(len, words), len(tail)])
         found, numbers = dict[int, Measured](), dict[int, Tensor]()
-        for block, total in zip(blocks, sums, strict=True):
+        for (block, schema), total in zip(schemas.items(), totals, strict=True):
             if dropped := int(total[2]):
                 before = self._skipped_statistics.get(block.name, 0)
                 self._skipped_statistics[block.name] = before + dropped
             if n := int(total[0]):
                 mine = measured.get(block.index)
                 number, size = total[_WORDS:], self._count_size(block)
-                seen = frozenset(key for key, c in zip(spec(block), number.split(size), strict=False) if bool(c.any()))
+                seen = frozenset(key for key, c in zip(schema, number.split(size), strict=False) if bool(c.any()))
                 numbers[block.index] = number
                 found[block.index] = Measured({}, n, None if mine is None else mine.rest, seen)
-                if next(iter(spec(block)), "") == "factor_a":
+                if next(iter(schema), "") == "factor_a":
                     ranks = float(total[1])
                     self._rows_seen[block.name] = n / ranks, float(number[0]) / ranks
         work.wait()
         for block, parcel in zip(blocks, parcels, strict=True):
             if block.index in found:
-                means = self._means(block, parcel, numbers[block.index], spec(block))
+                means = self._means(block, parcel, numbers[block.index], schemas[block])
                 found[block.index] = found[block.index]._replace(parts=means)
         return found, told
 
@@ -168,37 +159,35 @@ class Reducing(Capturing):
         """Numbers in the count of a part: one, or one for each of the blocks of a layer."""
         return 1 if block.adapter.is_exact else block.adapter.groups
 
-    def _contribution(
-        self, block: Block, measured: Measured | None, spec: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Parcel]:
+    def _contribution(self, block: Block, measured: Measured | None, schema: Schema) -> tuple[Tensor, Parcel]:
         """Words ``[examples, contributed, dropped, counts of each part …]`` and sums of this rank or zeros."""
         size, device = self._count_size(block), block.owner.device
         finite = None if measured is None else self._is_finite(measured).to(device)
-        counts, tensors = [], []
+        counts, found = [], []
         # Nothing of a unit travels whose owner alone captures it.
         sends = self.comm.captures(block.index) or self.comm.sources(block.index) > 1
-        for key, like in spec.items():
+        for key, like in tensors(schema).items():
             part = None if measured is None else measured.parts.get(key)
             if part is None or finite is None:
                 counts.append(torch.zeros(size, dtype=torch.float64, device=device))
-                tensors += [torch.zeros(like.shape, dtype=like.dtype, device=device)] if sends else []
+                found += [torch.zeros(like.shape, dtype=like.dtype, device=device)] if sends else []
             else:
                 counts.append(counts_of(part, size).to(device))
-                tensors.append(weighted(part, counts[-1], finite).to(like.dtype))
+                found.append(weighted(part, counts[-1], finite).to(like.dtype))
         head = [0.0, 0.0, 0.0] if measured is None else [float(measured.examples), 1.0, 0.0]
         words = torch.cat([torch.tensor(head, dtype=torch.float64, device=device), *counts])
         if finite is not None:
             lost = torch.zeros_like(words)
             lost[2] = 1.0
             words = torch.where(finite, words, lost)
-        return words, Parcel(block.index, tensors, tuple(self.is_symmetric(block, k) for k in spec) if tensors else ())
+        return words, Parcel(block.index, found, tuple(entry.symmetric for entry in schema.values()) if found else ())
 
-    def _means(self, block: Block, parcel: Parcel, counts: Tensor, spec: Mapping[str, Tensor]) -> dict[str, Part]:
+    def _means(self, block: Block, parcel: Parcel, counts: Tensor, schema: Schema) -> dict[str, Part]:
         """The combined parts, where this rank holds what they are folded into."""
         if not self.comm.estimates(block.index):
             return {}
-        own = counts.split(self._count_size(block)) if spec else ()
-        found = zip(spec, parcel.tensors, own, strict=True)
+        own = counts.split(self._count_size(block)) if schema else ()
+        found = zip(schema, parcel.tensors, own, strict=True)
         return {key: mean_of(total, c) for key, total, c in found if bool(c.any())}  # what any rank has measured
 
     # ------------------------------------------------------------------ stage 4: refresh and share
@@ -246,13 +235,26 @@ class Reducing(Capturing):
         if not self.comm.combines or not refreshed:
             return
         mine = [self._blocks[i] for i in refreshed if self.comm.preconditions(i)]
-        self.comm.share_curvature([self._shared(b, self.shared_keys(b)) for b in mine])
-        known = [(self._blocks[i], self._keys_of(self._blocks[i], "everywhere")) for i in refreshed]
-        self.comm.spread([self._shared(b, keys) for b, keys in known if keys])
+        wide = {self._blocks[i] for i in refreshed if self._sends_measured(self._blocks[i])}
+        near = {b: [Place.CURVATURE] if b in wide else [Place.CURVATURE, Place.MEASURED] for b in mine}
+        self.comm.share_curvature([self._parcel_of(b, *places, known=False) for b, places in near.items()])
+        measured = [self._parcel_of(self._blocks[i], Place.MEASURED) for i in refreshed if self._blocks[i] in wide]
+        self.comm.spread([parcel for parcel in measured if parcel.tensors])
 
-    def _shared(self, block: Block, keys: Sequence[str]) -> Parcel:
+    def _sends_measured(self, block: Block) -> bool:
+        """Whether what is at ``Place.MEASURED`` is now on ranks that do not precondition, too."""
+        return self.comm.captures_elsewhere(block.index)
+
+    def _parcel_of(self, block: Block, *places: Place, known: bool = True) -> Parcel:
+        """The tensors of a block's state that are at some places, as far as they are here."""
+        schema = self.live_schema(block)
+        return self._shared(block, schema, sorted(k for place in places for k in keys(schema, place, known=known)))
+
+    def _shared(self, block: Block, schema: Schema, names: Sequence[str]) -> Parcel:
+        """Tensors of a block's state in this order, as far as they are here."""
         state = self.state[block.owner]
-        return Parcel(block.index, [state[k] for k in keys], tuple(self.is_symmetric(block, k) for k in keys))
+        here = [k for k in names if k in state]
+        return Parcel(block.index, [state[k] for k in here], tuple(schema[k].symmetric for k in here))
 
     def _renew(self, blocks: list[Block]) -> Tensor:
         """Refresh and share some blocks outside of their schedule."""
@@ -265,30 +267,20 @@ class Reducing(Capturing):
         return torch.tensor([good.get(b, False) for b in blocks])
 
     # ------------------------------------------------------------------ what this rank holds
-    def place_of(self, block: Block, key: str) -> str:
-        """Who holds a tensor of the state of a block.
-
-        Returns:
-            ``"estimate"`` for what the running estimate is made of, ``"curvature"`` for what preconditioning needs,
-            ``"everywhere"`` for what all ranks have from the owner, ``"own"`` for what each has by itself.
-        """
-        kind = self.kinds.get(key)
-        if kind in ("second_order", "scale", "kernel", "rows"):
-            return "curvature"
-        return "estimate" if kind in ("factors", "buffers") else "own"
-
     def _placed(self) -> list[tuple[int, nn.Parameter]]:
         """Blocks, and the parameter whose state theirs is."""
         return [(b.index, b.owner) for b in self._blocks]
 
-    def _held(self, p: nn.Parameter, spec: State) -> State:
-        """The part of a parameter's curvature that this rank holds."""
+    def _places_here(self, p: nn.Parameter) -> frozenset[Place]:
+        """Where this rank is, of the places at which tensors of a parameter's state are."""
         block = self._block_of.get(p)
         if block is None or not self.comm.combines:
-            return spec
+            return super()._places_here(p)
         i, away = block.index, set()
         if not self.comm.estimates(i):
-            away.add("estimate")
+            away.add(Place.ESTIMATE)
         if not self.comm.preconditions(i):
-            away.add("curvature")
-        return {k: v for k, v in spec.items() if not isinstance(v, Tensor) or self.place_of(block, k) not in away}
+            away.add(Place.CURVATURE)
+            if not (self.comm.captures(i) and self._sends_measured(block)):
+                away.add(Place.MEASURED)
+        return super()._places_here(p) - away

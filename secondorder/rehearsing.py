@@ -20,10 +20,11 @@ from secondorder.comm.planning import Holding, Work
 from secondorder.comm.rehearsal import Rehearsal
 from secondorder.curvature.block import Block
 from secondorder.curvature.measured import Measured
+from secondorder.curvature.schema import Place, Schema, likes, tensors
 from secondorder.curvature.sites import Captured
 from secondorder.curvature.window import LAG, GradientWindow
-from secondorder.lifecycle import Directions, Lifecycle, State
-from secondorder.reducing import _WORDS, Spec
+from secondorder.lifecycle import Directions, Lifecycle
+from secondorder.reducing import _WORDS, Sums
 from secondorder.refreshing import Refreshing
 from secondorder.sharding import ShardedWindows
 from secondorder.windowing import Unit as Window
@@ -120,20 +121,20 @@ class RehearsedLayers(Understudy, Refreshing):
     def begin(self, comm: Rehearsal) -> None:
         """Every block is here, has statistics and was refreshed."""
         super().begin(comm)
-        self._spec_of: dict[int, State] = {}
+        self._known_schemas: dict[int, Schema] = {}
         for block in self._blocks:
             state = self.state[block.owner]
-            found = {**{k: v for k, v in state.items() if k in self.kinds}, **self.curvature_spec(block, block.group)}
+            found = {k: v for k, v in state.items() if k in self._entries} | likes(self.live_schema(block))
             state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
 
-    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """As it is; asked for often, so it is kept."""
-        known = self.__dict__.get("_spec_of")
+        known = self.__dict__.get("_known_schemas")
         if known is None:
-            return super().curvature_spec(block, group)  # type: ignore[safe-super]
+            return super().schema(block, group, held)  # type: ignore[safe-super]
         if block.index not in known:
-            known[block.index] = super().curvature_spec(block, group)  # type: ignore[safe-super]
-        return cast(State, known[block.index])
+            known[block.index] = super().schema(block, group, held)  # type: ignore[safe-super]
+        return cast(Schema, known[block.index])
 
     # ------------------------------------------------------------------ steps
     def _ends(self, block: Block) -> bool:
@@ -150,7 +151,7 @@ class RehearsedLayers(Understudy, Refreshing):
     def key(self, t: int) -> Hashable:
         """What is due."""
         self._t = t
-        due = [(b.index, *self.measured_spec(b)) for b in self._blocks if self._capture_is_due(b)]
+        due = [(b.index, *self.sums(b)) for b in self._blocks if self._capture_is_due(b)]
         return self.comm.key(t), tuple(due), tuple(b.index for b in self._blocks if self._refresh_is_due(b))
 
     def rehearse(self, t: int) -> None:
@@ -164,13 +165,13 @@ class RehearsedLayers(Understudy, Refreshing):
         self.comm.after(self, t)
 
     def _exchange(
-        self, blocks: Sequence[Block], measured: Mapping[int, Measured], spec: Spec, tail: Sequence[float]
+        self, blocks: Sequence[Block], measured: Mapping[int, Measured], sums: Sums, tail: Sequence[float]
     ) -> tuple[dict[int, Measured], Tensor]:
         """Shapes alone are exchanged."""
-        specs = {b: spec(b) for b in blocks}
-        words = sum(_WORDS + self._count_size(b) * len(found) for b, found in specs.items())
-        flags = {b: tuple(self.is_symmetric(b, key) for key in found) for b, found in specs.items()}
-        self.comm.reduce_statistics([Parcel(b.index, list(s.values()), flags[b]) for b, s in specs.items()])
+        schemas = {b: sums(b) for b in blocks}
+        words = sum(_WORDS + self._count_size(b) * len(found) for b, found in schemas.items())
+        flags = {b: tuple(entry.symmetric for entry in found.values()) for b, found in schemas.items()}
+        self.comm.reduce_statistics([Parcel(b.index, [*tensors(s).values()], flags[b]) for b, s in schemas.items()])
         self.comm.agree(torch.zeros(words + len(tail), dtype=torch.float64))
         return {}, torch.zeros(len(tail))
 
@@ -191,12 +192,13 @@ class RehearsedLayers(Understudy, Refreshing):
     def holdings(self) -> Iterator[Holding]:
         """Estimates and curvature, where the strategy has them."""
         for p in self._block_of:
-            block = self._block_of[p]
-            for key, value in self._curvature_state(p, self._group[p]).items():
-                if isinstance(value, Tensor):
-                    place = self.place_of(block, key)
-                    whose = self.comm.holders(block.index, place) if place in ("estimate", "curvature") else None
-                    yield Holding(whose, self.kinds[key], value.numel() * value.element_size())
+            index, near = self._block_of[p].index, {Place.ESTIMATE: "estimate", Place.CURVATURE: "curvature"}
+            if not self._sends_measured(self._block_of[p]):
+                near[Place.MEASURED] = "curvature"
+            for entry in self._curvature_schema(p, self._group[p], self.state[p]).values():
+                if isinstance(entry.like, Tensor):
+                    whose = self.comm.holders(index, near[entry.place]) if entry.place in near else None
+                    yield Holding(whose, entry.kind, entry.nbytes)
 
     def work(self) -> Iterator[Work]:
         """Of refreshes and of directions."""
@@ -210,8 +212,8 @@ class RehearsedLayers(Understudy, Refreshing):
 
     def _has_factors(self, block: Block) -> bool:
         """Whether factors are sums over rows."""
-        spec = self.curvature_spec(block, block.group)
-        return "factor_weight" in spec and "rows_instead" not in spec
+        schema = self.live_schema(block)
+        return "factor_weight" in schema and "rows_instead" not in schema
 
     def _work_of_statistics(self, block: Block) -> Iterator[Work]:
         """Of the sums behind the factors, and of those of squares of per-example gradients."""
@@ -221,32 +223,29 @@ class RehearsedLayers(Understudy, Refreshing):
             return
         per_example = 1.0 if seen is None else float(torch.as_tensor(seen[1]).flatten()[0]) / seen[0]
         sizes, group = (block.adapter.n_a, block.adapter.n_g), block.group
-        spec = self.curvature_spec(block, group)
-        flat = 1 + (block.adapter.groups > 1)
-        dense = [f"packed_{s}" in spec or cast(Tensor, spec[f"factor_{s}"]).dim() > flat for s in "ag"]
+        schema = self.live_schema(block)
+        dense = [f"packed_{s}" in schema or schema[f"factor_{s}"].symmetric for s in "ag"]
         squares = sum(size**2 if full else size for size, full in zip(sizes, dense, strict=True))
         who, lead = self.comm.holders(block.index, "captures"), block.adapter.groups
         yield Work(who, "statistics", 2.0 * lead * n * per_example * squares / group[self.capture_interval])
-        if "scale" in spec and group["estimator"] == "intra":
+        if "scale" in schema and group["estimator"] == "intra":
             flops = lead * n * _flops_of_squares(per_example, *sizes)
             yield Work(who, "scale", flops / group["scale_update_steps"])
 
     def _flops_of(self, block: Block) -> tuple[float, float]:
         """FLOPs of a refresh and of a direction."""
-        spec = self.curvature_spec(block, block.group)
+        found = tensors(self.live_schema(block))
         n_a, n_g, groups = block.adapter.n_a, block.adapter.n_g, block.adapter.groups
         refresh = direction = 0.0
         for side, n in zip("ag", (n_a, n_g), strict=True):
             for key, factorise, products in ((f"basis_{side}", _EIGEN, 2), (f"inverse_{side}", _CHOLESKY, 1)):
-                found = spec.get(key)
-                if isinstance(found, Tensor) and found.dim() > 1 + (groups > 1):  # not diagonal
+                if key in found and found[key].dim() > 1 + (groups > 1):  # not diagonal
                     refresh += factorise * groups * n**3
                     direction += 2.0 * products * groups * n * n_a * n_g
-                    if "scale" in spec:  # brought into the new basis
+                    if "scale" in found:  # brought into the new basis
                         refresh += 2.0 * groups * (n**3 + n * n_a * n_g)
-        rows = spec.get("rows_g")
-        if isinstance(rows, Tensor):
-            refresh, direction = _flops_of_rows(rows, spec["rows_a"], n_a, n_g)
+        if "rows_g" in found:
+            refresh, direction = _flops_of_rows(found["rows_g"], found["rows_a"], n_a, n_g)
         return refresh, direction + self.shaping_flops(block)
 
 
@@ -309,13 +308,13 @@ class RehearsedWindows(Understudy, ShardedWindows):
             whose = None if unit.part is not None else self.comm.holders(index, "curvature")
             yield Holding(whose, "buffers", LAG * torch.float64.itemsize)
             for key, value in whole.shared_state().items():
-                yield Holding(whose, self.kinds[key], value.nbytes)
+                yield Holding(whose, self.catalog[key].kind, value.nbytes)
             if unit.part is not None:
                 yield from self._parts_of(unit, whole)
             else:
                 for i in range(len(unit.params)):
                     for key, value in whole.state(i).items():
-                        yield Holding(whose, self.kinds[key], value.nbytes)
+                        yield Holding(whose, self.catalog[key].kind, value.nbytes)
 
     def _parts_of(self, unit: Window, whole: GradientWindow) -> Iterator[Holding]:
         """Slices, by the column that has them."""
@@ -327,7 +326,7 @@ class RehearsedWindows(Understudy, ShardedWindows):
                 if start < stop:
                     found = part.cutting.cut_state(state, bounds[-1], (start, stop))
                     for key, value in found.items():
-                        yield Holding(self.comm.grid.columns[rank], self.kinds[key], value.nbytes)
+                        yield Holding(self.comm.grid.columns[rank], self.catalog[key].kind, value.nbytes)
 
     def work(self) -> Iterator[Work]:
         """Of the solve, which all parts repeat, and of the passes over the rows."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from secondorder.comm.rehearsal import Rehearsal
 from secondorder.curvature.block import Block
+from secondorder.curvature.schema import likes
 from secondorder.curvature.sites import Captured
 from secondorder.gathering import Census, GatheringOptimizer
 from secondorder.rehearsing import RehearsedLayers
@@ -54,7 +55,7 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
             if not block.group["kfac_when_cheaper"]:
                 continue
             state, adapter = self.state[block.owner], block.adapter
-            for key in [k for k in state if k in self.kinds]:
+            for key in [k for k in state if k in self.catalog]:
                 del state[key]
             state["refreshes"] = 0
             rows = self.planned_rows(block, block.group, self._batch_size or max(census.examples))
@@ -62,7 +63,7 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
             self._census[block] = census._replace(whole=whole)
 
     def _take_factors(self, block: Block, rows: int, positions: int) -> None:
-        self.state[block.owner].update(self._factor_spec(block), rows_instead=rows, positions_instead=positions)
+        self.state[block.owner].update(likes(self._factor_schema(block, rows, positions)))
 
     def _supposed(self, block: Block) -> Batch | None:
         """What a rank captures of a block; None if nothing is known."""

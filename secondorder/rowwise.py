@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from secondorder.comm import Unit
@@ -21,8 +21,9 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.examples import ExampleRows, keeps_indices
 from secondorder.curvature.kernel import Rows, scaled
 from secondorder.curvature.measured import Measured
+from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped
 from secondorder.curvature.sites import Captured, Statistic
-from secondorder.lifecycle import Directions, Group, State
+from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import all_true_on_cpu
 from secondorder.observing import Observing
 
@@ -120,14 +121,15 @@ class RowOptimizer(Observing):
 
     capture_interval = refresh_interval = "update_steps"
     damps_kernel = True
-    kinds: ClassVar[dict[str, str]] = {
-        "rows_a": "rows",
-        "rows_g": "rows",
-        "kernel": "kernel",
-        "kernel_damping": "kernel",
-        "interpolated": "buffers",
-        "factor_updates": "buffers",
-        "refreshes": "buffers",
+    #: λ is known to every rank that has the rows, as is whether they were interpolated.
+    catalog: ClassVar[Schema] = {
+        "rows_a": Entry(0, "rows", Place.CURVATURE),
+        "rows_g": Entry(0, "rows", Place.CURVATURE),
+        "kernel": Entry(0, "kernel", Place.CURVATURE),
+        "kernel_damping": Entry(0, "kernel", Place.CURVATURE, known=True),
+        "interpolated": Entry(0, "buffers", Place.CURVATURE, known=True),
+        "factor_updates": COUNTER,
+        "refreshes": COUNTER,
     }
     #: Examples of a step, if they were told at construction.
     _batch_size: int | None = None
@@ -145,24 +147,19 @@ class RowOptimizer(Observing):
         """r, the rows to keep of so many examples on each of some ranks."""
 
     # ------------------------------------------------------------------ state
-    def row_spec(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> State:
-        """Rows, their kernel and counters, as ``meta`` tensors and numbers.
+    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Rows, their kernel and counters; of the sizes that are held, where there are rows."""
+        return self.sized_schema(block, self._sizes(block, group, held))
 
-        Args:
-            block: The block.
-            group: Its options.
-            held: State of the block, whose sizes are taken over where it has rows.
-
-        Returns:
-            The state.
-        """
-        return self.sized_spec(block, self._sizes(block, group, held))
+    def sums(self, block: Block) -> Schema:
+        """Nothing: rows stay what they are."""
+        return {}
 
     def lead_of(self, block: Block) -> tuple[int, ...]:
         """Leading shape of the tensors of a block: Γ where it has groups."""
         return () if block.adapter.is_exact or block.adapter.groups == 1 else (block.adapter.groups,)
 
-    def sized_spec(self, block: Block, sizes: Sizes) -> State:
+    def sized_schema(self, block: Block, sizes: Sizes) -> Schema:
         """The same for rows of given sizes."""
         lead, r, single = self.lead_of(block), sizes.rows, self._precision(block.owner)
 
@@ -173,7 +170,7 @@ class RowOptimizer(Observing):
             rows_a = empty(r, sizes.positions, dtype=torch.int64)
         else:
             rows_a = empty(r, sizes.positions, sizes.d_a, dtype=single)
-        return {
+        likes: dict[str, Tensor | int] = {
             "rows_a": rows_a,
             "rows_g": empty(r, sizes.positions, sizes.d_g, dtype=single),
             "kernel": empty(r, r, dtype=torch.float64 if r <= DOUBLE_ROWS else single),
@@ -182,6 +179,9 @@ class RowOptimizer(Observing):
             "factor_updates": 0,
             "refreshes": 0,
         }
+        found = shaped(self.catalog, likes, ["kernel"])
+        rows = {key: found[key]._replace(known=self.comm.replicates) for key in ("rows_a", "rows_g")}
+        return found | rows
 
     def _sizes(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Sizes:
         adapter, a, g = block.adapter, held.get("rows_a"), held.get("rows_g")
@@ -201,18 +201,6 @@ class RowOptimizer(Observing):
         ranks = self.comm.sources(block.index)
         return ranks * self.rank_of(group, examples, ranks)
 
-    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
-        """State of a block, of the sizes that it has."""
-        return self.row_spec(block, group, self.state[block.owner])
-
-    def place_of(self, block: Block, key: str) -> str:
-        """Who holds a tensor of the state of a block: what tells of the rows is where they are."""
-        return "curvature" if key == "interpolated" else super().place_of(block, key)
-
-    def is_symmetric(self, block: Block, key: str) -> bool:
-        """Whether a tensor of the state is a symmetric matrix."""
-        return key == "kernel"
-
     def _unit(self, block: Block) -> Unit:
         """What a strategy needs to know of a block; the sizes of rows, which change, are not compared."""
         adapter, group = block.adapter, block.group
@@ -228,18 +216,6 @@ class RowOptimizer(Observing):
                 nbytes=blocks * r * (self._precision(block.owner).itemsize * (adapter.n_a + wide) + 8 * r),
             )
         )
-
-    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> State:
-        expected = super()._expected_state(p, group, theirs)
-        block = self._block_of.get(p)
-        if block is not None and block.owner is p:
-            held = self.curvature_spec(block, group)
-            expected = {k: v for k, v in expected.items() if k not in held} | self.loaded_spec(block, group, theirs)
-        return expected
-
-    def loaded_spec(self, block: Block, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> State:
-        """Curvature state of a block that a checkpoint should have."""
-        return self.row_spec(block, group, theirs)
 
     def kept_rows(self, block: Block) -> Rows:
         """The rows that precondition a block."""

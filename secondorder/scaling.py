@@ -22,6 +22,7 @@ from secondorder.curvature import scale, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.eigensums import EigenSums, ScaleSums
 from secondorder.curvature.measured import Measured, Part
+from secondorder.curvature.schema import Schema, tensors
 from secondorder.curvature.sites import Captured, Statistic
 from secondorder.lifecycle import Directions, Group
 from secondorder.rebasing import RebasingOptimizer
@@ -89,7 +90,7 @@ class ScalingOptimizer(RebasingOptimizer):
     def _new_scales(self, block: Block) -> ScaleSums:
         group, generator = block.group, None
         bases = self.basis(block, "a"), self.basis(block, "g")
-        like = torch.empty_like(cast(Tensor, self.curvature_spec(block, group)["scale"]), device=block.owner.device)
+        like = torch.empty_like(tensors(self._scale_sums(block))["scale"], device=block.owner.device)
         if group["scale_batch_size"] is not None:
             generator = torch.Generator().manual_seed(self.seed(len(self._blocks) + block.index))
         return ScaleSums(block.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
@@ -101,14 +102,13 @@ class ScalingOptimizer(RebasingOptimizer):
         if measured:
             self._share_scales(measured)
 
-    def measured_spec(self, block: Block) -> dict[str, Tensor]:
+    def sums(self, block: Block) -> Schema:
         """Factors and scale, as far as they are due."""
-        spec: dict[str, Tensor] = {}
-        if self._factors_are_due(block):
-            spec |= self.sums_spec(block, block.group)
-        if self._measures_scale(block):
-            spec["scale"] = cast(Tensor, self.curvature_spec(block, block.group)["scale"])
-        return spec
+        found = self.factor_sums(block, block.group) if self._factors_are_due(block) else {}
+        return found | self._scale_sums(block) if self._measures_scale(block) else found
+
+    def _scale_sums(self, block: Block) -> Schema:
+        return {"scale": self.live_schema(block)["scale"]}
 
     def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
         """What this rank's batch says of the factors and, in the basis of now, of the scale."""
@@ -259,10 +259,6 @@ class ScalingOptimizer(RebasingOptimizer):
             self._rotated[block] = rotated
 
     # ------------------------------------------------------------------ with other ranks
-    def place_of(self, block: Block, key: str) -> str:
-        """Who holds a tensor of the state of a block; what belongs to the scale is where the scale is."""
-        return "curvature" if key in ("scale_weight", "scale_unit", "off_diagonal") else super().place_of(block, key)
-
     def _reduce(self, statistics: Captured) -> Captured:
         self._late_due = {i for i in self._due if self._measures_late(self._blocks[i])}
         if self.comm.combines:
@@ -285,7 +281,7 @@ class ScalingOptimizer(RebasingOptimizer):
                 mine[block.index] = self._in_new_basis(block, self._late[block][0])
             except ValueError as error:  # the other ranks go on
                 self._refuse_calls(block, error)
-        found, _ = self._exchange(late, mine, self._late_spec, [])
+        found, _ = self._exchange(late, mine, self._scale_sums, [])
         for block in late:
             measured = found.get(block.index)
             if measured is None:
@@ -297,16 +293,13 @@ class ScalingOptimizer(RebasingOptimizer):
             self._count_scale(block)
         self._share_scales(late)
 
-    def _late_spec(self, block: Block) -> dict[str, Tensor]:
-        return {"scale": cast(Tensor, self.curvature_spec(block, block.group)["scale"])}
-
     def _share_scales(self, blocks: Sequence[Block]) -> None:
         """Bring scales that only the owners have measured to the others that precondition with them."""
         if self.comm.replicates:
             return
         keys = ("scale", "scale_weight", "scale_unit")
         mine = [b for b in blocks if self.comm.preconditions(b.index)]
-        self.comm.share_curvature([self._shared(b, [k for k in keys if k in self.state[b.owner]]) for b in mine])
+        self.comm.share_curvature([self._shared(b, self.live_schema(b), keys) for b in mine])
 
     # ------------------------------------------------------------------ ends
     def _advance(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from secondorder.comm import Parcel
 from secondorder.curvature.block import Block
+from secondorder.curvature.schema import Place, keys
 from secondorder.curvature.sites import Captured
 from secondorder.linalg import full_precision
 from secondorder.refreshing import Refreshing
@@ -54,10 +55,8 @@ class Serving(Refreshing):
             The parcel, in the same order on every rank.
         """
         block = self._blocks[index]
-        keys = set(self._keys_of(block, place))
-        if place == "curvature" and self._needs_estimate_everywhere(block, block.group):
-            keys |= set(self._keys_of(block, "estimate"))
-        return self._shared(block, sorted(keys))
+        also = place == "curvature" and self._needs_estimate_everywhere(block, block.group)
+        return self._parcel_of(block, Place(place), *([Place.ESTIMATE] if also else []))
 
     def updates_of(self, index: int) -> int:
         """How often something was folded into the estimate of a block."""
@@ -86,8 +85,9 @@ class Serving(Refreshing):
     def forget_curvature(self, index: int) -> None:
         """Begin anew with a block, as if nothing had ever been known of it."""
         block, state = self._blocks[index], self._state_of(index)
-        for key in self._keys_of(block, "estimate"):
-            state[key].zero_()
+        for key in keys(self.live_schema(block), Place.ESTIMATE):
+            if key in state:
+                state[key].zero_()
         state["factor_updates"] = state["refreshes"] = 0
         self._failed_at.pop(block.name, None)
 

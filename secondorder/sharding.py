@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from secondorder.comm import Parcel
 from secondorder.curvature.form import Form
+from secondorder.curvature.schema import Schema, shaped, tensors
 from secondorder.curvature.shards import Part, join, plain
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import LAG, SHARED, SLOT_DIM, Push, padded
-from secondorder.lifecycle import Group, State
+from secondorder.lifecycle import Group
 from secondorder.recutting import RecutWindows
 from secondorder.units import Unit, real
 from secondorder.windowing import MOMENTUM_KEYS
@@ -143,42 +144,38 @@ class ShardedWindows(RecutWindows):
         return [torch.zeros(real(p).shape, dtype=t, device=p.device) for p, t in zip(unit.params, dtypes, strict=True)]
 
     # ------------------------------------------------------------------ what a checkpoint holds
-    def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
+    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         unit = self._unit_of.get(p)
         if unit is None:
             return {}
         form = Form(group["window_size"], self._compression, self._window_dtype, self._seed)
         window = self._meta_window([p], form, True)
-        spec: State = dict(window.state(0))
+        likes: dict[str, Tensor | int] = {**window.state(0)}
         if p is unit.params[0]:
-            spec |= window.shared_state()
-            spec["amplification"] = torch.zeros(LAG, dtype=torch.float64, device="meta")
-        return spec
+            likes |= {**window.shared_state(), "amplification": torch.zeros(LAG, dtype=torch.float64, device="meta")}
+        found = shaped(self.catalog, likes)
+        if not self.momentum_of_gradients(group):  # it is there if it was ever turned on
+            found |= {key: found[key]._replace(optional=True) for key in MOMENTUM_KEYS if key in found}
+        return found
 
-    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
-        key = plain(key)
-        if key in self.kinds and group["checkpoint_curvature"] == "none":
-            return True
-        return key in MOMENTUM_KEYS and not self.momentum_of_gradients(group)
-
-    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> State:
+    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Schema:
         """Whole tensors, or the slices of this rank; nothing of a window that is elsewhere, if nothing is given."""
-        spec = super()._expected_state(p, group, theirs)
+        schema = super()._expected_state(p, group, theirs)
         unit = self._unit_of.get(p)
-        if unit is None or any(k in self.kinds and k not in SHARED for k in theirs):
-            return spec
-        rest: State = {k: v for k, v in spec.items() if k not in self.kinds}
+        if unit is None or any(k in self.catalog and k not in SHARED for k in theirs):
+            return schema
+        rest = {k: entry for k, entry in schema.items() if k not in self.catalog or k in SHARED}
         if unit.part is None:
-            return spec if unit.held or any(k in self.kinds for k in theirs) else rest
+            elsewhere = not unit.held and not any(k in self.catalog for k in theirs)
+            return {k: entry for k, entry in rest.items() if k not in SHARED} if elsewhere else schema
         i = unit.place_of(p)
         start, stop = unit.part.span(i)
         if start < stop and not any("@" in k for k in theirs):
-            return spec
-        curvature = {k: v for k, v in spec.items() if k in self.kinds and isinstance(v, Tensor)}
-        whole = {k: v for k, v in curvature.items() if k not in SHARED}
+            return schema
+        whole = tensors({k: entry for k, entry in schema.items() if k not in rest})
         slices = unit.part.cutting.cut_state(whole, unit.part.bounds[i][-1], (start, stop))
-        rest |= {k: v for k, v in curvature.items() if k in SHARED}
-        return rest | {f"{k}{unit.part.suffix}": v for k, v in slices.items() if v.numel()}
+        own = {k: schema[k]._replace(like=v) for k, v in slices.items() if v.numel()}
+        return rest | {f"{k}{unit.part.suffix}": entry for k, entry in own.items()}
 
     # ------------------------------------------------------------------ load
     def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
@@ -211,7 +208,7 @@ class ShardedWindows(RecutWindows):
         except BaseException:
             self._units, self._unit_of, self._bounds = before
             for p in joining:
-                self.state[p] = {k: v for k, v in self.state[p].items() if plain(k) not in self.kinds}
+                self.state[p] = {k: v for k, v in self.state[p].items() if plain(k) not in self.catalog}
             self._copied = set()
             self._rebuild()
             for unit in self._units:
@@ -245,7 +242,7 @@ class ShardedWindows(RecutWindows):
 
     def _require_all_windows(self, states: Mapping[nn.Parameter, Mapping[str, Any]], groups: Sequence[Group]) -> None:
         """Refuse a state that has some windows and lacks others which this rank holds."""
-        there = {p for p, state in states.items() if any(plain(k) in self.kinds for k in state)}
+        there = {p for p, state in states.items() if any(plain(k) in self.catalog for k in state)}
         lacking = [
             unit.name
             for unit in self._units
@@ -259,9 +256,9 @@ class ShardedWindows(RecutWindows):
                 f"(that of '{lacking[0]}'): it was saved on one rank of several. {_MEND}"
             )
 
-    def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], spec: State) -> dict[str, Any]:
+    def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
         self._refuse(self._bad_offsets(p, theirs) + self._bad_slices(p, theirs))
-        rest = super()._private(p, {k: v for k, v in theirs.items() if plain(k) not in self.kinds}, spec)
+        rest = super()._private(p, {k: v for k, v in theirs.items() if plain(k) not in self.catalog}, schema)
         return {**theirs, **rest}  # curvature is copied straight into the window
 
     def _bad_offsets(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:
@@ -294,8 +291,8 @@ class ShardedWindows(RecutWindows):
 
     def _install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
         for p, found in loaded.items():
-            live = {k: v for k, v in self.state[p].items() if plain(k) in self.kinds}
-            self.state[p] = {k: v for k, v in found.items() if plain(k) not in self.kinds} | live
+            live = {k: v for k, v in self.state[p].items() if plain(k) in self.catalog}
+            self.state[p] = {k: v for k, v in found.items() if plain(k) not in self.catalog} | live
         for unit in self._units:
             for event in unit.arrivals.values():
                 event.synchronize()

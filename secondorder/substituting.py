@@ -18,9 +18,10 @@ from secondorder.curvature import factors, kernel, scale, statistics
 from secondorder.curvature.block import Block
 from secondorder.curvature.examples import ExampleRows, second_moments
 from secondorder.curvature.extremes import Extremes, bound_of_rows, bounds_where, of_product, of_rows
+from secondorder.curvature.schema import COUNTER, ESTIMATE, FOUND, WEIGHT, Schema, held, likes, shaped
 from secondorder.curvature.sites import Statistic
 from secondorder.factorising import batched, pack
-from secondorder.lifecycle import Group, State, shape_of
+from secondorder.lifecycle import Group
 from secondorder.rowwise import Batch, Fresh, RowOptimizer
 
 #: Rows of which diagnostics find eigenvalues.
@@ -30,17 +31,12 @@ _MOST_ROWS = 2048
 class SubstitutingOptimizer(RowOptimizer):
     """Base of the methods that may take factors instead of rows."""
 
-    kinds: ClassVar[dict[str, str]] = {
-        **RowOptimizer.kinds,
-        "factor_a": "factors",
-        "factor_g": "factors",
-        "factor_weight": "buffers",
-        "rows_instead": "buffers",
-        "positions_instead": "buffers",
-        "basis_a": "second_order",
-        "basis_g": "second_order",
-        "eigenvalues_a": "second_order",
-        "eigenvalues_g": "second_order",
+    catalog: ClassVar[Schema] = {
+        **RowOptimizer.catalog,
+        **dict.fromkeys(("factor_a", "factor_g"), ESTIMATE),
+        "factor_weight": WEIGHT,
+        **dict.fromkeys(("rows_instead", "positions_instead"), COUNTER),
+        **dict.fromkeys(("basis_a", "basis_g", "eigenvalues_a", "eigenvalues_g"), FOUND),
     }
 
     # ------------------------------------------------------------------ what a method supplies
@@ -91,54 +87,44 @@ class SubstitutingOptimizer(RowOptimizer):
 
     def _take_factors(self, block: Block, rows: int, positions: int) -> None:
         """Replace the rows of a block by factors, on every rank by what it holds of them."""
-        p, spec = block.owner, self._factor_spec(block)
+        p, schema = block.owner, self._factor_schema(block, rows, positions)
         state = self.state[p]
-        for key in [k for k in state if k in RowOptimizer.kinds and k not in ("factor_updates", "refreshes")]:
+        for key in [k for k in state if k in RowOptimizer.catalog and k not in ("factor_updates", "refreshes")]:
             del state[key]
-        for key, value in self._held(p, spec).items():
-            state.setdefault(key, torch.zeros_like(value, device=p.device) if isinstance(value, Tensor) else value)
-        state["rows_instead"], state["positions_instead"] = rows, positions
-        self._specs[p] = {key: shape_of(value) for key, value in spec.items()}
+        for key, like in likes(held(schema, self._places_here(p))).items():
+            state.setdefault(key, torch.zeros_like(like, device=p.device) if isinstance(like, Tensor) else like)
+        self._shapes[p] = {key: entry.shape for key, entry in schema.items()}
 
     # ------------------------------------------------------------------ state
-    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
-        """Rows and their kernel, or factors."""
-        state = self.state[block.owner]
-        if "rows_instead" in state:
-            told = {key: state[key] for key in ("rows_instead", "positions_instead") if key in state}
-            return self._factor_spec(block) | told
-        if self._batch_size is not None and group["approx"] == "reduce" and "rows_g" not in state:
+    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Rows and their kernel, or factors: what is held says itself which."""
+        if not held.keys().isdisjoint(("factor_a", "factor_g", "rows_instead")):
+            sizes = (held.get(key) for key in ("rows_instead", "positions_instead"))
+            return self._factor_schema(block, *(n if isinstance(n, int) else 0 for n in sizes))
+        if self._batch_size is not None and group["approx"] == "reduce" and "refreshes" not in held:
             rows = self.planned_rows(block, group, self._batch_size)
             if self._prefers_factors(block, group, rows, 1):
-                return self._factor_spec(block) | {"rows_instead": rows, "positions_instead": 1}
-        return super().curvature_spec(block, group)
+                return self._factor_schema(block, rows, 1)
+        return super().schema(block, group, held)
 
-    def loaded_spec(self, block: Block, group: Mapping[str, Any], theirs: Mapping[str, Any]) -> State:
-        """What a checkpoint should have of a block: it says itself whether rows or factors."""
-        factored = not theirs.keys().isdisjoint(("factor_a", "factor_g", "rows_instead"))
-        return self._factor_spec(block) if factored else super().loaded_spec(block, group, theirs)
-
-    def _factor_spec(self, block: Block) -> State:
+    def _factor_schema(self, block: Block, rows: int, positions: int) -> Schema:
+        """Factors in place of so many rows of so many positions."""
         single = self._precision(block.owner)
 
         def empty(*shape: int, dtype: torch.dtype = single) -> Tensor:
             return torch.empty(shape, dtype=dtype, device="meta")
 
         sides = factors.sides(block.adapter, None)
-        spec: State = {
+        found: dict[str, Tensor | int] = {
             "factor_weight": empty(dtype=torch.float64),
             "kernel_damping": empty(*sides[0].lead, dtype=torch.float64),
-            "rows_instead": 0,
-            "positions_instead": 0,
+            "rows_instead": rows,
+            "positions_instead": positions,
         }
         for name, side in zip("ag", sides, strict=True):
-            spec[f"factor_{name}"] = spec[f"basis_{name}"] = empty(*side.shape)
-            spec[f"eigenvalues_{name}"] = empty(*side.lead, side.n)
-        return spec | {"factor_updates": 0, "refreshes": 0}
-
-    def is_symmetric(self, block: Block, key: str) -> bool:
-        """Whether a tensor of the state is a symmetric matrix."""
-        return key in ("factor_a", "factor_g") or super().is_symmetric(block, key)
+            found[f"factor_{name}"] = found[f"basis_{name}"] = empty(*side.shape)
+            found[f"eigenvalues_{name}"] = empty(*side.lead, side.n)
+        return shaped(self.catalog, found | {"factor_updates": 0, "refreshes": 0}, ["factor_a", "factor_g"])
 
     def _is_empty(self, block: Block) -> bool:
         """Factors of a block are made in the refresh itself."""
@@ -147,7 +133,7 @@ class SubstitutingOptimizer(RowOptimizer):
     def _finish_load(self) -> None:
         """Whether a block has rows or factors is told by what was loaded, not by what was there before."""
         for block in self._blocks:
-            self._specs.pop(block.owner, None)
+            self._shapes.pop(block.owner, None)
         super()._finish_load()
 
     # ------------------------------------------------------------------ statistics and refresh

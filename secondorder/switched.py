@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from secondorder import options
 from secondorder.curvature.block import Block
+from secondorder.curvature.schema import Entry, Place, Schema, shaped
 from secondorder.gathering import GatheringOptimizer
-from secondorder.lifecycle import Directions, Group, State
+from secondorder.lifecycle import Directions, Group
 from secondorder.rehearsing_rows import RehearsedRows
 from secondorder.switching import MODES, Always, SwitchPolicy
 
@@ -27,7 +28,10 @@ class SwitchedOptimizer(GatheringOptimizer):
     """Base of the methods with a mode per group, ``"auto"`` being what :attr:`switch` says."""
 
     understudy = RehearsedRows
-    kinds: ClassVar[dict[str, str]] = {**GatheringOptimizer.kinds, "switch_state": "buffers"}
+    catalog: ClassVar[Schema] = {
+        **GatheringOptimizer.catalog,
+        "switch_state": Entry(0, "buffers", Place.OWN, always=True),
+    }
     allocating = ("mode",)
     _common: ClassVar[frozenset[str]] = GatheringOptimizer._common | {"switch_state"}
 
@@ -130,14 +134,11 @@ class SwitchedOptimizer(GatheringOptimizer):
             self._refuse([f"parameter '{name}': switch_state is of another policy than {self.switch!r}: {mend}"])
         return super()._checked_state(found, groups)
 
-    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> State:
+    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Schema:
         expected = super()._expected_state(p, group, theirs)
         if p is self._first and "switch_state" in theirs:
-            expected["switch_state"] = self._told()
+            expected |= shaped(self.catalog, {"switch_state": self._told()})
         return expected
-
-    def _may_lack(self, key: str, group: Mapping[str, Any]) -> bool:
-        return key != "switch_state" and super()._may_lack(key, group)  # no curvature, and costs nothing
 
     def _finish_load(self) -> None:
         told = self.state[self._first].get("switch_state") if self._first is not None else None

@@ -17,7 +17,6 @@ from secondorder.curvature import gram
 from secondorder.curvature.form import Compression
 from secondorder.curvature.lowrank import LowRank
 from secondorder.curvature.rows import gated
-from secondorder.curvature.shards import plain
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import Push
 from secondorder.lifecycle import Directions, Group, module_of
@@ -315,9 +314,6 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         return f"{len(self._units)} window{'s' if len(self._units) != 1 else ''}"
 
     _sizes_are = "rows × entries"
-
-    def _kind(self, p: nn.Parameter, key: str) -> str:
-        return super()._kind(p, plain(key))
 
     def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
         unit = self._unit_of.get(p)

@@ -16,6 +16,8 @@ from secondorder.curvature.block import unwrap
 from secondorder.curvature.form import Form, Place
 from secondorder.curvature.gram import packed_size
 from secondorder.curvature.memory import free_bytes
+from secondorder.curvature.schema import Entry, Schema
+from secondorder.curvature.schema import Place as At
 from secondorder.curvature.shards import Bounds, Cutting, Part, plain
 from secondorder.curvature.topk import TopK
 from secondorder.curvature.window import LAG, SHARED, SLOT_DIM, GradientWindow
@@ -32,15 +34,16 @@ MOMENTUM_KEYS = ("gradient_momentum", "momentum_coefficients", "dots_momentum", 
 class Windowing(Partitioning):
     """Plans the units of a partition, allocates their windows and lets the state of each parameter show its part."""
 
-    kinds: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(
-            ("window", "window_idx", "window_val", "tail_idx", "tail_val", "window_p", "window_q"), "window"
-        ),
-        **dict.fromkeys(("error", "error_range", "tail_error", "tail_error_range"), "error"),
-        **dict.fromkeys(("q_prev", "pos", "count", "skipped", "solve_failures", "amplification"), "buffers"),
-        **dict.fromkeys(MOMENTUM_KEYS[1:], "buffers"),
-        "gram": "gram",
-        "gradient_momentum": "momentum",
+    catalog: ClassVar[Schema] = {
+        key: Entry(0, kind, At.CURVATURE)
+        for kind, keys in {
+            "window": ("window", "window_idx", "window_val", "tail_idx", "tail_val", "window_p", "window_q"),
+            "error": ("error", "error_range", "tail_error", "tail_error_range"),
+            "buffers": ("q_prev", "pos", "count", "skipped", "solve_failures", "amplification", *MOMENTUM_KEYS[1:]),
+            "gram": ("gram",),
+            "momentum": ("gradient_momentum",),
+        }.items()
+        for key in keys
     }
     _structural = ("window_size",)
     #: Options on which the groups of one window must agree.
@@ -113,7 +116,7 @@ class Windowing(Partitioning):
         self._bounds = {p: own for params, bounds in parts for p, own in zip(params, bounds, strict=True)}
         self._copied = set()
         for p in sources.keys() - self._unit_of.keys():  # it left; its columns must not keep the old rows alive
-            self.state[p] = {k: v for k, v in self.state[p].items() if plain(k) not in self.kinds}
+            self.state[p] = {k: v for k, v in self.state[p].items() if plain(k) not in self.catalog}
         return bool(fresh)
 
     def _place_windows(self, named: Mapping[str, list[nn.Parameter]], wholes: Sequence[GradientWindow]) -> None:
@@ -203,7 +206,7 @@ class Windowing(Partitioning):
         else:  # a copy, or a new optimizer
             shared = next((state for state in states if "gram" in state), {})
         for p in unit.params:
-            for key in [k for k in self.state[p] if plain(k) in self.kinds]:
+            for key in [k for k in self.state[p] if plain(k) in self.catalog]:
                 del self.state[p][key]
         if not unit.held:
             return
@@ -217,7 +220,7 @@ class Windowing(Partitioning):
 
     def _own_state(self, unit: Unit, i: int, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """Curvature in the state of a unit's parameter, as far as this rank's part of the window goes."""
-        found = {plain(k): v for k, v in state.items() if plain(k) in self.kinds}
+        found = {plain(k): v for k, v in state.items() if plain(k) in self.catalog}
         if unit.part is None or any("@" in key for key in state):
             return found
         whole = {k: v for k, v in found.items() if k not in SHARED}
@@ -345,7 +348,7 @@ class Windowing(Partitioning):
         kept = super().__getstate__()
         kept["state"] = type(self.state)(dict)
         for p, found in self.state.items():
-            kept["state"][p] = {k: v.clone() if plain(k) in self.kinds else v for k, v in found.items()}
+            kept["state"][p] = {k: v.clone() if plain(k) in self.catalog else v for k, v in found.items()}
         return kept
 
     def _kept_by_copies(self) -> dict[str, Any]:

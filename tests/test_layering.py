@@ -110,6 +110,7 @@ PURE = {
     "curvature/statistics.py": {"linalg"},
     "curvature/gram.py": {"linalg"},
     "curvature/rows.py": set(),
+    "curvature/schema.py": set(),
     "curvature/shards.py": set(),
     "curvature/inverse_fisher.py": {"linalg"},
     "curvature/kernel.py": {"linalg"},

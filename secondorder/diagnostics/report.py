@@ -79,9 +79,7 @@ class Reporting(Lifecycle):
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
-        usage = dict.fromkeys(
-            (*dict.fromkeys(self.kinds.values()), "momentum", "fallback", "pending", "workspace", "buffers"), 0
-        )
+        usage = dict.fromkeys((*self.curvature_kinds(), "momentum", "fallback", "pending", "workspace", "buffers"), 0)
         for p in self._group:
             for key, value in self.state[p].items():
                 if isinstance(value, Tensor):
@@ -93,8 +91,8 @@ class Reporting(Lifecycle):
         return usage
 
     def _kind(self, p: nn.Parameter, key: str) -> str:
-        if key in self.kinds:
-            return self.kinds[key]
+        if (entry := self._entry(key)) is not None:
+            return entry.kind
         if key in RULE_KEYS:
             return "fallback" if key != "momentum_buffer" and not self._covers(p) else "momentum"
         return "buffers"

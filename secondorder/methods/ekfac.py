@@ -40,8 +40,9 @@ from secondorder.curvature import scale
 from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.extremes import Extremes, of_values
 from secondorder.curvature.likelihood import Likelihood
+from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped
 from secondorder.factorising import Found, joint_ok
-from secondorder.lifecycle import Directions, Group, State
+from secondorder.lifecycle import Directions, Group
 from secondorder.scaling import ScalingOptimizer, is_adam
 
 
@@ -192,18 +193,21 @@ class EKFAC(ScalingOptimizer):
         "transport": options.choice("project", "kfac", "none", "recompute"),
         "momentum_mode": options.choice("post", "pre"),
     }
-    kinds: ClassVar[dict[str, str]] = {
-        **ScalingOptimizer.kinds,
-        "scale": "scale",
-        "scale_weight": "buffers",
-        "scale_updates": "buffers",
-        "gradient_momentum": "momentum",
-        "gradient_updates": "momentum",
-        "factor_step": "buffers",
-        "scale_step": "buffers",
-        "scale_unit": "buffers",
+    #: What belongs to the scale is where the scale is.
+    catalog: ClassVar[Schema] = {
+        **ScalingOptimizer.catalog,
+        "off_diagonal": Entry(0, "buffers", Place.CURVATURE),
+        "scale": Entry(0, "scale", Place.CURVATURE),
+        "scale_weight": Entry(0, "buffers", Place.CURVATURE),
+        "scale_unit": Entry(0, "buffers", Place.CURVATURE),
+        "scale_updates": COUNTER,
+        "scale_step": COUNTER,
+        "gradient_momentum": Entry(0, "momentum", Place.OWN),
+        "gradient_updates": Entry(0, "momentum", Place.OWN),
     }
-    allocating: ClassVar[tuple[str, ...]] = (*ScalingOptimizer.allocating, "momentum_mode", "transport", "estimator")
+    allocating: ClassVar[tuple[str, ...]] = (
+        "max_factor_dim", "decay_per_step", "basis_update", "momentum_mode", "transport", "estimator",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -341,28 +345,27 @@ class EKFAC(ScalingOptimizer):
                 raise ValueError(f"momentum_mode='pre' excludes {found}")
 
     # ------------------------------------------------------------------ state
-    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Factors, bases, scale and counters."""
         adapter = block.adapter
         lead = (adapter.groups,) if adapter.groups > 1 else ()
-        spec = self.factor_spec(block, group) | self.basis_spec(block, group)
-        spec |= {
+        likes: dict[str, Tensor | int] = {
             "scale": self.zeros(block, (*lead, adapter.n_g, adapter.n_a)),
             "scale_weight": self.zeros(block, (), torch.float64),
             "scale_updates": 0,
         }
         if group["decay_per_step"]:
-            spec["scale_step"] = max(self._t - 1, 0)
+            likes["scale_step"] = max(self._t - 1, 0)
         if group["transport"] == "kfac":
-            spec["scale_unit"] = self.zeros(block, (), torch.float64)
-        return spec
+            likes["scale_unit"] = self.zeros(block, (), torch.float64)
+        return self.factor_schema(block, group) | self.basis_schema(block, group) | shaped(self.catalog, likes)
 
-    def _curvature_state(self, p: nn.Parameter, group: Mapping[str, Any]) -> State:
-        found = super()._curvature_state(p, group)
+    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        found = super()._curvature_schema(p, group, held)
         block = self._block_of.get(p)
         if block is not None and group["momentum_mode"] == "pre":
             mean = torch.empty(p.shape, dtype=self._precision(p), device="meta")
-            found = found | {"gradient_momentum": mean, "gradient_updates": 0}
+            found = found | shaped(self.catalog, {"gradient_momentum": mean, "gradient_updates": 0})
         return found
 
     def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:

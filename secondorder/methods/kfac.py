@@ -36,10 +36,11 @@ from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.kronecker import KroneckerSums
 from secondorder.curvature.likelihood import Likelihood
 from secondorder.curvature.measured import Measured
+from secondorder.curvature.schema import FOUND, Schema, shaped
 from secondorder.curvature.sites import Statistic
 from secondorder.factored import FactoredOptimizer
 from secondorder.factorising import joint_ok
-from secondorder.lifecycle import Group, State
+from secondorder.lifecycle import Group
 
 
 class KFAC(FactoredOptimizer):
@@ -168,12 +169,8 @@ class KFAC(FactoredOptimizer):
         "damping_split": options.choice(None, "exact", "pi"),
         "inverse_method": options.choice("eigen", "cholesky"),
     }
-    kinds: ClassVar[dict[str, str]] = {
-        **FactoredOptimizer.kinds,
-        "inverse_a": "second_order",
-        "inverse_g": "second_order",
-    }
-    allocating: ClassVar[tuple[str, ...]] = (*FactoredOptimizer.allocating, "inverse_method")
+    catalog: ClassVar[Schema] = {**FactoredOptimizer.catalog, "inverse_a": FOUND, "inverse_g": FOUND}
+    allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step", "inverse_method")
 
     def __init__(
         self,
@@ -250,24 +247,25 @@ class KFAC(FactoredOptimizer):
         super().__init__(given)
 
     # ------------------------------------------------------------------ the verbs
-    def curvature_spec(self, block: Block, group: Mapping[str, Any]) -> State:
+    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Factors, what is derived from them, and counters."""
-        spec = self.factor_spec(block, group)
+        found = self.factor_schema(block, group)
         if group["inverse_method"] == "eigen":
-            return spec | self.basis_spec(block, group)
-        if all(side.diagonal for side in factors.sides(block.adapter, group["max_factor_dim"])):
-            return spec
+            return found | self.basis_schema(block, group)
+        dense = self._dense("inverse", block, group)
+        if not dense:
+            return found
         kept = self._kept_in(block, self._layer_options.inv_dtype)
-        likes = self.sums_spec(block, group)
-        return spec | {f"inverse_{side}": likes[f"factor_{side}"].to(kept) for side in "ag"}
+        likes = {f"inverse_{name}": self.zeros(block, side.shape, kept) for name, side in self._sides(block, group)}
+        return found | shaped(self.catalog, likes, dense)
 
     def new_statistic(self, block: Block, group: Group) -> KroneckerSums:
         """Empty sums of a block."""
         return self.new_sums(block, group)
 
-    def measured_spec(self, block: Block) -> dict[str, Tensor]:
+    def sums(self, block: Block) -> Schema:
         """Both factors, at every step that captures."""
-        return self.sums_spec(block, block.group)
+        return self.factor_sums(block, block.group)
 
     def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
         """The factors of this rank's batch, scaled per datum."""

@@ -191,7 +191,7 @@ def test_what_is_stored_does_not_depend_on_the_world(storage: str, world: int, d
     single, params = made(f"mfac {storage}", None, dtype, **settings)
     push(single, params)
     for p, state in zip(params, run(world, rank)[0], strict=True):
-        assert state.keys() == set(single.state[p]) & set(single.kinds) - _shared(single)
+        assert state.keys() == set(single.state[p]) & set(single.catalog) - _shared(single)
         for key, value in state.items():
             assert value.dtype == single.state[p][key].dtype
             assert torch.equal(value, single.state[p][key]), key
@@ -690,7 +690,7 @@ def test_without_curvature_nothing_is_partial() -> None:
         train(opt, params, range(3))
         saved = through_a_file(opt.state_dict())
         assert "partial" not in saved
-        assert all(plain(key) not in opt.kinds for state in saved["state"].values() for key in state)
+        assert all(plain(key) not in opt.catalog for state in saved["state"].values() for key in state)
         opt.load_state_dict(saved)
         assert opt.diagnostics()["units"]["all"]["rows"] == 0
         train(opt, params, range(2))

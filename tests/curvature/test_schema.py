@@ -1,0 +1,209 @@
+"""What a state holds: queries of plain schemas, and the schema of every method against its state."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC
+from secondorder.curvature.schema import (
+    COUNTER,
+    COUNTERS,
+    ESTIMATE,
+    FOUND,
+    Entry,
+    Place,
+    held,
+    keys,
+    likes,
+    nbytes,
+    shaped,
+    tensors,
+)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+SCHEMA = {
+    "second": Entry(meta(3, 3), "factors", Place.ESTIMATE, symmetric=True),
+    "first": Entry(meta(2), "factors", Place.ESTIMATE),
+    "number": Entry(7, "buffers", Place.EVERYWHERE),
+    "found": Entry(meta(4, dtype=torch.float64), "second_order", Place.CURVATURE, derived=True),
+    "told": Entry(meta(), "buffers", Place.CURVATURE, known=True),
+    "basis": Entry(meta(5, dtype=torch.bfloat16), "second_order", Place.MEASURED, derived=True),
+    "own": Entry(meta(6), "momentum", Place.OWN),
+}
+
+
+# ---------------------------------------------------------------------- queries
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (set(Place), ["second", "first", "number", "found", "told", "basis", "own"]),
+        ({Place.ESTIMATE}, ["second", "first", "number"]),
+        ({Place.CURVATURE, Place.MEASURED}, ["number", "found", "told", "basis"]),
+        ({Place.MEASURED, Place.OWN}, ["number", "basis", "own"]),
+        (set(), ["number"]),
+    ],
+)
+def test_a_rank_holds_numbers_and_the_tensors_of_its_places(places: set[Place], expected: list[str]) -> None:
+    found = held(SCHEMA, places)
+    assert list(found) == expected
+    assert all(found[key] is SCHEMA[key] for key in found)
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (Place.ESTIMATE, ["first", "second"]),
+        (Place.CURVATURE, ["found", "told"]),
+        (Place.MEASURED, ["basis"]),
+        (Place.EVERYWHERE, []),
+        (Place.OWN, ["own"]),
+    ],
+)
+def test_keys_of_a_place_are_sorted_and_without_numbers(place: Place, expected: list[str]) -> None:
+    assert keys(SCHEMA, place) == expected
+    assert keys(dict(reversed(SCHEMA.items())), place) == expected
+
+
+def test_what_every_holder_finds_by_itself_does_not_travel() -> None:
+    assert keys(SCHEMA, Place.CURVATURE, known=False) == ["found"]
+    assert keys(SCHEMA, Place.ESTIMATE, known=False) == ["first", "second"]
+
+
+def test_bytes_are_counted_by_kind() -> None:
+    assert nbytes(SCHEMA) == {"factors": 44, "buffers": 4, "second_order": 42, "momentum": 24}
+    assert nbytes({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, {"none"}),
+        ({"derived": True}, {"none", "factors"}),
+        ({"optional": True}, {"none", "factors", "all"}),
+        ({"always": True}, set()),
+        ({"always": True, "derived": True}, set()),
+    ],
+)
+def test_what_a_checkpoint_may_be_without(facts: dict[str, bool], expected: set[str]) -> None:
+    entry = Entry(0, "buffers", Place.OWN, **facts)
+    assert {kept for kept in ("all", "factors", "none") if entry.may_lack(kept)} == expected
+
+
+def test_a_schema_is_a_catalog_with_shapes() -> None:
+    catalog = {"a": ESTIMATE, "b": FOUND, "c": COUNTER}
+    found = shaped(catalog, {"c": 3, "a": meta(2, 2)}, ["a"])
+    assert list(found) == ["c", "a"]
+    assert found["c"] == COUNTER._replace(like=3)
+    assert (found["a"].kind, found["a"].place, found["a"].symmetric) == ("factors", Place.ESTIMATE, True)
+    assert (found["a"].shape, found["c"].shape, found["c"].nbytes) == ((2, 2), None, 0)
+    assert likes(found).keys() == found.keys()
+    assert tensors(found).keys() == {"a"}
+    with pytest.raises(KeyError):
+        shaped(catalog, {"unknown": 0})
+
+
+# ---------------------------------------------------------------------- of every method
+METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kfac": (KFAC, {}),
+    "kfac cholesky": (KFAC, {"inverse_method": "cholesky"}),
+    "kfac packed": (KFAC, {"factor_storage": "packed", "factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16}),
+    "kfac diagonal": (KFAC, {"max_factor_dim": 1, "inverse_method": "cholesky"}),
+    "kfac one diagonal": (KFAC, {"max_factor_dim": 8, "inverse_method": "cholesky"}),
+    "kfac overlap": (KFAC, {"overlap": True, "decay_per_step": True}),
+    "ekfac": (EKFAC, {}),
+    "ekfac qr": (EKFAC, {"basis_update": "qr", "transport": "kfac", "decay_per_step": True}),
+    "ekfac pre": (EKFAC, {"momentum_mode": "pre"}),
+    "hylo": (HyLo, {}),
+    "hylo or factors": (HyLo, {"kfac_when_cheaper": True}),
+    "mfac": (MFAC, {"window_size": 3, "momentum": 0.9, "momentum_mode": "pre"}),
+    "mfac lowrank": (MFAC, {"window_size": 3, "compression": LowRank(2)}),
+    "sparse": (SparseMFAC, {"window_size": 3}),
+    "ggt": (GGT, {"window_size": 3}),
+}
+FIRST_ORDER = {"step", "global_step", "momentum_buffer", "exp_avg", "exp_avg_sq", "switch_state"}
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(4, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3)
+    )
+
+
+def _trained(cls: Any, chosen: dict[str, Any]) -> Any:
+    model = _net()
+    opt = cls(model, lr=0.01, **chosen)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(6, 4, 4, 4, generator=generator), torch.randint(3, (6,), generator=generator)
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        opt.step()
+    return opt
+
+
+@pytest.fixture(params=METHODS)
+def opt(request: pytest.FixtureRequest) -> Iterator[Any]:
+    cls, chosen = METHODS[request.param]
+    optimizer = _trained(cls, chosen)
+    yield optimizer
+    optimizer.close()
+
+
+def _schemas(opt: Any) -> Iterator[tuple[nn.Parameter, dict[str, Entry]]]:
+    for group in opt.param_groups:
+        for p in group["params"]:
+            yield p, opt._curvature_schema(p, group, opt.state[p])
+
+
+def test_the_schema_is_the_state(opt: Any) -> None:
+    assert any(schema for _, schema in _schemas(opt))
+    for p, schema in _schemas(opt):
+        state = {key: value for key, value in opt.state[p].items() if key not in FIRST_ORDER}
+        required = {key for key, entry in schema.items() if not entry.optional}
+        assert required <= state.keys() <= schema.keys()
+        for key, value in state.items():
+            like = schema[key].like
+            if isinstance(value, Tensor):
+                assert isinstance(like, Tensor), key
+                assert (value.shape, value.dtype) == (like.shape, like.dtype), key
+            else:
+                assert isinstance(like, int), key
+
+
+def test_what_is_symmetric_is(opt: Any) -> None:
+    for p, schema in _schemas(opt):
+        for key, entry in schema.items():
+            if entry.symmetric:
+                torch.testing.assert_close(opt.state[p][key], opt.state[p][key].mT, msg=key)
+
+
+def test_kinds_sum_to_memory_usage(opt: Any) -> None:
+    expected = dict.fromkeys(opt.curvature_kinds(), 0)
+    for p, schema in _schemas(opt):
+        for kind, size in nbytes({key: entry for key, entry in schema.items() if key in opt.state[p]}).items():
+            expected[kind] += size
+    usage = opt.memory_usage()
+    assert expected.keys() <= usage.keys()
+    for kind in expected.keys() - {"buffers", "momentum"}:  # these count what is no curvature, too
+        assert usage[kind] == expected[kind], kind
+
+
+def test_the_catalog_has_the_facts_of_every_schema(opt: Any) -> None:
+    for _, schema in _schemas(opt):
+        for key, entry in schema.items():
+            known = opt.catalog[key]
+            assert (entry.kind, entry.derived, entry.always) == (known.kind, known.derived, known.always)
+
+
+def test_every_block_counts_its_updates() -> None:
+    assert list(COUNTERS) == ["factor_weight", "factor_updates", "refreshes"]
+    assert COUNTERS["factor_weight"].shape == ()
