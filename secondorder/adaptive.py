@@ -23,6 +23,7 @@ from secondorder.curvature import quadratic
 from secondorder.curvature.batch import rules
 from secondorder.curvature.block import Block, Parts, forwarded
 from secondorder.curvature.replay import Moment, eager, kept_gradients, recorded
+from secondorder.curvature.schema import of_kinds
 from secondorder.lifecycle import RULE_KEYS, Directions
 from secondorder.modelled import ModelledOptimizer
 from secondorder.trial import Adaptation, Evaluation, Snapshot, match_outputs, parts_of
@@ -183,7 +184,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
     def _forget_momentum(self, before: Snapshot) -> None:
         """After a second rejection in a row, start momentum anew: more damping cannot mend a step that it causes."""
         if self.param_groups[0]["rejected_in_a_row"] > 1:
-            momentum = {"momentum_buffer"} | self._keys_of_kinds("momentum")
+            momentum = {"momentum_buffer"} | of_kinds(self.entries, "momentum")
             for p in before.values:
                 state = self.state[p]
                 for key in [k for k in state if k in momentum]:
@@ -217,7 +218,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
     def _snapshot(self, gradients: Directions, *, estimates: bool = False) -> Snapshot:
         """What a step changes: parameters and the state of their rules, and if asked for running estimates."""
         kinds = ("momentum", "scale", "buffers") if estimates else ("momentum",)
-        states, keys = {p: self.state[p] for p in gradients}, {*RULE_KEYS, "step"} | self._keys_of_kinds(*kinds)
+        states, keys = {p: self.state[p] for p in gradients}, {*RULE_KEYS, "step"} | of_kinds(self.entries, *kinds)
         return Snapshot.of(states, keys.__contains__)
 
     # ------------------------------------------------------------------ λ

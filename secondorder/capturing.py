@@ -258,11 +258,11 @@ class Capturing(Lifecycle):
         schema = self._curvature_schema(p, self._group[p], state)
         wanted = held(schema, self._places_here(p))
         self._shapes[p] = {k: entry.shape for k, entry in schema.items()}
-        self._entries |= {k: entry._replace(like=0) for k, entry in schema.items() if k not in self._entries}
+        self.entries |= {k: entry._replace(like=0) for k, entry in schema.items() if k not in self.entries}
         stale = any(k in state and shape_of(state[k]) != entry.shape for k, entry in wanted.items())
         # What another rank holds may have changed too: what is counted of it must not differ from rank to rank.
         stale |= any(k in before and k not in wanted and before[k] != shape for k, shape in self._shapes[p].items())
-        for key in [k for k in state if k in self._entries and (k not in wanted or stale)]:
+        for key in [k for k in state if k in self.entries and (k not in wanted or stale)]:
             del state[key]
         for key, entry in schema.items():
             value = entry.like

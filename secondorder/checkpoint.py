@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from secondorder import options
 from secondorder.comm.resharding import cut_equally, is_cut, whole
 from secondorder.curvature.block import clean_name
-from secondorder.curvature.schema import Entry, Place, Schema, held
+from secondorder.curvature.schema import Entry, Place, Schema, held, known, of_kinds
 from secondorder.frames import depth_of_caller, filled_in_by_torch, is_saved_in_parts
 from secondorder.lifecycle import Group, Lifecycle
 from secondorder.saved import adopt_value, by_number, compare_groups, compare_states, copied
@@ -102,7 +102,7 @@ class Checkpointing(Lifecycle):
                 packed["state"][i] = {**packed["state"][i], **self._gathered[p]}
             if group["checkpoint_curvature"] != "all":
                 found, kept = packed["state"].get(i, {}), group["checkpoint_curvature"]
-                left_out = {k for k in found if (entry := self._entry(k)) is not None and entry.may_lack(kept)}
+                left_out = {k for k in found if (entry := known(self.entries, k)) is not None and entry.may_lack(kept)}
                 packed["state"][i] = {k: v for k, v in found.items() if k not in left_out}
         if self._is_partial(packed):
             # As a key of an empty dict, which torch's distributed checkpoints neither save nor miss: there all ranks
@@ -188,7 +188,7 @@ class Checkpointing(Lifecycle):
     def _collect(self, to: int | None) -> Tensors:
         """What a rank lacks, on that rank; all ranks call it."""
         placed, found = self._placed(), Tensors()
-        keys = sorted(self._entries.keys() - self._keys_of_kinds("momentum"))
+        keys = sorted(self.entries.keys() - of_kinds(self.entries, "momentum"))
         agreed = self.comm.agree(self._headers(placed, keys, to)).reshape(len(placed), len(keys), 3 + _MOST_DIMS)
         for (index, p), headers in zip(placed, agreed.long().tolist(), strict=True):
             owner = self.comm.owner(index)
@@ -361,8 +361,8 @@ class Checkpointing(Lifecycle):
 
     def _is_needed(self, key: str, schema: Schema, kept: str) -> bool:
         """Whether a saved key is curvature that a checkpoint must have."""
-        known = self._entry(key)
-        return known is not None and not schema.get(key, known).may_lack(kept)
+        entry = known(self.entries, key)
+        return entry is not None and not schema.get(key, entry).may_lack(kept)
 
     def _absent(self, theirs: Mapping[str, Any], required: Schema) -> list[str]:
         """Tensors that a rank without them left out: all of a sort, while the numbers, which all have, are there."""
@@ -396,7 +396,7 @@ class Checkpointing(Lifecycle):
             rule = Entry(p, "momentum", Place.OWN, always=True)
             expected |= dict.fromkeys(self._rule_keys(p, group), rule)
         elif not self._covers(p):  # what a frozen parameter has is kept as it is, for when it is unfrozen
-            expected |= {k: self._entries[k]._replace(like=v) for k, v in theirs.items() if k in self._entries}
+            expected |= {k: self.entries[k]._replace(like=v) for k, v in theirs.items() if k in self.entries}
         return expected
 
     def _was_never_trained(self, theirs: Mapping[str, Any]) -> bool:

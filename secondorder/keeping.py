@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -38,38 +38,31 @@ class KeepingFactors(ObservingOptimizer):
     def factor_schema(self, block: Block, group: Mapping[str, Any]) -> Schema:
         """Factors and their counters."""
         kept, packs = self._kept_in(block, self._layer_options.factor_dtype), self._packs
-        likes = _Likes()
-        for name, side in self._sides(block, group):
+        likes, sides = _Likes(), factors.named_sides(block.adapter, group["max_factor_dim"])
+        for name, side in sides.items():
             if packs and not side.diagonal:
                 likes[f"packed_{name}"] = self.zeros(block, (*side.lead, triangles.triangle(side.n)), kept)
             else:
                 likes[f"factor_{name}"] = self.zeros(block, side.shape, kept)
-        found = shaped(FACTORS, likes, self._dense("factor", block, group)) | COUNTERS
+        found = shaped(FACTORS, likes, factors.dense_keys("factor", sides)) | COUNTERS
         if group["decay_per_step"]:
             found |= shaped(FACTORS, {"factor_step": max(self._t - 1, 0)})
         return found
 
     def factor_sums(self, block: Block, group: Mapping[str, Any]) -> Schema:
         """Factors of a batch, in the precision of their products."""
-        likes = {f"factor_{name}": self.zeros(block, side.shape) for name, side in self._sides(block, group)}
-        return shaped(FACTORS, likes, self._dense("factor", block, group))
+        sides = factors.named_sides(block.adapter, group["max_factor_dim"])
+        likes = {f"factor_{name}": self.zeros(block, side.shape) for name, side in sides.items()}
+        return shaped(FACTORS, likes, factors.dense_keys("factor", sides))
 
     def basis_schema(self, block: Block, group: Mapping[str, Any]) -> Schema:
         """Eigenbases and eigenvalues; a diagonal factor has no basis."""
         likes, kept = _Likes(), self._kept_in(block, self._layer_options.inv_dtype)
-        for name, side in self._sides(block, group):
+        for name, side in factors.named_sides(block.adapter, group["max_factor_dim"]).items():
             if not side.diagonal:
                 likes[f"basis_{name}"] = self.zeros(block, side.shape, kept)
             likes[f"eigenvalues_{name}"] = self.zeros(block, (*side.lead, side.n))
         return shaped(FACTORS, likes)
-
-    def _sides(self, block: Block, group: Mapping[str, Any]) -> Iterator[tuple[str, factors.Side]]:
-        """``"a"`` and ``"g"``, and the forms of the two factors."""
-        return zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True)
-
-    def _dense(self, name: str, block: Block, group: Mapping[str, Any]) -> list[str]:
-        """Keys of the dense ones of two matrices that go with the factors."""
-        return [f"{name}_{side}" for side, form in self._sides(block, group) if not form.diagonal]
 
     def _kept_in(self, block: Block, dtype: torch.dtype) -> torch.dtype:
         """The precision that is meant by a choice for all layers."""
@@ -133,11 +126,11 @@ class KeepingFactors(ObservingOptimizer):
         if block is None:  # frozen: what is kept in the other form begins anew when it is unfrozen
             kept = {_form_of(k, v) for k, v in theirs.items()}
             in_other_form = ("dense" if self._packs else "packed") in kept
-            return {k: v for k, v in theirs.items() if k not in self._entries} if in_other_form else theirs
+            return {k: v for k, v in theirs.items() if k not in self.entries} if in_other_form else theirs
         if block.owner is not p:
             return theirs
         found, packs = dict(theirs), self._packs
-        for name, side in zip("ag", factors.sides(block.adapter, group["max_factor_dim"]), strict=True):
+        for name, side in factors.named_sides(block.adapter, group["max_factor_dim"]).items():
             forms = {f"factor_{name}": side.shape, f"packed_{name}": (*side.lead, triangles.triangle(side.n))}
             other, ours = forms if packs else reversed(forms)
             given = found.get(other)

@@ -385,7 +385,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         complete = not self.comm.combines or (self.comm.replicates and everywhere)
         kept, dropped = dict(loaded), list[str]()
         for p, state in loaded.items():
-            own = (state.keys() & self._entries.keys()) - self._common
+            own = (state.keys() & self.entries.keys()) - self._common
             if p.requires_grad or not own or (complete and any(isinstance(state[k], Tensor) for k in own)):
                 continue
             kept[p] = {k: v for k, v in state.items() if k not in own}
@@ -406,7 +406,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         complete = {b: set(self.state[b.owner]) for b in self._blocks}
         refreshes = {b: self.state[b.owner].get("refreshes", 0) for b in self._blocks}
         changed = self._rebuild()
-        derived = {key for key, entry in self._entries.items() if entry.derived}
+        derived = {key for key, entry in self.entries.items() if entry.derived}
         renewed = [
             b
             for b, found in complete.items()

@@ -18,8 +18,7 @@ from secondorder import options
 from secondorder.comm import CommStrategy, Unit, default_strategy
 from secondorder.comm.resharding import is_cut, local
 from secondorder.curvature.block import as_root, clean_name
-from secondorder.curvature.schema import Entry, Place, Schema
-from secondorder.curvature.shards import plain
+from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
 from secondorder.linalg import Workspace
 from secondorder.overdamping import DampingWatch
@@ -92,22 +91,10 @@ class Lifecycle(Optimizer):
         """Where this rank is, of the places at which tensors of a parameter's state are."""
         return frozenset(Place)
 
-    def curvature_kinds(self) -> list[str]:
-        """What ``memory_usage()`` counts curvature as."""
-        return list(dict.fromkeys(entry.kind for entry in self._entries.values()))
-
-    def _keys_of_kinds(self, *kinds: str) -> set[str]:
-        """State keys of curvature that ``memory_usage()`` counts as some kinds."""
-        return {key for key, entry in self._entries.items() if entry.kind in kinds}
-
-    def _entry(self, key: str) -> Entry | None:
-        """What is known of a state key without the schema of its parameter; None if it is no curvature."""
-        return self._entries.get(plain(key))
-
     def _kept_by_copies(self) -> dict[str, Any]:
         """Attributes that copies and pickles keep."""
         own = {"names": dict(self._names), "comm": self.comm, "t": self._t, "betas": self._default_betas}
-        return {**own, "entries": dict(self._entries)}
+        return {**own, "entries": dict(self.entries)}
 
     # ------------------------------------------------------------------ birth
     def _begin_life(self, comm: CommStrategy | None) -> None:
@@ -116,7 +103,7 @@ class Lifecycle(Optimizer):
         self.comm: CommStrategy = comm if comm is not None else default_strategy()
         self._connected = self._compared = False
         #: The catalog, and what schemas have added: parameters that are frozen have no schema.
-        self._entries: Schema = dict(self.catalog)
+        self.entries: Schema = dict(self.catalog)
         self._scaler: Any = None
         self._t = 0
         #: β₁ and β₂ of a group that does not give its own; the defaults have them only where Adam sets the step.
@@ -143,7 +130,7 @@ class Lifecycle(Optimizer):
         """Take :meth:`_kept_by_copies` back."""
         self._begin_life(kept["comm"])
         self._names, self._t, self._default_betas = kept["names"], kept["t"], kept["betas"]
-        self._entries = dict(kept["entries"])
+        self.entries = dict(kept["entries"])
         self._group = {p: g for g in self.param_groups for p in g["params"]}
         self._first = next(iter(self._group), None)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from secondorder.background import DEVICES, Background, Job
 from secondorder.capturing import LayerOptions
+from secondorder.curvature import factors
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Schema, shaped
 from secondorder.factorising import Found, Task, factorise
@@ -62,7 +63,8 @@ class OverlappingRefreshes(KeepingFactors):
             return found
         if (device := block.owner.device.type) not in (*DEVICES, "meta"):
             raise ValueError(f"overlap=True needs a device that does two things at a time, and {device} does not")
-        copies = {f"begun_{name}": self.zeros(block, side.shape) for name, side in self._sides(block, group)}
+        sides = factors.named_sides(block.adapter, group["max_factor_dim"])
+        copies = {f"begun_{name}": self.zeros(block, side.shape) for name, side in sides.items()}
         return found | shaped(FACTORS, {**copies, "adopt_at": 0})
 
     @property

@@ -13,6 +13,7 @@ from secondorder.comm.planning import Plan, RankPlan, Sum, Traffic, Work, means,
 from secondorder.comm.rehearsal import Rehearsal
 from secondorder.comm.resharding import is_cut
 from secondorder.comm.role_rehearsal import RoleRehearsal
+from secondorder.curvature.schema import kinds
 from secondorder.lifecycle import Lifecycle
 from secondorder.rehearsing import RehearsedLayers, RehearsedWindows, Understudy
 from secondorder.windowing import Windowing
@@ -141,8 +142,7 @@ def _by_rank(actor: Understudy, rehearsal: Rehearsal, traffic: list[Traffic]) ->
     world, width = rehearsal.grid.world, rehearsal.grid.width
     holdings = list(chain(actor.holdings(), actor.other_holdings()))
     work = list(actor.work())
-    kinds = dict.fromkeys((*actor.curvature_kinds(), "momentum", "fallback", "buffers"))
-    stored = spread(holdings, kinds, world)
+    stored = spread(holdings, dict.fromkeys((*kinds(actor.entries), "momentum", "fallback", "buffers")), world)
     flops = spread(work, dict.fromkeys(_stages(work)), world)
     sent = means(traffic, width)
     return [

@@ -124,7 +124,7 @@ class RehearsedLayers(Understudy, Refreshing):
         self._known_schemas: dict[int, Schema] = {}
         for block in self._blocks:
             state = self.state[block.owner]
-            found = {k: v for k, v in state.items() if k in self._entries} | likes(self.live_schema(block))
+            found = {k: v for k, v in state.items() if k in self.entries} | likes(self.live_schema(block))
             state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
 
     def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:

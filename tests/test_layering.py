@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "pieces": {"comm", "lifecycle", "update"},
     "recutting": {"pieces", "windowing", "units", "comm", "lifecycle", "curvature"},
     # a dry run plays the steps of both families
-    "planner": {"rehearsing", "windowing", "comm", "lifecycle", "options"},
+    "planner": {"rehearsing", "windowing", "comm", "curvature", "lifecycle", "options"},
     "rehearsing_rows": {"rehearsing", "gathering", "rowwise", "comm", "lifecycle", "curvature"},
     "rehearsing": {"refreshing", "reducing", "sharding", "windowing", "comm", "lifecycle", "curvature"},
     "diagnostics": {"lifecycle", "comm", "curvature", "linalg", "options"},
@@ -110,7 +110,7 @@ PURE = {
     "curvature/statistics.py": {"linalg"},
     "curvature/gram.py": {"linalg"},
     "curvature/rows.py": set(),
-    "curvature/schema.py": set(),
+    "curvature/schema.py": {"curvature"},
     "curvature/shards.py": set(),
     "curvature/inverse_fisher.py": {"linalg"},
     "curvature/kernel.py": {"linalg"},

@@ -5,6 +5,7 @@ A factor is diagonal by nature when rows are one-hot (an embedding's A), and by 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,16 @@ def sides(adapter: Adapter, max_dim: int | None) -> tuple[Side, Side]:
         return Side(n, lead, by_nature or (max_dim is not None and n > max_dim), by_nature)
 
     return side(adapter.n_a, adapter.one_hot), side(adapter.n_g, False)
+
+
+def named_sides(adapter: Adapter, max_dim: int | None) -> dict[str, Side]:
+    """The same as :func:`sides`, under ``"a"`` and ``"g"``."""
+    return dict(zip("ag", sides(adapter, max_dim), strict=True))
+
+
+def dense_keys(name: str, named: Mapping[str, Side]) -> list[str]:
+    """State keys of the dense ones of two matrices that have the forms of the factors."""
+    return [f"{name}_{key}" for key, side in named.items() if not side.diagonal]
 
 
 def is_diagonal(factor: Tensor, adapter: Adapter) -> bool:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from secondorder.curvature.shards import plain
+
 
 class Place(Enum):
     """Ranks that have a tensor of the state of a block or a window; numbers are on all of them."""
@@ -128,6 +130,21 @@ def keys(schema: Schema, place: Place, *, known: bool = True) -> list[str]:
         Their keys.
     """
     return sorted(k for k in tensors(schema) if schema[k].place is place and (known or not schema[k].known))
+
+
+def known(catalog: Mapping[str, Entry], key: str) -> Entry | None:
+    """What is known of a state key, whose tensor may be a part of a window; None if it is no curvature."""
+    return catalog.get(plain(key))
+
+
+def kinds(schema: Mapping[str, Entry]) -> list[str]:
+    """What ``memory_usage()`` counts entries as, each once."""
+    return list(dict.fromkeys(entry.kind for entry in schema.values()))
+
+
+def of_kinds(schema: Mapping[str, Entry], *wanted: str) -> set[str]:
+    """Keys of the entries of some kinds."""
+    return {key for key, entry in schema.items() if entry.kind in wanted}
 
 
 def nbytes(schema: Schema) -> dict[str, int]:

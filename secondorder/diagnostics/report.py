@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from secondorder.comm.resharding import local
+from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
 from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle
 
@@ -79,7 +80,7 @@ class Reporting(Lifecycle):
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
-        usage = dict.fromkeys((*self.curvature_kinds(), "momentum", "fallback", "pending", "workspace", "buffers"), 0)
+        usage = dict.fromkeys((*kinds(self.entries), "momentum", "fallback", "pending", "workspace", "buffers"), 0)
         for p in self._group:
             for key, value in self.state[p].items():
                 if isinstance(value, Tensor):
@@ -91,7 +92,7 @@ class Reporting(Lifecycle):
         return usage
 
     def _kind(self, p: nn.Parameter, key: str) -> str:
-        if (entry := self._entry(key)) is not None:
+        if (entry := known(self.entries, key)) is not None:
             return entry.kind
         if key in RULE_KEYS:
             return "fallback" if key != "momentum_buffer" and not self._covers(p) else "momentum"

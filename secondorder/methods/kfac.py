@@ -252,11 +252,12 @@ class KFAC(FactoredOptimizer):
         found = self.factor_schema(block, group)
         if group["inverse_method"] == "eigen":
             return found | self.basis_schema(block, group)
-        dense = self._dense("inverse", block, group)
+        sides = factors.named_sides(block.adapter, group["max_factor_dim"])
+        dense = factors.dense_keys("inverse", sides)
         if not dense:
             return found
         kept = self._kept_in(block, self._layer_options.inv_dtype)
-        likes = {f"inverse_{name}": self.zeros(block, side.shape, kept) for name, side in self._sides(block, group)}
+        likes = {f"inverse_{name}": self.zeros(block, side.shape, kept) for name, side in sides.items()}
         return found | shaped(self.catalog, likes, dense)
 
     def new_statistic(self, block: Block, group: Group) -> KroneckerSums:

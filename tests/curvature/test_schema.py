@@ -18,8 +18,11 @@ from secondorder.curvature.schema import (
     Place,
     held,
     keys,
+    kinds,
+    known,
     likes,
     nbytes,
+    of_kinds,
     shaped,
     tensors,
 )
@@ -80,6 +83,17 @@ def test_what_every_holder_finds_by_itself_does_not_travel() -> None:
 def test_bytes_are_counted_by_kind() -> None:
     assert nbytes(SCHEMA) == {"factors": 44, "buffers": 4, "second_order": 42, "momentum": 24}
     assert nbytes({}) == {}
+
+
+def test_kinds_and_their_keys() -> None:
+    assert kinds(SCHEMA) == ["factors", "buffers", "second_order", "momentum"]
+    assert of_kinds(SCHEMA, "buffers", "momentum") == {"number", "told", "own"}
+    assert of_kinds(SCHEMA, "window") == set()
+
+
+def test_parts_of_a_window_are_known_by_their_plain_key() -> None:
+    assert known(SCHEMA, "own@0of2") is known(SCHEMA, "own") is SCHEMA["own"]
+    assert known(SCHEMA, "unknown") is None
 
 
 @pytest.mark.parametrize(
@@ -187,7 +201,7 @@ def test_what_is_symmetric_is(opt: Any) -> None:
 
 
 def test_kinds_sum_to_memory_usage(opt: Any) -> None:
-    expected = dict.fromkeys(opt.curvature_kinds(), 0)
+    expected = dict.fromkeys(kinds(opt.entries), 0)
     for p, schema in _schemas(opt):
         for kind, size in nbytes({key: entry for key, entry in schema.items() if key in opt.state[p]}).items():
             expected[kind] += size
@@ -202,6 +216,11 @@ def test_the_catalog_has_the_facts_of_every_schema(opt: Any) -> None:
         for key, entry in schema.items():
             known = opt.catalog[key]
             assert (entry.kind, entry.derived, entry.always) == (known.kind, known.derived, known.always)
+
+
+def test_every_rank_has_its_own_memory_of_the_policy() -> None:
+    entry = HyLo.catalog["switch_state"]
+    assert (entry.place, entry.always) == (Place.OWN, True)
 
 
 def test_every_block_counts_its_updates() -> None:
