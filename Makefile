@@ -78,8 +78,8 @@ format: $(STAMP) ## Bring the tree into the form that `make lint` wants
 type: $(STAMP) ## Check types (mypy --strict)
 	@$(BIN)/mypy --no-error-summary
 
-layering: $(STAMP) ## Check which part of the package imports which
-	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_layering.py
+layering: $(STAMP) ## Check which folder imports which, and the sizes of classes and modules
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/test_layering.py tests/test_architecture.py
 
 docs: $(STAMP) ## Build the site into site/; a broken link or an undocumented public name fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict  # the variable silences an advertisement for a successor

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import secondorder
 from secondorder import TopK
-from secondorder.curvature.form import Form, Place
+from secondorder.curvature.window.form import Form, Place
 
 STEPS = 14
 """Steps of a comparison; refreshes are every fourth, so those that overlap are adopted in between."""

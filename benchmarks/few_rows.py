@@ -21,10 +21,10 @@ from torch import Tensor
 from benchmarks.runner import Trainer
 from benchmarks.workloads import Workload
 from secondorder import HyLo
-from secondorder.curvature import kernel
-from secondorder.curvature.kernel import Rows
 from secondorder.diagnostics import approximation
 from secondorder.diagnostics.approximation import Sums, System
+from secondorder.linalg import kernel
+from secondorder.linalg.kernel import Rows
 
 Errors = dict[str, dict[str, float]]
 """``error``, the relative distance, and ``cos`` by the name of the way, of all layers taken together."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from secondorder import TopK
-from secondorder.curvature.window import GradientWindow
-from secondorder.windowed import WindowOptimizer
+from secondorder.curvature.window.window import GradientWindow
+from secondorder.preconditioners.windows import WindowOptimizer
 
 
 def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:

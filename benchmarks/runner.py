@@ -23,7 +23,7 @@ from benchmarks.precision import Amp, Precision, answering_cpu, moved
 from benchmarks.ranks import Ranks
 from benchmarks.workloads import Batch, Workload
 from secondorder import SecondOrderOptimizer
-from secondorder.observing import Observing
+from secondorder.capture.fisher.fisher import Observing
 
 WINDOW = 10
 """Steps that a reported loss is the mean of: single batches are noisy."""

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import secondorder
 from benchmarks.timing import Intervals, StepClass, Times
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
-from secondorder.comm.named import from_name
+from secondorder.comm.names import from_name
 
 Medians = dict[StepClass, float]
 """Processor seconds by class of steps."""

@@ -1,14 +1,14 @@
 """Second-order training for PyTorch by changing one line: each method is a ``torch.optim.Optimizer``."""
 
 from secondorder import nn as nn
+from secondorder.capture.fisher.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
+from secondorder.capture.layers.adapter import Adapter
+from secondorder.capture.layers.registry import register_layer
 from secondorder.comm import ChiefOnly, CommOpt, DedicatedWorkers, HybridOpt, LocalFactors, MemOpt
-from secondorder.curvature.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
-from secondorder.curvature.layers import Adapter
-from secondorder.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
-from secondorder.curvature.lowrank import LowRank
-from secondorder.curvature.registry import register_layer
-from secondorder.curvature.topk import TopK
+from secondorder.curvature.window.lowrank import LowRank
+from secondorder.curvature.window.topk import TopK
 from secondorder.factory import create
+from secondorder.linalg.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 from secondorder.methods.ekfac import EKFAC
 from secondorder.methods.ggt import GGT
 from secondorder.methods.hylo import HyLo

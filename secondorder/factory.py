@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
-from secondorder.comm.named import from_name
-from secondorder.curvature.lowrank import LowRank
-from secondorder.curvature.topk import TopK
+from secondorder.comm.names import from_name
+from secondorder.curvature.window.lowrank import LowRank
+from secondorder.curvature.window.topk import TopK
 from secondorder.methods.ekfac import EKFAC
 from secondorder.methods.ggt import GGT
 from secondorder.methods.hylo import HyLo

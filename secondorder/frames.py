@@ -16,7 +16,7 @@ import sys
 import torch
 from torch import Tensor
 
-from secondorder.comm.resharding import is_cut
+from secondorder.comm.layout import is_cut
 
 #: Frames between the step of an optimizer and the scaler that calls it: torch's own wrappers, those of schedulers and
 #: of trainers.

@@ -16,12 +16,12 @@ from torch.optim.optimizer import Optimizer
 
 from secondorder import options
 from secondorder.comm import CommStrategy, Unit, default_strategy
-from secondorder.comm.resharding import is_cut, local
-from secondorder.curvature.block import as_root, clean_name
+from secondorder.comm.layout import is_cut, local
+from secondorder.curvature.damping_watch import DampingWatch
+from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
-from secondorder.linalg import Workspace
-from secondorder.overdamping import DampingWatch
+from secondorder.linalg.dense import Workspace
 
 Group = dict[str, Any]
 State = dict[str, Tensor | int]

@@ -3,8 +3,8 @@
 ``torch.nn.LSTM`` and its kin hand a whole sequence to one fused kernel: no hook ever sees the gates before their
 nonlinearity, so a layer method can say nothing about their curvature. The modules here have the same options, the same
 parameters under the same names and the same results to rounding, and apply every weight through a
-:class:`~secondorder.curvature.projections.Projection`, a child without parameters. :func:`expose` turns the modules of
-an existing model into them::
+:class:`~secondorder.capture.layers.projections.Projection`, a child without parameters. :func:`expose` turns the
+modules of an existing model into them::
 
     x [T, N, d] ──► ih: all steps in one product ──► gates of step t ──┐
     h of step t−1 ───────► hh: one product per step ───────────────────┴──► nonlinearity ──► h of step t
@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
-from secondorder.curvature.projections import AttentionProjections, Part, Projection, attention, attention_parts
+from secondorder.capture.layers.projections import (
+    AttentionProjections,
+    LinearMap,
+    Projection,
+    attention,
+    attention_parts,
+)
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "MultiheadAttention", "RNNCell", "expose"]
 
@@ -45,7 +51,7 @@ class _Exposed(nn.Module):
         super().__init__(*args, **kwargs)
         self._add_projections()
 
-    def linear_parts(self) -> list[Part]:
+    def linear_parts(self) -> list[LinearMap]:
         """The linear maps of the module: the parameters of each, and the projections to tap."""
         raise NotImplementedError
 
@@ -71,13 +77,13 @@ class _Recurrent(_Exposed):
     def _add_projections(self) -> None:
         self.projections = nn.ModuleDict({name: Projection() for name in self._names()}).train(self.training)
 
-    def linear_parts(self) -> list[Part]:
+    def linear_parts(self) -> list[LinearMap]:
         parts = []
         for name in self._names():
             bias = f"bias_{name}" if getattr(self, f"bias_{name}", None) is not None else None
             projection = self.projections[name]
             assert isinstance(projection, Projection)
-            parts.append(Part(name, f"weight_{name}", bias, ((projection, -1),)))
+            parts.append(LinearMap(name, f"weight_{name}", bias, ((projection, -1),)))
         return parts
 
     def _map(self, name: str) -> Callable[[Tensor], Tensor]:
@@ -334,7 +340,7 @@ class MultiheadAttention(_Exposed, nn.MultiheadAttention):
     def _add_projections(self) -> None:
         self.projections = AttentionProjections().train(self.training)
 
-    def linear_parts(self) -> list[Part]:
+    def linear_parts(self) -> list[LinearMap]:
         return attention_parts(self, self.projections)
 
     def forward(

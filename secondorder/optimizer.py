@@ -15,17 +15,17 @@ from torch.optim.optimizer import ParamsT
 from torch.profiler import record_function
 
 from secondorder import options, update
-from secondorder.checkpoint import Checkpointing
-from secondorder.comm.joining import JoiningOptimizer
-from secondorder.comm.resharding import local
-from secondorder.curvature.statistics import all_finite
+from secondorder.capture.statistics.averages import all_finite
+from secondorder.checkpoint.checkpoint import Checkpointing
+from secondorder.comm.join import JoiningOptimizer
+from secondorder.comm.layout import local
+from secondorder.curvature.damping_watch import Damped
 from secondorder.diagnostics.report import Reporting
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Directions, Group
-from secondorder.linalg import all_true_on_cpu
-from secondorder.overdamping import Damped
-from secondorder.pieces import Pieces
-from secondorder.planner import Planning
+from secondorder.linalg.dense import all_true_on_cpu
+from secondorder.parallel.shards import Pieces
+from secondorder.plan.planner import Planning
 
 ReturnedT = TypeVar("ReturnedT")
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])

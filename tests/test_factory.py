@@ -24,7 +24,7 @@ from secondorder import (
     TopK,
 )
 from secondorder.comm import ChiefOnly, Local, from_name
-from secondorder.comm.named import STRATEGIES
+from secondorder.comm.names import STRATEGIES
 from secondorder.factory import ALIASES, METHODS, resolve
 
 CLASSES = {"kfac": KFAC, "ekfac": EKFAC, "hylo": HyLo, "mfac": MFAC, "sparse_mfac": SparseMFAC, "ggt": GGT}

@@ -25,7 +25,7 @@ from benchmarks.device_checks import Check, checks
 from benchmarks.machine import seconds
 from benchmarks.runner import FAILURES
 from benchmarks.timing import MEASURED
-from secondorder import linalg
+from secondorder.linalg import dense
 
 Part = Literal["checks", "windows", "resnet50", "gpt2_small", "factorisations", "stacks"]
 _VERDICTS = {True: "yes", False: "NO", None: "not asked"}
@@ -172,7 +172,7 @@ def _stack(count: int, side: int, device: torch.device, seed: int) -> dict[str, 
     rows = torch.randn(count, 2 * side, side, generator=torch.Generator().manual_seed(seed)).to(device)
     matrices = rows.mT @ rows / (2 * side) + 0.1 * torch.eye(side, device=device)
     found: dict[str, Any] = {"count": count, "side": side}
-    for name, factorise in (("eigh", linalg.eigh_psd), ("Cholesky", linalg.inverse_pd)):
+    for name, factorise in (("eigh", dense.eigh_psd), ("Cholesky", dense.inverse_pd)):
         ways: dict[str, Callable[[], object]] = {
             "at once": partial(factorise, matrices, False),
             "one by one": partial(_one_by_one, factorise, matrices),

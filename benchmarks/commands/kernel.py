@@ -15,8 +15,8 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.commands.options import Alone
 from benchmarks.machine import GEMM_SIDE, seconds
-from secondorder.curvature import kernel, woodbury
-from secondorder.curvature.kernel import Rows
+from secondorder.linalg import kernel, woodbury
+from secondorder.linalg.kernel import Rows
 
 COLUMNS = ("R", "layer", "kernel ms", "beyond FLOPs", "projection ms", "beyond FLOPs", "GFLOP/s of a product")
 

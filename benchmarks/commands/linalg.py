@@ -29,8 +29,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.commands.options import Alone
 from benchmarks.machine import seconds
-from secondorder import linalg
-from secondorder.curvature import orthogonal, scale
+from secondorder.linalg import dense, eigenbasis, polar
 
 Update = Literal["none", "eigh", "qr", "qr, 2 sweeps"]
 Inversion = Literal["none", "cholesky", "eigh", "newton", "newton, 2 rounds"]
@@ -97,7 +96,7 @@ class Linalg(Alone):
             Figures of each way.
         """
         device = torch.device(self.device)
-        _, basis, _ = linalg.eigh_psd(before[None].to(device, torch.float32), True)
+        _, basis, _ = dense.eigh_psd(before[None].to(device, torch.float32), True)
         ways = updates(after[None].to(device, torch.float32), basis)
         times = self._times(ways, device)
         return [
@@ -140,8 +139,8 @@ class Linalg(Alone):
         low = torch.randn(n, rank, generator=generator) @ torch.randn(rank, n, generator=generator)
         matrix = full.to(device)
         ways = {
-            "float32": lambda: orthogonal.polar(matrix),
-            "bfloat16": lambda: orthogonal.polar(matrix, dtype=torch.bfloat16),
+            "float32": lambda: polar.polar(matrix),
+            "bfloat16": lambda: polar.polar(matrix, dtype=torch.bfloat16),
         }
         times, found = self._times(ways, device), []
         for name in ways:
@@ -160,8 +159,8 @@ class Linalg(Alone):
 
 
 def _polar_error(x: Tensor, dtype: torch.dtype) -> float:
-    exact = orthogonal.polar(x.double())
-    return float((orthogonal.polar(x, dtype=dtype) - exact).norm() / exact.norm())
+    exact = polar.polar(x.double())
+    return float((polar.polar(x, dtype=dtype) - exact).norm() / exact.norm())
 
 
 def _timed(name: str, times: Mapping[str, list[float]], reference: str) -> dict[str, Any]:
@@ -214,9 +213,9 @@ def updates(factor: Tensor, basis: Tensor) -> dict[Update, Callable[[], Tensor]]
     """
     return {
         "none": lambda: basis,
-        "eigh": lambda: linalg.eigh_psd(factor, True)[1],
-        "qr": lambda: scale.qr_refresh(factor, basis)[1],
-        "qr, 2 sweeps": lambda: scale.qr_refresh(factor, basis, 2)[1],
+        "eigh": lambda: dense.eigh_psd(factor, True)[1],
+        "qr": lambda: eigenbasis.qr_refresh(factor, basis)[1],
+        "qr, 2 sweeps": lambda: eigenbasis.qr_refresh(factor, basis, 2)[1],
     }
 
 
@@ -264,12 +263,12 @@ def inversions(damped: Tensor, last: Tensor) -> dict[Inversion, Callable[[], Ten
     """
 
     def by_eigenvalues() -> Tensor:
-        values, basis, _ = linalg.eigh_psd(damped[None], True)
+        values, basis, _ = dense.eigh_psd(damped[None], True)
         return (basis[0] / values[0]) @ basis[0].mT
 
     return {
         "none": lambda: last,
-        "cholesky": lambda: linalg.inverse_pd(damped[None], True)[0][0],
+        "cholesky": lambda: dense.inverse_pd(damped[None], True)[0][0],
         "eigh": by_eigenvalues,
         "newton": lambda: newton_schulz(damped, last, 1),
         "newton, 2 rounds": lambda: newton_schulz(damped, last, 2),

@@ -25,7 +25,7 @@ from benchmarks import report
 from benchmarks.peers.by_path import package, set_paths
 from benchmarks.workloads.resnet20 import ResNet20
 from secondorder import comm as strategies
-from secondorder.comm.named import from_name
+from secondorder.comm.names import from_name
 
 COLUMNS = ("strategy", "ranks", "curvature of a rank, MB", "of the fullest", "sent, MB a step", "median step, ms")
 _CURVATURE = ("factors", "second_order", "scale")

@@ -33,7 +33,7 @@ from benchmarks.flops import LayerShape, counted_flops, factor_flops, layer_shap
 from benchmarks.plot import COLOURS, STYLES, styled
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
 from secondorder.comm import CommStrategy, RankGrid
-from secondorder.comm.planning import Plan, RankPlan
+from secondorder.plan.plan import Plan, RankPlan
 
 MethodName = Literal["kfac", "kfac-cholesky", "ekfac", "ekfac-running", "hylo", "mfac"]
 

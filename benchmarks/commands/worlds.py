@@ -30,8 +30,8 @@ from benchmarks.timed_ranks import Timed
 from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, StepClass
 from benchmarks.workloads import WorkloadName
 from secondorder.comm import CommStrategy
-from secondorder.comm.named import from_name
-from secondorder.comm.planning import Plan, RankPlan
+from secondorder.comm.names import from_name
+from secondorder.plan.plan import Plan, RankPlan
 
 Way = Literal["kfac", "kfac_mem_opt", "dp_kfac", "hylo"]
 

@@ -2,14 +2,14 @@
 
 from secondorder.comm.chief_only import ChiefOnly
 from secondorder.comm.comm_opt import CommOpt
-from secondorder.comm.dedicated import DedicatedWorkers
+from secondorder.comm.dedicated.workers import DedicatedWorkers
 from secondorder.comm.hybrid_opt import HybridOpt
 from secondorder.comm.local_factors import LocalFactors
 from secondorder.comm.mem_opt import MemOpt
-from secondorder.comm.named import from_name
-from secondorder.comm.planning import Plan, RankPlan
+from secondorder.comm.names import from_name
 from secondorder.comm.rank_grid import RankGrid
 from secondorder.comm.strategy import CommStrategy, Local, Parcel, Pending, Shard, Unit, world_size
+from secondorder.plan.plan import Plan, RankPlan
 
 
 def default_strategy(cut: bool = False) -> CommStrategy:

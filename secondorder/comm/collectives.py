@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secondorder.comm.buffers import Buffers, Item, buckets, by_dtype, real, shared_buckets, total
 from secondorder.comm.counter import Counter
+from secondorder.comm.layout import Route
 from secondorder.comm.messages import Call, Work
-from secondorder.comm.packing import Buffers, Item, buckets, by_dtype, real, shared_buckets, total
-from secondorder.comm.resharding import Route
 
 # Capacities of messages that may be in flight in one call: with more to send it waits for its oldest messages first, so
 # that staging stays small beside the state.

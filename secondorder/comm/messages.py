@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from secondorder.comm.buffers import Buffers, Item, Loan, drain, fill, real, reduce_kind, total
 from secondorder.comm.counter import Counter
-from secondorder.comm.packing import Buffers, Item, Loan, drain, fill, real, reduce_kind, total
 
 # The names of recent versions of torch, which deprecate the others.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from secondorder.comm.agreement import fingerprint, require_equal
 from secondorder.comm.collectives import Collectives
-from secondorder.comm.meeting import meet
+from secondorder.comm.layout import Route, is_cut
 from secondorder.comm.messages import Work
 from secondorder.comm.placement import Grid, Load, assign
-from secondorder.comm.resharding import Route, is_cut
+from secondorder.comm.rendezvous import meet
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Shard, Unit, default_timeout, world_size
 
 #: Longest message of an error that is told to the other ranks, in bytes.

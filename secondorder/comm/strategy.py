@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from secondorder.comm.resharding import Route
+from secondorder.comm.layout import Route
 
 
 def world_size() -> int:

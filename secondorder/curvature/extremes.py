@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secondorder.linalg import anywhere
+from secondorder.linalg.dense import anywhere
 
 
 class Extremes(NamedTuple):
@@ -81,7 +81,7 @@ def bound_of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor) -> Ex
 
 
 def of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor, n: int) -> Extremes:
-    """Of ``F̂ + λI`` with ``(F̂ + λI)⁻¹ = (I − Ûᵀ M Û)/λ``, see :mod:`secondorder.curvature.woodbury`.
+    """Of ``F̂ + λI`` with ``(F̂ + λI)⁻¹ = (I − Ûᵀ M Û)/λ``, see :mod:`secondorder.linalg.woodbury`.
 
     Args:
         inverse: M ``[..., R, R]``.

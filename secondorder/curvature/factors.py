@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secondorder.curvature.layers import Adapter
+from secondorder.capture.layers.adapter import Adapter
 
 #: The widest side that is dense by default on a CPU, by what a refresh does with it: either takes about a second of two
 #: cores there, and eight times as long for twice the side (``python -m benchmarks linalg``).

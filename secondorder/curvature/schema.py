@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from secondorder.curvature.shards import plain
+from secondorder.curvature.window.shards import plain
 
 
 class Place(Enum):

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.curvature import selection
-from secondorder.curvature.block import Block
-from secondorder.curvature.examples import ExampleRows
+from secondorder.capture.statistics.examples import ExampleRows
+from secondorder.curvature.layer import Block
 from secondorder.diagnostics.fewrows import SPECTRUM, FewRows, Line, Look
 from secondorder.diagnostics.jsonl import EventFile, read_events
 from secondorder.diagnostics.profiling import STAGES, Profile
 from secondorder.diagnostics.report import Reporting
 from secondorder.diagnostics.rowtaps import RowCapture
 from secondorder.diagnostics.trend import Trend
+from secondorder.linalg import selection
 
 SelfT = TypeVar("SelfT", bound="Analysis")
 

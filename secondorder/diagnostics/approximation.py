@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from secondorder.curvature import kernel, selection, woodbury
-from secondorder.curvature.kernel import Rows
-from secondorder.linalg import anywhere
+from secondorder.linalg import kernel, selection, woodbury
+from secondorder.linalg.dense import anywhere
+from secondorder.linalg.kernel import Rows
 
 
 class System(NamedTuple):

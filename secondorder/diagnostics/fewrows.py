@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from secondorder.curvature import kernel, selection, statistics
-from secondorder.curvature.block import Block
-from secondorder.curvature.examples import as_rows_matrix
-from secondorder.curvature.kernel import Rows
+from secondorder.capture.statistics import averages
+from secondorder.capture.statistics.examples import as_rows_matrix
+from secondorder.curvature.layer import Block
 from secondorder.diagnostics import approximation
 from secondorder.diagnostics.approximation import Kept, Sums, System
+from secondorder.linalg import kernel, selection
+from secondorder.linalg.kernel import Rows
 
 Event = dict[str, Any]
 #: A tool and an event of it.
@@ -86,7 +87,7 @@ class FewRows:
     def _system(self, look: Look) -> System | None:
         """The layer's system of equations, None if a number in it is not finite."""
         group = look.block.group
-        scale = statistics.gradient_scale(look.m, group["loss_reduction"], group["loss_terms"])
+        scale = averages.gradient_scale(look.m, group["loss_reduction"], group["loss_terms"])
         rows = kernel.scaled(approximation.in_float64(look.rows), scale**0.5)
         found = kernel.gram(rows)
         matrix = as_rows_matrix(rows, look.block.matrix([g.double() for g in look.gradients]))
@@ -94,7 +95,7 @@ class FewRows:
         if self.damping is None:
             if not self.damps_kernel:  # relative to the mean eigenvalue of F, not of the kernel
                 mean = mean * (look.rows.n / (look.block.adapter.n_a * look.block.adapter.n_g))
-            damping = statistics.effective_damping(group["damping"], group["damping_mode"], mean)
+            damping = averages.effective_damping(group["damping"], group["damping_mode"], mean)
         else:
             damping = torch.full_like(mean, self.damping)
         finite = torch.isfinite(found.sum() + matrix.sum())

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from secondorder.comm.resharding import local
+from secondorder.comm.layout import local
 from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
 from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle

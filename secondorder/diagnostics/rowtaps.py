@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from secondorder.curvature.batch import BatchInput
-from secondorder.curvature.block import Block, forwarded
-from secondorder.curvature.capture import Capture
-from secondorder.curvature.examples import ExampleRows
-from secondorder.curvature.parts import watched_attention
-from secondorder.curvature.passes import Pass
-from secondorder.curvature.sites import Site
+from secondorder.capture.batch import BatchInput
+from secondorder.capture.capture import Capture
+from secondorder.capture.layers.parts import watched_attention
+from secondorder.capture.passes import Pass
+from secondorder.capture.sites import Site
+from secondorder.capture.statistics.examples import ExampleRows
+from secondorder.curvature.layer import Block, forwarded
 
 
 class RowCapture(Capture):

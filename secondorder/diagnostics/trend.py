@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondorder.curvature.block import Block
+from secondorder.curvature.layer import Block
 from secondorder.lifecycle import Lifecycle
 
 Event = dict[str, Any]

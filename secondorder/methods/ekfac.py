@@ -35,15 +35,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
+from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
-from secondorder.curvature import scale
-from secondorder.curvature.block import Block, SkipRule
 from secondorder.curvature.extremes import Extremes, of_values
-from secondorder.curvature.likelihood import Likelihood
+from secondorder.curvature.factorization import Found, joint_ok
+from secondorder.curvature.layer import Block, SkipRule
 from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped
-from secondorder.factorising import Found, joint_ok
 from secondorder.lifecycle import Directions, Group
-from secondorder.scaling import ScalingOptimizer, is_adam
+from secondorder.linalg import eigenbasis
+from secondorder.preconditioners.scale import ScalingOptimizer, is_adam
 
 
 class EKFAC(ScalingOptimizer):
@@ -418,8 +418,8 @@ class EKFAC(ScalingOptimizer):
             overlaps = []
             for side in "ag":
                 old, new = self.basis(block, side), found[block, side][0][1:2]
-                overlaps.append(scale.overlap(old, new[0].reshape(old.shape)) if old is not None and new else None)
-            moved = scale.transport(state["scale"], *overlaps)
+                overlaps.append(eigenbasis.overlap(old, new[0].reshape(old.shape)) if old is not None and new else None)
+            moved = eigenbasis.transport(state["scale"], *overlaps)
         self.adopt(block, "scale", moved, good)
 
     # ------------------------------------------------------------------ stage 5: directions
@@ -448,7 +448,7 @@ class EKFAC(ScalingOptimizer):
         damping = torch.full_like(mean, group["eps"]) if like_adam else self.damping_of(block, mean)
         chosen = self._layer_options
         kept = self._kept_in(block, chosen.factor_dtype), self._kept_in(block, chosen.inv_dtype)
-        return scale.precondition(
+        return eigenbasis.precondition(
             gradient if rotated is None else rotated,
             self.basis(block, "a"),
             self.basis(block, "g"),
@@ -458,7 +458,7 @@ class EKFAC(ScalingOptimizer):
             self._workspace,
             damp_root=like_adam,
             is_rotated=rotated is not None,
-            silent=scale.is_rounding(s, *self.singular_values(block), kept) if like_adam else None,
+            silent=eigenbasis.is_rounding(s, *self.singular_values(block), kept) if like_adam else None,
         )
 
     def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
@@ -469,7 +469,7 @@ class EKFAC(ScalingOptimizer):
     # ------------------------------------------------------------------ what it tells
     def block_curvature(self, block: Block) -> Tensor:
         """``(Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ``; block-diagonal over the groups of a grouped convolution."""
-        found = scale.dense(self.state[block.owner]["scale"], self.basis(block, "a"), self.basis(block, "g"))
+        found = eigenbasis.dense(self.state[block.owner]["scale"], self.basis(block, "a"), self.basis(block, "g"))
         if block.adapter.groups > 1:
             found = cast(Tensor, torch.block_diag(*found))
         return block.adapter.natural_order(found)
@@ -490,4 +490,4 @@ class EKFAC(ScalingOptimizer):
     def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
         """``Q_G ((Q_Gᵀ X Q_A) ∘ s) Q_Aᵀ`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
         bases = self.basis(block, "a"), self.basis(block, "g")
-        return scale.rotate_back(scale.rotate(matrix, *bases) * self.state[block.owner]["scale"], *bases)
+        return eigenbasis.rotate_back(eigenbasis.rotate(matrix, *bases) * self.state[block.owner]["scale"], *bases)

@@ -26,13 +26,13 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.comm import CommStrategy
-from secondorder.curvature import gram
+from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import Extremes
-from secondorder.curvature.form import Compression
+from secondorder.curvature.window.form import Compression
 from secondorder.lifecycle import Group
-from secondorder.overdamping import Damped
-from secondorder.units import Unit
-from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer, window_betas
+from secondorder.linalg import gram
+from secondorder.preconditioners.units import Unit
+from secondorder.preconditioners.windows import WINDOW_CHECKS, WindowOptimizer, window_betas
 
 
 class GGT(WindowOptimizer):
@@ -174,7 +174,7 @@ class GGT(WindowOptimizer):
         return bool(group["bias_correction"])
 
     def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
-        """``φ(G_wᵀG_w) x``, see :func:`secondorder.curvature.gram.ggt_coefficients`."""
+        """``φ(G_wᵀG_w) x``, see :func:`secondorder.linalg.gram.ggt_coefficients`."""
         group, window = units[0].group, units[0].window
         outside = _outside(group)
         w = torch.stack([self._decays(unit) for unit in units])

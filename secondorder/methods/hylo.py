@@ -38,17 +38,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
-from secondorder.capturing import LayerOptions
+from secondorder.capture.fisher.fisher import FisherOptions
+from secondorder.capture.fisher.heads import Head
+from secondorder.capture.statistics.examples import as_rows_matrix
 from secondorder.comm import CommStrategy
-from secondorder.curvature import kernel, selection, stacks, woodbury
-from secondorder.curvature.block import Block, SkipRule
-from secondorder.curvature.examples import as_rows_matrix
-from secondorder.curvature.heads import Head
-from secondorder.curvature.kernel import Rows
+from secondorder.curvature.example_rows import DOUBLE_ROWS, Fresh, Kept, filled
+from secondorder.curvature.layer import Block, SkipRule
+from secondorder.curvature.mode import SwitchedOptimizer
 from secondorder.lifecycle import Directions, Group
-from secondorder.observing import FisherOptions
-from secondorder.rowwise import DOUBLE_ROWS, Fresh, Kept, filled
-from secondorder.switched import SwitchedOptimizer
+from secondorder.linalg import kernel, selection, stacks, woodbury
+from secondorder.linalg.kernel import Rows
+from secondorder.preconditioners.blocks import LayerOptions
 from secondorder.switching import GradNormChange, SwitchPolicy
 
 _MODES = ("auto", "kid", "kis", "sngd")

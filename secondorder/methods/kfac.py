@@ -28,19 +28,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from secondorder import linalg, options
+from secondorder import options
+from secondorder.capture.fisher.likelihood import Likelihood
+from secondorder.capture.sites import Statistic
+from secondorder.capture.statistics import averages
+from secondorder.capture.statistics.kronecker import KroneckerSums
+from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import CommStrategy
-from secondorder.curvature import factors, scale, statistics
-from secondorder.curvature.block import Block, SkipRule
+from secondorder.curvature import factors
 from secondorder.curvature.extremes import Extremes, of_product
-from secondorder.curvature.kronecker import KroneckerSums
-from secondorder.curvature.likelihood import Likelihood
-from secondorder.curvature.measured import Measured
+from secondorder.curvature.factorization import joint_ok
+from secondorder.curvature.kronecker_factors import FactoredOptimizer
+from secondorder.curvature.layer import Block, SkipRule
 from secondorder.curvature.schema import FOUND, Schema, shaped
-from secondorder.curvature.sites import Statistic
-from secondorder.factored import FactoredOptimizer
-from secondorder.factorising import joint_ok
 from secondorder.lifecycle import Group
+from secondorder.linalg import dense, eigenbasis
 
 
 class KFAC(FactoredOptimizer):
@@ -297,15 +299,15 @@ class KFAC(FactoredOptimizer):
                 values = self.factor(block, "g")[..., :, None] * self.factor(block, "a")[..., None, :]
                 return gradient / (values + self.damping_of(block, values.mean((-2, -1)))[..., None, None])
             inverses = self.working(block, "inverse_a"), self.working(block, "inverse_g")
-            return statistics.solve_factored(gradient, *inverses, self._workspace)
+            return averages.solve_factored(gradient, *inverses, self._workspace)
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         damping: Tensor | None = self.damping_of(block, values_a.mean(-1) * values_g.mean(-1))
         if group["damping_split"] == "pi" and not block.adapter.is_exact:
-            values_a, values_g = statistics.split_eigenvalues(values_a, values_g, cast(Tensor, damping))
+            values_a, values_g = averages.split_eigenvalues(values_a, values_g, cast(Tensor, damping))
             damping = None
         values = values_g[..., :, None] * values_a[..., None, :]
         bases = self.basis(block, "a"), self.basis(block, "g")
-        return scale.precondition(gradient, *bases, values, damping, group["power"], self._workspace)
+        return eigenbasis.precondition(gradient, *bases, values, damping, group["power"], self._workspace)
 
     def block_curvature(self, block: Block) -> Tensor:
         """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
@@ -319,7 +321,7 @@ class KFAC(FactoredOptimizer):
             found = super().extremes(block)
             if found is None or not split:
                 return found
-            values = statistics.split_eigenvalues(state["eigenvalues_a"], state["eigenvalues_g"], found.damping)
+            values = averages.split_eigenvalues(state["eigenvalues_a"], state["eigenvalues_g"], found.damping)
             (small_a, large_a), (small_g, large_g) = (v.aminmax(dim=-1) for v in values)
             return Extremes(found.damping, small_a * small_g, large_a * large_g, found.undamped)
         if not self.has_factors(block):
@@ -337,7 +339,7 @@ class KFAC(FactoredOptimizer):
             return found
         sides = [(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag"]
         mean_a, mean_g = (factors.mean_diagonal(*side) for side in sides)
-        add_a, add_g = statistics.pi_damping(mean_a, mean_g, found.damping)
+        add_a, add_g = averages.pi_damping(mean_a, mean_g, found.damping)
         # A Frobenius norm is at least the largest eigenvalue.
         a, g = (x.abs().amax(-1) if diagonal else torch.linalg.matrix_norm(x) for x, diagonal in sides)
         return Extremes(found.damping, largest=(a + add_a) * (g + add_g), undamped=a * g)
@@ -372,7 +374,7 @@ class KFAC(FactoredOptimizer):
             for side in "" if self._is_entrywise(block) else "ag":
                 inverse = found[block, side][0][0]
                 if self.comm.combines and not self.is_diagonal(block, side):
-                    inverse = linalg.mirror_upper_(inverse.clone())  # others get a triangle, and all must have the same
+                    inverse = dense.mirror_upper_(inverse.clone())  # others get a triangle, and all must have the same
                 self.adopt(block, f"inverse_{side}", inverse, good)
         return ok
 
@@ -391,9 +393,9 @@ class KFAC(FactoredOptimizer):
         mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
         damping = self.damping_of(block, mean_a * mean_g)
         add_a, add_g = (
-            (0 * damping, damping) if block.adapter.is_exact else statistics.pi_damping(mean_a, mean_g, damping)
+            (0 * damping, damping) if block.adapter.is_exact else averages.pi_damping(mean_a, mean_g, damping)
         )
-        return statistics.add_to_diagonal(a, add_a, flat_a), statistics.add_to_diagonal(g, add_g, flat_g)
+        return averages.add_to_diagonal(a, add_a, flat_a), averages.add_to_diagonal(g, add_g, flat_g)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)

@@ -13,7 +13,7 @@ r"""M-FAC: preconditioning with the inverse of a Fisher estimate from the last m
 
 Frantar, Kurtic & Alistarh 2021 (arXiv 2107.03356); sparse and low-rank windows with error feedback: Modoranu et al.
 2023 (EFCP, 2306.06098). The solve by "push-through" instead of their recursion is explained in
-``secondorder/curvature/gram.py``.
+``secondorder/linalg/gram.py``.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.comm import CommStrategy
-from secondorder.curvature import gram
+from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import Extremes
-from secondorder.curvature.form import Compression
-from secondorder.curvature.topk import TopK
-from secondorder.curvature.window import LAG
+from secondorder.curvature.window.form import Compression
+from secondorder.curvature.window.topk import TopK
+from secondorder.curvature.window.window import LAG
 from secondorder.lifecycle import Group
-from secondorder.linalg import all_true_on_cpu, anywhere
-from secondorder.overdamping import Damped
-from secondorder.units import Unit
-from secondorder.windowed import WINDOW_CHECKS, WindowOptimizer
+from secondorder.linalg import gram
+from secondorder.linalg.dense import all_true_on_cpu, anywhere
+from secondorder.preconditioners.units import Unit
+from secondorder.preconditioners.windows import WINDOW_CHECKS, WindowOptimizer
 
 #: Error of the direction above which ``solver="auto"`` filters the spectrum: the error of a dot times the amplification
 #: squared, since the dots are wrong too.

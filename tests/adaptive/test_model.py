@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
-from secondorder.curvature.likelihood import Gaussian
+from secondorder.capture.fisher.likelihood import Gaussian
 from tests.adaptive.tools import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
 
 

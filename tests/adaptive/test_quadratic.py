@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secondorder.curvature.quadratic import (
+from secondorder.linalg.quadratic import (
     QuadraticModel,
     bounded,
     damping_factor,

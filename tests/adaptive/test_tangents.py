@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from secondorder.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
-from secondorder.curvature.replay import Evaluated, Moment, exact_products, kept_gradients, output_change, recorded
+from secondorder.adaptation.replay import Evaluated, Moment, exact_products, kept_gradients, output_change, recorded
+from secondorder.capture.fisher.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
 from tests.adaptive.tools import flat, output_hessian
 
 CPU = {torch.device("cpu")}

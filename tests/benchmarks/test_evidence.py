@@ -25,7 +25,7 @@ from benchmarks.runner import Trainer, memory_usage
 from benchmarks.timing import Intervals
 from benchmarks.workloads import DataMissingError, make_workload
 from secondorder import EKFAC, KFAC, CommOpt, HybridOpt, HyLo, MemOpt
-from secondorder.comm.planning import RankPlan
+from secondorder.plan.plan import RankPlan
 
 HELD = ("sgd", "adamw", "kfac", "ekfac", "hylo", "mfac", "sparse_mfac", "ggt", "ekfac_natural")
 

@@ -23,7 +23,7 @@ from benchmarks.workloads.glue import (
 )
 from benchmarks.workloads.tiny_text import write_glue
 from benchmarks.workloads.wordpieces import SPECIAL, WordPieces
-from secondorder.curvature.likelihood import resolve
+from secondorder.capture.fisher.likelihood import resolve
 
 # As the published files begin; columns between those that count are shortened.
 FILES = {

@@ -14,7 +14,7 @@ from benchmarks.workloads.mnist import read_labels
 from benchmarks.workloads.multi30k import number_words, read_sentences
 from benchmarks.workloads.tiny import write_idx, write_sentences
 from secondorder import EKFAC, KFAC, HyLo
-from secondorder.curvature.likelihood import resolve
+from secondorder.capture.fisher.likelihood import resolve
 
 FILES = {
     "autoencoder": ("mnist", "train-images-idx3-ubyte.gz", "mnist"),

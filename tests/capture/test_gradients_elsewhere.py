@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HyLo
-from secondorder.curvature.backwards import REPLACED
+from secondorder.capture.backwards import REPLACED
 from tests.distributed.oracle import distance
 from tests.distributed.pool import Pool, device_of
 from tests.oracle.definitions import expected_factors

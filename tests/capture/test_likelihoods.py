@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from secondorder.curvature.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, resolve
+from secondorder.capture.fisher.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, resolve
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
-from secondorder.curvature.batch import Input, Use, count_examples
+from secondorder.capture.batch import Input, Use, count_examples
 from tests.oracle.definitions import expected_factors
 from tests.oracle.driver import all_factors, assert_factors, held_factors, labels, noise, plain_kfac
 from tests.oracle.models import seeded_build

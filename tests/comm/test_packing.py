@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secondorder.comm.packing import (
+from secondorder.comm.buffers import (
     Buffers,
     Item,
     buckets,

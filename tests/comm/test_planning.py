@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.architectures import architecture
 from secondorder import EKFAC, KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
 from secondorder.comm import Local
-from secondorder.comm.planning import Plan, RankPlan, Sum, Traffic, means, spread
+from secondorder.plan.plan import Plan, RankPlan, Sum, Traffic, means, spread
 
 MIB = 2**20
 FACTOR_STEPS, REFRESH_STEPS = 10, 100

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from secondorder.comm.resharding import NOTHING, Layout, Route, Spans, layout_of, route
+from secondorder.comm.layout import NOTHING, Layout, Route, Spans, layout_of, route
 
 
 @st.composite
@@ -86,18 +86,18 @@ def test_entries_that_nobody_has_are_refused() -> None:
 
 def test_a_thousand_ranks_take_no_work_per_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a thousand pieces to one rank, back, and to a thousand other pieces: counted by looks at spans."""
-    from secondorder.comm import resharding
+    from secondorder.comm import layout
 
     world = 1024
     looks = 0
-    original = resharding._common
+    original = layout._common
 
     def counted(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
         nonlocal looks
         looks += 1
         return original(one, other)
 
-    monkeypatch.setattr(resharding, "_common", counted)
+    monkeypatch.setattr(layout, "_common", counted)
     pieces = tuple((r * 10, r * 10 + 10) for r in range(world))
     ends = [0, *accumulate([9] * (world - 1)), world * 10]
     others = tuple(zip(ends, ends[1:], strict=False))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from secondorder.comm import lockstep, roles
-from secondorder.comm.roles import Roles
+from secondorder.comm.dedicated import lockstep, roles
+from secondorder.comm.dedicated.roles import Roles
 
 NONE = dict.fromkeys(roles.NAMES)
 

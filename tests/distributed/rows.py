@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from secondorder import HyLo
-from secondorder.curvature import selection
+from secondorder.linalg import selection
 from tests.distributed.oracle import CLASSES, STRATEGIES, TASKS, TOKENS, WIDTH, flat, mean_loss, shard
 from tests.distributed.pool import device_of
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import secondorder
-from secondorder.comm import lockstep
-from secondorder.comm.dedicated import DedicatedWorkers
+from secondorder.comm.dedicated import lockstep
+from secondorder.comm.dedicated.workers import DedicatedWorkers
 from tests.distributed.delayed import Batch, Delayed
 from tests.distributed.pool import Failure, Pool
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from secondorder.scaling import ScalingOptimizer
+from secondorder.preconditioners.scale import ScalingOptimizer
 from tests.distributed import oracle
 from tests.distributed.oracle import (
     CLASSES,

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, MemOpt, linalg
+from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, MemOpt
+from secondorder.linalg import dense
 from tests.contract.tasks import assert_identical
 from tests.distributed.oracle import Run, flat
 from tests.distributed.pool import Pool
@@ -70,17 +71,17 @@ def broken_refresh(rank: int, world: int, strategy: str, method: str, broken: in
     run = Run(method=method, keywords=EAGER)
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 2)
-    right = linalg.eigh_psd
+    right = dense.eigh_psd
 
     def wrong(*args: Any) -> Any:
         raise ValueError(f"injected on rank {rank}")
 
     try:
         if rank == broken:
-            linalg.eigh_psd = wrong
+            dense.eigh_psd = wrong
         answer = raised(train, model, optimizer, rank, world, run, 2, 3)
     finally:
-        linalg.eigh_psd = right
+        dense.eigh_psd = right
     train(model, optimizer, rank, world, run, 3, 5)
     return answer, flat(model)
 
@@ -103,7 +104,7 @@ def failing_refresh(rank: int, world: int, strategy: str, most: int) -> tuple[li
     run = Run(keywords={**EAGER, "max_failures": most})
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 1)
-    right, victim = linalg.eigh_psd, optimizer.comm.owner(0)
+    right, victim = dense.eigh_psd, optimizer.comm.owner(0)
 
     def bad(*args: Any) -> Any:
         *found, ok = right(*args)
@@ -112,7 +113,7 @@ def failing_refresh(rank: int, world: int, strategy: str, most: int) -> tuple[li
     counts = []
     try:
         if rank == victim:
-            linalg.eigh_psd = bad
+            dense.eigh_psd = bad
         answer = ("", "")
         for step in range(1, 6):
             answer = raised(train, model, optimizer, rank, world, run, step, step + 1)
@@ -120,7 +121,7 @@ def failing_refresh(rank: int, world: int, strategy: str, most: int) -> tuple[li
                 break
             counts.append(optimizer.diagnostics()["refresh_failures"])
     finally:
-        linalg.eigh_psd = right
+        dense.eigh_psd = right
     return counts, answer, flat(model)
 
 

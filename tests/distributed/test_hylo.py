@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import CommOpt, HyLo, MemOpt
-from secondorder.curvature.measured import Measured
+from secondorder.capture.statistics.measurement import Measured
 from secondorder.switching import ProbeError
 from tests.distributed.oracle import (
     EXAMPLES,

@@ -18,7 +18,7 @@ from torch import nn
 
 from secondorder import CommOpt, DedicatedWorkers, HybridOpt, MemOpt
 from secondorder.comm import rank_grid
-from secondorder.comm.packing import Buffers
+from secondorder.comm.buffers import Buffers
 from tests.distributed.oracle import EXAMPLES, METHODS, STRATEGIES, TASKS, Batch, build, mean_loss, shard
 from tests.distributed.pool import Pool
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secondorder import EKFAC, linalg
-from secondorder.curvature import scale
+from secondorder import EKFAC
+from secondorder.linalg import dense, eigenbasis
 from tests.ekfac.driver import plain_ekfac, train_step
 from tests.oracle.driver import assert_close, noise
 
@@ -21,7 +21,7 @@ ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum"
 # Rotations of a null space
 # ---------------------------------------------------------------------------------------------------------------------
 
-eigh = linalg._eigh
+eigh = dense._eigh
 
 
 def turned_eigh(x):
@@ -71,7 +71,7 @@ def path(keywords, steps=5):
 )
 def test_steps_do_not_depend_on_the_basis_of_a_null_space(monkeypatch, keywords):
     expected = path(keywords)
-    monkeypatch.setattr(linalg, "_eigh", turned_eigh)
+    monkeypatch.setattr(dense, "_eigh", turned_eigh)
     assert_close(path(keywords), expected, 1e-9)
 
 
@@ -79,7 +79,7 @@ def test_steps_do_not_depend_on_the_basis_of_a_null_space(monkeypatch, keywords)
 def test_a_pooled_scale_has_the_sum_of_the_measured_one_and_one_value_per_null_space(lead, null_a, null_g):
     s = noise(*lead, 5, 6).square()
     a, g = torch.arange(6) < null_a, torch.arange(5) < null_g
-    found = scale.pool(s, a.expand(*lead, 6), g.expand(*lead, 5))
+    found = eigenbasis.pool(s, a.expand(*lead, 6), g.expand(*lead, 5))
     torch.testing.assert_close(found.sum((-2, -1)), s.sum((-2, -1)))
     expected = s.clone()
     if null_a:
@@ -91,9 +91,9 @@ def test_a_pooled_scale_has_the_sum_of_the_measured_one_and_one_value_per_null_s
 
 def test_a_scale_without_null_spaces_keeps_its_bits():
     s = noise(5, 6).float().square()
-    assert scale.pool(s, None, None) is s
+    assert eigenbasis.pool(s, None, None) is s
     one_a, one_g = torch.arange(6) == 0, torch.arange(5) == 0
-    assert torch.equal(scale.pool(s, one_a, one_g), s)
+    assert torch.equal(eigenbasis.pool(s, one_a, one_g), s)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -102,7 +102,7 @@ def test_the_rank_of_a_factor_is_that_of_its_rows(n, rows, dtype):
     torch.manual_seed(n)
     x = torch.randn(rows, n, dtype=dtype).relu()
     values = torch.linalg.eigvalsh(x.T @ x / rows).clamp(min=0)
-    assert int((scale.without_rounding(values, dtype) == 0).sum()) == n - rows
+    assert int((eigenbasis.without_rounding(values, dtype) == 0).sum()) == n - rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------

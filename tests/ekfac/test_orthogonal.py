@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from secondorder import EKFAC, KFAC, ParamScheduler
-from secondorder.curvature import orthogonal
+from secondorder.linalg import polar
 
 torch.manual_seed(0)
 
@@ -26,31 +26,31 @@ def _expected(x):
 @pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3)])
 def test_polar_moves_singular_values_and_nothing_else(shape):
     x = torch.randn(shape, dtype=torch.float64)
-    torch.testing.assert_close(orthogonal.step_of(x), _expected(x), rtol=1e-10, atol=1e-12)
-    values = torch.linalg.svdvals(orthogonal.polar(x))
+    torch.testing.assert_close(polar.step_of(x), _expected(x), rtol=1e-10, atol=1e-12)
+    values = torch.linalg.svdvals(polar.polar(x))
     assert values.min() > 0.5
     assert values.max() < 1.3
 
 
 def test_a_direction_of_one_example_moves_no_further_than_others():
     x = torch.outer(torch.randn(64, dtype=torch.float64), torch.randn(32, dtype=torch.float64))
-    assert torch.linalg.matrix_norm(orthogonal.step_of(x), 2) < 1.3 * 0.2 * 8
-    full = orthogonal.step_of(torch.linalg.qr(torch.randn(64, 32, dtype=torch.float64))[0])
+    assert torch.linalg.matrix_norm(polar.step_of(x), 2) < 1.3 * 0.2 * 8
+    full = polar.step_of(torch.linalg.qr(torch.randn(64, 32, dtype=torch.float64))[0])
     assert 0.12 < full.square().mean().sqrt() < 0.25
 
 
 def test_huge_and_tiny_numbers_are_no_zeros():
     x = torch.randn(4, 6)
     for size in (1e30, 1e-30):
-        torch.testing.assert_close(orthogonal.step_of(size * x), orthogonal.step_of(x), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(polar.step_of(size * x), polar.step_of(x), rtol=1e-4, atol=1e-5)
 
 
 def test_stacks_are_matrices_one_by_one_and_nothing_stays_nothing():
     x = torch.randn(3, 4, 6, dtype=torch.float64)
     x[1] = 0
-    found = orthogonal.step_of(x)
+    found = polar.step_of(x)
     for one, part in zip(x, found, strict=True):
-        torch.testing.assert_close(part, orthogonal.step_of(one))
+        torch.testing.assert_close(part, polar.step_of(one))
     assert not found[1].any()
 
 
@@ -238,18 +238,18 @@ def _error(found, exact):
 @pytest.mark.parametrize("shape", [(128, 200), (2, 160, 128)])
 def test_bfloat16_moves_a_step_of_full_rank_by_a_few_percent(shape):
     x = torch.randn(shape)
-    exact, low = _in_full(x), orthogonal.step_of(x, torch.bfloat16)
+    exact, low = _in_full(x), polar.step_of(x, torch.bfloat16)
     assert low.dtype == torch.float32
     assert 1e-3 < _error(low, exact) < 0.05
-    assert _error(orthogonal.step_of(x), exact) < 1e-4
-    assert torch.equal(orthogonal.step_of(x), orthogonal.step_of(x, torch.float32))
+    assert _error(polar.step_of(x), exact) < 1e-4
+    assert torch.equal(polar.step_of(x), polar.step_of(x, torch.float32))
 
 
 def test_of_a_low_rank_float32_leaves_zeros_and_bfloat16_does_not():
     left, right = torch.linalg.qr(torch.randn(160, 8))[0], torch.linalg.qr(torch.randn(200, 8))[0]
     x = left @ right.T
     outside = torch.eye(160) - left @ left.T
-    fine, low = (orthogonal.step_of(x, dtype) for dtype in (torch.float32, torch.bfloat16))
+    fine, low = (polar.step_of(x, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert (outside @ fine).norm() < 1e-3 * fine.norm()
     assert 0.05 < (outside @ low).norm() / low.norm() < 0.5  # what the documentation warns of
 
@@ -257,7 +257,7 @@ def test_of_a_low_rank_float32_leaves_zeros_and_bfloat16_does_not():
 @pytest.mark.parametrize(("shape", "dtype"), [((127, 500), torch.float32), ((128, 128), torch.float64)])
 def test_small_matrices_and_double_precision_stay(shape, dtype):
     x = torch.randn(shape, dtype=dtype)
-    assert torch.equal(orthogonal.step_of(x), orthogonal.step_of(x, torch.bfloat16))
+    assert torch.equal(polar.step_of(x), polar.step_of(x, torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", [EKFAC, KFAC])

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from secondorder.curvature.adapters.embedding import EmbeddingAdapter
-from secondorder.curvature.scale import (
+from secondorder.capture.layers.embedding import EmbeddingAdapter
+from secondorder.linalg.dense import Workspace
+from secondorder.linalg.eigenbasis import (
     choose_route,
     dense,
     overlap,
@@ -22,7 +23,6 @@ from secondorder.curvature.scale import (
     scale_running,
     transport,
 )
-from secondorder.linalg import Workspace
 
 ROUTES = ["gramian", "gradient", "unprojected", "unprojected_a", "unprojected_g"]
 EXACT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-11}

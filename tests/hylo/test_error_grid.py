@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from secondorder.curvature.selection import PIVOTINGS, RESIDUALS, SAMPLINGS, core, draw, interpolate, pivots
+from secondorder.linalg.selection import PIVOTINGS, RESIDUALS, SAMPLINGS, core, draw, interpolate, pivots
 
 RANKS, N, R, D_IN, D_OUT = 4, 64, 6, 12, 8
 M = RANKS * N

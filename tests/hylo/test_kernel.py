@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from secondorder.curvature import kernel, woodbury
-from secondorder.curvature.kernel import Rows
+from secondorder.linalg import kernel, woodbury
+from secondorder.linalg.kernel import Rows
 
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-10}
 F64 = torch.float64

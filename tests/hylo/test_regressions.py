@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import HyLo, ParamScheduler
-from secondorder.curvature import selection, stacks, woodbury
 from secondorder.diagnostics import Analysis, read_events
+from secondorder.linalg import selection, stacks, woodbury
 from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError, SwitchPolicy
 from tests.hylo.oracle import (
     LATER,

@@ -12,7 +12,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
-from secondorder.curvature.selection import (
+from secondorder.linalg.selection import (
     PIVOTINGS,
     RESIDUALS,
     SAMPLINGS,

@@ -15,21 +15,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from secondorder.curvature.adapters import (
+from secondorder.capture.layers import conv
+from secondorder.capture.layers.embedding import EmbeddingAdapter, EmbeddingBagAdapter
+from secondorder.capture.layers.norms import (
     BatchNormAdapter,
-    BilinearAdapter,
-    ConvTransposeAdapter,
-    EmbeddingAdapter,
-    EmbeddingBagAdapter,
     GroupNormAdapter,
     InstanceNormAdapter,
     LayerNormAdapter,
     RMSNormAdapter,
+)
+from secondorder.capture.layers.others import (
+    BilinearAdapter,
     StackedAdapter,
     TransposedLinearAdapter,
-    conv,
     hugging_face_conv1d,
 )
+from secondorder.capture.layers.transposed import ConvTransposeAdapter
 
 TRAINED = [(True, True), (True, False), (False, True)]
 

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from secondorder.curvature.projections import Projection, WatchedAttention
+from secondorder.capture.layers.projections import Projection, WatchedAttention
 
 E, HEADS, L, S, N = 6, 2, 3, 4, 2
 

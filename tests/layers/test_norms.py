@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from secondorder.curvature.adapters import norms
+from secondorder.capture.layers import norms
 from tests.layers.reference import follows_fallback, step_of, train
 from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
 from tests.oracle.models import seeded_build

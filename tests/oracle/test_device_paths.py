@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from secondorder import KFAC, linalg, update
-from secondorder.curvature import statistics
+from secondorder import KFAC, update
+from secondorder.capture.statistics import averages
+from secondorder.linalg import dense
 from tests.oracle.driver import assert_close, backward, noise, plain_kfac, train_step
 from tests.oracle.models import mlp, vectors
 
@@ -174,8 +175,8 @@ def test_the_running_mean_of_a_device_is_that_of_the_cpu(decay, dtype, tolerance
             sums[1][1, 0] = float("inf")
         scales = [1 / batch, 0.5]
         before = [x.clone() for x in (*there, weight_there, *here, weight_here)]
-        statistics.ratio_ema_(there, weight_there, sums, scales, batch, decay, elsewhere(good))
-        statistics.ratio_ema_(here, weight_here, sums, scales, batch, decay, torch.tensor(good))
+        averages.ratio_ema_(there, weight_there, sums, scales, batch, decay, elsewhere(good))
+        averages.ratio_ema_(here, weight_here, sums, scales, batch, decay, torch.tensor(good))
         if not good:
             assert_same((*there, weight_there, *here, weight_here), before)
         for x, y in zip(there, here, strict=True):
@@ -207,7 +208,7 @@ class OneFails:
         return found
 
 
-ROUTINES = {"eigen": ("eigh", linalg.eigh_psd), "cholesky": ("cholesky_ex", linalg.inverse_pd)}
+ROUTINES = {"eigen": ("eigh", dense.eigh_psd), "cholesky": ("cholesky_ex", dense.inverse_pd)}
 
 
 def stack(dtype=torch.float64) -> Tensor:

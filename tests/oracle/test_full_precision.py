@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import torch
-from secondorder.linalg import full_precision
+from secondorder.linalg.dense import full_precision
 b = torch.backends
 {setting}
 new = hasattr(b.cudnn, "conv")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.counting import count
-from secondorder import linalg
+from secondorder.linalg import dense
 
 WIDTHS = (1, 3, 31, 33, 127, 128, 129, 160, 255, 256, 257, 300, 513)
 ROWS = (1, 5, 1023, 1024, 1025, 2100)
@@ -19,9 +19,9 @@ def test_the_sum_of_outer_products(width: int, feature_major: bool) -> None:
     out.triu_().zero_()
     for n in ROWS:
         rows = torch.randn(width, n, dtype=torch.float64).mT if feature_major else torch.randn(n, width).double()
-        linalg.add_gram_(out, rows)
+        dense.add_gram_(out, rows)
         wanted += rows.T @ rows
-    torch.testing.assert_close(linalg.mirror_upper_(out), wanted, rtol=1e-11, atol=1e-9)
+    torch.testing.assert_close(dense.mirror_upper_(out), wanted, rtol=1e-11, atol=1e-9)
 
 
 @pytest.mark.parametrize("width", [2, 128, 300])
@@ -32,10 +32,10 @@ def test_with_a_one_behind_each_row(width: int, homogeneous: bool, lead: tuple[i
     out, wanted = (torch.zeros(*lead, side, side, dtype=torch.float64) for _ in range(2))
     for n in (7, 1500):
         rows = torch.randn(*lead, n, width, dtype=torch.float64)
-        linalg.add_outer_rows_(out, rows, homogeneous)
+        dense.add_outer_rows_(out, rows, homogeneous)
         whole = torch.cat([rows, torch.ones(*lead, n, 1)], -1) if homogeneous else rows
         wanted += whole.mT @ whole
-    torch.testing.assert_close(linalg.mirror_upper_(out), wanted, rtol=1e-11, atol=1e-9)
+    torch.testing.assert_close(dense.mirror_upper_(out), wanted, rtol=1e-11, atol=1e-9)
 
 
 @pytest.mark.parametrize("side", [1, 2, 127, 128, 129, 300])
@@ -43,11 +43,11 @@ def test_with_a_one_behind_each_row(width: int, homogeneous: bool, lead: tuple[i
 def test_the_upper_triangle_is_the_whole(side: int, lead: tuple[int, ...]) -> None:
     x = torch.randn(*lead, side, side)
     wanted = x.triu() + x.triu(1).mT
-    assert torch.equal(linalg.mirror_upper_(x), wanted)
+    assert torch.equal(dense.mirror_upper_(x), wanted)
 
 
 @pytest.mark.parametrize(("width", "share"), [(128, 0.76), (256, 0.63), (512, 0.57), (1024, 0.57)])
 def test_half_of_the_work_is_left_out(width: int, share: float) -> None:
     out, rows = torch.zeros(width, width), torch.zeros(2048, width)
-    flops = count(lambda: linalg.add_gram_(out, rows)).flops
+    flops = count(lambda: dense.add_gram_(out, rows)).flops
     assert 0.5 * 2 * 2048 * width**2 < flops <= share * 2 * 2048 * width**2

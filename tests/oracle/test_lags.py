@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from secondorder.curvature.adapters import conv as convolutions
-from secondorder.curvature.adapters.conv import ConvAdapter
-from secondorder.curvature.kronecker import Call, KroneckerSums, Sampler
-from secondorder.curvature.lags import Window, add_patch_gram_, gains
+from secondorder.capture.layers import conv as convolutions
+from secondorder.capture.layers.conv import ConvAdapter
+from secondorder.capture.layers.conv_lags import Window, add_patch_gram_, gains
+from secondorder.capture.statistics.kronecker import Call, KroneckerSums, Sampler
 from tests.layers import test_transposed as transposed
 from tests.oracle import test_factors_conv as patches
 from tests.oracle.driver import assert_close, noise
@@ -125,14 +125,14 @@ def test_no_patch_is_made_of_a_wide_layer(monkeypatch):
 @pytest.mark.parametrize("shape", [(5, 3, 6, 6), (2, 3, 40), (1, 2, 9, 5, 4)], ids=str)
 @pytest.mark.parametrize("positions", [1, 7, 72])
 def test_images_are_taken_in_parts_and_cut(shape, positions, monkeypatch):
-    monkeypatch.setattr("secondorder.curvature.lags._POSITIONS", positions)
+    monkeypatch.setattr("secondorder.capture.layers.conv_lags._POSITIONS", positions)
     axes = len(shape) - 2
     window, channels = Window((3,) * axes, (2,) * axes, ((2, 1),) * axes, 1), shape[1]
     found = torch.zeros(channels * 3**axes, channels * 3**axes, dtype=torch.float64)
     x = noise(*shape)
     whole = torch.zeros_like(found)
     add_patch_gram_(found, x, window)
-    monkeypatch.setattr("secondorder.curvature.lags._POSITIONS", 10**6)
+    monkeypatch.setattr("secondorder.capture.layers.conv_lags._POSITIONS", 10**6)
     add_patch_gram_(whole, x, window)
     assert_close(found, whole, 1e-12)
 

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, linalg
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank
+from secondorder.linalg import dense
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILING = ["eigh", "eigvalsh", "cholesky_ex", "qr", "solve_triangular", "solve"]
@@ -41,9 +42,9 @@ class Device:
 
     def __init__(self, monkeypatch, error, failing=FAILING):
         self.on_host, self.calls = [], 0
-        monkeypatch.setattr(linalg, "_is_on_host", self.is_on_host)
-        monkeypatch.setattr(linalg, "_to_host", self.to_host)
-        monkeypatch.setattr(linalg, "_elsewhere", set())
+        monkeypatch.setattr(dense, "_is_on_host", self.is_on_host)
+        monkeypatch.setattr(dense, "_to_host", self.to_host)
+        monkeypatch.setattr(dense, "_elsewhere", set())
         for name in failing:
             monkeypatch.setattr(torch.linalg, name, self.lacking(getattr(torch.linalg, name), name, error))
 
@@ -102,13 +103,13 @@ def test_what_a_device_does_not_do_is_logged_once(error, monkeypatch, caplog):
 
 def test_matrices_that_cannot_be_factorised_climb_the_ladder_on_their_device(monkeypatch):
     device = Device(monkeypatch, torch.linalg.LinAlgError("no convergence"), ["eigh"])
-    values, _, ok = linalg.eigh_psd(torch.eye(3)[None], host_checks=True)
+    values, _, ok = dense.eigh_psd(torch.eye(3)[None], host_checks=True)
     assert not device.on_host
     assert not ok.any()
     assert not values.any()
 
 
-@pytest.mark.parametrize("factorise", [linalg.eigh_psd, linalg.inverse_pd])
+@pytest.mark.parametrize("factorise", [dense.eigh_psd, dense.inverse_pd])
 def test_a_failure_on_the_cpu_as_well_climbs_the_ladder(factorise, monkeypatch):
     """NaN: the device does not have the function, and the CPU refuses the matrix."""
     Device(monkeypatch, ERRORS["not implemented"])
@@ -123,7 +124,7 @@ def test_a_lack_of_memory_is_told():
         raise torch.OutOfMemoryError
 
     with pytest.raises(torch.OutOfMemoryError):
-        linalg.anywhere(greedy, torch.eye(2, device="meta"))
+        dense.anywhere(greedy, torch.eye(2, device="meta"))
 
 
 def test_errors_of_the_cpu_itself_are_raised():
@@ -131,11 +132,11 @@ def test_errors_of_the_cpu_itself_are_raised():
         raise NotImplementedError("not for this type")
 
     with pytest.raises(NotImplementedError, match="not for this type"):
-        linalg.anywhere(broken, torch.eye(2))
+        dense.anywhere(broken, torch.eye(2))
 
 
 def test_devices_without_autocast_need_none():
-    with linalg.full_precision(torch.device("meta")):
+    with dense.full_precision(torch.device("meta")):
         pass
 
 

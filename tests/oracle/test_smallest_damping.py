@@ -2,8 +2,8 @@
 
 import torch
 
-from secondorder.curvature.scale import precondition
-from secondorder.linalg import Workspace
+from secondorder.linalg.dense import Workspace
+from secondorder.linalg.eigenbasis import precondition
 
 
 def test_a_vanishing_damping_is_replaced_by_the_rounding_error_of_the_largest_eigenvalue() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
-from secondorder import overlapping as module
+from secondorder.curvature import background_refresh as module
 
 INTERVAL, LAG = 20, 2
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {

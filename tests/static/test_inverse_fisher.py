@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from secondorder.curvature import inverse_fisher
-from secondorder.curvature.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
+from secondorder.linalg import inverse_fisher
+from secondorder.linalg.inverse_fisher import inverse_fisher_diagonal, inverse_fisher_vector_product
 
 SIZES = [(1, 1), (1, 7), (7, 1), (3, 20), (20, 3), (33, 33), (31, 60)]
 

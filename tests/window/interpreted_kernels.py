@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, SparseMFAC, TopK
-from secondorder.curvature.form import Form, Place
-from secondorder.curvature.topk import TopKRows
-from secondorder.curvature.triton_topk import TritonTopKRows
+from secondorder.curvature.window.form import Form, Place
+from secondorder.curvature.window.topk import TopKRows
+from secondorder.curvature.window.topk_triton import TritonTopKRows
 
 
 def _rows(rule: TopK, shapes: list[tuple[int, ...]], m: int, dtype: torch.dtype) -> Any:

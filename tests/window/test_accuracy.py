@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from secondorder import GGT, MFAC
-from secondorder.curvature import rows
+from secondorder.curvature.window import rows
 from tests.window.definitions import Average, fisher_direction, root_direction
 from tests.window.driver import error_of, give, history, noise, parameters, push, put
 from tests.window.storages import METHODS, STORAGES, averaging, explicit, regular

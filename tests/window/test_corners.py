@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, TopK
-from secondorder.curvature import gram, topk
+from secondorder.curvature.window import topk
+from secondorder.linalg import gram
 from secondorder.optimizer import SecondOrderOptimizer
 from tests.window.definitions import extended, fisher_direction, solve
 from tests.window.driver import (

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from secondorder import GGT, MFAC, LowRank, TopK
-from secondorder.curvature import lowrank, rows
+from secondorder.curvature.window import lowrank, rows
 from tests.window.driver import assert_near, error_of, history, noise, parameters, push
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secondorder import GGT, MFAC, TopK, windowing
+from secondorder import GGT, MFAC, TopK
+from secondorder.preconditioners import window_plan
 from tests.window.driver import (
     assert_near,
     differences,
@@ -300,7 +301,7 @@ def test_a_refused_group_leaves_no_trace(storage: str, monkeypatch: pytest.Monke
         return weakref.ref(p)
 
     with monkeypatch.context() as patch:
-        patch.setattr(windowing, "free_bytes", lambda device: 2000)
+        patch.setattr(window_plan, "free_bytes", lambda device: 2000)
         trace = refused()
     gc.collect()
     assert trace() is None

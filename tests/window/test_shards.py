@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK, windowing
-from secondorder.curvature.shards import Cutting, join, plain
+from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
+from secondorder.curvature.window.shards import Cutting, join, plain
+from secondorder.preconditioners import window_plan
 from tests.window.driver import assert_near, flat, give, noise, parameters, put
 from tests.window.ranks import ThreadRank, run
 from tests.window.storages import METHODS, STORAGES, averaging
@@ -445,7 +446,7 @@ def test_a_refused_group_leaves_the_ranks_as_they_were(monkeypatch: pytest.Monke
         train(opt, params, range(3))
         comm.meet("before")
         if comm.rank == 0:
-            monkeypatch.setattr(windowing, "free_bytes", lambda device: 2000)
+            monkeypatch.setattr(window_plan, "free_bytes", lambda device: 2000)
         comm.meet("now")
         with pytest.raises(RuntimeError, match="window"):
             opt.add_param_group({"params": parameters([(300, 7)])})

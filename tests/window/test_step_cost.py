@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from secondorder import GGT, MFAC, LowRank, TopK
-from secondorder.curvature import lowrank, rows, topk
+from secondorder.curvature.window import lowrank, rows, topk
 
 WIDE = (96, 512)  # d = 49,152
 TILE = 1 << 12

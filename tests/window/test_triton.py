@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from secondorder import TopK
-from secondorder.curvature.form import Form, Place
+from secondorder.curvature.window.form import Form, Place
 
 
 def test_interpreted_kernels_give_what_torch_gives() -> None:

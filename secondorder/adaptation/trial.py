@@ -1,0 +1,181 @@
+"""What a step that is judged by its loss is made of: the options, the closure's evaluation, and a way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from secondorder import options
+from secondorder.adaptation.replay import Evaluated, Forward, Moment
+from secondorder.capture.fisher.likelihood import Likelihood, resolve
+
+_FLAGS = "adaptive_damping", "include_damping_in_model", "reject_steps", "quadratic_model", "calibrate_damping"
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """Which of the options are on; the class of a method documents each.
+
+    Raises:
+        ValueError: For a value out of range.
+        TypeError: For a value of a wrong kind.
+    """
+
+    adaptive_damping: bool = False
+    damping_interval: int = 5
+    min_damping: float = 1e-8
+    max_damping: float = math.inf
+    include_damping_in_model: bool = False
+    reject_steps: bool = False
+    quadratic_model: bool = False
+    likelihood: str | Likelihood | None = None
+    calibrate_damping: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every value, and put the likelihood itself in the place of its name."""
+        for name in _FLAGS:
+            options.flag(name, getattr(self, name))
+        options.whole(1)("damping_interval", self.damping_interval)
+        options.number(0.0)("min_damping", self.min_damping)
+        if self.max_damping != math.inf:
+            options.number(0.0, low_open=True)("max_damping", self.max_damping)
+        if self.min_damping > self.max_damping:
+            raise ValueError(f"min_damping={self.min_damping} must not be above max_damping={self.max_damping}")
+        if self.likelihood is not None:
+            object.__setattr__(self, "likelihood", resolve(self.likelihood))
+
+    @property
+    def loss_model(self) -> Likelihood | None:
+        """The likelihood itself."""
+        return None if self.likelihood is None else resolve(self.likelihood)
+
+    @property
+    def needing_loss(self) -> list[str]:
+        """Options that are on and need a closure."""
+        return [n for n in ("adaptive_damping", "reject_steps", "calibrate_damping") if getattr(self, n)]
+
+
+class Evaluation(NamedTuple):
+    """What the closure of a step did.
+
+    Attributes:
+        closure: The closure.
+        loss: The objective that it returned, detached, 0-dim.
+        start: Generators and buffers before it.
+        eager: Whether its forwards were recorded, for which compiled models ran eagerly.
+        examples: Examples of its forwards; 0 where nothing counted them.
+        exact: Its forwards with their outputs, where the model is to be exact; else empty.
+    """
+
+    closure: Callable[[], Any]
+    loss: Tensor
+    start: Moment
+    eager: bool
+    examples: int
+    exact: list[Evaluated]
+
+
+@dataclass
+class Snapshot:
+    """Parameters and part of their state before a step.
+
+    Attributes:
+        values: Parameters as they were.
+        state: Dict, key and former value of that part; tensors are copies.
+    """
+
+    values: dict[nn.Parameter, Tensor]
+    state: list[tuple[dict[str, Any], str, Any]]
+
+    @classmethod
+    def of(cls, states: Mapping[nn.Parameter, dict[str, Any]], keeps: Callable[[str], bool]) -> Snapshot:
+        """Take a snapshot of some parameters and of those keys of their state that ``keeps`` names."""
+        kept = [
+            (state, key, value.clone() if isinstance(value, Tensor) else value)
+            for state in states.values()
+            for key, value in state.items()
+            if keeps(key)
+        ]
+        return cls({p: p.detach().clone() for p in states}, kept)
+
+    def undo(self) -> None:
+        """Set everything back, to the bit."""
+        with torch.no_grad():
+            for p, value in self.values.items():
+                p.copy_(value)
+            for state, key, before in self.state:
+                if isinstance(before, Tensor):
+                    state[key].copy_(before)
+                else:
+                    state[key] = before
+
+    def moved(self) -> dict[nn.Parameter, Tensor]:
+        """What the step has changed, in float32 or better."""
+        wide = {p: torch.promote_types(p.dtype, torch.float32) for p in self.values}
+        return {p: p.detach().to(wide[p]) - value.to(wide[p]) for p, value in self.values.items()}
+
+
+def parts_of(returned: Any) -> tuple[Tensor, Any, Any]:
+    """Loss, outputs and targets of what a closure returned; the last two None where they are missing.
+
+    Args:
+        returned: The loss, ``(loss, outputs)`` or ``(loss, outputs, targets)``.
+
+    Returns:
+        The loss as a 0-dim tensor of its own, and the others as given.
+
+    Raises:
+        TypeError: If it is none of these.
+    """
+    loss, outputs, targets = returned, None, None
+    if isinstance(returned, (tuple, list)) and len(returned) in (2, 3):
+        loss, outputs, targets = (*returned, None)[:3]
+    if isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return loss.detach().clone().reshape(()), outputs, targets
+    if options.is_number(loss):
+        return torch.tensor(loss, dtype=torch.float64), outputs, targets
+    raise TypeError(
+        "options that judge a step by its loss need a closure that returns the loss, (loss, outputs) or (loss, "
+        f"outputs, targets), with a loss of one element; got {_shown(returned)}"
+    )
+
+
+def match_outputs(forwards: Sequence[Forward], outputs: Any, targets: Any) -> list[Evaluated]:
+    """Each recorded forward with its outputs.
+
+    Args:
+        forwards: Forwards of the model in the closure.
+        outputs: A tensor, or one per forward.
+        targets: Likewise, or None.
+
+    Returns:
+        One entry per forward.
+
+    Raises:
+        TypeError: If the outputs are not tensors.
+        RuntimeError: If their number is not that of the forwards.
+    """
+    found = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    given = list(targets) if isinstance(targets, (tuple, list)) else [targets] * len(found)
+    if not all(isinstance(x, Tensor) for x in found):
+        raise TypeError(f"the closure's outputs must be a tensor, or one for each forward; got {_shown(outputs)}")
+    if not len(found) == len(forwards) == len(given):
+        raise RuntimeError(
+            f"the closure returned {len(found)} outputs and {len(given)} targets, but ran {len(forwards)} forwards of "
+            "the model with gradients enabled: return one tensor for each, as a list, and run forwards that are no "
+            "part of the loss under torch.no_grad()"
+        )
+    return [Evaluated(f, o, t) for f, o, t in zip(forwards, found, given, strict=True)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of {', '.join(map(_shown, value))}"
+    return type(value).__name__

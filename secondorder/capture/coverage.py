@@ -1,0 +1,81 @@
+"""What to say of layers that have a gradient although nothing was captured for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from secondorder.capture.loss_scale import UNKNOWN
+from secondorder.lifecycle import some_of
+
+#: The reason where nothing else is known.
+NO_HOOKS = "its hooks did not run"
+#: Instead of a list of layers, where the gradients are those of the step before.
+REPEATED = (
+    "step() was called again without a backward pass in between, so it took the same gradients once more and had no "
+    "new statistics. Call backward() before every step()"
+)
+
+
+def kind_of(text: str) -> str:
+    """A reason, or the name of a layer, without its numbers: what the experts of a mixture have in common."""
+    return re.sub(r"\d+", "#", text)
+
+
+def grouped(reasons: Mapping[str, str]) -> str:
+    """Layers and why nothing was captured for them, those together whose reasons differ in numbers only.
+
+    Args:
+        reasons: Reason by layer.
+
+    Returns:
+        The text.
+    """
+    alike: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        alike.setdefault(kind_of(reason), []).append(name)
+    return "; ".join(
+        f"{some_of(names)}: {'for example, ' if len({reasons[n] for n in names}) > 1 else ''}{reasons[names[0]]}"
+        for names in alike.values()
+    )
+
+
+def verdict(reasons: Mapping[str, str], total: int) -> str:
+    """Say what became of the layers for which nothing was captured, out of all that have a gradient.
+
+    Args:
+        reasons: Reason by layer.
+        total: How many layers have a gradient and should have been captured.
+
+    Returns:
+        Two sentences.
+    """
+    missed = len(reasons)
+    count = "the only layer that has" if total == 1 else f"{missed} of the {total} layers that have"
+    they = "It keeps its" if missed == 1 else "They keep their"
+    follow = "follows" if missed == 1 else "follow"
+    return (
+        f"nothing was captured for {count} a gradient ({grouped(reasons)}). {they} last estimate, or {follow} the "
+        "fallback rule until there is one."
+    )
+
+
+def advice(reasons: Mapping[str, str], others_were_captured: bool, batch_dim: int) -> str:
+    """What the user can do, beginning with a space; empty where the reasons say it themselves."""
+    found = set(reasons.values())
+    if found == {UNKNOWN}:
+        return ""
+    lines = []
+    if batch_dim == 0 and any("sequences of" in reason or "second dimension" in reason for reason in found):
+        lines.append(" If the model takes sequences as [T, N, ...], make the optimizer with batch_dim=1.")
+    if any(NO_HOOKS in reason for reason in found):
+        if others_were_captured:
+            causes = "they were not called since the last step, or are in eval mode"
+        else:
+            causes = (
+                "the model was in eval mode, or torch.compile runs what it compiled before the optimizer was made, or "
+                "for another model of the same class (then call torch.compiler.reset(), or set "
+                "torch._dynamo.config.skip_nnmodule_hook_guards = False before anything is compiled)"
+            )
+        lines.append(f" Usual causes: {causes}.")
+    return "".join([*lines, " If layers are meant to have no curvature, name them in skip_layers."])

@@ -1,0 +1,200 @@
+"""Adapter of convolutions: rows are patches, or their second moment comes without them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from secondorder.capture.layers.adapter import CHUNK_BYTES, Adapter, draw, positions_of
+from secondorder.capture.layers.conv_lags import Window, add_patch_gram_, gains
+
+
+class ConvAdapter(Adapter):
+    """``nn.Conv1d``, ``Conv2d`` and ``Conv3d`` with any stride, padding, padding mode, dilation and groups.
+
+    A row is a patch, ordered (channel, kernel…) as ``weight.flatten(1)`` is; positions are output pixels.
+    """
+
+    channels_first = True
+
+    def __init__(self, module: nn.Conv1d | nn.Conv2d | nn.Conv3d, has_weight: bool, has_bias: bool) -> None:
+        super().__init__(module, has_weight, has_bias)
+        self.groups = module.groups
+        self.kernel: tuple[int, ...] = tuple(module.kernel_size)
+        self.stride: tuple[int, ...] = tuple(module.stride)
+        self.dilation: tuple[int, ...] = tuple(module.dilation)
+        self.padding: list[tuple[int, int]] = [_padding(module, axis) for axis in range(len(self.kernel))]
+        self.padding_mode = module.padding_mode
+        self.d_in = module.in_channels // self.groups * math.prod(self.kernel)
+        self.d_out = module.out_channels // self.groups
+
+    def is_unbatched(self, x: Tensor) -> bool:
+        return x.dim() == len(self.kernel) + 1
+
+    def row_count(self, x: Tensor) -> int:
+        """N·S, the number of rows that ``x`` yields."""
+        x = self._batched(x)
+        return x.shape[0] * math.prod(self.output_size(x))
+
+    def output_size(self, x: Tensor) -> list[int]:
+        """Size of the output image."""
+        sizes = zip(x.shape[2:], self.padding, self.kernel, self.dilation, self.stride, strict=True)
+        return [(n + lo + hi - d * (k - 1) - 1) // s + 1 for n, (lo, hi), k, d, s in sizes]
+
+    def input_rows(self, x: Tensor) -> Iterator[Tensor]:
+        x = self._batched(x)
+        bytes_per_example = self.row_count(x[:1]) * self.groups * self.d_in * x.element_size()
+        for part in x.split(max(1, CHUNK_BYTES // max(bytes_per_example, 1))):
+            patches = self._patches(part)
+            # Feature-major: the copy then runs along image rows, and the Gram product takes either layout.
+            order = (1, 2, *range(3 + self._axes, 3 + 2 * self._axes), 0, *range(3, 3 + self._axes))
+            rows = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
+            yield rows if self.groups > 1 else rows[0]
+
+    def add_gram_(self, out: Tensor, x: Tensor, weight: float) -> int | None:
+        x, d = self._batched(x), self.d_in
+        if max(self.stride) > 1 or not self._has_fast_lags(out):
+            return None
+        window, sizes = self._window(x)
+        if not gains(window, x.shape[0], x.shape[1] // self.groups, sizes):
+            return None
+        part_bytes = x.shape[1] * math.prod(sizes) * out.element_size()
+        for part in x.split(max(1, CHUNK_BYTES // part_bytes)):
+            image = part if self._pads_zeros else self._padded(part)
+            add_patch_gram_(out[..., :d, :d], image, window, weight)
+        rows = self.row_count(x)
+        if self.has_bias:
+            total = x.sum(0, keepdim=True, dtype=out.dtype)  # over examples first: one image is left
+            out[..., :d, d].add_(self.input_sums(total, 1)[0][..., 0, :], alpha=weight)
+            out[..., d, d] += rows * weight
+        return rows
+
+    def _has_fast_lags(self, out: Tensor) -> bool:
+        """Whether weight gradients are no patches under another name, and rows are those of this class."""
+        own = type(self).input_rows is ConvAdapter.input_rows and type(self)._patches is ConvAdapter._patches
+        onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        fast = out.device.type == "cuda" or (out.device.type == "cpu" and onednn)
+        return bool(own and fast and out.dtype == torch.float32)
+
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        g = self._batched(g)
+        rows = g.transpose(0, 1).reshape(self.groups, self.d_out, -1).mT
+        return rows if self.groups > 1 else rows[0]
+
+    def sample_rows(
+        self, x: Tensor, g: Tensor, positions: int, examples: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, float] | None:
+        g = self._batched(g)
+        total = math.prod(g.shape[2:])
+        if total <= positions:
+            return None
+        at = draw(total, positions, generator, g.device)
+        patches = self._patches(self._batched(x))[(slice(None),) * 3 + torch.unravel_index(at, g.shape[2:])]
+        order = (1, 2, *range(4, 4 + self._axes), 0, 3)
+        a = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
+        b = g.flatten(2)[:, :, at].transpose(0, 1).reshape(self.groups, self.d_out, -1).mT
+        return (a, b, total / positions) if self.groups > 1 else (a[0], b[0], total / positions)
+
+    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
+        x = self._batched(x)
+        folds = positions_of(x, examples)
+        patches = self._patches(x)
+        order = (0, 1, *range(3, 3 + self._axes), 2, *range(3 + self._axes, 3 + 2 * self._axes))
+        rows = patches.permute(order).reshape(examples, folds, self.groups, -1, self.d_in)
+        return self._group_major(rows.transpose(1, 2).flatten(2, 3))
+
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        g = self._batched(g)
+        shape = (examples, positions_of(g, examples), self.groups, self.d_out, math.prod(g.shape[2:]))
+        return self._group_major(g.reshape(shape).permute(0, 2, 1, 4, 3).flatten(2, 3))
+
+    def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
+        x = self._batched(x)
+        folds, sizes = positions_of(x, examples), self.output_size(x)
+        # A sum over all windows is one along each axis after the other, of k shifted slices: no patch is made.
+        sums = x if self._pads_zeros else self._padded(x)
+        for axis, size in enumerate(sizes):
+            before = self.padding[axis][0] if self._pads_zeros else 0
+            firsts = [i * self.dilation[axis] - before for i in range(self.kernel[axis])]
+            sums = _shifted_sums(sums, 2 + axis, firsts, size, self.stride[axis])
+        sums = sums.reshape(examples, folds, self.groups, self.d_in).sum(1)
+        return self._group_major(sums), self.row_count(x) // examples
+
+    @property
+    def _axes(self) -> int:
+        return len(self.kernel)
+
+    @property
+    def _pads_zeros(self) -> bool:
+        """Whether patches are those of the input itself, zeros around it."""
+        return self.padding_mode == "zeros"
+
+    def _window(self, x: Tensor) -> tuple[Window, list[int]]:
+        """How the kernel goes over the image, and the image's size: that of the padded input if not padded with 0."""
+        if self._pads_zeros:
+            return Window(self.kernel, self.dilation, tuple(self.padding), self.groups), list(x.shape[2:])
+        reach = [d * (k - 1) for k, d in zip(self.kernel, self.dilation, strict=True)]
+        sizes = [n + r for n, r in zip(self.output_size(x), reach, strict=True)]
+        return Window(self.kernel, self.dilation, ((0, 0),) * self._axes, self.groups), sizes
+
+    def _batched(self, x: Tensor) -> Tensor:
+        return x[None] if self.is_unbatched(x) else x
+
+    def _group_major(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1) if self.groups > 1 else x[:, 0]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        flat = [side for pair in reversed(self.padding) for side in pair]
+        if any(flat):
+            x = F.pad(x, flat, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
+        return x
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """View ``[N, Γ, C/Γ, *out, *kernel]`` of the padded input."""
+        x = self._padded(x)
+        for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
+            x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
+        return x.reshape(x.shape[0], self.groups, x.shape[1] // self.groups, *x.shape[2:])
+
+
+def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int) -> Tensor:
+    """Replace a dimension by the sums over the places along it that each entry of a kernel visits.
+
+    Args:
+        x: The input, without the zeros around it.
+        dim: The dimension.
+        firsts: First place of each entry, negative in the zeros before the input.
+        size: Number of places of each.
+        stride: Between two places.
+
+    Returns:
+        The sums, an entry each along ``dim``.
+    """
+    lasts = [first + (size - 1) * stride + 1 for first in firsts]
+    begin, end = max(0, *firsts), min(x.shape[dim], *lasts)
+    if stride > 1 or len(firsts) == 1 or end <= begin:
+        starts = [first if first >= 0 else first % stride for first in firsts]
+        every = [slice(start, max(last, start), stride) for start, last in zip(starts, lasts, strict=True)]
+        return torch.stack([x[(slice(None),) * dim + (places,)].sum(dim) for places in every], dim)
+    # What all entries visit, from one pass over the input, and the few places of each beside it.
+    common, found = x.narrow(dim, begin, end - begin).sum(dim), []
+    for first, last in zip(firsts, lasts, strict=True):
+        head, tail = slice(max(first, 0), begin), slice(end, max(last, end))
+        beside = [x[(slice(None),) * dim + (places,)].sum(dim) for places in (head, tail)]
+        found.append(common + beside[0] + beside[1])
+    return torch.stack(found, dim)
+
+
+def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axis: int) -> tuple[int, int]:
+    """Padding before and after along one axis, as the module's own forward pads."""
+    if module.padding == "valid":
+        return 0, 0
+    if module.padding == "same":
+        total = module.dilation[axis] * (module.kernel_size[axis] - 1)
+        return total // 2, total - total // 2
+    size = int(module.padding[axis])
+    return size, size

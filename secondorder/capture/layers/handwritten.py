@@ -1,0 +1,190 @@
+"""Normalisation layers that are not torch's own, recognised by what they compute.
+
+Many models bring a LayerNorm or an RMSNorm of their own: nanoGPT's without a bias, Llama's, T5's and CLIP's, that of
+the Annotated Transformer. A module is one of them if it has no children, no buffers, one or two vectors of the same
+length as its parameters and a ``forward`` of one argument, and if a trial shows that its output is ``y = y₀ + w x̂ +
+b``, where x̂ is the input normalised over its last axis in one of the forms below. Such a layer has the exact block of
+torch's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.capture.layers.adapter import Adapter, widened
+from secondorder.capture.layers.norms import LayerNormAdapter, RMSNormAdapter
+
+#: Values of ε to try in addition to the numbers that are attributes of the module.
+_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 0.0)
+#: Largest difference from a form: modules that compute in float32 on the way differ by rounding.
+_TOLERANCE = 1e-4
+#: A difference that no other form would make smaller.
+_ROUNDING = 1e-10
+
+
+class _Handwritten(LayerNormAdapter):
+    """Scale and shift over the last axis; the one argument of ``forward`` may have any name."""
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        x: Tensor = args[0] if args else next(iter(kwargs.values()))
+        return x
+
+
+class _OwnLayerNorm(_Handwritten):
+    """``(x − mean) / √(var + ε)``."""
+
+
+class _OwnRMSNorm(_Handwritten, RMSNormAdapter):
+    """``x / √(mean of squares + ε)``."""
+
+
+class _DeviationNorm(_Handwritten):
+    """``(x − mean) / (std + ε)``."""
+
+    correction = 0
+
+    def normalized(self, x: Tensor) -> Tensor:
+        x = widened(x)
+        assert self.eps is not None
+        return (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True, correction=self.correction) + self.eps)
+
+
+class _UnbiasedDeviationNorm(_DeviationNorm):
+    """``(x − mean) / (std + ε)`` with Bessel's correction, as in the Annotated Transformer."""
+
+    correction = 1
+
+
+class HandwrittenNorm(NamedTuple):
+    """A normalisation layer that was recognised.
+
+    Attributes:
+        form: Its adapter.
+        size: Length of the last axis.
+        eps: What it adds.
+        scale: Name of the parameter that multiplies.
+        shift: Name of the parameter that is added, or None.
+    """
+
+    form: type[_Handwritten]
+    size: int
+    eps: float
+    scale: str
+    shift: str | None
+
+    def adapter(self, has_weight: bool, has_bias: bool, norm_curvature: str) -> Adapter:
+        """The adapter of the layer."""
+        like = nn.LayerNorm(self.size, self.eps, elementwise_affine=False)
+        return self.form(like, has_weight, has_bias, norm_curvature)
+
+
+def recognise(module: nn.Module) -> HandwrittenNorm | None:
+    """What a module computes, if that is a normalisation over its last axis; the module is not changed."""
+    names = _vectors(module)
+    if not names:
+        return None
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for dtype in (torch.float64, torch.float32):  # a forward that converts its input may want parameters to match
+            for scale in names:
+                shift = next((name for name in names if name != scale), None)
+                if (found := _tried(module, scale, shift, dtype)) is not None:
+                    return found
+    return None
+
+
+def _tried(module: nn.Module, scale: str, shift: str | None, dtype: torch.dtype) -> HandwrittenNorm | None:
+    vector = module._parameters[scale]
+    assert vector is not None
+    rows = [x.to(dtype) for x in _probes(len(vector))]
+    try:
+        found = _affine_in(module, rows, scale, shift)
+    except Exception:  # whatever a forward raises that is not made for one tensor [..., size]
+        return None
+    best = None if found is None else _nearest_form(module, found, rows, len(vector))
+    return None if best is None else HandwrittenNorm(best[0], len(vector), best[1], scale, shift)
+
+
+def _vectors(module: nn.Module) -> list[str]:
+    """Names of the one or two vectors of equal length of a module that has nothing else and takes one argument."""
+    found = {name: p for name, p in module._parameters.items() if p is not None}
+    plain = not module._modules and not any(b is not None for b in module._buffers.values())
+    if not plain or not 1 <= len(found) <= 2 or any(map(nn.parameter.is_lazy, found.values())):
+        return []
+    shapes = {tuple(p.shape) for p in found.values()}
+    if len(shapes) > 1 or any(p.dim() != 1 or len(p) < 2 or not p.is_floating_point() for p in found.values()):
+        return []
+    *_, last = inspect.signature(type(module).forward).parameters.values()
+    takes_one = len(inspect.signature(type(module).forward).parameters) == 2
+    return list(found) if takes_one and last.kind is last.POSITIONAL_OR_KEYWORD else []
+
+
+def _probes(size: int) -> list[Tensor]:
+    """Inputs with and without a sequence axis, whose rows are small enough in part to show what is added to them."""
+    noise = torch.randn(6, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)) + 0.3
+    rows = noise * torch.tensor([1.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-3], dtype=torch.float64)[:, None]
+    return [rows, rows.view(2, 3, size)]
+
+
+def _affine_in(module: nn.Module, rows: list[Tensor], scale: str, shift: str | None) -> list[Tensor] | None:
+    """x̂ for each input, if the output is ``y₀ + w x̂ + b`` of a scale w and a shift b; else None."""
+    size, dtype = rows[0].shape[-1], rows[0].dtype
+    w, b = torch.randn(2, size, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    zero, one = torch.zeros_like(w), torch.ones_like(w)
+
+    def output(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        values = {scale: weight} if shift is None else {scale: weight, shift: bias}
+        y: Tensor = type(module).forward(_with_parameters(module, values), x.clone())
+        return y
+
+    found = []
+    for x in rows:
+        start = output(x, zero, zero)
+        hat = output(x, one, zero) - start
+        wanted = start + w * hat + (0 if shift is None else b)
+        if hat.shape != x.shape or not _agree(output(x, w, b), wanted):
+            return None
+        found.append(hat)
+    return found
+
+
+def _with_parameters(module: nn.Module, values: dict[str, Tensor]) -> nn.Module:
+    """A shell of the module around other values on the CPU; it shares no parameter and no hook with it."""
+    shell: nn.Module = object.__new__(type(module))
+    shell.__dict__.update(module.__dict__)
+    parameters = {name: None if p is None else nn.Parameter(values[name]) for name, p in module._parameters.items()}
+    shell.__dict__.update(_parameters=parameters, training=True)
+    return shell
+
+
+def _nearest_form(
+    module: nn.Module, found: list[Tensor], rows: list[Tensor], size: int
+) -> tuple[type[_Handwritten], float] | None:
+    """The form and the ε that come nearest to x̂, if they come near enough."""
+    best: tuple[float, type[_Handwritten], float] | None = None
+    for form, eps in _candidates(module):
+        adapter = HandwrittenNorm(form, size, eps, "", None).adapter(True, False, "unit")
+        assert isinstance(adapter, LayerNormAdapter)
+        error = max(float((adapter.normalized(x) - hat).abs().max()) for x, hat in zip(rows, found, strict=True))
+        if error < _TOLERANCE and (best is None or error < best[0]):
+            best = error, form, eps
+        if error < _ROUNDING:
+            break
+    return None if best is None else best[1:]
+
+
+def _candidates(module: nn.Module) -> Iterator[tuple[type[_Handwritten], float]]:
+    own = (v for v in vars(module).values() if isinstance(v, float) and 0 <= v < 0.1)
+    for eps in dict.fromkeys((*own, *_EPS)):
+        for form in (_OwnLayerNorm, _OwnRMSNorm, _UnbiasedDeviationNorm, _DeviationNorm):
+            yield form, eps
+
+
+def _agree(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and bool(torch.allclose(x, y, rtol=0, atol=_TOLERANCE))

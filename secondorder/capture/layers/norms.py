@@ -1,0 +1,249 @@
+"""Adapters of normalisation layers: scale and shift of each unit are a block of their own, 2×2 and exact.
+
+With x̂ the normalised input, a layer computes ``y = w x̂ + b`` unit by unit, so one example's gradient in a unit is the
+pair ``u = (Σ_s g x̂, Σ_s g)`` over its positions. Units are the groups of the block, u its output row, and A = [1]. The
+normalisation is taken as constant: that other examples of a batch enter its statistics is left out of the curvature.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from secondorder.capture.layers.adapter import Adapter, positions_of, split_examples, widened
+from secondorder.linalg.dense import Workspace
+
+#: Bytes of temporaries that stay in a core's cache.
+_CACHED = 1 << 19
+
+
+class NormAdapter(Adapter):
+    """Scale and shift of C units: matrices ``[C, k, 1]``, k of the two being trained.
+
+    Args:
+        module: The layer.
+        has_weight: Whether the scale is trained.
+        has_bias: Whether the shift is trained.
+        shape: Shape of the scale and of the shift.
+        eps: What the layer adds to the variance.
+        norm_curvature: ``"unit"`` for a k×k block per unit, ``"diagonal"`` for its diagonal.
+    """
+
+    is_exact = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        has_weight: bool,
+        has_bias: bool,
+        shape: tuple[int, ...],
+        eps: float | None,
+        norm_curvature: str,
+    ) -> None:
+        super().__init__(module, has_weight, has_bias)
+        self.shape, self.eps = shape, eps
+        self.units, self.trained = math.prod(shape), has_weight + has_bias
+        diagonal = norm_curvature == "diagonal"
+        self.groups, self.d_out = (self.units * self.trained, 1) if diagonal else (self.units, self.trained)
+        self.d_in = 0
+
+    @property
+    def n_a(self) -> int:
+        return 1
+
+    @property
+    def constant_input(self) -> bool:
+        return True
+
+    @abstractmethod
+    def normalized(self, x: Tensor) -> Tensor:
+        """x̂, the output of the layer with weight 1 and bias 0, of at least float32."""
+
+    def scaled_sums(self, g: Tensor, x: Tensor, examples: int) -> Tensor:
+        """``Σ_s g x̂ [N, C]`` over the positions of each example, from g of at least float32."""
+        return self.sum_positions(g * self.normalized(x), examples)
+
+    @abstractmethod
+    def sum_positions(self, x: Tensor, examples: int) -> Tensor:
+        """Sum over the positions of each example, ``[N, C]``.
+
+        Raises:
+            ValueError: If the examples cannot be told apart.
+        """
+
+    # ------------------------------------------------------------------ rows
+    def input_rows(self, x: Tensor) -> Iterator[Tensor]:
+        raise NotImplementedError("the input factor of a normalisation layer is [1]")
+
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return self.output_sums(g, x, examples)
+
+    def output_sums(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        g = widened(g)
+        parts = []
+        if self.has_weight:
+            assert x is not None
+            parts.append(self.scaled_sums(g, x, examples))
+        if self.has_bias:
+            parts.append(self.sum_positions(g, examples))
+        by_unit = torch.stack(parts, -1)  # [N, C, k]
+        if self.groups == 1:
+            return by_unit[:, 0]
+        return by_unit.reshape(len(by_unit), self.groups, self.d_out).transpose(0, 1)
+
+    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
+        raise NotImplementedError("the input factor of a normalisation layer is [1]")
+
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return self.output_sums(g, x, examples)[..., None, :]
+
+    # ------------------------------------------------------------------ parameters
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None, workspace: Workspace | None = None) -> Tensor:
+        parts = [part.reshape(-1) for part in (weight, bias) if part is not None]
+        lead = (self.groups,) if self.groups > 1 else ()
+        return torch.stack(parts, -1).reshape(*lead, self.d_out, 1)
+
+    def from_matrix(self, matrix: Tensor, like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        columns = matrix.reshape(self.units, self.trained).unbind(1)
+        weight = columns[0].reshape(self.shape).contiguous() if self.has_weight else None
+        bias = columns[-1].reshape(self.shape).contiguous() if self.has_bias else None
+        return weight, bias
+
+
+class LayerNormAdapter(NormAdapter):
+    """``nn.LayerNorm`` over any number of trailing axes: every element of them is a unit."""
+
+    def __init__(
+        self,
+        module: nn.LayerNorm | nn.RMSNorm,
+        has_weight: bool,
+        has_bias: bool = False,
+        norm_curvature: str = "unit",
+    ) -> None:
+        shape = tuple(module.normalized_shape)
+        super().__init__(module, has_weight, has_bias, shape, module.eps, norm_curvature)
+
+    @property
+    def feature_axes(self) -> int:
+        return len(self.shape)
+
+    def is_unbatched(self, x: Tensor) -> bool:
+        return x.dim() == len(self.shape)
+
+    def normalized(self, x: Tensor) -> Tensor:
+        assert self.eps is not None
+        return F.layer_norm(widened(x), self.shape, eps=self.eps)
+
+    def sum_positions(self, x: Tensor, examples: int) -> Tensor:
+        return split_examples(x.flatten(x.dim() - len(self.shape)), examples).sum(1)
+
+
+class RMSNormAdapter(LayerNormAdapter):
+    """``nn.RMSNorm``: as LayerNorm, without a mean and without a shift."""
+
+    def normalized(self, x: Tensor) -> Tensor:
+        if self.eps is None:
+            # The eps that stands for None depends on the dtype of the input, how exactly on the release of torch.
+            return widened(F.rms_norm(x, self.shape))
+        return F.rms_norm(widened(x), self.shape, eps=self.eps)
+
+
+class ChannelNormAdapter(NormAdapter):
+    """Layers with a scale and a shift per channel: inputs ``[N, C, …]``."""
+
+    channels_first = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        has_weight: bool,
+        has_bias: bool,
+        channels: int,
+        eps: float,
+        norm_curvature: str,
+    ) -> None:
+        super().__init__(module, has_weight, has_bias, (channels,), eps, norm_curvature)
+        self._eps = eps
+
+    def is_unbatched(self, x: Tensor) -> bool:
+        return False
+
+    def sum_positions(self, x: Tensor, examples: int) -> Tensor:
+        folds = positions_of(x, examples)
+        return x.reshape(examples, folds, self.units, -1).sum((1, 3))
+
+
+class BatchNormAdapter(ChannelNormAdapter):
+    """``nn.BatchNorm1d``, ``2d`` and ``3d``, with the statistics of the batch, as a layer in training normalises."""
+
+    def __init__(
+        self,
+        module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d,
+        has_weight: bool,
+        has_bias: bool,
+        norm_curvature: str = "unit",
+    ) -> None:
+        super().__init__(module, has_weight, has_bias, module.num_features, module.eps, norm_curvature)
+
+    @staticmethod
+    def refusal(module: nn.Module) -> str:
+        """Why such a module follows the fallback rule; empty if it need not."""
+        if isinstance(module, nn.SyncBatchNorm):
+            return "SyncBatchNorm normalises with statistics of all ranks, which the input on one rank does not tell"
+        return ""
+
+    def normalized(self, x: Tensor) -> Tensor:
+        return F.batch_norm(widened(x), None, None, training=True, eps=self._eps)
+
+    def scaled_sums(self, g: Tensor, x: Tensor, examples: int) -> Tensor:
+        """As in the base class, without x̂: some examples at a time, so that nothing as large as x is made."""
+        dims, folds = (0, *range(2, x.dim())), positions_of(x, examples)
+        rows = folds * max(1, _CACHED // (4 * math.prod(x.shape[1:]) * folds)) if x.device.type == "cpu" else len(x)
+        mean = x.mean(dims, keepdim=True, dtype=g.dtype)
+        squares, found = torch.zeros(self.units, dtype=g.dtype, device=x.device), []
+        for part, gradient in zip(x.split(rows), g.split(rows), strict=True):
+            centred = part - mean
+            found.append(self.sum_positions(gradient * centred, len(part) // folds))
+            squares += centred.square_().sum(dims)
+        deviation = (squares / (x.numel() // self.units) + self._eps).sqrt()
+        return torch.cat(found) / deviation
+
+
+class GroupNormAdapter(ChannelNormAdapter):
+    """``nn.GroupNorm``."""
+
+    def __init__(self, module: nn.GroupNorm, has_weight: bool, has_bias: bool, norm_curvature: str = "unit") -> None:
+        super().__init__(module, has_weight, has_bias, module.num_channels, module.eps, norm_curvature)
+        self.channel_groups: int = module.num_groups
+
+    def normalized(self, x: Tensor) -> Tensor:
+        return F.group_norm(widened(x), self.channel_groups, eps=self._eps)
+
+
+class InstanceNormAdapter(ChannelNormAdapter):
+    """``nn.InstanceNorm1d``, ``2d`` and ``3d``, of single examples ``[C, …]`` too."""
+
+    def __init__(
+        self,
+        module: nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d,
+        has_weight: bool,
+        has_bias: bool,
+        norm_curvature: str = "unit",
+    ) -> None:
+        super().__init__(module, has_weight, has_bias, module.num_features, module.eps, norm_curvature)
+        self.unbatched_dim: int = module._get_no_batch_dim()
+
+    def is_unbatched(self, x: Tensor) -> bool:
+        return x.dim() == self.unbatched_dim
+
+    def normalized(self, x: Tensor) -> Tensor:
+        batched = x[None] if self.is_unbatched(x) else x
+        return F.instance_norm(widened(batched), eps=self._eps).view(x.shape)
+
+    def sum_positions(self, x: Tensor, examples: int) -> Tensor:
+        return super().sum_positions(x[None] if self.is_unbatched(x) else x, examples)

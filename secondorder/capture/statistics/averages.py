@@ -1,0 +1,160 @@
+"""Statistics of Kronecker factors and their running estimates: pure tensor mathematics.
+
+Scale: per-datum exact. With N examples of S positions each, per-example gradients g (the mean of the loss undone) and
+inputs a (1 appended last for a bias)::
+
+    expand   A = 1/(N S) Σ_n Σ_s a aᵀ                 B = 1/N Σ_n Σ_s g gᵀ
+    reduce   A = 1/N Σ_n ā āᵀ,  ā = mean_s a          B = 1/N Σ_n ĝ ĝᵀ,  ĝ = Σ_s g
+
+so that ``B ⊗ A`` is the block of the Fisher of the mean per-example loss over row-major ``vec([W | b])``, whatever the
+batch size, the number of micro-batches or the image size (Eschenhagen et al. 2023, arXiv 2311.00636, section 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from secondorder.linalg.dense import Workspace, aligned, product
+
+#: π of the factored damping is kept inside this range, so that a vanishing factor cannot take all of the damping.
+_PI_RANGE = (1e-6, 1e6)
+
+
+def gradient_scale(examples: int, reduction: str, loss_terms: float) -> float:
+    """Factor from ``Σ g° g°ᵀ`` of captured gradients to B.
+
+    Args:
+        examples: N, examples of all micro-batches of the step.
+        reduction: ``"mean"`` if the objective divides by the number of examples (then ``g = N g°``), ``"sum"`` if not.
+        loss_terms: T, scalar loss terms per example that the mean runs over; without meaning for a sum.
+
+    Returns:
+        ``N·T`` for a mean, ``1/N`` for a sum.
+    """
+    return examples * loss_terms if reduction == "mean" else 1.0 / examples
+
+
+def ratio_ema_(
+    running: list[Tensor],
+    weight: Tensor,
+    sums: list[Tensor],
+    scales: list[float],
+    batch_weight: float,
+    decay: float,
+    ok: Tensor,
+) -> None:
+    """Fold one batch into running means, debiased from the first one on.
+
+    ``W ← βW + w``, ``X ← X + (w/W)(X_batch − X)``, ``W₀ = 0``: the first value is the first batch, and for β = 1 the
+    estimate is the pooled mean. Where ``ok`` is False nothing changes, whatever the batch holds.
+
+    Args:
+        running: Estimates, changed in place.
+        weight: W, a 0-dim float64 tensor, changed in place.
+        sums: Batch sums, of the shapes of ``running``; ``X_batch`` is a sum times its scale.
+        scales: Their scales.
+        batch_weight: w, usually the number of examples.
+        decay: β, the weight of the old value, in [0, 1].
+        ok: 0-dim bool tensor.
+    """
+    grown = weight * decay + batch_weight
+    share = torch.where(ok, batch_weight / grown, torch.zeros_like(grown))
+    weight.copy_(torch.where(ok, grown, weight))
+    for estimate, total, scale in zip(running, sums, scales, strict=True):
+        if ok.device.type == "cpu":  # plain numbers cost nothing to read here, and save three passes
+            part = float(share.numpy())
+            if part > 0:
+                wide = estimate.to(total.dtype)  # itself, unless it is kept in fewer bits
+                wide.mul_(1 - part).add_(total, alpha=part * scale)
+                _round(estimate, wide)
+        else:
+            wide = estimate.to(total.dtype)
+            _round(estimate, wide.lerp_(torch.where(ok, total * scale, wide), share.to(wide.dtype)))
+
+
+def _round(kept: Tensor, wide: Tensor) -> None:
+    """Take over what was computed in more bits, if that is another tensor."""
+    if wide is not kept:
+        kept.copy_(wide)
+
+
+def all_finite(tensors: list[Tensor]) -> Tensor:
+    """0-dim bool tensor: whether every entry of every tensor is finite (by their sums: one pass, no temporary)."""
+    sums = [t.sum(dtype=torch.float64 if t.dtype == torch.float64 else torch.float32) for t in tensors]
+    return torch.isfinite(torch.stack([s.to(sums[0].device) for s in sums])).all()
+
+
+def effective_damping(damping: float, mode: str, mean_value: Tensor) -> Tensor:
+    """λ of a block: ``damping`` itself, or in ``"relative"`` mode its multiple of the block's mean eigenvalue.
+
+    A block whose factors are all zero keeps the absolute value: there is nothing to be relative to.
+
+    Returns:
+        λ ``[...]``, of the shape of ``mean_value``.
+    """
+    if mode == "absolute":
+        return torch.full_like(mean_value, damping)
+    return torch.where(mean_value > 0, mean_value * damping, damping)
+
+
+def pi_damping(mean_a: Tensor, mean_g: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Split λ over the factors: ``π√λ`` for A and ``√λ/π`` for G (Martens & Grosse 2015, section 6.3).
+
+    Args:
+        mean_a: Mean eigenvalue of A, ``tr A / n_a``, shape ``[...]``.
+        mean_g: Mean eigenvalue of G, ``tr G / n_g``, shape ``[...]``.
+        damping: λ, shape ``[...]``.
+
+    Returns:
+        The two dampings. π is 1 where a trace is 0 or not finite.
+    """
+    ratio = mean_a / mean_g
+    usable = torch.isfinite(ratio) & (ratio > 0)
+    pi = torch.where(usable, ratio, torch.ones_like(ratio)).sqrt().clamp(*_PI_RANGE)
+    root = damping.sqrt()
+    return pi * root, root / pi
+
+
+def split_eigenvalues(values_a: Tensor, values_g: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of ``A + π√λ I`` and ``G + √λ/π I``.
+
+    Args:
+        values_a: Eigenvalues of A ``[..., n_a]``.
+        values_g: Eigenvalues of G ``[..., n_g]``.
+        damping: λ, shape ``[...]``.
+
+    Returns:
+        The damped eigenvalues, in the same shapes. Each factor is damped by no less than the rounding error of its own
+        largest eigenvalue, so the products need no floor beyond the damping that they contain.
+    """
+    adds = pi_damping(values_a.mean(-1), values_g.mean(-1), damping)
+    eps = torch.finfo(values_a.dtype).eps
+    a, g = (
+        v + torch.maximum(add, eps * v.amax(-1))[..., None] for v, add in zip((values_a, values_g), adds, strict=True)
+    )
+    return a, g
+
+
+def add_to_diagonal(x: Tensor, value: Tensor, diagonal: bool = False) -> Tensor:
+    """``x + value·I`` as a new tensor; ``x [..., n, n]`` (or its diagonal ``[..., n]``), ``value [...]``."""
+    if diagonal:
+        return x + value[..., None]
+    damped = x.clone()
+    damped.diagonal(dim1=-2, dim2=-1).add_(value[..., None])
+    return damped
+
+
+def solve_factored(grad: Tensor, inverse_a: Tensor, inverse_g: Tensor, workspace: Workspace) -> Tensor:
+    """``G⁻¹ grad A⁻¹`` from the inverses of the damped factors ``[..., n, n]``, or of diagonal ones ``[..., n]``.
+
+    Returns:
+        The solution, not memory of the workspace: the next block overwrites that.
+    """
+    if inverse_g.dim() < grad.dim():
+        grad = grad * inverse_g[..., :, None]
+    else:
+        grad = product(aligned(inverse_g, workspace), grad, workspace)
+    if inverse_a.dim() < grad.dim():
+        return grad * inverse_a[..., None, :]
+    return product(grad, aligned(inverse_a, workspace))

@@ -1,0 +1,59 @@
+"""What one step measured of a layer: batch means with what they are means over, so that ranks can be combined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Estimate(NamedTuple):
+    """One estimate of a batch.
+
+    Attributes:
+        total: A sum ``[(Γ,) …]``.
+        scale: Factor that makes it the mean of this batch.
+        number: Number of rows, examples or terms that the mean is over, a number, or ``[Γ]`` where blocks differ.
+    """
+
+    total: Tensor
+    scale: float | Tensor = 1.0
+    number: float | Tensor = 1.0
+
+
+class Measured(NamedTuple):
+    """What a step measured of a layer.
+
+    Attributes:
+        parts: By state key of the running estimate.
+        examples: N, of all ranks once they are combined.
+        rest: The statistic itself, with what is not combined by summing; None where only other ranks saw the layer.
+        seen: State keys of the parts that any rank has measured, the same on all; None for those of ``parts``.
+    """
+
+    parts: Mapping[str, Estimate]
+    examples: int
+    rest: Any = None
+    seen: frozenset[str] | None = None
+
+
+def counts_of(part: Estimate, size: int) -> Tensor:
+    """The count of a part as a vector ``[size]``, float64."""
+    if not isinstance(part.number, Tensor):
+        return torch.full((size,), float(part.number), dtype=torch.float64, device=part.total.device)
+    return part.number.detach().to(torch.float64).flatten().expand(size)
+
+
+def weighted(part: Estimate, counts: Tensor, finite: Tensor) -> Tensor:
+    """The part as a sum over its counts ``[Γ or 1]``, zeros where it is not to be used: what ranks add up."""
+    lead = counts if counts.numel() == 1 else counts.view(-1, *[1] * (part.total.dim() - 1))
+    weight = lead.to(part.total.device, part.total.dtype) * part.scale
+    return torch.where(finite.to(part.total.device), part.total * weight, torch.zeros_like(part.total))
+
+
+def mean_of(total: Tensor, counts: Tensor) -> Estimate:
+    """A sum over ranks as a part: the mean over all counts ``[Γ or 1]``."""
+    shape = (-1, *[1] * (total.dim() - 1)) if counts.numel() > 1 else ()
+    return Estimate(total / counts.clamp(min=1e-300).to(total.device, total.dtype).reshape(shape), 1.0, counts)

@@ -1,0 +1,223 @@
+"""Tensors in flat buffers: symmetric matrices as triangles, lists cut into messages, buffers that are used again.
+
+A symmetric matrix travels as its triangle (:mod:`secondorder.linalg.triangles`).
+
+The functions that cut lists into messages take sizes alone, so that a plan can ask them what a step will send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from secondorder.linalg.triangles import pack, triangle, unpack
+
+# Beyond this a reduce-scatter, whose parts are all as large as the largest, sends too many zeros.
+MOST_PADDING = 0.10
+# Beyond this many times the payload, what an owner receives of an all-to-all takes more memory than it is worth.
+MOST_RECEIVED = 2.0
+
+
+def packed_numel(shape: Sequence[int], symmetric: bool) -> int:
+    """Elements that a tensor has on the wire.
+
+    Args:
+        shape: Of the tensor.
+        symmetric: Whether it is a symmetric matrix, or a batch of them ``[..., n, n]``.
+
+    Returns:
+        Its number of elements.
+    """
+    return prod(shape[:-2]) * triangle(shape[-1]) if symmetric else prod(shape)
+
+
+# ---------------------------------------------------------------------- lists in buffers
+class Item(NamedTuple):
+    """A tensor of a call.
+
+    Attributes:
+        tensor: Where it is, and where its result goes.
+        symmetric: Whether it travels as a triangle.
+        root: Rank within the group that it goes to, or comes from.
+        position: In the caller's list.
+    """
+
+    tensor: Tensor
+    symmetric: bool = False
+    root: int = 0
+    position: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements on the wire."""
+        return packed_numel(self.tensor.shape, self.symmetric)
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A tensor without its graph; a complex one as pairs of real numbers ``[..., 2]``. Shares its memory."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def total(items: Sequence[Item]) -> int:
+    """Elements of a list on the wire."""
+    return sum(item.numel for item in items)
+
+
+def by_dtype(items: Sequence[Item]) -> list[list[Item]]:
+    """Items of equal dtype and device together; lists and items in the order in which they first come."""
+    parts: dict[Hashable, list[Item]] = {}
+    for item in items:
+        parts.setdefault((item.tensor.dtype, item.tensor.device), []).append(item)
+    return list(parts.values())
+
+
+def _parts(buffer: Tensor, items: Sequence[Item]) -> list[tuple[Item, Tensor]]:
+    """Each item with its part of a flat buffer, in which they follow one another."""
+    sizes = [item.numel for item in items]
+    return list(zip(items, buffer[: sum(sizes)].split(sizes), strict=True)) if items else []
+
+
+def fill(buffer: Tensor, items: Sequence[Item]) -> None:
+    """Copy tensors to a flat buffer, one after the other, converted to its dtype."""
+    plain = [(item.tensor, part.view(item.tensor.shape)) for item, part in _parts(buffer, items) if not item.symmetric]
+    if plain:
+        torch._foreach_copy_([part for _, part in plain], [tensor for tensor, _ in plain])
+    for item, part in _parts(buffer, items):
+        if item.symmetric:
+            pack(item.tensor, part)
+
+
+def drain(buffer: Tensor, items: Sequence[Item]) -> None:
+    """Copy a flat buffer to tensors, converted to their dtype."""
+    plain = [(item.tensor, part.view(item.tensor.shape)) for item, part in _parts(buffer, items) if not item.symmetric]
+    if plain:
+        torch._foreach_copy_([tensor for tensor, _ in plain], [part for _, part in plain])
+    for item, part in _parts(buffer, items):
+        if item.symmetric:
+            unpack(part, item.tensor)
+
+
+# ---------------------------------------------------------------------- lists cut into messages
+def buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Cut a list into messages.
+
+    Args:
+        sizes: Elements of each tensor on the wire.
+        capacity: Elements of a message. A larger tensor goes alone.
+
+    Returns:
+        Positions in each message, in order; empty tensors are in none.
+    """
+    messages: list[list[int]] = []
+    current: list[int] = []
+    room = -1  # of the message that is being filled, the last of those that are not a large tensor alone
+    for i, size in enumerate(sizes):
+        if size > capacity:
+            messages.append([i])
+        elif size and size <= room:
+            current.append(i)
+            room -= size
+        elif size:
+            current = [i]
+            messages.append(current)
+            room = capacity - size
+    return messages
+
+
+def shared_buckets(sizes: Sequence[Sequence[int]], capacity: int) -> list[list[list[int]]]:
+    """Cut lists with several roots into messages that carry about the same part of the list of every root.
+
+    Args:
+        sizes: Elements of each tensor on the wire, by rank in the group.
+        capacity: Elements of a message. A larger tensor goes alone.
+
+    Returns:
+        For each message, and each rank, the positions in the list of that rank.
+    """
+    ranks = range(len(sizes))
+    alone = [(rank, i) for rank in ranks for i, size in enumerate(sizes[rank]) if size > capacity]
+    messages = [[[i] if rank == root else [] for rank in ranks] for root, i in alone]
+    shares = [sum(size for size in of if size <= capacity) for of in sizes]
+    count = -(-sum(shares) // capacity)
+    shared: list[list[list[int]]] = [[[] for _ in ranks] for _ in range(count)]
+    for rank, of in enumerate(sizes):
+        before = 0
+        for i, size in enumerate(of):
+            if 0 < size <= capacity:  # to the message in which the middle of this tensor falls
+                shared[(2 * before + size) * count // (2 * shares[rank])][rank].append(i)
+                before += size
+    return messages + [message for message in shared if any(message)]
+
+
+def reduce_kind(shares: Sequence[int], rounded: bool = False) -> str:
+    """The collective that sums a message to several roots: a pure function of its sizes, the same on every rank.
+
+    Args:
+        shares: Elements that each rank of the group receives.
+        rounded: Whether elements travel in a smaller dtype than that of the sum.
+
+    Returns:
+        ``"reduce_scatter"`` where padding every share to the largest adds at most 10 %; ``"all_to_all"`` where the
+        largest receive buffer is at most twice the payload; else ``"reduce"``, root by root, or, if rounded,
+        ``"twice"``: an all-to-all with equal parts, and a second one of the sums to their roots.
+    """
+    padded, payload = len(shares) * max(shares), sum(shares)
+    if rounded:
+        return "all_to_all" if padded <= MOST_RECEIVED * payload else "twice"
+    if padded <= (1 + MOST_PADDING) * payload:
+        return "reduce_scatter"
+    several = sum(share > 0 for share in shares) > 1
+    return "all_to_all" if several and padded <= MOST_RECEIVED * payload else "reduce"
+
+
+# ---------------------------------------------------------------------- buffers
+class Loan(NamedTuple):
+    """A part of a buffer that a message uses until it is done."""
+
+    view: Tensor
+    whole: Tensor
+    key: Hashable
+
+
+class Buffers:
+    """Flat buffers that are kept and used again, never by two messages at once.
+
+    They are kept by group, dtype and device. What decides is the identity of the group, not its size.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Hashable, list[Tensor]] = {}
+        self._lent: dict[int, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, those in use included."""
+        free = (buffer for buffers in self._free.values() for buffer in buffers)
+        return sum(buffer.nbytes for buffer in (*free, *self._lent.values()))
+
+    def take(self, group: object, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
+        """A buffer ``[numel]``, the smallest free one that has room; its content is undefined."""
+        key = (id(group), dtype, device)
+        free = self._free.setdefault(key, [])
+        fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]
+        if fitting:
+            whole = free.pop(min(fitting, key=lambda i: free[i].numel()))
+        else:
+            if free:  # the largest makes room for one that is large enough: the number of buffers stays
+                free.pop(max(range(len(free)), key=lambda i: free[i].numel()))
+            whole = torch.empty(numel, dtype=dtype, device=device)
+        self._lent[id(whole)] = whole
+        return Loan(whole[:numel], whole, key)
+
+    def give(self, loan: Loan) -> None:
+        """Take a buffer back."""
+        del self._lent[id(loan.whole)]
+        self._free.setdefault(loan.key, []).append(loan.whole)
+
+    def clear(self) -> None:
+        """Let go of the buffers that no message uses."""
+        self._free.clear()

@@ -1,0 +1,118 @@
+"""Arguments of :class:`~secondorder.comm.dedicated.workers.DedicatedWorkers`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from secondorder.comm.dedicated import roles
+from secondorder.comm.dedicated.lockstep import DELAY
+
+#: An entry of a log: ``["turn", step, k]`` or ``["take", step, inverse rank, version]``.
+Entry = list[Any]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """As given, with roles as tuples and logs as lists; see the strategy for what each means.
+
+    Raises:
+        TypeError: For a value of a wrong kind.
+        ValueError: For a value out of range.
+    """
+
+    gradient: Sequence[int] | None = None
+    factor: Sequence[int] | None = None
+    inverse: Sequence[int] | None = None
+    mode: str = "lockstep"
+    period: int | None = None
+    seed: int = 0
+    allow_colocated: bool = False
+    warmup: str = "sync"
+    max_staleness: int | None = None
+    on_loss: str = "abort"
+    timeout: float | None = None
+    replay: Sequence[Sequence[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        _flag("allow_colocated", self.allow_colocated)
+        given = {name: getattr(self, name) for name in roles.NAMES}
+        for name, ranks in roles.check(given, self.allow_colocated).items():
+            object.__setattr__(self, name, ranks)
+        _choice("mode", self.mode, ("lockstep", "opportunistic"))
+        _choice("warmup", self.warmup, ("sync", "identity"))
+        _choice("on_loss", self.on_loss, ("abort", "degrade"))
+        _whole("seed", self.seed, 0)
+        for name in ("period", "max_staleness"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1)
+        if self.timeout is not None and not (isinstance(self.timeout, (int, float)) and self.timeout > 0):
+            raise ValueError(f"timeout must be a positive number of seconds or None, got {self.timeout!r}")
+        if self.replay is not None:
+            if self.mode != "opportunistic":
+                raise ValueError(f"replay repeats a run in opportunistic mode, and mode is {self.mode!r}")
+            object.__setattr__(self, "replay", _entries(self.replay))
+
+    @property
+    def roles(self) -> dict[str, tuple[int, ...] | None]:
+        """Ranks by role, None where they are to be chosen."""
+        return {name: getattr(self, name) for name in roles.NAMES}
+
+    @property
+    def told(self) -> Mapping[str, Any]:
+        """What is not as it is by default, as it was given."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {f.name: found[f.name] for f in fields(self) if found[f.name] != f.default}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+
+    def period_of(self, intervals: Sequence[int]) -> int:
+        """T, as given or as all units refresh.
+
+        Args:
+            intervals: Steps between refreshes of each unit.
+
+        Returns:
+            The period.
+
+        Raises:
+            ValueError: If there is no one period, or versions would be too old as soon as they come.
+        """
+        if self.period is None and len(set(intervals)) > 1:
+            raise ValueError(f"layers refresh every {sorted(set(intervals))} steps: give DedicatedWorkers one period=")
+        period = self.period or next(iter(intervals), 1)
+        least = (DELAY + 1) * period - 1
+        if self.max_staleness is not None and self.max_staleness < least:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} is less than the age that versions reach with period={period}, "
+                f"which is {least}: they would be given up before the next one comes"
+            )
+        return period
+
+
+def _choice(name: str, value: Any, among: Sequence[str]) -> None:
+    if value not in among:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, among))}, got {value!r}")
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _entries(log: Sequence[Sequence[Any]]) -> tuple[Entry, ...]:
+    """The log of a run, entry by entry as lists."""
+    sizes = {"turn": 3, "take": 4}
+    entries = tuple(list(entry) for entry in log)
+    for entry in entries:
+        if not entry or sizes.get(entry[0]) != len(entry):
+            raise ValueError(f"replay must be the log of an opportunistic run, got the entry {entry!r}")
+    return entries

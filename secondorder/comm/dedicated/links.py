@@ -1,0 +1,173 @@
+"""Groups and messages between gradient, factor and inverse ranks.
+
+One direction and one outstanding message per group::
+
+    gradients     among the gradient ranks                     gradients, the orders of the chief
+    factors       among the factor ranks                       sums of statistics
+    parameters    chief ─► factor ranks                        once per epoch
+    estimate j    first factor rank ─► inverse rank j          once per version
+    curvature j   inverse rank j ─► gradient ranks             once per version
+    control       everybody                                    at the start and at the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from secondorder.comm.collectives import Collectives
+from secondorder.comm.dedicated.roles import Roles
+from secondorder.comm.dedicated.words import Words
+from secondorder.comm.messages import Work
+from secondorder.comm.strategy import Parcel
+
+#: Seconds that ranks have at least to find each other: short timeouts are meant for those that train.
+_MEETING = 30.0
+GO, STOP, LOST = "go", "stop", "lost"
+
+
+class Worker(Protocol):
+    """What the roles need of an optimizer."""
+
+    def parameters_now(self) -> list[Tensor]:
+        """All parameters, in order."""
+
+    def spoken_options(self) -> dict[str, Any]:
+        """Options of the groups that a refresh depends on, as JSON can hold them."""
+
+    def heed_options(self, spoken: dict[str, Any]) -> None:
+        """Take them over."""
+
+    def live_parcel(self, index: int, place: str) -> Parcel:
+        """The tensors of the ``"estimate"`` of a unit, or of what ``"curvature"`` a refresh finds, as they are kept."""
+
+    def updates_of(self, index: int) -> int:
+        """How often something was folded into the estimate of a unit."""
+
+    def heed_estimate(self, index: int, updates: int) -> None:
+        """The estimate of a unit was overwritten by one that was updated so often."""
+
+    def has_curvature(self, index: int) -> bool:
+        """Whether a unit preconditions."""
+
+    def adopt_curvature(self, index: int, tensors: Sequence[Tensor]) -> None:
+        """Precondition a unit with these from now on."""
+
+    def forget_curvature(self, index: int) -> None:
+        """Begin anew with a unit, as if nothing had ever been known of it."""
+
+    def invert(self, indices: Sequence[int]) -> list[bool]:
+        """Refresh units from their estimates; returns whether each has something new."""
+
+    def idle(self) -> None:
+        """Take a step without data."""
+
+
+@dataclass
+class Links:
+    """What this rank needs to talk to the others.
+
+    Attributes:
+        roles: Of all ranks.
+        rank: This one.
+        collectives: Send and count.
+        words: In the store.
+        timeout: Seconds after which a message that does not come is an error.
+        patience: Seconds to wait for an inverse rank, less than the timeout: others wait for this one meanwhile.
+        device: Of small messages.
+    """
+
+    roles: Roles
+    rank: int
+    collectives: Collectives
+    words: Words
+    timeout: float
+    patience: float
+    device: torch.device
+    control: Any
+    groups: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make the groups, in one order on all ranks."""
+        roles = self.roles
+        self._make("gradients", roles.gradient)
+        self._make("factors", roles.factor)
+        self._make("parameters", (roles.chief, *roles.factor))
+        for j in () if roles.colocated else roles.inverse:
+            self._make(f"estimate {j}", (roles.server, j))
+        for j in roles.inverse:
+            self._make(f"curvature {j}", (j, *roles.gradient), self.patience)
+
+    def _make(self, name: str, ranks: Sequence[int], timeout: float | None = None) -> None:
+        if len(ranks) > 1:
+            made = new_group(ranks, timeout or self.timeout)
+            if self.rank in ranks:
+                self.groups[name] = made
+                set_timeout(made, timeout or self.timeout)
+
+    def copy(
+        self, name: str, source: int, tensors: Sequence[Tensor], symmetric: Sequence[bool] = (), stage: str = ""
+    ) -> Work | None:
+        """Launch a copy of tensors of one rank to the others of a group; None where it has no others."""
+        group = self.groups.get(name)
+        if group is None:
+            return None
+        flags = {source: symmetric or (False,) * len(tensors)}
+        return self.collectives.broadcast(
+            {source: tensors}, group=group, stage=stage or name.split()[0], symmetric=flags, exact=True
+        )
+
+    def tell(self, name: str, source: int, words: Sequence[float]) -> list[float]:
+        """A few numbers of one rank on all of a group."""
+        vector = torch.tensor(list(words), dtype=torch.float64, device=self.device)
+        finish(self.copy(name, source, [vector], stage="words"))
+        return [float(word) for word in vector.tolist()]
+
+    def sum(self, words: Tensor) -> Tensor:
+        """Sum of a small vector over the ranks of this role."""
+        group = self.group_of_role
+        return words.cpu() if group is None else self.collectives.words(words, group=group, stage="words")
+
+    @property
+    def group_of_role(self) -> Any:
+        """Group of the ranks that step together with this one; None if it is alone."""
+        names = {"gradient": "gradients", "factor": "factors"}
+        return self.groups.get(names.get(self.roles.of(self.rank), ""))
+
+    def leave(self, together: bool) -> None:
+        """Give the groups up, after all ranks have come here if that can be hoped for."""
+        if not dist.is_initialized():
+            return
+        for group in self.groups.values():
+            dist.destroy_process_group(group)
+        self.groups.clear()
+        if together:
+            dist.monitored_barrier(self.control, timedelta(seconds=self.timeout))
+        dist.destroy_process_group(self.control)
+
+
+def new_group(ranks: Sequence[int], timeout: float, **options: Any) -> Any:
+    """A group of these ranks, which may take a while to find each other even if messages may not."""
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=max(timeout, _MEETING)), **options)
+
+
+def set_timeout(group: Any, seconds: float) -> None:
+    """Bound the messages of a group from now on."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def contents(parcels: Sequence[Parcel]) -> tuple[list[Tensor], list[bool]]:
+    """Tensors of parcels, and whether each is symmetric."""
+    return [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
+
+
+def finish(work: Work | None) -> None:
+    """Wait for a message, if there is one."""
+    if work is not None:
+        work.wait()

@@ -1,0 +1,479 @@
+"""Asynchronous curvature: some ranks train, some estimate factors, some invert them.
+
+As in the second distributed strategy of tensorflow/kfac, but reproducible: see :class:`DedicatedWorkers`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+
+from secondorder.comm.agreement import require_equal
+from secondorder.comm.collectives import Collectives
+from secondorder.comm.dedicated.arguments import Arguments, Entry
+from secondorder.comm.dedicated.links import Links, Worker, finish, new_group
+from secondorder.comm.dedicated.ranks import Agenda, GradientRank, Rank
+from secondorder.comm.dedicated.roles import Roles, resolve
+from secondorder.comm.dedicated.service import FactorRank, InverseRank
+from secondorder.comm.dedicated.words import ABORTED, Words
+from secondorder.comm.placement import Grid, Load, assign
+from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Unit, world_size
+
+#: How long the first gradient rank waits for an inverse rank, as a part of the timeout: the others wait for it.
+_PATIENCE = {"abort": 0.8, "degrade": 0.3}
+
+
+class DedicatedWorkers(CommStrategy):
+    """Gradient ranks train with curvature that other ranks find beside them, two to three periods behind.
+
+    Gradient ranks average their gradients, precondition and step; factor ranks run the same loop on data of their own
+    and never step; inverse ranks factorise. No model is wrapped by DDP. Each process runs the part of its role::
+
+        comm = secondorder.DedicatedWorkers()
+        with secondorder.KFAC(model, lr=0.1, comm=comm) as optimizer:
+            if comm.role == "inverse":
+                comm.serve(optimizer)  # returns when the gradient ranks are done
+            else:
+                for x, y in part_of_the_data(comm.data_rank, comm.data_world):
+                    optimizer.zero_grad()
+                    loss(model(x), y).backward()
+                    optimizer.step()
+
+    In lockstep, with epochs of T steps, factors are estimated in epoch k from the parameters of its start, in T
+    steps of the factor ranks, inverted in epoch k + 1, and used from step ``(k + 2) T`` on: parameters behind the
+    curvature in use are 2T to 3T − 1 steps old, and every run is the same to the bit. In opportunistic mode a version
+    is used from the first end of an epoch at which it is there, and nobody who trains waits for it; :attr:`log` tells
+    what happened, and ``replay`` repeats it.
+
+    A factor rank that has run out of data goes on without, in ``close()``. One that has data left when training ends
+    finds :attr:`stopped` True, and its steps do nothing.
+
+    Args:
+        gradient: Ranks that train. Without any role given, a fifth of all ranks (rounded, at least one) estimates
+            factors, a fifth inverts, and the rest trains; where one role is missing, it is that of the other ranks.
+        factor: Ranks that estimate factors.
+        inverse: Ranks that factorise.
+        mode: ``"lockstep"``, or ``"opportunistic"``.
+        period: T, steps of an epoch; unset: ``inv_update_steps``.
+        seed: Of the order in which an inverse rank works on its layers.
+        allow_colocated: Let the same ranks estimate and factorise.
+        warmup: While a layer has no version, ``"sync"`` has the gradient ranks estimate and factorise once themselves,
+            at the first step; ``"identity"`` takes the gradient as it is.
+        max_staleness: Age in steps of the parameters behind a version beyond which it is given up; the layer is then
+            treated as in the warm-up. Unset: never.
+        on_loss: When an inverse rank is lost, ``"abort"`` raises on all ranks; ``"degrade"`` (with gloo) goes on, and
+            its layers keep their last version, up to ``max_staleness``. The loss of another rank always ends all.
+        timeout: Seconds after which a rank that is not heard of counts as lost; longer than an epoch takes. Unset: that
+            of the default process group.
+        replay: The :attr:`log` of an opportunistic run, which is then repeated.
+
+    Raises:
+        TypeError: For a value of a wrong kind.
+        ValueError: For a value out of range, and roles that are empty or overlap.
+    """
+
+    def __init__(
+        self,
+        gradient: Sequence[int] | None = None,
+        factor: Sequence[int] | None = None,
+        inverse: Sequence[int] | None = None,
+        mode: str = "lockstep",
+        period: int | None = None,
+        seed: int = 0,
+        allow_colocated: bool = False,
+        warmup: str = "sync",
+        max_staleness: int | None = None,
+        on_loss: str = "abort",
+        timeout: float | None = None,
+        replay: Sequence[Sequence[Any]] | None = None,
+    ) -> None:
+        self._arguments = Arguments(
+            gradient, factor, inverse, mode, period, seed, allow_colocated, warmup, max_staleness, on_loss, timeout,
+            replay,
+        )  # fmt: skip
+        self._begin()
+
+    #: Ranks of other roles take no part in ``Join``.
+    takes_joiners = False
+
+    def _begin(self) -> None:
+        self._roles: Roles | None = None
+        self._rank = 0
+        self._units: list[Unit] = []
+        self._owners: list[int] = []
+        self._worker: Any = lambda: None
+        self._links: Links | None = None
+        self._part: Rank | None = None
+        self.collectives = Collectives()
+
+    # ------------------------------------------------------------------ life
+    def place(self, units: Sequence[Unit]) -> None:
+        """Spread the units over the inverse ranks, longest processing time first."""
+        if self._links is not None:
+            raise NotImplementedError(
+                "DedicatedWorkers: which layers have curvature changed during training (a layer was frozen, added or "
+                "cast), and ranks of other roles cannot see that. Make a new optimizer on all ranks."
+            )
+        world = world_size()
+        self._roles = resolve(world, self._arguments.roles, self._arguments.allow_colocated)
+        self._rank = dist.get_rank() if world > 1 else 0
+        if any(unit.divisible for unit in units):
+            raise NotImplementedError(
+                "DedicatedWorkers estimates factors of layers, and a window of gradients is none: use CommOpt or MemOpt"
+            )
+        self._units = list(units)
+        loads = [Load(unit.refresh_flops / unit.interval, unit.nbytes) for unit in units]
+        self._owners = assign(loads, Grid(world, world), only=self._roles.inverse)
+
+    def admit(self, optimizer: Any) -> None:
+        """Look at the optimizer before the ranks meet.
+
+        Raises:
+            NotImplementedError: If its curvature cannot be found by ranks of other roles.
+            ValueError: If this strategy serves another optimizer.
+        """
+        if self._worker() is not None and self._worker() is not optimizer:
+            raise ValueError(f"{self!r} serves another optimizer already: give each a strategy object of its own")
+        ask = getattr(optimizer, "reason_against_roles", lambda: "it has no factors of layers. Use comm=MemOpt()")
+        if reason := ask():
+            raise NotImplementedError(f"{type(optimizer).__name__} under DedicatedWorkers: {reason}")
+        self._worker = weakref.ref(optimizer)
+
+    def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
+        """Make the groups, compare the ranks' plans, and start from the parameters of the first gradient rank."""
+        if self._links is not None:
+            return
+        given, roles = self._arguments, self._known_roles
+        period = given.period_of([unit.interval for unit in self._units])
+        default: Any = distributed_c10d._get_default_store()
+        timeout = given.timeout or default.timeout.total_seconds()
+        try:
+            control = new_group(range(world_size()), timeout, backend="gloo")
+            self.collectives, small = Collectives(device=device), Collectives()
+            mine = {"strategy": [repr(self)], **facts, "blocks": [f"{u.name}: {u.signature}" for u in self._units]}
+            require_equal(small, mine, control)
+            mark = small.words(torch.tensor([_mark(self._rank)]), group=control, stage="agreement", op="max")
+        except ValueError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"rank {self._rank} could not meet all {world_size()} ranks ({error}). Every rank of the process group "
+                "must construct the optimizer, at the same place of the program."
+            ) from error
+        words = Words(f"dedicated/{int(mark)}", timeout)
+        patience = _PATIENCE[given.on_loss] * timeout
+        self._links = Links(roles, self._rank, self.collectives, words, timeout, patience, device, control)
+        agenda = Agenda(
+            period,
+            tuple(self._owners),
+            lockstep=given.mode == "lockstep",
+            seed=given.seed,
+            max_staleness=given.max_staleness,
+            degrade=given.on_loss == "degrade",
+            replay=None if given.replay is None else tuple(map(list, given.replay)),
+        )
+        kinds = {"gradient": GradientRank, "factor": FactorRank, "inverse": InverseRank}
+        self._part = kinds[self.role](agenda, self._links, self._optimizer)
+        start = self._optimizer().parameters_now()
+        finish(self._links.copy("gradients", roles.chief, start, stage="parameters"))
+        finish(self._links.copy("parameters", roles.chief, start))
+
+    def _optimizer(self) -> Worker:
+        found = self._worker()
+        if found is None:
+            raise RuntimeError("the optimizer of this DedicatedWorkers() is gone")
+        return cast(Worker, found)
+
+    def serve(self, optimizer: Any) -> None:
+        """Factorise for the gradient ranks until they stop; to be called on inverse ranks.
+
+        Args:
+            optimizer: The optimizer of this strategy.
+
+        Raises:
+            RuntimeError: On a rank of another role, for another optimizer, or if a rank fails or is lost.
+        """
+        if self.role != "inverse":
+            raise RuntimeError(f"this is a {self.role} rank, which runs the training loop; only inverse ranks serve")
+        if self._worker() is not optimizer or not isinstance(self._part, InverseRank):
+            raise RuntimeError("serve() takes the optimizer that was made with this strategy, before it is closed")
+        with torch.no_grad():
+            self._part.serve()
+
+    def close(self) -> None:
+        """Stop all ranks: the first gradient rank says so, the others finish what they wait for. Idempotent.
+
+        Raises:
+            RuntimeError: If a rank fails or does not come within the timeout.
+        """
+        links, part = self._links, self._part
+        if links is None or part is None:
+            return
+        together = False
+        try:
+            if not part.failed:
+                with torch.no_grad():
+                    part.close()
+                together = not part.failed and self._part_company(links)
+        finally:
+            self._links = None
+            links.leave(together)
+
+    def _part_company(self, links: Links) -> bool:
+        """Whether all ranks are still there, to leave together."""
+        lost = links.words.wait("end")["lost"]
+        if not lost:
+            return True
+        links.words.write(f"bye/{self._rank}")
+        if self._rank == self._known_roles.chief:  # the store may be here: it stays until the others need it no more
+            for rank in sorted(set(range(self.world)) - set(lost)):
+                links.words.wait(f"bye/{rank}")
+        return False
+
+    def abandon(self, error: BaseException) -> None:
+        """Have all other ranks raise: this one has left its loop with an error."""
+        if self._part is not None and self._links is not None and not self._part.failed:
+            self._part.give_up(f"rank {self._rank}, {self.role} worker: {type(error).__name__}: {error}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles keep: the arguments."""
+        made = {"_roles", "_rank", "_units", "_owners", "_worker", "_links", "_part", "collectives"}
+        return {k: v for k, v in self.__dict__.items() if k not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, which has met nobody yet."""
+        self.__dict__.update(state)
+        self._begin()
+
+    def __repr__(self) -> str:
+        """As it would be constructed."""
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._arguments.told.items())})"
+
+    # ------------------------------------------------------------------ who
+    @property
+    def _known_roles(self) -> Roles:
+        if self._roles is None:
+            raise RuntimeError("roles are known once an optimizer was made with this DedicatedWorkers()")
+        return self._roles
+
+    @property
+    def role(self) -> str:  # type: ignore[override]
+        """``"gradient"``, ``"factor"`` or ``"inverse"``; of a rank that estimates and factorises ``"factor"``."""
+        return self._known_roles.of(self._rank)
+
+    @property
+    def roles(self) -> Roles:
+        """Roles of all ranks."""
+        return self._known_roles
+
+    @property
+    def combines(self) -> bool:
+        """Always, once the roles are known."""
+        return self._roles is not None
+
+    @property
+    def replicates(self) -> bool:
+        """No: a rank holds what its role needs."""
+        return False
+
+    @property
+    def updates(self) -> bool:
+        """Whether this rank steps: gradient ranks do."""
+        return self._roles is None or self.role == "gradient"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether training has ended, so that a factor rank may leave its loop."""
+        return self._part is not None and self._part.stopped
+
+    @property
+    def log(self) -> list[Entry]:
+        """What happened when, on gradient ranks.
+
+        Turns, ``["turn", step, k]``, are when parameters went to the factor ranks; ``["take", step, rank, version]`` is
+        when a version of an inverse rank was taken. Hand it to ``replay`` on every rank.
+        """
+        return list(self._part.log) if isinstance(self._part, GradientRank) else []
+
+    @property
+    def lost(self) -> list[int]:
+        """Inverse ranks that were lost, on gradient ranks."""
+        return sorted(self._part.lost) if isinstance(self._part, GradientRank) else []
+
+    def age(self, index: int) -> int | None:
+        """Steps from the parameters behind the curvature in use to those of the coming step, on gradient ranks.
+
+        Args:
+            index: Of the block.
+
+        Returns:
+            The age in steps; None while there is no such curvature.
+        """
+        return self._part.age(index) if isinstance(self._part, GradientRank) else None
+
+    @property
+    def rank(self) -> int:
+        """This process among all."""
+        return self._rank
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this process within its role."""
+        return self._known_roles.peers(self._rank).index(self._rank)
+
+    @property
+    def data_world(self) -> int:
+        """Number of processes of this role."""
+        return len(self._known_roles.peers(self._rank))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers of messages."""
+        return self.collectives.nbytes
+
+    def owner(self, index: int) -> int:
+        """Inverse rank of a unit."""
+        return self._owners[index]
+
+    def _warms_up(self, index: int) -> bool:
+        """Whether the gradient ranks find the curvature of a unit themselves, having none."""
+        if self.role != "gradient" or self._arguments.warmup != "sync":
+            return False
+        optimizer = self._worker()
+        return optimizer is None or not optimizer.has_curvature(index)
+
+    def learns(self, index: int) -> bool:
+        """Factor ranks always; gradient ranks in the warm-up."""
+        return (self.role == "factor" and not self.stopped) or self._warms_up(index)
+
+    def renews(self, index: int) -> bool:
+        """Gradient ranks in the warm-up; inverse ranks factorise outside of steps."""
+        return self._warms_up(index)
+
+    def captures(self, index: int) -> bool:
+        """As :meth:`learns`."""
+        return self.learns(index)
+
+    def estimates(self, index: int) -> bool:
+        """Whether this rank holds the running estimate of a unit."""
+        if self.role == "gradient":
+            return self._arguments.warmup == "sync" or self._units[index].everywhere
+        return self.role == "factor" or self._owners[index] == self._rank
+
+    def preconditions(self, index: int) -> bool:
+        """Whether this rank holds what a refresh finds: gradient ranks, and the inverse rank of the unit."""
+        return self.role == "gradient" or self._owners[index] == self._rank
+
+    def refreshes(self, index: int) -> bool:
+        """The inverse rank of a unit; in the warm-up the first gradient rank."""
+        chosen = self._known_roles.chief if self.role == "gradient" else self._owners[index]
+        return chosen == self._rank
+
+    # ------------------------------------------------------------------ verbs of a step
+    def begin_step(self) -> None:
+        """Refuse a step of an inverse rank.
+
+        Raises:
+            RuntimeError: On an inverse rank.
+        """
+        if self.role == "inverse":
+            raise RuntimeError("this is an inverse rank: it calls comm.serve(optimizer) instead of a training loop")
+
+    def end_step(self) -> None:
+        """Meet the other roles, where an epoch has ended."""
+        if self._part is not None and self._links is not None:
+            self._part.end_step()
+
+    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Bring ``.grad`` to its mean over the gradient ranks; one without has zeros, unless all are without."""
+        links = self._links
+        if links is None or self.role != "gradient" or links.group_of_role is None:
+            return
+        trained = [p for p in params if p.requires_grad]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in trained]
+        present = torch.tensor([float(p.grad is not None) for p in trained], device=links.device)
+        with self._watched("averaging gradients"):
+            self.collectives.average(
+                [*grads, present], group=links.group_of_role, stage="gradients", count=self.data_world
+            ).wait()
+        for p, grad, anywhere in zip(trained, grads, present.tolist(), strict=True):
+            if anywhere:
+                p.grad = grad
+
+    def _watched(self, doing: str) -> Any:
+        assert self._part is not None
+        return self._part.watched(doing)
+
+    def agree(self, words: Tensor) -> Tensor:
+        """Sum of a small float64 vector over the ranks of this role, on the CPU."""
+        if self._links is None:
+            return words.cpu()
+        with self._watched("agreeing with its peers"):
+            return self._links.sum(words)
+
+    def fail_together(self, error: str | None, failed: bool) -> None:
+        """Raise the error of the first rank that has one, on every rank of this role."""
+        if not failed or self._links is None or self._part is None:
+            return
+        if error is not None:
+            self._part.give_up(error)
+            raise RuntimeError(error)
+        self._part.failed = True
+        raise RuntimeError(self._links.words.wait(ABORTED)["message"])
+
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
+        """Sum parcels over the ranks of this role, on each of them."""
+        links = self._links
+        if links is None or links.group_of_role is None:
+            return Pending()
+        tensors, flags = [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
+        with self._watched("adding up statistics"):
+            self.collectives.all_reduce(
+                tensors, group=links.group_of_role, stage="statistics", symmetric=flags, exact=True
+            ).wait()
+        return Pending()
+
+    def share_curvature(self, parcels: Sequence[Parcel]) -> None:
+        """In the warm-up, copy what the first gradient rank found to the others."""
+        if self._links is None or not isinstance(self._part, GradientRank):
+            return
+        tensors, flags = [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
+        with self._watched("sharing curvature"):
+            finish(self._links.copy("gradients", self._known_roles.chief, tensors, flags, stage="curvature"))
+        self._part.note([p.index for p in parcels])
+
+    def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Nothing that is gathered can be passed on.
+
+        Raises:
+            NotImplementedError: Always.
+        """
+        raise NotImplementedError("DedicatedWorkers passes on sums of statistics, no rows")
+
+    def meet(self, what: str) -> None:
+        """All ranks never come to one place while inverse ranks serve.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"{what} under DedicatedWorkers: inverse ranks are in serve() and cannot take part. Save the state_dict() "
+            "of every rank, and load it on the same ranks."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _mark(rank: int) -> float:
+    """A number that no other strategy of this process group has, from its first rank; 0 on the others."""
+    store = distributed_c10d._get_default_store()
+    return float(store.add("secondorder/dedicated", 1)) if rank == 0 else 0.0

@@ -1,0 +1,91 @@
+"""Strategies by name, for command lines and configuration files: ``"mem_opt"``, ``"hybrid_opt:0.5"``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from secondorder.comm.chief_only import ChiefOnly
+from secondorder.comm.comm_opt import CommOpt
+from secondorder.comm.dedicated.workers import DedicatedWorkers
+from secondorder.comm.hybrid_opt import HybridOpt
+from secondorder.comm.local_factors import LocalFactors
+from secondorder.comm.mem_opt import MemOpt
+from secondorder.comm.strategy import CommStrategy, Local
+
+#: What each name builds.
+STRATEGIES: Mapping[str, Callable[..., CommStrategy]] = {
+    "local": Local,
+    "comm_opt": CommOpt,
+    "mem_opt": MemOpt,
+    "hybrid_opt": HybridOpt,
+    "local_factors": LocalFactors,
+    "chief_only": ChiefOnly,
+    "dedicated_workers": DedicatedWorkers,
+}
+
+_WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None}
+
+
+def from_name(text: str) -> CommStrategy:
+    """Build a strategy from its name, in any case and with ``-`` or ``_``, and its arguments after a colon.
+
+    Args:
+        text: ``"comm_opt"``, ``"mem_opt"``, ``"hybrid_opt:0.5"``, ``"local_factors"``, ``"chief_only"``,
+            ``"dedicated_workers"`` or ``"local"``. Arguments stand as in Python, with commas between them; a word is
+            text, so quotes are not needed, and ``true``, ``false``, ``none`` and the name of a dtype mean what they
+            say: ``"chief_only:deliver=inverses"``, ``"mem_opt:wire_dtype=bfloat16"``,
+            ``"dedicated_workers:gradient=[0, 1], factor=[2], inverse=[3]"``.
+
+    Returns:
+        A new strategy.
+
+    Raises:
+        ValueError: If there is no such strategy, or it does not take these arguments.
+        TypeError: If this is no text.
+
+    Example:
+        >>> import secondorder
+        >>> secondorder.comm.from_name("mem_opt")
+        MemOpt()
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"the name of a strategy must be text, got {text!r}")
+    name, _, written = text.partition(":")
+    key = _plain(name)
+    known = {_plain(name): build for name, build in STRATEGIES.items()}
+    if key not in known:
+        raise ValueError(f"unknown strategy {name!r}: choose from {', '.join(STRATEGIES)}")
+    arguments, keywords = _arguments(text, written)
+    try:
+        return known[key](*arguments, **keywords)
+    except TypeError as err:
+        raise ValueError(f"comm={text!r}: {err}") from err
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "").replace("_", "")
+
+
+def _arguments(text: str, written: str) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and named arguments from how they would stand between parentheses."""
+    try:
+        call = ast.parse(f"f({written})", mode="eval").body
+        if not isinstance(call, ast.Call) or any(keyword.arg is None for keyword in call.keywords):
+            raise ValueError("no list of arguments")
+        return [_value(node) for node in call.args], {str(k.arg): _value(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError) as err:
+        raise ValueError(f"the arguments of comm={text!r} must stand as in Python, name=value or a value") from err
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal, or a bare word."""
+    if not isinstance(node, ast.Name):
+        return ast.literal_eval(node)
+    if node.id.lower() in _WORDS:
+        return _WORDS[node.id.lower()]
+    dtype = getattr(torch, node.id, None)
+    return dtype if isinstance(dtype, torch.dtype) else node.id

@@ -1,0 +1,221 @@
+"""Refreshes that training does not wait for.
+
+::
+
+    step t         copy the factors, begin to factorise the copies    where a refresh is due
+    step t + lag   wait for that, and adopt it                        lag = max(1, interval // 10)
+
+In between the old curvature preconditions. The step of the adoption follows from the step counter alone, so it is the
+same on every rank and in every run, however long the work takes. The copies belong to the state: a run that was resumed
+in between factorises the same matrices.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secondorder.curvature import factors
+from secondorder.curvature.background import DEVICES, Background, Job
+from secondorder.curvature.factor_storage import FACTORS, KeepingFactors
+from secondorder.curvature.factorization import Found, Task, factorise
+from secondorder.curvature.layer import Block
+from secondorder.curvature.schema import Schema, shaped
+from secondorder.lifecycle import Group
+from secondorder.preconditioners.blocks import LayerOptions
+
+_Key = tuple[Block, str]
+#: State of what was begun.
+_BEGUN = ("begun_a", "begun_g", "adopt_at")
+#: What a refresh finds, by how its names begin.
+_FOUND = ("basis_", "eigenvalues_", "inverse_")
+
+
+class OverlappingRefreshes(KeepingFactors):
+    """Methods that factorise factors, at once or beside training."""
+
+    def _begin_capture(self, layer_options: LayerOptions) -> None:
+        super()._begin_capture(layer_options)
+        #: Blocks whose refresh of this step was begun earlier.
+        self._adopting: set[Block] = set()
+        self._jobs: dict[Block, Job] = {}
+        self._background = Background()
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def to_factorise(self, block: Block) -> tuple[Tensor, Tensor]:
+        """The matrices (or diagonals) that a refresh of a block factorises now."""
+
+    def way_of(self, block: Block) -> str:
+        """``"eigen"`` or ``"cholesky"``."""
+        return str(block.group.get("inverse_method", "eigen"))
+
+    # ------------------------------------------------------------------ state
+    def factor_schema(self, block: Block, group: Mapping[str, Any]) -> Schema:
+        """As in the base class, and copies of what is being factorised."""
+        found = super().factor_schema(block, group)
+        if not self._overlaps:
+            return found
+        if (device := block.owner.device.type) not in (*DEVICES, "meta"):
+            raise ValueError(f"overlap=True needs a device that does two things at a time, and {device} does not")
+        sides = factors.named_sides(block.adapter, group["max_factor_dim"])
+        copies = {f"begun_{name}": self.zeros(block, side.shape) for name, side in sides.items()}
+        return found | shaped(FACTORS, {**copies, "adopt_at": 0})
+
+    @property
+    def _overlaps(self) -> bool:
+        return self._layer_options.overlap
+
+    # ------------------------------------------------------------------ when
+    def _refresh_is_due(self, block: Block) -> bool:
+        at_once = not self._overlaps or self.state[block.owner]["refreshes"] == 0 or self._warms_up(block)
+        if at_once and super()._refresh_is_due(block):
+            return True
+        return self._overlaps and block.group[self.refresh_interval] > 0 and self._ends(block)
+
+    def _warms_up(self, block: Block) -> bool:
+        """Whether refreshes are so frequent that they are done at once."""
+        return self._layer_options.refresh_warmup and self._t < block.group[self.refresh_interval]
+
+    def _ends(self, block: Block) -> bool:
+        """Whether what was begun is adopted in this step: that which it was to be, or the next that is taken."""
+        state = self.state[block.owner]
+        return bool(0 < state["adopt_at"] <= self._t and state["refreshes"] > 0)
+
+    def _begins(self, block: Block) -> bool:
+        """Whether this step begins a refresh."""
+        if not self._overlaps or block.group[self.refresh_interval] == 0 or self._warms_up(block):
+            return False
+        known = self.comm.renews(block.index) and self.state[block.owner]["refreshes"] > 0
+        return bool(known) and self._is_scheduled(block, self._t)
+
+    def _refresh_due(self) -> list[int]:
+        if not self._overlaps:
+            return super()._refresh_due()
+        self._adopting = {b for b in self._blocks if self._ends(b) and self._refresh_is_due(b)}
+        try:
+            refreshed = set(super()._refresh_due())
+        except BaseException:
+            self._forget_jobs()
+            raise
+        finally:
+            adopted, self._adopting = self._adopting, set()
+        for block in adopted:
+            self.state[block.owner]["adopt_at"] = 0
+            self._jobs.pop(block, None)
+        at_once = {b for b in self._blocks if b.index in refreshed and b not in adopted}
+        self._forget(at_once)
+        self._begin([b for b in self._blocks if self._begins(b) and b not in at_once])
+        return sorted(refreshed)
+
+    def _renew(self, blocks: list[Block]) -> Tensor:
+        ok = super()._renew(blocks)
+        self._forget(blocks)  # what was begun is older
+        return ok
+
+    def _renew_loaded(self, blocks: list[Block]) -> Tensor:
+        return super()._renew(blocks)  # what was begun is newer
+
+    def _forget(self, blocks: Iterable[Block]) -> None:
+        """Adopt nothing of what was begun for some blocks."""
+        for block in blocks if self._overlaps else ():
+            self.state[block.owner]["adopt_at"] = 0
+            if block in self._jobs:
+                self._jobs.pop(block).wait()  # it may read copies that the next one writes
+
+    # ------------------------------------------------------------------ what
+    def factorised(self, blocks: Sequence[Block], host_checks: bool) -> dict[_Key, Found]:
+        """What a refresh of some blocks finds: of the matrices that it was begun with, else of those of now."""
+        found: dict[_Key, Found] = {}
+        jobs = [self._jobs[b] for b in blocks if b in self._adopting and b in self._jobs]
+        for job in dict.fromkeys(jobs):
+            if job.is_here:
+                found.update(job.result(_tensors_of))
+        rest = [b for b in blocks if (b, "a") not in found]
+        return found | factorise(self._tasks(rest), host_checks)
+
+    def _tasks(self, blocks: Iterable[Block]) -> dict[_Key, Task]:
+        tasks: dict[_Key, Task] = {}
+        for block in blocks:
+            state = self.state[block.owner]
+            begun = block in self._adopting
+            pair = (state["begun_a"], state["begun_g"]) if begun else self.to_factorise(block)
+            for side, matrix in zip("ag", pair, strict=True):
+                tasks[block, side] = Task(matrix, self.way_of(block), self.is_diagonal(block, side))
+        return tasks
+
+    def _begin(self, blocks: Sequence[Block]) -> None:
+        """Copy what a refresh of some blocks factorises, and start on the copies: on what is wanted first, first."""
+        together: dict[tuple[int, torch.device], list[Block]] = {}
+        for block in blocks:
+            lag = max(1, block.group[self.refresh_interval] // 10)
+            self.state[block.owner]["adopt_at"] = self._t + lag
+            if not self.comm.combines or self.comm.refreshes(block.index):
+                together.setdefault((lag, block.owner.device), []).append(block)
+        for job in {self._jobs.pop(b) for some in together.values() for b in some if b in self._jobs}:
+            job.wait()
+        for (_, device), some in sorted(together.items(), key=lambda item: item[0][0]):
+            try:
+                job = self._background.submit(partial(factorise, self._copies(some), True), device)
+            except (RuntimeError, MemoryError) as error:  # no memory, or no thread: raised where ranks hear of it
+                job = Job.failed(error, device)
+            self._jobs.update(dict.fromkeys(some, job))
+
+    def _copies(self, blocks: Sequence[Block]) -> dict[_Key, Task]:
+        tasks: dict[_Key, Task] = {}
+        for (block, side), task in self._tasks(blocks).items():
+            copy = self.state[block.owner][f"begun_{side}"].copy_(task.matrix)
+            tasks[block, side] = task._replace(matrix=copy)
+        return tasks
+
+    # ------------------------------------------------------------------ checkpoints and ends
+    def _kept_alike(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = dict(super()._kept_alike(p, group, theirs))
+        if not self._overlaps:
+            return {k: v for k, v in found.items() if k not in _BEGUN}
+        block = self._block_of.get(p)
+        if block is not None and block.owner is p and "factor_updates" in found and found.keys().isdisjoint(_BEGUN):
+            likes = {k: entry.like for k, entry in self.factor_schema(block, group).items() if k in _BEGUN}
+            found |= {k: torch.zeros_like(v, device=p.device) if isinstance(v, Tensor) else v for k, v in likes.items()}
+        return found
+
+    def _forget_jobs(self) -> None:
+        """Leave what was begun to be found again from its copies."""
+        for job in set(self._jobs.values()):
+            job.wait()
+        self._jobs.clear()
+
+    def _rebuild(self) -> bool:
+        changed = super()._rebuild()
+        self._forget_jobs()  # parameters may have moved, or be of another dtype
+        return changed
+
+    def _finish_load(self) -> None:
+        self._forget_jobs()
+        super()._finish_load()
+
+    def detach(self) -> None:
+        """See the base class."""
+        try:
+            super().detach()
+        finally:
+            self._forget_jobs()
+            self._background.close()
+
+    def _pending_bytes(self) -> int:
+        states = [(self._precision(block.owner), self.state[block.owner]) for block in self._jobs]
+        found: list[int] = []
+        for dtype, state in states:
+            found += [v.numel() * dtype.itemsize for k, v in state.items() if k.startswith(_FOUND)]
+        return super()._pending_bytes() + sum(found)
+
+
+def _tensors_of(found: Mapping[_Key, Found]) -> Iterable[Tensor]:
+    for tensors, ok in found.values():
+        yield from tensors
+        yield ok

@@ -1,0 +1,87 @@
+"""Factors to eigenbases or inverses: many matrices in stacks of one size, with their flags. Tensors in, tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from secondorder.linalg.dense import eigh_psd, inverse_pd
+
+#: Matrices above this size are factorised one by one: a batch would only cost memory.
+_BATCH_LIMIT = 512
+
+#: What was found of a matrix, and whether it came out well.
+Found = tuple[tuple[Tensor, ...], Tensor]
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+
+class Task(NamedTuple):
+    """A matrix to factorise.
+
+    Attributes:
+        matrix: Symmetric ``[(Γ,) n, n]``, or its diagonal ``[(Γ,) n]``.
+        method: ``"eigen"``, for eigenvalues and basis, or ``"cholesky"``, for the inverse.
+        diagonal: Whether it is its diagonal.
+    """
+
+    matrix: Tensor
+    method: str
+    diagonal: bool
+
+
+def factorise(tasks: Mapping[KeyT, Task], host_checks: bool) -> dict[KeyT, Found]:
+    """Do all tasks, those of one method and size together.
+
+    Args:
+        tasks: Matrices by name.
+        host_checks: As in :func:`secondorder.linalg.dense.eigh_psd`.
+
+    Returns:
+        By name, eigenvalues and basis, or the inverse; of a diagonal no basis.
+    """
+    found: dict[KeyT, Found] = {}
+    for method, dense in (("eigen", eigh_psd), ("cholesky", inverse_pd)):
+        some = {k: t.matrix for k, t in tasks.items() if t.method == method and not t.diagonal}
+        results = batched(list(some.values()), lambda stack, dense=dense: pack(dense(stack, host_checks)))  # type: ignore[misc]
+        found.update(zip(some, results, strict=True))
+    for key, task in tasks.items():
+        if task.diagonal:
+            result = task.matrix.clamp(min=0) if task.method == "eigen" else task.matrix.reciprocal()
+            found[key] = (result,), torch.isfinite(result).all()
+    return found
+
+
+def pack(results: tuple[Tensor, ...]) -> Found:
+    """Results and their flag apart."""
+    return results[:-1], results[-1]
+
+
+def joint_ok(found: Mapping[tuple[Any, str], Found], blocks: Sequence[Any]) -> Tensor:
+    """``[len(blocks)]``: whether both factors of a block came out well."""
+    return torch.stack([found[block, "a"][1] & found[block, "g"][1] for block in blocks])
+
+
+def batched(matrices: Sequence[Tensor], dense: Callable[[Tensor], Found]) -> list[Found]:
+    """Factorise matrices ``[(Γ,) n, n]`` in stacks of one size; results in the given order, ``ok`` 0-dim."""
+    results: list[Found | None] = [None] * len(matrices)
+    for stack in _stacks(matrices):
+        parts = [matrices[i].reshape(-1, *matrices[i].shape[-2:]) for i in stack]
+        tensors, ok = dense(parts[0] if len(parts) == 1 else torch.cat(parts))
+        start = 0
+        for i, part in zip(stack, parts, strict=True):
+            stop = start + len(part)
+            results[i] = tuple(t[start:stop] for t in tensors), ok[start:stop].all()
+            start = stop
+    return [r for r in results if r is not None]
+
+
+def _stacks(matrices: Sequence[Tensor]) -> Iterable[list[int]]:
+    sizes: dict[Any, list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        n = matrix.shape[-1]
+        key: Any = (n, matrix.dtype, matrix.device) if n <= _BATCH_LIMIT else i
+        sizes.setdefault(key, []).append(i)
+    return sizes.values()

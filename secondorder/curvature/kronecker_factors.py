@@ -1,0 +1,391 @@
+"""Methods with Kronecker factors: how A and G of a layer are estimated and brought into their eigenbasis."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from secondorder import options
+from secondorder.adaptation.trial import Adaptation
+from secondorder.capture.fisher.fisher import FisherOptions
+from secondorder.capture.statistics import averages
+from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
+from secondorder.capture.statistics.measurement import Estimate, Measured
+from secondorder.curvature import factors
+from secondorder.curvature.background_refresh import OverlappingRefreshes
+from secondorder.curvature.extremes import Extremes, of_product
+from secondorder.curvature.factorization import joint_ok
+from secondorder.curvature.layer import Block
+from secondorder.curvature.schema import tensors
+from secondorder.frames import depth_of_caller
+from secondorder.lifecycle import Group, some_of
+from secondorder.linalg import polar
+from secondorder.preconditioners.blocks import LayerOptions
+
+#: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
+_RELATIVE, _ABSOLUTE = 10.0, 1e-3
+#: Intervals when none is given.
+INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
+
+#: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
+REFRESH_PORTION = 1 << 24
+#: ``max_factor_dim`` where the constructor chooses the bound.
+AUTO = "auto"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class FactoredOptimizer(OverlappingRefreshes):
+    """Base of the methods with factors A and G per layer, and an eigenbasis of each."""
+
+    checks: ClassVar[dict[str, options.Check]] = {
+        "damping": options.number(0.0, low_open=True),
+        "damping_mode": options.choice("absolute", "relative"),
+        "factor_decay": options.number(0.0, 1.0),
+        "factor_update_steps": options.whole(1),
+        "inv_update_steps": options.whole(0),
+        "approx": options.choice("expand", "reduce"),
+        "loss_reduction": options.choice("mean", "sum"),
+        "loss_terms": options.number(0.0, low_open=True),
+        "kl_clip": options.number(0.0, low_open=True, optional=True),
+        "power": options.number(0.0, 1.0, low_open=True),
+        "orthogonalize": options.flag,
+        "max_factor_dim": options.optional_whole(1),
+        "weighting": options.choice("samples", "update"),
+        "burnin_steps": options.whole(0),
+        "decay_per_step": options.flag,
+        "factor_batch_size": options.optional_whole(1),
+        "factor_positions": options.optional_whole(1),
+        "weight_decay_in_curvature": options.flag,
+        "deterministic_seed": options.whole(0),
+    }
+    #: Whether `max_factor_dim` was left to the constructor, and the type of device for which it chooses.
+    _chooses_bound = False
+    _device_type = "cpu"
+    #: Whether `damping_mode` was left to the constructor.
+    _mode_by_default = False
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Take the arguments of a method's constructor, by name."""
+        layer_options = LayerOptions(**_chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
+        self._begin_adaptation(Adaptation(**_chosen(Adaptation, given)))
+        super().__init__(
+            given["params"],
+            self._default_options(given),
+            module=given["module"],
+            comm=given["comm"],
+            layer_options=layer_options,
+            grad_scaler=given["grad_scaler"],
+        )
+        self._warn_intervals()
+        self._warn_wide()
+
+    def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Group options from the arguments of a constructor, with what is unset resolved."""
+        defaults = options.from_arguments(given, self.checks)
+        for name, steps in INTERVALS.items():
+            defaults[name] = steps if defaults[name] is None else defaults[name]
+        self._mode_by_default = given["damping_mode"] is None  # before the base class adds the groups
+        self._device_type, self._chooses_bound = _device_type(given), given["max_factor_dim"] == AUTO
+        if self._chooses_bound:
+            defaults["max_factor_dim"] = self._default_bound(given)
+        defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
+        self._fisher = FisherOptions(given["fisher"], given["fisher_samples"])
+        return defaults
+
+    # ------------------------------------------------------------------ statistics
+    def new_sums(self, block: Block, group: Group) -> KroneckerSums:
+        """Empty sums of a block."""
+        sampler = None
+        if group["factor_batch_size"] is not None or group["factor_positions"] is not None:
+            generator = torch.Generator().manual_seed(self.seed(block.index))
+            sampler = Sampler(group["factor_batch_size"], group["factor_positions"], generator)
+        constant_g = self._fisher.fisher == "forward_only"
+        found = tensors(self.factor_sums(block, group)).values()
+        likes = [torch.empty_like(like, device=block.owner.device) for like in found]
+        return KroneckerSums(block.adapter, group["approx"], likes[0], likes[1], sampler, constant_g)
+
+    def gradient_scale(self, group: Group, examples: int) -> Any:
+        """Factor from sums over captured gradients to means over per-example ones; a 0-dim tensor on a device."""
+        if self._fisher.is_observed:  # vectors are of unit scale
+            if group["loss_reduction"] == "sum":
+                return 1.0 / examples
+            terms = self._observed_terms.clamp(min=1)
+            return 1.0 / (float(terms.numpy()) if terms.device.type == "cpu" else terms)
+        return averages.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
+
+    def measured_factors(self, block: Block, sums: KroneckerSums, examples: int) -> dict[str, Estimate]:
+        """The factors of a batch, scaled per datum."""
+        a, g = sums.finish()
+        scale: Any = self.gradient_scale(block.group, examples)
+        if self._fisher.fisher == "forward_only":
+            g, scale = _identity_like(g, self.is_diagonal(block, "g")), 1.0
+        observed = self._fisher.is_observed and block.group["loss_reduction"] == "mean"
+        count = self._observed_terms.clamp(min=1) if observed else float(examples)
+        return {"factor_a": Estimate(a, 1.0, sums.rows), "factor_g": Estimate(g, scale, count)}
+
+    def fold_factors(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold the factors of a batch into the running ones; returns whether they were finite."""
+        group, state = block.group, self.state[block.owner]
+        a, g = measured.parts["factor_a"], measured.parts["factor_g"]
+        finite = averages.all_finite([a.total, g.total])
+        ok = finite if gate is None else finite & gate
+        (kept_a, total_a), (kept_g, total_g) = self.as_kept(block, "a", a.total), self.as_kept(block, "g", g.total)
+        running, totals, weight = [kept_a, kept_g], [total_a, total_g], state["factor_weight"]
+        decay = self.decay(block, group["factor_decay"], state["factor_updates"], "factor_step")
+        batch = self.batch_weight(group, measured.examples)
+        scales = [cast(float, part.scale) for part in (a, g)]
+        averages.ratio_ema_(running, weight, totals, scales, batch, decay, ok)
+        return finite
+
+    def decay(self, block: Block, decay: float, updates: int, last: str) -> float:
+        """β of the coming update of a running estimate, ``last`` being where the step of the last one is kept."""
+        group = block.group
+        if updates < group["burnin_steps"]:
+            return 1.0
+        return float(decay ** (self._t - self.state[block.owner][last])) if group["decay_per_step"] else decay
+
+    def note_step(self, block: Block, last: str) -> None:
+        """Keep the step of an update, where decay counts steps."""
+        if block.group["decay_per_step"]:
+            self.state[block.owner][last] = self._t
+
+    def count_update(self, block: Block, measured: Measured) -> None:
+        """Count a statistic that was folded in, on whatever rank."""
+        super().count_update(block, measured)
+        self.note_step(block, "factor_step")
+
+    def batch_weight(self, group: Group, examples: int) -> float:
+        """W of a batch in the running estimates."""
+        return float(examples) if group["weighting"] == "samples" else 1.0
+
+    # ------------------------------------------------------------------ damping
+    def damping_of(self, block: Block, mean_value: Tensor) -> Tensor:
+        """λ of a block whose mean eigenvalue is ``mean_value [...]``."""
+        damping, group = self.tikhonov(block, mean_value), block.group
+        return damping + group["weight_decay"] if group["weight_decay_in_curvature"] else damping
+
+    def tikhonov(self, block: Block, mean_value: Tensor) -> Tensor:
+        """λ as the options give it, without weight decay."""
+        if block.adapter.is_exact:
+            # Relative to the steepest of the units: one that hardly matters must not take the longest step.
+            mean_value = mean_value.amax().expand_as(mean_value)
+        return averages.effective_damping(block.group["damping"], block.group["damping_mode"], mean_value)
+
+    def block_damping(self, block: Block) -> Tensor:
+        """λ of a block as the damping of its quadratic model."""
+        means = [factors.mean_diagonal(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag"]
+        return self.tikhonov(block, means[0] * means[1])
+
+    # ------------------------------------------------------------------ refresh
+    @abstractmethod
+    def refresh_some(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Factorise the factors of some blocks; one that fails keeps its last good result. Returns ``ok [len]``."""
+
+    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Factorise the factors of some blocks, a portion at a time: temporaries do not grow with the model."""
+        return torch.cat([self.refresh_some(some, host_checks) for some in self._refresh_portions(blocks)])
+
+    def _refresh_portions(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+        start = size = 0
+        for i, block in enumerate(blocks):
+            own = sum(math.prod(side.shape) for side in factors.sides(block.adapter, block.group["max_factor_dim"]))
+            if size and size + own > REFRESH_PORTION:
+                yield blocks[start:i]
+                start, size = i, 0
+            size += own
+        yield blocks[start:]
+
+    def refresh_bases(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Eigendecompose the factors of some blocks; one that fails keeps its last good result.
+
+        Returns:
+            ``ok [len(blocks)]``.
+        """
+        found = self.factorised(blocks, host_checks)
+        ok = joint_ok(found, blocks)
+        for block, good in zip(blocks, ok.unbind(), strict=True):
+            for side in "ag":
+                values, *vectors = found[block, side][0]
+                self.adopt(block, f"eigenvalues_{side}", values, good)
+                for basis in vectors:
+                    self.adopt(block, f"basis_{side}", basis, good)
+        return ok
+
+    def to_factorise(self, block: Block) -> tuple[Tensor, Tensor]:
+        """The factors as they are."""
+        return self.factor(block, "a"), self.factor(block, "g")
+
+    def adopt(self, block: Block, key: str, found: Tensor, good: Tensor) -> None:
+        """Take a result over if it is good."""
+        current: Tensor = self.state[block.owner][key]
+        current.copy_(torch.where(good, found.reshape(current.shape), current))
+
+    # ------------------------------------------------------------------ what it tells
+    def extremes(self, block: Block) -> Extremes | None:
+        """λ of a block and the extreme eigenvalues of ``G ⊗ A + λI``; None if its eigenvalues are on other ranks."""
+        state = self.state[block.owner]
+        if "eigenvalues_a" not in state or "eigenvalues_g" not in state:
+            return None
+        values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
+        return of_product(values_a, values_g, self.damping_of(block, values_a.mean(-1) * values_g.mean(-1)))
+
+    def _coverage(self, p: Any) -> tuple[str, str, str]:
+        treatment, sizes, owner = super()._coverage(p)
+        block = self._block_of.get(p)
+        if block is None:
+            return treatment, sizes, owner
+        lead = f"{block.adapter.groups}×" if block.adapter.groups > 1 else ""
+        names = [
+            f"diagonal {n}" if self.is_diagonal(block, side) else str(n)
+            for side, n in zip("ag", (block.adapter.n_a, block.adapter.n_g), strict=True)
+        ]
+        return treatment, lead + ", ".join(names), owner
+
+    # ------------------------------------------------------------------ groups and copies
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see the base class.
+
+        Raises:
+            ValueError: If options of the group exclude each other.
+        """
+        if isinstance(param_group, dict):
+            param_group = dict(param_group)
+            for name in ("damping", "damping_mode", *INTERVALS):
+                if name in param_group and param_group[name] is None:
+                    del param_group[name]
+            if self._mode_by_default and "damping" in param_group:
+                # A number given as damping is λ itself unless a mode is given with it.
+                param_group.setdefault("damping_mode", "absolute")
+            another_way = self._chooses_bound and "inverse_method" in param_group
+            if param_group.get("max_factor_dim", AUTO if another_way else None) == AUTO:
+                param_group["max_factor_dim"] = self._default_bound({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    # ------------------------------------------------------------------ directions
+    def shape_direction(self, block: Block, direction: Tensor) -> Tensor:
+        """The matrix itself, or with ``orthogonalize`` its polar factor."""
+        if not self.is_orthogonalized(block):
+            return direction
+        return polar.step_of(direction, self._layer_options.orthogonal_dtype)
+
+    def is_orthogonalized(self, block: Block) -> bool:
+        """Whether directions of a block get a uniform spectrum: those that mix all inputs into all outputs do."""
+        adapter = block.adapter
+        mixes = not (adapter.one_hot or adapter.is_exact) and min(adapter.n_a, adapter.n_g) > 1
+        return bool(block.group["orthogonalize"]) and mixes
+
+    def shaping_flops(self, block: Block) -> float:
+        """FLOPs of :meth:`shape_direction`."""
+        adapter = block.adapter
+        each = polar.flops(adapter.n_g, adapter.n_a) if self.is_orthogonalized(block) else 0.0
+        return adapter.groups * each
+
+    def _sets_length(self, p: torch.nn.Parameter) -> bool:
+        return self.is_orthogonalized(self._block_of[p])
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        if group["orthogonalize"]:
+            chosen = self._adaptation
+            judged = {
+                "adaptive_damping=True": chosen.adaptive_damping,
+                "calibrate_damping=True": chosen.calibrate_damping,
+                "quadratic_model=True": chosen.quadratic_model,
+            }
+            if options.is_adam(group["inner"]):
+                raise ValueError(
+                    f"orthogonalize=True gives all directions one length, inner={group['inner']!r} undoes it: drop one"
+                )
+            if found := options.clashing(judged):
+                raise ValueError(f"orthogonalize=True takes steps that no quadratic model describes: drop {found}")
+        if group["approx"] == "reduce" and group["factor_positions"] is not None:
+            raise ValueError(
+                "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"
+            )
+
+    def _facts(self) -> dict[str, list[str]]:
+        chosen = {**vars(self._fisher), **vars(self._adaptation)}
+        told = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in chosen.items()]
+        return {**super()._facts(), "Fisher and adaptation": told}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies keep."""
+        own = ("_mode_by_default", "_chooses_bound", "_device_type")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def _warn_intervals(self) -> None:
+        pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups)
+        odd = [
+            f"inv_update_steps={refresh} is not a multiple of factor_update_steps={update}"
+            for refresh, update in pairs
+            if refresh % update
+        ]
+        if odd:
+            warnings.warn(
+                f"{'; '.join(odd)}: some refreshes will use factors that are a few steps old. Make it a multiple",
+                stacklevel=depth_of_caller(),
+            )
+
+    def _default_bound(self, group: Mapping[str, Any]) -> int:
+        """What ``max_factor_dim="auto"`` stands for."""
+        return factors.default_bound(self._device_type, str(group.get("inverse_method", "eigen")))
+
+    def _warn_wide(self) -> None:
+        """Name once the sides that the default has made diagonal although they could be dense."""
+        if not self._chooses_bound:
+            return
+        bounds = {block: self._default_bound(block.group) for block in self._blocks}
+        sides = [
+            f"{block.label} ({what}, {side.n})"
+            for block, bound in bounds.items()
+            if block.group["max_factor_dim"] == bound
+            for what, side in zip(("inputs", "outputs"), factors.sides(block.adapter, bound), strict=True)
+            if side.diagonal and not side.by_nature and side.n <= factors.WIDEST
+        ]
+        if sides:
+            bound = min(bounds.values())
+            warnings.warn(
+                f"{type(self).__name__}: factors of more than {bound} rows are kept as their diagonal, since a refresh "
+                f"of a matrix that wide takes seconds on this device: {some_of(sides)}. Give max_factor_dim={bound} to "
+                f"keep it so without this warning, or max_factor_dim={factors.WIDEST} for dense factors",
+                stacklevel=depth_of_caller(),
+            )
+
+
+def _device_type(given: Mapping[str, Any]) -> str:
+    """Type of the device of the first parameter of the module."""
+    root = given["params"] if given["module"] is None else given["module"]
+    parts = [root] if isinstance(root, torch.nn.Module) else root if isinstance(root, (list, tuple)) else []
+    modules = (part for part in parts if isinstance(part, torch.nn.Module))
+    first = next((p for module in modules for p in module.parameters()), None)
+    return "cpu" if first is None else first.device.type
+
+
+def _chosen(options_of: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are fields of a dataclass."""
+    return {field.name: given[field.name] for field in fields(options_of)}
+
+
+def _warms_up(given: Mapping[str, Any]) -> bool:
+    """Whether refreshes are frequent at first: as asked for, else unless an interval was given."""
+    asked = given["refresh_warmup"]
+    return all(given[name] is None for name in INTERVALS) if asked is None else asked
+
+
+def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:
+    if damping is None:
+        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
+    return damping, "absolute" if mode is None else mode
+
+
+def _identity_like(factor: Tensor, diagonal: bool) -> Tensor:
+    if diagonal:
+        return torch.ones_like(factor)
+    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)

@@ -1,0 +1,174 @@
+"""Windows over parameters that are cut over ranks (FSDP2): the way between the two cuts.
+
+::
+
+    weight, flat              0 ────── rank 0 ────── rank 1 ── 20       as FSDP2 cuts it
+    its part of the window    0 ─ rank 0 ─ rank 1 ──────────── 20       at block boundaries, of nearly equal cost
+
+Gradients go to where the rows are, directions to where the parameters are; what is in both cuts of a rank stays where
+it is. Dense rows are cut as the parameters are, if there are as many pieces as parts: then nothing travels. Blocks of
+sparse rows are never cut, so there the two cuts differ by less than a block, where that leaves parts even enough.
+What a window stores does not depend on its cut: rows, sums and gathered checkpoints are those of replicas. A parameter
+that is cut along another dimension than its first travels whole: ranges of its rows are no ranges of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.comm.layout import NOTHING, Route, Spans, route
+from secondorder.curvature.window.shards import Bounds, Cutting
+from secondorder.parallel.shards import Pieces
+from secondorder.preconditioners.units import Unit
+from secondorder.preconditioners.window_plan import Windowing
+
+#: Bytes of whole tensors that travel together, for each rank.
+_PORTION = 32 * 2**20
+#: Blocks of sparse rows that every part must have of a parameter, if it is to be cut as the parameter is.
+_BLOCKS = 8
+
+Tensors = Sequence[Tensor | None]
+
+
+class RecutWindows(Windowing, Pieces):
+    """Brings gradients from the cut of the parameters to that of the windows, and directions back."""
+
+    def _wished_bounds(self, index: int, p: nn.Parameter, cutting: Cutting) -> Bounds | None:
+        layout, parts = self._layouts.get(p), self.comm.shards(index)
+        if layout is None or layout.dim or not cutting.grain or p.is_complex():
+            return None
+        spans = dict(zip(parts, layout.spans, strict=True))
+        if any(spans[k] != span for k, span in zip(parts, layout.spans, strict=True)):
+            return None
+        bounds = [0]
+        for k in range(len(spans)):
+            start, stop = spans[k] if spans[k] != NOTHING else (bounds[-1], bounds[-1])
+            if start != bounds[-1]:
+                return None
+            bounds.append(stop)
+        if cutting.blocked and p.numel() < _BLOCKS * len(spans) * cutting.grain:
+            return None  # evenness matters more
+        grain = cutting.grain if cutting.blocked else 1
+        inside = [min(p.numel(), round(b / grain) * grain) for b in bounds[1:-1]]
+        return (0, *inside, p.numel()) if bounds[-1] == p.numel() else None
+
+    def _own(self, wanted: Sequence[Tensors | None]) -> Iterator[list[Tensor | None] | None]:
+        """What belongs to this rank's rows.
+
+        Args:
+            wanted: By window a tensor or None per parameter, this rank's pieces of those that are cut; or None for all.
+
+        Yields:
+            By window the same, of this rank's part of it; None where it has none, and for None.
+        """
+        if not self._is_cut:
+            yield from (unit.own(x) if x and unit.held else None for unit, x in zip(self._units, wanted, strict=True))
+            return
+        arrived = iter(self._gathered_pieces(wanted))
+        for unit, given in zip(self._units, wanted, strict=True):
+            own = [next(arrived) for _ in unit.params]
+            there = given is not None and unit.held
+            yield [x if g is not None else None for x, g in zip(own, given or (), strict=True)] if there else None
+
+    def _gathered_pieces(self, wanted: Sequence[Tensors | None]) -> list[Tensor]:
+        """Of every parameter of every window what belongs to this rank's rows, zeros where nothing was given."""
+        sent, ways, members = [], [], []
+        for index, (unit, given) in enumerate(zip(self._units, wanted, strict=True)):
+            for i, p in enumerate(unit.params):
+                x = None if given is None else given[i]
+                sent.append(self._layouts[p].flat((self._room_of(p) if x is None else x).to(p.dtype)))
+                ways.append(self._way_of_rows(index, i, False))
+                members.append((unit, i))
+        arrived = self._moved(sent, ways, "gradients", exact=True)
+        return [self._as_rows(unit, i, x) for (unit, i), x in zip(members, arrived, strict=True)]
+
+    def _as_rows(self, unit: Unit, i: int, x: Tensor) -> Tensor:
+        """What has arrived, as the window takes it."""
+        layout = self._layouts[unit.params[i]]
+        if not x.numel():
+            return x
+        if not layout.dim:
+            return x.view(unit.window.places[i].shape)
+        found = layout.whole(x)
+        return found if unit.part is None else unit.part.slice(i, found)
+
+    def _directions_of_pieces(self, found: Sequence[Sequence[Tensor] | None]) -> list[list[Tensor] | None]:
+        """Directions of this rank's pieces of the parameters.
+
+        Args:
+            found: By window this rank's part of the direction, a tensor per parameter; None where it has none.
+
+        Returns:
+            By window a tensor per parameter.
+        """
+        sent, ways = [], []
+        for index, (unit, own) in enumerate(zip(self._units, found, strict=True)):
+            for i, p in enumerate(unit.params):
+                way = self._way_of_rows(index, i, True)
+                size = way.have[1] - way.have[0]
+                x = torch.zeros(size, device=p.device) if own is None else own[i].reshape(-1)
+                sent.append(x.to(unit.window.dtype_of(i)))
+                ways.append(way)
+        arrived = iter(self._moved(sent, ways, "directions"))
+        return [[self._piece_of(p, next(arrived)) for p in unit.params] for unit in self._units]
+
+    def _piece_of(self, p: nn.Parameter, x: Tensor) -> Tensor:
+        """This rank's piece, of what has arrived for it."""
+        layout, rank = self._layouts[p], self.comm.rank
+        if layout.dim:
+            start, stop = layout.spans[rank]
+            x = layout.flat(x.view(layout.shape))[start:stop]
+        return layout.piece(x, rank)
+
+    # ------------------------------------------------------------------ who has what
+    def _way_of_rows(self, index: int, i: int, back: bool) -> Route:
+        """From the pieces of parameter i of a window to the rows of each rank, or back."""
+        unit = self._units[index]
+        key = unit, i, back
+        if key not in self._ways:
+            layout, rows = self._layouts[unit.params[i]], self._rows_by_rank(index, i)
+            if back:
+                ends = rows, layout.everywhere if layout.dim else layout.spans
+            else:  # of one that is cut along another dimension all of it, wherever a part is wanted
+                ends = layout.spans, tuple((0, layout.numel) if layout.dim and r != NOTHING else r for r in rows)
+            self._ways[key] = route(*ends, layout.mates, self.comm.rank)
+        return self._ways[key]
+
+    def _rows_by_rank(self, index: int, i: int) -> Spans:
+        """By rank the entries of parameter i of a window that it has rows of."""
+        unit, ranks = self._units[index], range(self.comm.world)
+        if unit.part is None:
+            there = set(self.comm.preconditioners(index))
+            return tuple((0, unit.params[i].numel()) if r in there else NOTHING for r in ranks)
+        spans = [unit.part.span(i, k) for k in self.comm.shards(index)]
+        return tuple(span if span[0] < span[1] else NOTHING for span in spans)
+
+    def _moved(self, tensors: Sequence[Tensor], ways: Sequence[Route], stage: str, exact: bool = False) -> list[Tensor]:
+        """Bring flat tensors from one cut to another, in messages of bounded size."""
+        found: list[Tensor] = list(tensors)
+        for chosen in _portions(tensors, [way.numel for way in ways], _PORTION * self.comm.world):
+            arrived = self.comm.reshard([tensors[i] for i in chosen], [ways[i] for i in chosen], stage, exact)
+            for i, x in zip(chosen, arrived, strict=True):
+                found[i] = x
+        return found
+
+
+def _portions(tensors: Sequence[Tensor], sizes: Sequence[int], nbytes: int) -> Iterator[list[int]]:
+    """Positions of tensors of one dtype and device that travel together."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(tensors):
+        kinds.setdefault((x.dtype, x.device), []).append(i)
+    for (dtype, _), members in kinds.items():
+        chosen: list[int] = []
+        room = nbytes
+        for i in members:
+            chosen.append(i)
+            room -= sizes[i] * dtype.itemsize
+            if room <= 0:
+                yield chosen
+                chosen, room = [], nbytes
+        if chosen:
+            yield chosen

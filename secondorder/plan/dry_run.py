@@ -1,0 +1,336 @@
+"""Understudies: optimizers that play their own steps without data, to tell what ranks send, keep and compute.
+
+An understudy has the class of the optimizer, with a few verbs replaced, all its attributes, a state of ``meta``
+tensors, and a strategy that counts messages instead of sending them. What a plan says of a step is what the code of the
+step does; only what needs data is left out.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.capture.sites import Captured
+from secondorder.capture.statistics.measurement import Measured
+from secondorder.comm import Parcel, Unit
+from secondorder.curvature.layer import Block
+from secondorder.curvature.refresh import Refreshing
+from secondorder.curvature.schema import Place, Schema, likes, tensors
+from secondorder.curvature.window.window import LAG, GradientWindow
+from secondorder.lifecycle import Directions, Lifecycle
+from secondorder.parallel.exchange import _WORDS, Sums
+from secondorder.parallel.windows import ShardedWindows
+from secondorder.plan.plan import Holding, Work
+from secondorder.plan.rehearsal import Rehearsal
+from secondorder.preconditioners.window_plan import Unit as Window
+from secondorder.preconditioners.window_plan import real
+
+#: FLOPs of factorising [n, n] over n³: an eigendecomposition, a Cholesky factorisation with the inverse.
+_EIGEN, _CHOLESKY = 9.0, 1.0
+
+
+class Understudy(Lifecycle):
+    """What all understudies have."""
+
+    comm: Rehearsal
+
+    @classmethod
+    def of(cls, optimizer: Lifecycle) -> Any:
+        """The understudy of an optimizer; it has no strategy yet."""
+        made = type(f"Rehearsed{type(optimizer).__name__}", (cls, type(optimizer)), {})
+        own: Any = object.__new__(made)
+        kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(optimizer).items()}
+        own.__dict__.update(kept, state=defaultdict(dict), _clock=None)
+        for p, state in optimizer.state.items():
+            own.state[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
+        return own
+
+    def suppose(self, batch_size: int | None) -> None:
+        """Suppose that steps have so many examples per rank."""
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know."""
+        yield from ()
+
+    # ------------------------------------------------------------------ what a family supplies
+    @abstractmethod
+    def units(self) -> Sequence[Unit]:
+        """What a strategy places."""
+
+    def begin(self, comm: Rehearsal) -> None:
+        """Take a strategy, and the state of a run that has long begun."""
+        self.comm = comm
+
+    @abstractmethod
+    def intervals(self) -> list[int]:
+        """Numbers of steps after which something comes again."""
+
+    @abstractmethod
+    def key(self, t: int) -> Hashable:
+        """Steps with equal keys send the same messages."""
+
+    @abstractmethod
+    def rehearse(self, t: int) -> None:
+        """Play step t."""
+
+    @abstractmethod
+    def holdings(self) -> Iterator[Holding]:
+        """Curvature that ranks keep."""
+
+    @abstractmethod
+    def work(self) -> Iterator[Work]:
+        """FLOPs per step."""
+
+    # ------------------------------------------------------------------ what first-order rules keep
+    def other_holdings(self) -> Iterator[Holding]:
+        """What every rank keeps beside curvature."""
+        for p, group in self._group.items():
+            yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
+            for key in self._rule_keys(p, group) if p.requires_grad else ():
+                yield Holding(None, self._kind_of(p, key), p.numel() * p.element_size())
+
+    def _kind_of(self, p: nn.Parameter, key: str) -> str:
+        return str(cast(Any, self)._kind(p, key))
+
+
+class RehearsedLayers(Understudy, Refreshing):
+    """A layer method."""
+
+    _batch_size_supposed: int | None = None
+
+    def suppose(self, batch_size: int | None) -> None:
+        """Suppose that steps have so many examples per rank."""
+        self._batch_size_supposed = batch_size
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know."""
+        unseen = sum(b.name not in self._rows_seen for b in self._blocks if self._has_factors(b))
+        if unseen:
+            known = "taken as one" if self._batch_size_supposed else "pass batch_size= too, or FLOPs of statistics lack"
+            yield f"how many rows an example has in {unseen} layers is not known before a step: {known}"
+
+    def units(self) -> Sequence[Unit]:
+        """Blocks."""
+        return [self._unit(block) for block in self._blocks]
+
+    def begin(self, comm: Rehearsal) -> None:
+        """Every block is here, has statistics and was refreshed."""
+        super().begin(comm)
+        self._known_schemas: dict[int, Schema] = {}
+        for block in self._blocks:
+            state = self.state[block.owner]
+            found = {k: v for k, v in state.items() if k in self.entries} | likes(self.live_schema(block))
+            state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
+
+    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """As it is; asked for often, so it is kept."""
+        known = self.__dict__.get("_known_schemas")
+        if known is None:
+            return super().schema(block, group, held)  # type: ignore[safe-super]
+        if block.index not in known:
+            known[block.index] = super().schema(block, group, held)  # type: ignore[safe-super]
+        return cast(Schema, known[block.index])
+
+    # ------------------------------------------------------------------ steps
+    def _ends(self, block: Block) -> bool:
+        """Whether a refresh that overlaps is adopted: by the schedule, as nothing was begun."""
+        interval = block.group[self.refresh_interval]
+        begun = self._t - max(1, interval // 10)
+        first = interval if self._layer_options.refresh_warmup else 1
+        return self._layer_options.overlap and interval > 0 and begun >= first and self._is_scheduled(block, begun)
+
+    def intervals(self) -> list[int]:
+        """Of statistics, scales and refreshes."""
+        return [n for found in self._schedule() for n in found if isinstance(n, int) and n > 0]
+
+    def key(self, t: int) -> Hashable:
+        """What is due."""
+        self._t = t
+        due = [(b.index, *self.sums(b)) for b in self._blocks if self._capture_is_due(b)]
+        return self.comm.key(t), tuple(due), tuple(b.index for b in self._blocks if self._refresh_is_due(b))
+
+    def rehearse(self, t: int) -> None:
+        """The stages of a step, of a batch of which nothing is known."""
+        me, self._t = cast(Any, self), t
+        self._due = {b.index for b in self._blocks if self._capture_is_due(b)}
+        self.comm.average_gradients(list(self._group))
+        me._learn(self._reduce(Captured({}, {})), {}, None)
+        self._share(me._refresh_due())
+        me._precondition({}, None)
+        self.comm.after(self, t)
+
+    def _exchange(
+        self, blocks: Sequence[Block], measured: Mapping[int, Measured], sums: Sums, tail: Sequence[float]
+    ) -> tuple[dict[int, Measured], Tensor]:
+        """Shapes alone are exchanged."""
+        schemas = {b: sums(b) for b in blocks}
+        words = sum(_WORDS + self._count_size(b) * len(found) for b, found in schemas.items())
+        flags = {b: tuple(entry.symmetric for entry in found.values()) for b, found in schemas.items()}
+        self.comm.reduce_statistics([Parcel(b.index, [*tensors(s).values()], flags[b]) for b, s in schemas.items()])
+        self.comm.agree(torch.zeros(words + len(tail), dtype=torch.float64))
+        return {}, torch.zeros(len(tail))
+
+    def _lacks_bases(self, block: Block) -> bool:
+        """Whoever needs bases has them."""
+        return False
+
+    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
+        """There are none."""
+
+    def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
+        """Nothing was captured, and nobody is surprised."""
+
+    def _directions_of(self, block: Block, source: Directions) -> list[Tensor]:
+        return [torch.empty(p.shape, dtype=self._precision(p), device="meta") for p in block.params]
+
+    # ------------------------------------------------------------------ what ranks keep and compute
+    def holdings(self) -> Iterator[Holding]:
+        """Estimates and curvature, where the strategy has them."""
+        for p in self._block_of:
+            index, near = self._block_of[p].index, {Place.ESTIMATE: "estimate", Place.CURVATURE: "curvature"}
+            if not self._sends_measured(self._block_of[p]):
+                near[Place.MEASURED] = "curvature"
+            for entry in self._curvature_schema(p, self._group[p], self.state[p]).values():
+                if isinstance(entry.like, Tensor):
+                    whose = self.comm.holders(index, near[entry.place]) if entry.place in near else None
+                    yield Holding(whose, entry.kind, entry.nbytes)
+
+    def work(self) -> Iterator[Work]:
+        """Of refreshes and of directions."""
+        for block in self._blocks:
+            interval = block.group[self.refresh_interval]
+            if interval:
+                yield from self._work_of_statistics(block)
+                refresh, direction = self._flops_of(block)
+                yield Work(self.comm.holders(block.index, "owner"), "refresh", refresh / interval)
+                yield Work(self.comm.holders(block.index, "directions"), "precondition", direction)
+
+    def _has_factors(self, block: Block) -> bool:
+        """Whether factors are sums over rows."""
+        schema = self.live_schema(block)
+        return "factor_weight" in schema and "rows_instead" not in schema
+
+    def _work_of_statistics(self, block: Block) -> Iterator[Work]:
+        """Of the sums behind the factors, and of those of squares of per-example gradients."""
+        seen = self._rows_seen.get(block.name)
+        n = self._batch_size_supposed or (0 if seen is None else seen[0])
+        if not self._has_factors(block) or not n or not block.group[self.capture_interval]:
+            return
+        per_example = 1.0 if seen is None else float(torch.as_tensor(seen[1]).flatten()[0]) / seen[0]
+        sizes, group = (block.adapter.n_a, block.adapter.n_g), block.group
+        schema = self.live_schema(block)
+        dense = [f"packed_{s}" in schema or schema[f"factor_{s}"].symmetric for s in "ag"]
+        squares = sum(size**2 if full else size for size, full in zip(sizes, dense, strict=True))
+        who, lead = self.comm.holders(block.index, "captures"), block.adapter.groups
+        yield Work(who, "statistics", 2.0 * lead * n * per_example * squares / group[self.capture_interval])
+        if "scale" in schema and group["estimator"] == "intra":
+            flops = lead * n * _flops_of_squares(per_example, *sizes)
+            yield Work(who, "scale", flops / group["scale_update_steps"])
+
+    def _flops_of(self, block: Block) -> tuple[float, float]:
+        """FLOPs of a refresh and of a direction."""
+        found = tensors(self.live_schema(block))
+        n_a, n_g, groups = block.adapter.n_a, block.adapter.n_g, block.adapter.groups
+        refresh = direction = 0.0
+        for side, n in zip("ag", (n_a, n_g), strict=True):
+            for key, factorise, products in ((f"basis_{side}", _EIGEN, 2), (f"inverse_{side}", _CHOLESKY, 1)):
+                if key in found and found[key].dim() > 1 + (groups > 1):  # not diagonal
+                    refresh += factorise * groups * n**3
+                    direction += 2.0 * products * groups * n * n_a * n_g
+                    if "scale" in found:  # brought into the new basis
+                        refresh += 2.0 * groups * (n**3 + n * n_a * n_g)
+        if "rows_g" in found:
+            refresh, direction = _flops_of_rows(found["rows_g"], found["rows_a"], n_a, n_g)
+        return refresh, direction + self.shaping_flops(block)
+
+
+def _flops_of_squares(rows: float, n_a: int, n_g: int) -> float:
+    """FLOPs of the squared gradient of an example of so many rows in the eigenbases, the least of the exact ways."""
+    rows_a, rows_g, product = 2.0 * rows * n_a**2, 2.0 * rows * n_g**2, 2.0 * rows * n_a * n_g
+    gradient = min(rows_a, 2.0 * n_g * n_a**2) + min(rows_g, 2.0 * n_g**2 * n_a) + product
+    return min(gradient, rows_a + rows_g + product * (rows + 1) / 2)
+
+
+def _flops_of_rows(g: Tensor, a: Any, n_a: int, n_g: int) -> tuple[float, float]:
+    """FLOPs of a kernel of rows and its inverse, and of a direction by it."""
+    (r, positions, d_g), groups = g.shape[-3:], g.shape[:-3].numel()
+    d_a = a.shape[-1] if a.is_floating_point() else 0
+    kernel = 2.0 * r**2 * positions**2 * (d_a + d_g) + r**3
+    direction = 4.0 * r * positions * (n_a * n_g if d_a else d_g) + 2.0 * r**2
+    return groups * kernel, groups * direction
+
+
+class RehearsedWindows(Understudy, ShardedWindows):
+    """A window method."""
+
+    def units(self) -> Sequence[Unit]:
+        """Windows."""
+        return self._portions or []
+
+    def begin(self, comm: Rehearsal) -> None:
+        """Windows as the first rank has them."""
+        super().begin(comm)
+        if not comm.is_real:
+            self._bounds = {}
+        named = self._partitioned()
+        self._whole_windows = [self._whole_window(params) for params in named.values()]
+        self._units = [
+            self._new_unit(i, name, params, self._whole_windows[i]) for i, (name, params) in enumerate(named.items())
+        ]
+
+    def intervals(self) -> list[int]:
+        """Every step does the same."""
+        return [1]
+
+    def key(self, t: int) -> Hashable:
+        """Every step does the same."""
+        return None
+
+    def rehearse(self, t: int) -> None:
+        """Dots and directions of a step."""
+        self.comm.average_gradients(list(self._group))
+        self._sum_dots({})
+        self._exchange([None] * len(self._units))
+
+    def _room(self, unit: Window) -> list[Tensor]:
+        dtypes = [unit.window.dtype_of(i) for i in range(len(unit.params))]
+        return [torch.empty(real(p).shape, dtype=t, device="meta") for p, t in zip(unit.params, dtypes, strict=True)]
+
+    # ------------------------------------------------------------------ what ranks keep and compute
+    def holdings(self) -> Iterator[Holding]:
+        """Windows, or their parts."""
+        for index, (unit, whole) in enumerate(zip(self._units, self._whole_windows, strict=True)):
+            whose = None if unit.part is not None else self.comm.holders(index, "curvature")
+            yield Holding(whose, "buffers", LAG * torch.float64.itemsize)
+            for key, value in whole.shared_state().items():
+                yield Holding(whose, self.catalog[key].kind, value.nbytes)
+            if unit.part is not None:
+                yield from self._parts_of(unit, whole)
+            else:
+                for i in range(len(unit.params)):
+                    for key, value in whole.state(i).items():
+                        yield Holding(whose, self.catalog[key].kind, value.nbytes)
+
+    def _parts_of(self, unit: Window, whole: GradientWindow) -> Iterator[Holding]:
+        """Slices, by the column that has them."""
+        part = unit.part
+        assert part is not None
+        for i, bounds in enumerate(part.bounds):
+            state = whole.state(i)
+            for rank, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+                if start < stop:
+                    found = part.cutting.cut_state(state, bounds[-1], (start, stop))
+                    for key, value in found.items():
+                        yield Holding(self.comm.grid.columns[rank], self.catalog[key].kind, value.nbytes)
+
+    def work(self) -> Iterator[Work]:
+        """Of the solve, which all parts repeat, and of the passes over the rows."""
+        for index, (unit, portion) in enumerate(zip(self._units, self.units(), strict=True)):
+            whose = None if unit.part is not None else self.comm.holders(index, "curvature")
+            yield Work(whose, "refresh", portion.refresh_flops)
+            yield Work(whose, "precondition", portion.step_flops / (1 if unit.part is None else unit.part.size))

@@ -1,0 +1,169 @@
+"""``plan()``: what a run stores, sends and computes on every rank of any world, told before there is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
+from typing import ClassVar
+
+from secondorder import options
+from secondorder.comm import CommOpt, CommStrategy, DedicatedWorkers, Local, RankGrid, Unit
+from secondorder.comm.layout import is_cut
+from secondorder.curvature.schema import kinds
+from secondorder.lifecycle import Lifecycle
+from secondorder.plan.dry_run import RehearsedLayers, RehearsedWindows, Understudy
+from secondorder.plan.plan import Plan, RankPlan, Sum, Traffic, Work, means, spread
+from secondorder.plan.rehearsal import Rehearsal
+from secondorder.plan.roles import RoleRehearsal
+from secondorder.preconditioners.window_plan import Windowing
+
+#: Most steps that are looked at, where the intervals of groups have no small common multiple.
+_LONGEST = 10_000
+
+
+class Planning(Lifecycle):
+    """A dry run of the steps of an optimizer."""
+
+    #: Who plays the steps, unless they are those of windows.
+    understudy: ClassVar[type[Understudy]] = RehearsedLayers  # type: ignore[type-abstract]
+
+    def plan(
+        self, world_size: int | None = None, comm: CommStrategy | None = None, batch_size: int | None = None
+    ) -> Plan:
+        """What every rank of a world will store, send and compute, from shapes alone: nothing runs, nothing is sent.
+
+        The world may be an imagined one, of thousands of ranks. Steps are those of a run that has long begun. Bytes
+        sent are as the counter of a run counts them: the payload of messages, padding included.
+
+        Args:
+            world_size: Number of ranks; unset: those of the process group.
+            comm: Strategy; unset: the optimizer's own. It is neither bound nor changed.
+            batch_size: Examples per rank of a step, for what depends on them (the rows of HyLo); unset: as in the last
+                refresh.
+
+        Returns:
+            The plan; ``print`` shows it as a table.
+
+        Raises:
+            TypeError: For a value of a wrong kind.
+            ValueError: For a value out of range.
+            NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
+        """
+        options.optional_whole(1)("batch_size", batch_size)
+        if any(is_cut(p) for p in self._group):
+            raise NotImplementedError(
+                "plan() counts parameters that every rank holds: ask an optimizer of the model before fully_shard"
+            )
+        world, strategy, told = self._supposed_world(world_size, comm)
+        family = RehearsedWindows if isinstance(self, Windowing) else self.understudy
+        actor = family.of(self)
+        actor.suppose(batch_size)
+        is_real = world == self.comm.world and comm in (None, self.comm)
+        rehearsal = self._stage_for(strategy, actor.units(), world, is_real)
+        actor.begin(rehearsal)
+        traffic, padding = _rehearse(actor, rehearsal)
+        return Plan(
+            _by_rank(actor, rehearsal, traffic),
+            world,
+            type(self).__name__,
+            told,
+            rehearsal.groups,
+            padding,
+            [*_notes(rehearsal), *_note_of_period(actor, rehearsal), *actor.notes()],
+        )
+
+    def _stage_for(self, strategy: CommStrategy, units: Sequence[Unit], world: int, is_real: bool) -> Rehearsal:
+        """The strategy in an imagined world.
+
+        Returns:
+            What counts its messages.
+
+        Raises:
+            NotImplementedError: If it cannot be, or not for this optimizer.
+        """
+        if isinstance(strategy, DedicatedWorkers):
+            reason = getattr(self, "reason_against_roles", lambda: "it has no factors of layers. Use comm=MemOpt()")()
+            if reason:
+                raise NotImplementedError(f"{type(self).__name__} under DedicatedWorkers: {reason}")
+            return RoleRehearsal(strategy, units, world, is_real)
+        if not isinstance(strategy, RankGrid):
+            raise NotImplementedError(f"plan() knows nothing of {type(strategy).__name__}: pass another one as comm=")
+        homes = strategy._homes if is_real and strategy is self.comm else None
+        return Rehearsal(strategy, units, world, homes, is_real)
+
+    def _supposed_world(self, world_size: int | None, comm: CommStrategy | None) -> tuple[int, CommStrategy, str]:
+        """World, strategy and its name."""
+        if world_size is None:
+            world_size = self.comm.world
+        options.whole(1)("world_size", world_size)
+        if comm is not None and not isinstance(comm, CommStrategy):
+            raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
+        chosen = self.comm if comm is None else comm
+        if isinstance(chosen, Local):
+            if comm is not None and world_size > 1:
+                raise ValueError(f"comm=Local() is for one process, not {world_size}")
+            chosen = CommOpt()  # what comm=None stands for where there are several
+            return world_size, chosen, repr(chosen) if world_size > 1 else "Local()"
+        return world_size, chosen, repr(chosen)
+
+
+def _period(actor: Understudy, rehearsal: Rehearsal) -> int:
+    """Steps after which everything comes again."""
+    return math.lcm(1, *actor.intervals(), *rehearsal.intervals())
+
+
+def _note_of_period(actor: Understudy, rehearsal: Rehearsal) -> list[str]:
+    period = _period(actor, rehearsal)
+    if period <= _LONGEST:
+        return []
+    return [f"intervals meet every {period:,} steps only: means and worst steps are those of {_LONGEST:,} of them"]
+
+
+def _rehearse(actor: Understudy, rehearsal: Rehearsal) -> tuple[list[Traffic], float]:
+    """Traffic of all kinds of steps of one interval, and the padding of statistics as a part of what is wanted."""
+    if not rehearsal.combines:
+        return [], 0.0
+    alike: dict[Hashable, list[int]] = {}
+    period = min(_period(actor, rehearsal), _LONGEST)
+    for t in range(period, 2 * period):  # warming up is over
+        alike.setdefault(actor.key(t), []).append(t)
+    found, padded, wanted = [], 0, 0
+    for steps in alike.values():
+        actor.rehearse(steps[0])
+        traffic, padding = rehearsal.traffic(len(steps))
+        found.append(traffic)
+        padded += padding * len(steps)
+        wanted += (traffic.common.get("statistics", Sum()).nbytes - padding) * len(steps)
+    return found, padded / wanted if wanted else 0.0
+
+
+def _by_rank(actor: Understudy, rehearsal: Rehearsal, traffic: list[Traffic]) -> list[RankPlan]:
+    world, width = rehearsal.grid.world, rehearsal.grid.width
+    holdings = list(chain(actor.holdings(), actor.other_holdings()))
+    work = list(actor.work())
+    stored = spread(holdings, dict.fromkeys((*kinds(actor.entries), "momentum", "fallback", "buffers")), world)
+    flops = spread(work, dict.fromkeys(_stages(work)), world)
+    sent = means(traffic, width)
+    return [
+        RankPlan(
+            stored[rank],
+            dict(found.sent),
+            dict(found.worst_sent),
+            flops[rank],
+            dict(found.wire),
+            dict(found.messages),
+        )
+        for rank, found in ((rank, sent[rank % width]) for rank in range(world))
+    ]
+
+
+def _stages(work: list[Work]) -> Iterator[str]:
+    yield from (piece.stage for piece in work)
+
+
+def _notes(rehearsal: Rehearsal) -> Iterator[str]:
+    world, owned = rehearsal.grid.world, rehearsal.owned
+    idle = world - len(set(owned))
+    if idle and owned:
+        yield f"{idle} of {world} ranks own none of the {len(owned)} blocks and refresh nothing"

@@ -1,0 +1,363 @@
+"""A strategy in an imagined world: its own verbs, with messages that are counted and never sent.
+
+What a run will send is not described a second time: the verbs of :class:`~secondorder.comm.RankGrid` run with tensors
+on the ``meta`` device, in groups that exist as lists of ranks alone. Messages of the world and of a row are the same
+for all ranks, those of a column for its ranks, so that one rank per column plays for the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.comm.buffers import Buffers, Item, real, reduce_kind, total
+from secondorder.comm.collectives import Collectives
+from secondorder.comm.counter import Counter, Record
+from secondorder.comm.messages import Call, Work
+from secondorder.comm.placement import Grid
+from secondorder.comm.rank_grid import RankGrid
+from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Shard, Unit
+from secondorder.plan.plan import Sum, Traffic
+
+#: Stage of the messages that differ from column to column.
+_OF_COLUMN = "curvature"
+
+
+class Imagined:
+    """Stands for a process group.
+
+    Args:
+        ranks: Its members, ascending.
+        rank: Who looks at it.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        self.size: int = len(ranks)
+        self.places: dict[int, int] = {member: place for place, member in enumerate(ranks)}
+        self.rank: int = self.places[rank]
+
+
+class DryCounter(Counter):
+    """Counts padding, too.
+
+    Attributes:
+        padding: Bytes of sums that are sent to make parts equal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.padding = 0
+
+    def add(self, stage: str, kind: str, size: int, numel: int, dtype: torch.dtype) -> None:
+        """Record a message; all of one step are kept, however many ranks have one each."""
+        self.records.append(Record(stage, kind, size, numel, dtype, numel * dtype.itemsize))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self.padding = 0
+
+
+class DryCall(Call):
+    """Counts what a call would send: as :class:`~secondorder.comm.messages.Call`, without its messages."""
+
+    counter: DryCounter
+
+    def __init__(self, group: Imagined, stage: str, counter: DryCounter) -> None:
+        self.group, self.stage, self.counter = group, stage, counter
+        self.buffers, self.work = Buffers(), Work(1)
+        self.size, self.rank = group.size, group.rank
+
+    def padding(self, numel: int, dtype: torch.dtype) -> None:
+        """Note elements that nobody wants."""
+        self.counter.padding += numel * dtype.itemsize
+
+    def local(self, rank: int) -> int:
+        """Rank within the group of a global rank."""
+        place: int = self.group.places[rank]
+        return place
+
+    def all_reduce(self, items: Sequence[Item], count: float | None) -> None:
+        """One message."""
+        self.count("all_reduce", total(items), items[0].tensor.dtype)
+
+    def all_reduce_rounded(self, items: Sequence[Item], wire: torch.dtype) -> None:
+        """Equal parts to their ranks, and their sums to all."""
+        padded = -(-total(items) // self.size) * self.size
+        self.count("all_to_all", padded, wire)
+        self.count("all_gather", padded, wire)
+
+    def reduce(self, message: Sequence[Sequence[Item]], wire: torch.dtype) -> None:
+        """As the sizes of the lists say."""
+        shares = [total(items) for items in message]
+        dtype = next(items[0].tensor.dtype for items in message if items)
+        kind = reduce_kind(shares, rounded=wire != dtype)
+        if kind == "reduce_scatter":
+            self.count(kind, self.size * max(shares), dtype)
+            self.padding(self.size * max(shares) - sum(shares), dtype)
+        elif kind == "all_to_all":
+            self.count(kind, sum(shares), wire)
+        elif kind == "twice":
+            part = -(-sum(shares) // self.size)
+            self.count("all_to_all", part * self.size, wire)
+            self.count("all_to_all", part, dtype)
+        else:
+            for share in filter(None, shares):
+                self.count(kind, share, dtype)
+
+    def broadcast(self, items: Sequence[Item], wire: torch.dtype) -> None:
+        """One message."""
+        self.count("broadcast", total(items), wire)
+
+    def all_gather(self, items: Sequence[Item], stacks: Sequence[Tensor]) -> None:
+        """One message."""
+        self.count("all_gather", total(items) * self.size, items[0].tensor.dtype)
+
+    def gather(self, message: Sequence[Sequence[Item]], stacks: Sequence[Tensor]) -> None:
+        """One exchange."""
+        dtype = next(items[0].tensor.dtype for items in message if items)
+        self.count("all_to_all", sum(map(total, message)), dtype)
+
+    def gather_uneven(
+        self, items: Sequence[Item], sizes: Sequence[Sequence[int]], wholes: Sequence[Tensor], capacity: int
+    ) -> None:
+        """The largest share of all, in pieces."""
+        largest = max(sum(of[rank] for of in sizes) for rank in range(self.size))
+        for start in range(0, largest, capacity):
+            self.count("all_gather", min(capacity, largest - start) * self.size, items[0].tensor.dtype)
+
+    def combine(self, vector: Tensor, op: str) -> None:
+        """One message."""
+        self.count("all_reduce", vector.numel(), vector.dtype)
+
+
+class DryCollectives(Collectives):
+    """Collectives in imagined groups."""
+
+    def __init__(self, like: Collectives) -> None:
+        super().__init__(wire_dtype=like.wire_dtype, bucket_bytes=like.bucket_bytes)
+        self.counter: DryCounter = DryCounter()
+
+    def _call(self, group: Any, stage: str) -> Call:
+        return DryCall(group, stage, self.counter)
+
+
+class Rehearsal(CommStrategy):
+    """All ranks of a strategy at once: every unit is here, and every verb is counted for whom it concerns.
+
+    Args:
+        strategy: Is not changed.
+        units: What is placed.
+        world: Number of ranks.
+        homes: Owners that are known, by name of the unit.
+        is_real: Whether a run is in this world, under this strategy.
+
+    Attributes:
+        owners: Owner by unit.
+        grid: Of the ranks.
+    """
+
+    def __init__(
+        self,
+        strategy: RankGrid,
+        units: Sequence[Unit],
+        world: int,
+        homes: Mapping[str, int] | None = None,
+        is_real: bool = False,
+    ) -> None:
+        self._strategy, self._units = strategy, list(units)
+        self.is_real = is_real
+        self.owners: list[int] = strategy.owners_of(units, world, homes)
+        self.grid: Grid = Grid(world, strategy.workers(world))
+        self._played: dict[int, RankGrid] = {}
+        self._collectives: dict[int, DryCollectives] = {}
+        self._reduced: dict[Hashable, tuple[list[Record], int]] = {}
+        self._first = self.seen_from(0)
+
+    def seen_from(self, rank: int) -> RankGrid:
+        """The strategy as a rank has it, in imagined groups."""
+        if rank not in self._played:
+            own, grid = copy.copy(self._strategy), self.grid
+            own.collectives = self._count_in(rank)
+            own._units, own._owners, own._grid, own._rank = self._units, self.owners, grid, rank
+            own._world = self._first._world if self._played else Imagined(range(grid.world), rank)
+            own._row, own._column = (
+                None if len(ranks) == 1 else own._world if len(ranks) == grid.world else Imagined(ranks, rank)
+                for ranks in (grid.row_of(rank), grid.column_of(rank))
+            )
+            self._played[rank] = own
+        return self._played[rank]
+
+    def _count_in(self, rank: int) -> DryCollectives:
+        self._collectives[rank] = DryCollectives(self._strategy.collectives)
+        return self._collectives[rank]
+
+    def traffic(self, steps: int) -> tuple[Traffic, int]:
+        """What was sent since the last call, in each of so many steps, and the padding of statistics in one."""
+        counters = {rank: own.counter for rank, own in self._collectives.items()}
+        padding = counters[0].padding
+        own = {rank: [r for r in c.records if rank or r.stage == _OF_COLUMN] for rank, c in counters.items()}
+        common = [r for r in counters[0].records if r.stage != _OF_COLUMN]
+        for counter in counters.values():
+            counter.clear()
+        return Traffic(steps, summed(common), {rank: summed(found) for rank, found in own.items() if found}), padding
+
+    def holders(self, index: int, place: str) -> Sequence[int] | None:
+        """Ranks that have something of a unit.
+
+        Args:
+            index: The unit.
+            place: Its ``"estimate"``, its ``"curvature"`` or its ``"directions"``; ``"captures"`` for those whose
+                examples count, or ``"owner"``.
+
+        Returns:
+            The ranks; None for all.
+        """
+        owner = self.owners[index]
+        if place in ("curvature", "directions"):
+            return None if self.grid.workers == self.grid.world else self.grid.column_of(owner)
+        if place == "captures" and self.sources(index) > 1:
+            return None
+        return None if place != "owner" and self._first._is_everywhere(index) else (owner,)
+
+    @property
+    def owned(self) -> list[int]:
+        """Owners of units that are not cut into shards."""
+        return [owner for owner, unit in zip(self.owners, self._units, strict=True) if not unit.divisible]
+
+    @property
+    def groups(self) -> int:
+        """Communicators that a rank is a member of."""
+        inside = sum(1 < size < self.grid.world for size in (self.grid.workers, self.grid.width))
+        return inside + 1 if self.combines else 0
+
+    # ------------------------------------------------------------------ beside the verbs of a step
+    def intervals(self) -> list[int]:
+        """Numbers of steps after which the strategy itself does something."""
+        return []
+
+    def key(self, t: int) -> Hashable:
+        """Steps with equal keys send the same messages of the strategy itself."""
+        return None
+
+    def after(self, optimizer: Any, t: int) -> None:
+        """Count what the strategy itself sends after step t."""
+
+    # ------------------------------------------------------------------ the interface: everybody is here
+    def place(self, units: Sequence[Unit]) -> None:
+        """Placed at construction."""
+
+    def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
+        """Nobody to meet."""
+
+    @property
+    def combines(self) -> bool:
+        """Whether several ranks work together."""
+        return self.grid.world > 1
+
+    @property
+    def replicates(self) -> bool:
+        """Whether every rank holds the running estimates of all units."""
+        return self._first.replicates
+
+    @property
+    def data_world(self) -> int:
+        """Number of processes that read data."""
+        return self._first.data_world
+
+    def owner(self, index: int) -> int:
+        """Rank that refreshes a unit."""
+        return self.owners[index]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.grid.world
+
+    def sources(self, index: int) -> int:
+        """Number of ranks that capture statistics of a unit."""
+        return self._first.sources(index)
+
+    def refreshes(self, index: int) -> bool:
+        """Nothing is computed."""
+        return False
+
+    def captures_elsewhere(self, index: int) -> bool:
+        """Whether any rank captures statistics of a unit without preconditioning it."""
+        return self._first.captures_elsewhere(index)
+
+    def shard(self, index: int) -> Shard:
+        """Part of the first rank."""
+        return self._first.shard(index)
+
+    # ------------------------------------------------------------------ verbs
+    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Count the mean of gradients, where the strategy brings it about."""
+        own = self._first
+        if own._average and own.combines:
+            trained = [p for p in params if p.requires_grad]
+            own.agree(torch.zeros(len(trained)))
+            grads = [real(torch.empty_like(p, device="meta")) for p in trained]
+            own.collectives.average(grads, group=own._world, stage="gradients", count=1).wait()
+
+    def agree(self, words: Tensor) -> Tensor:
+        """Count words; nobody has anything to add to those of the one who asks."""
+        return self._first.agree(torch.zeros(words.shape) if words.device.type == "meta" else words)
+
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
+        """Count sums; those of shapes that were summed before, from memory."""
+        counter = self._collectives[0].counter
+        shapes = tuple((p.index, *(t.shape for t in p.tensors)) for p in parcels)
+        if shapes in self._reduced:
+            records, padding = self._reduced[shapes]
+            counter.records.extend(records)
+            counter.padding += padding
+            return Pending()
+        before, padding = len(counter.records), counter.padding
+        pending = self._first.reduce_statistics(parcels)
+        self._reduced[shapes] = counter.records[before:], counter.padding - padding
+        return pending
+
+    def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
+        """Count rows; of units that are wanted elsewhere, the stacks are made up."""
+        found = self._first.gather_statistics(parcels)
+        stacks = [[t.new_empty((self.data_world, *t.shape)) for t in p.tensors] for p in parcels]
+        return [f if f.tensors else Parcel(f.index, s) for f, s in zip(found, stacks, strict=True)]
+
+    def share_curvature(self, parcels: Sequence[Parcel]) -> None:
+        """Count curvature, column by column."""
+        if self.grid.workers == 1:
+            return
+        columns: dict[int, list[Parcel]] = {}
+        for parcel in parcels:
+            columns.setdefault(self.owners[parcel.index] % self.grid.width, []).append(parcel)
+        for column, own in columns.items():
+            self.seen_from(column).share_curvature(own)
+
+    def spread(self, parcels: Sequence[Parcel]) -> None:
+        """Count what goes from owners to all."""
+        self._first.spread(parcels)
+
+    def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
+        """Count directions."""
+        return self._first.post_directions(parcels)
+
+    def sum_shards(self, values: Tensor) -> Tensor:
+        """Count dots."""
+        return self._first.sum_shards(values)
+
+    def gather_shards(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Count directions in parts."""
+        return self._first.gather_shards(shards, sizes)
+
+
+def summed(records: Sequence[Record]) -> dict[str, Sum]:
+    """Messages by stage."""
+    found: dict[str, Sum] = {}
+    for record in records:
+        found[record.stage] = found.get(record.stage, Sum()).plus(Sum(record.nbytes, record.wire_bytes, 1))
+    return found

@@ -1,0 +1,190 @@
+"""``DedicatedWorkers`` in an imagined world: what ranks of each role send in an epoch of lockstep.
+
+The factor ranks' statistics are those of their own verbs; what the roles pass on to each other stands in the table of
+:mod:`secondorder.comm.dedicated.links`. In opportunistic mode nobody sends more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.comm.buffers import real
+from secondorder.comm.collectives import Collectives
+from secondorder.comm.dedicated.links import contents
+from secondorder.comm.dedicated.lockstep import ends_epoch
+from secondorder.comm.dedicated.roles import resolve
+from secondorder.comm.dedicated.workers import DedicatedWorkers
+from secondorder.comm.placement import Grid, Load, assign
+from secondorder.comm.strategy import Parcel, Pending, Shard, Unit
+from secondorder.plan.plan import Sum, Traffic
+from secondorder.plan.rehearsal import DryCollectives, Imagined, Rehearsal, summed
+
+
+class RoleRehearsal(Rehearsal):
+    """All roles at once; every rank is a column of its own.
+
+    Args:
+        strategy: Is not changed.
+        units: What is placed.
+        world: Number of ranks.
+        is_real: Whether a run is in this world, under this strategy.
+    """
+
+    def __init__(self, strategy: DedicatedWorkers, units: Sequence[Unit], world: int, is_real: bool = False) -> None:
+        self._arguments, self._units, self.is_real = strategy._arguments, list(units), is_real
+        self.roles = resolve(world, self._arguments.roles, self._arguments.allow_colocated)
+        self.period: int = self._arguments.period_of([unit.interval for unit in units])
+        self.grid: Grid = Grid(world, 1)
+        loads = [Load(unit.refresh_flops / unit.interval, unit.nbytes) for unit in units]
+        self.owners: list[int] = assign(loads, Grid(world, world), only=self.roles.inverse)
+        self._groups: dict[str, tuple[Sequence[int], DryCollectives]] = {}
+        self._name("gradients", self.roles.gradient)
+        self._name("factors", self.roles.factor)
+        self._name("parameters", (self.roles.chief, *self.roles.factor))
+        for j in self.roles.inverse:
+            if not self.roles.colocated:
+                self._name(f"estimate {j}", (self.roles.server, j))
+            self._name(f"curvature {j}", (j, *self.roles.gradient))
+
+    def _name(self, name: str, ranks: Sequence[int]) -> None:
+        self._groups[name] = ranks, DryCollectives(Collectives())
+
+    def _in(self, name: str) -> tuple[DryCollectives, Imagined]:
+        ranks, collectives = self._groups[name]
+        return collectives, Imagined(ranks, ranks[0])
+
+    def traffic(self, steps: int) -> tuple[Traffic, int]:
+        """What was sent since the last call, in each of so many steps; nothing is padded."""
+        by_rank: dict[int, dict[str, Sum]] = {}
+        for ranks, collectives in self._groups.values():
+            for stage, found in summed(collectives.counter.records).items():
+                for rank in ranks:
+                    own = by_rank.setdefault(rank, {})
+                    own[stage] = own.get(stage, Sum()).plus(found)
+            collectives.counter.clear()
+        return Traffic(steps, {}, by_rank), 0
+
+    # ------------------------------------------------------------------ who
+    def holders(self, index: int, place: str) -> Sequence[int] | None:
+        """Ranks that have something of a unit, see the base class."""
+        owner, roles = self.owners[index], self.roles
+        if place == "owner":
+            return (owner,)
+        if place in ("directions", "captures"):
+            return roles.gradient if place == "directions" else roles.factor
+        if place == "curvature":
+            return (*roles.gradient, owner)
+        warms_up = self._arguments.warmup == "sync" or self._units[index].everywhere
+        there = (*(roles.gradient if warms_up else ()), *roles.factor)
+        return there if owner in there else (*there, owner)
+
+    @property
+    def owned(self) -> list[int]:
+        """Nobody is idle: ranks that own nothing have another role."""
+        return []
+
+    @property
+    def groups(self) -> int:
+        """Communicators that a rank is a member of, at most; with that of the start and the end."""
+        sizes = [ranks for ranks, _ in self._groups.values() if len(ranks) > 1]
+        return 1 + max(sum(rank in ranks for ranks in sizes) for rank in range(self.world))
+
+    @property
+    def replicates(self) -> bool:
+        """No."""
+        return False
+
+    @property
+    def data_world(self) -> int:
+        """Number of ranks that estimate."""
+        return len(self.roles.factor)
+
+    def sources(self, index: int) -> int:
+        """Number of ranks that capture statistics."""
+        return self.data_world
+
+    def captures_elsewhere(self, index: int) -> bool:
+        """Sums alone are passed on."""
+        return False
+
+    def renews(self, index: int) -> bool:
+        """Inverse ranks refresh outside of steps."""
+        return False
+
+    def shard(self, index: int) -> Shard:
+        """Nothing is cut."""
+        return Shard(0, 1)
+
+    # ------------------------------------------------------------------ verbs of a step
+    def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
+        """Count the mean of gradients."""
+        trained = [p for p in params if p.requires_grad]
+        tensors = [real(torch.empty_like(p, device="meta")) for p in trained]
+        collectives, group = self._in("gradients")
+        tensors.append(torch.empty(len(trained), device="meta"))
+        collectives.average(tensors, group=group, stage="gradients", count=1).wait()
+
+    def agree(self, words: Tensor) -> Tensor:
+        """Count words of factor ranks."""
+        collectives, group = self._in("factors")
+        return collectives.words(words, group=group, stage="words")
+
+    def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
+        """Count sums of factor ranks."""
+        collectives, group = self._in("factors")
+        tensors, flags = contents(parcels)
+        collectives.all_reduce(tensors, group=group, stage="statistics", symmetric=flags, exact=True).wait()
+        return Pending()
+
+    def share_curvature(self, parcels: Sequence[Parcel]) -> None:
+        """Only in the warm-up."""
+
+    def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
+        """Every gradient rank has them."""
+        return Pending()
+
+    # ------------------------------------------------------------------ epochs
+    def intervals(self) -> list[int]:
+        """T."""
+        return [self.period]
+
+    def key(self, t: int) -> Hashable:
+        """Whether an epoch ends with this step."""
+        return ends_epoch(t + 1, self.period)
+
+    def after(self, optimizer: Any, t: int) -> None:
+        """Count what roles pass on at the end of an epoch."""
+        if not self.key(t):
+            return
+        roles = self.roles
+        self._copy("gradients", [_words(1 + 2 * len(roles.inverse))], stage="words")
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self._copy("parameters", [torch.empty_like(p, device="meta") for p in params])
+        for j in roles.inverse:
+            units = [index for index, owner in enumerate(self.owners) if owner == j]
+            if not roles.colocated:
+                tensors, flags = contents([optimizer.live_parcel(index, "estimate") for index in units])
+                self._copy(f"estimate {j}", [_words(len(units)), *tensors], [False, *flags])
+            tensors, flags = contents([optimizer.live_parcel(index, "curvature") for index in units])
+            self._copy(f"curvature {j}", [_words(2 + len(units)), *tensors], [False, *flags])
+            if self._arguments.on_loss == "degrade":
+                collectives, group = self._in("gradients")
+                collectives.words(torch.zeros(1), group=group, stage="words")
+
+    def _copy(self, name: str, tensors: Sequence[Tensor], flags: Sequence[bool] = (), stage: str = "") -> None:
+        ranks, collectives = self._groups[name]
+        collectives.broadcast(
+            {ranks[0]: tensors},
+            group=Imagined(ranks, ranks[0]),
+            stage=stage or name.split()[0],
+            symmetric={ranks[0]: flags or (False,) * len(tensors)},
+            exact=True,
+        ).wait()
+
+
+def _words(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.float64, device="meta")

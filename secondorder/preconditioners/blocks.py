@@ -1,0 +1,469 @@
+"""Blocks of a module, their hooks and their state: what the layer methods add to the life of an optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from secondorder import options
+from secondorder.capture.batch import BatchInput
+from secondorder.capture.capture import Capture
+from secondorder.capture.layers.parts import watched_attention
+from secondorder.capture.sites import Site, Statistic
+from secondorder.comm import Unit
+from secondorder.comm.layout import is_cut
+from secondorder.curvature.layer import Block, Choices, SkipRule, clean_name, forwarded, plan_blocks, unwrap
+from secondorder.curvature.schema import Schema, held, nbytes
+from secondorder.frames import calling_scaler
+from secondorder.lifecycle import Clock, Group, Lifecycle, shape_of
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What is chosen once for all layers, at construction.
+
+    Attributes:
+        skip_layers: Layers to leave out.
+        stagger: Spread refreshes over the interval.
+        refresh_warmup: Refresh often at first.
+        max_failures: Failed refreshes of a block in a row before an error.
+        tied: Which use of a weight tied between an embedding and a head has the block; None for neither.
+        norm_curvature: ``"unit"`` or ``"diagonal"``.
+        batch_dim: Dimension of the model's input that counts examples.
+        batch_input: The argument that counts them, or a function that does.
+        factor_dtype: Precision in which factors are kept; float32 stands for float64 where parameters are float64.
+        inv_dtype: Of what a refresh finds from them, likewise.
+        factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
+        overlap: Factorise beside training, and adopt what comes out a fixed number of steps later.
+        orthogonal_dtype: Of the products that ``orthogonalize`` takes of large matrices.
+    """
+
+    skip_layers: Sequence[SkipRule] | SkipRule = ()
+    stagger: bool = False
+    refresh_warmup: bool = False
+    max_failures: int = 10
+    tied: str | None = "head"
+    norm_curvature: str = "unit"
+    batch_dim: int = 0
+    batch_input: BatchInput | None = None
+    factor_dtype: torch.dtype = torch.float32
+    inv_dtype: torch.dtype = torch.float32
+    factor_storage: str = "dense"
+    overlap: bool = False
+    orthogonal_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if not isinstance(self.skip_layers, (str, type, nn.Module, Iterable)):
+            raise TypeError(f"skip_layers must be a rule or a sequence of rules, got {self.skip_layers!r}")
+        options.flag("stagger", self.stagger)
+        options.flag("refresh_warmup", self.refresh_warmup)
+        options.flag("overlap", self.overlap)
+        options.whole(1)("max_failures", self.max_failures)
+        options.choice("head", "embedding", None)("tied", self.tied)
+        options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)
+        options.whole(0)("batch_dim", self.batch_dim)
+        if not (self.batch_input is None or isinstance(self.batch_input, str) or callable(self.batch_input)):
+            raise TypeError(
+                f"batch_input must be the name of an argument of forward or a function, got {self.batch_input!r}"
+            )
+        options.stored_dtype("factor_dtype", self.factor_dtype)
+        options.stored_dtype("inv_dtype", self.inv_dtype)
+        options.choice("dense", "packed")("factor_storage", self.factor_storage)
+        options.stored_dtype("orthogonal_dtype", self.orthogonal_dtype)
+
+    @property
+    def choices(self) -> Choices:
+        """What the plan of blocks needs."""
+        skip = self.skip_layers
+        rules = [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
+        return Choices(rules, self.tied, self.norm_curvature)
+
+
+class Capturing(Lifecycle):
+    """Plans blocks over the layers of a module, and has captured what the coming step will use."""
+
+    #: Options that decide what the state of a block holds.
+    allocating: ClassVar[tuple[str, ...]] = ()
+    #: Options that say how many steps lie between two updates of the estimates, and between two refreshes.
+    capture_interval: ClassVar[str] = "factor_update_steps"
+    refresh_interval: ClassVar[str] = "inv_update_steps"
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """What the state of a block holds.
+
+        Args:
+            block: The block.
+            group: Its options.
+            held: Its state as it is, or as a checkpoint has it, for sizes that only data decide.
+
+        Returns:
+            By key the first value of a number, or a ``meta`` tensor for what is allocated as zeros; its kind and place.
+        """
+
+    @abstractmethod
+    def new_statistic(self, block: Block, group: Group) -> Statistic:
+        """An empty pending statistic of a block."""
+
+    # ------------------------------------------------------------------ birth
+    def _begin_capture(self, layer_options: LayerOptions) -> None:
+        self._layer_options = layer_options
+        self._capture: Capture | None = None
+        self._blocks: list[Block] = []
+        self._block_of: dict[nn.Parameter, Block] = {}
+        self._failures: dict[str, int] = {}
+        self._unjudged: list[tuple[list[Block], Tensor, torch.Event]] = []
+        self._failed_at: dict[str, int] = {}
+        self._failed_refreshes = 0
+        self._skipped_statistics: dict[str, int | Tensor] = {}
+        self._kl_factor: Tensor | None = None
+        self._warned: set[str] = set()
+        #: The gradient of the first layer in the last step, and its version: the same again means no backward pass.
+        self._last_gradient: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
+        #: Step of the last refresh and of the last statistics, by block; not known of what a checkpoint brought.
+        self._refreshed_at: dict[str, int] = {}
+        self._learned_at: dict[str, int] = {}
+        self._looked_for_scaler: set[str] = set()
+        #: The loss scaler, if it was found and not given.
+        self._found_scaler: Any = None
+        self._armed_for: list[tuple[Any, ...]] = []
+        #: Shapes of the whole curvature of each parameter, wherever it is.
+        self._shapes: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
+        #: Examples of a rank in the last batch, and rows that the statistics of a block had of them: for plans.
+        self._rows_seen: dict[str, tuple[float, float | Tensor]] = {}
+        #: Blocks whose curvature a checkpoint left out, until the ranks have found it anew.
+        self._to_renew: set[str] = set()
+        #: Blocks whose statistics the coming step uses, on any rank.
+        self._due: set[int] = set()
+
+    def _connect(self, root: nn.Module | None) -> None:
+        """Plan the blocks of a module and hook them."""
+        assert root is not None
+        self._root = unwrap(root)
+        self._blocks = []
+        self._rebuild()
+        self._hook()
+
+    def _hook(self) -> None:
+        assert self._root is not None
+        if self._capture is None:
+            chosen = self._layer_options
+            self._capture = Capture(forwarded(self._root), chosen.batch_dim, chosen.batch_input)
+            self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
+            self._capture.owner = weakref.ref(self)
+            self._capture.clock = self._clock
+        sites = [self._site(b) for b in self._blocks]
+        self._capture.set_sites(
+            sites, watched_attention(self._root, {tap.module for b in self._blocks for tap in b.taps})
+        )
+        self._closed = False
+        self._arm()
+
+    def _site(self, block: Block) -> Site:
+        reference = weakref.ref(self)  # the hooks must not keep the optimizer alive
+
+        def new_statistic() -> Statistic:
+            optimizer = reference()
+            assert optimizer is not None
+            return optimizer.new_statistic(block, block.group)
+
+        return Site(block.label, block.taps, block.owner, new_statistic)
+
+    # ------------------------------------------------------------------ blocks
+    def _plan(self) -> bool:
+        """Find the blocks. Hooks of equal blocks stay: a compiled model would not see new ones.
+
+        Returns:
+            Whether the blocks changed.
+        """
+        assert self._root is not None
+        plan = plan_blocks(self._root, [p for p in self._group if p.requires_grad], self._layer_options.choices)
+        _refuse_tensor_parallel(self._root, plan.blocks)
+        changed = [b.signature for b in plan.blocks] != [b.signature for b in self._blocks]
+        if changed:
+            self._blocks = plan.blocks
+            self._block_of = {p: b for b in self._blocks for p in b.params}
+        for block in self._blocks:
+            block.group = self._group[block.owner]
+        if changed:
+            self._place([self._unit(block) for block in self._blocks])
+        inside = self._inside()
+        self._reasons, self._skipped_by_user = plan.reasons, plan.skipped_by_user
+        self._reasons |= {p: "frozen" for p in self._group if not p.requires_grad}
+        self._reasons |= {p: "not a parameter of the hooked module" for p in self._group if p not in inside}
+        return changed
+
+    def _unit(self, block: Block) -> Unit:
+        """What a strategy needs to know of a block."""
+        adapter, group = block.adapter, block.group
+        a, g, blocks = adapter.n_a, adapter.n_g, adapter.groups
+        schema = self.live_schema(block)
+        flat = [a if adapter.one_hot else a**3, g**3]
+        return Unit(
+            block.name,
+            f"{blocks}×{g}×{a} {block.kind} " + ", ".join(f"{k} {entry.shape}" for k, entry in schema.items()),
+            refresh_flops=float(blocks * sum(flat)),
+            step_flops=2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g) + self.shaping_flops(block),
+            nbytes=sum(nbytes(schema).values()),
+            interval=max(1, int(group[self.refresh_interval])),
+            everywhere=self._needs_estimate_everywhere(block, group),
+        )
+
+    def shaping_flops(self, block: Block) -> float:
+        """FLOPs of what a method does to a direction that is preconditioned."""
+        return 0.0
+
+    def _needs_estimate_everywhere(self, block: Block, group: Mapping[str, Any]) -> bool:
+        """Whether preconditioning uses the running estimate itself."""
+        return False
+
+    def _rebuild(self) -> bool:
+        """As in the base class; a copy without its module waits for :meth:`attach`."""
+        return self._root is not None and super()._rebuild()
+
+    def _follow(self, replanned: bool) -> None:
+        if replanned and self._capture is not None:
+            self._hook()
+        self._arm()
+
+    def _covers(self, p: nn.Parameter) -> bool:
+        return p in self._block_of
+
+    def _options(self, p: nn.Parameter) -> Group:
+        return self._block_of[p].group
+
+    def live_schema(self, block: Block) -> Schema:
+        """What the state of a block holds now."""
+        return self.schema(block, block.group, self.state.get(block.owner, {}))
+
+    def zeros(self, block: Block, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """A ``meta`` tensor in the precision of a block's curvature."""
+        return torch.empty(tuple(shape), dtype=dtype or self._precision(block.owner), device="meta")
+
+    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        block = self._block_of.get(p)
+        return self.schema(block, group, held) if block is not None and block.owner is p else {}
+
+    def _allocate(self, p: nn.Parameter) -> None:
+        state, before = self.state[p], self._shapes.get(p, {})
+        schema = self._curvature_schema(p, self._group[p], state)
+        wanted = held(schema, self._places_here(p))
+        self._shapes[p] = {k: entry.shape for k, entry in schema.items()}
+        self.entries |= {k: entry._replace(like=0) for k, entry in schema.items() if k not in self.entries}
+        stale = any(k in state and shape_of(state[k]) != entry.shape for k, entry in wanted.items())
+        # What another rank holds may have changed too: what is counted of it must not differ from rank to rank.
+        stale |= any(k in before and k not in wanted and before[k] != shape for k, shape in self._shapes[p].items())
+        for key in [k for k in state if k in self.entries and (k not in wanted or stale)]:
+            del state[key]
+        for key, entry in schema.items():
+            value = entry.like
+            if key not in wanted:
+                if before and key not in before and entry.derived:
+                    state["refreshes"] = 0
+            elif not isinstance(value, Tensor):
+                state.setdefault(key, value)
+            elif key not in state:
+                like = p if is_cut(p) and entry.kind == "momentum" else value
+                state[key] = torch.zeros_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
+                if entry.derived:
+                    state["refreshes"] = 0  # nothing to precondition with until the next refresh, which is due
+            else:  # the model was moved or cast
+                state[key] = state[key].to(p.device, value.dtype)
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """Blocks by module name."""
+        return {b.name: b for b in self._blocks}
+
+    def _facts(self) -> dict[str, list[str]]:
+        chosen = {f.name: getattr(self._layer_options, f.name) for f in fields(LayerOptions) if f.name != "skip_layers"}
+        if callable(chosen["batch_input"]):
+            chosen["batch_input"] = "a function"  # its representation has an address
+        return {**super()._facts(), "options of all layers": [f"{k}={v!r}" for k, v in chosen.items()]}
+
+    # ------------------------------------------------------------------ capture
+    def _require_capture(self) -> Capture:
+        if self._capture is None:
+            if self._closed:
+                raise RuntimeError(f"this {type(self).__name__} was closed; call attach(module) to train on")
+            raise RuntimeError(self._is_a_copy())
+        return self._capture
+
+    def _require_loadable(self) -> None:
+        if self._root is None:
+            raise RuntimeError(self._is_a_copy())
+
+    def _is_a_copy(self) -> str:
+        return f"this {type(self).__name__} is a copy and has no module to capture from: call attach(module) first"
+
+    def _arm(self) -> None:
+        """Have captured what the coming step will use."""
+        capture = self._capture
+        if capture is not None:
+            self._armed_for = self._schedule()
+            capture.grad_scaler = self._scaler
+            self._due = {b.index for b in self._blocks if self._capture_is_due(b) and self.comm.learns(b.index)}
+            capture.arm(i for i in self._due if self.comm.captures(i))
+
+    def _schedule(self) -> list[tuple[Any, ...]]:
+        names = (self.refresh_interval, self.capture_interval, "scale_update_steps", "estimator")
+        return [tuple(g.get(name) for name in names) for g in self.param_groups]
+
+    def _follow_schedule(self) -> None:
+        """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
+        self._check_changed_options()
+        if not self._is_gathered():
+            self._synchronize()
+        if self._schedule() != self._armed_for:
+            self._arm()
+
+    def _is_gathered(self) -> bool:
+        """Whether the module has whole parameters now, in the place of those that ``fully_shard`` has cut."""
+        if not self._is_cut or self._layout() == self._signature:
+            return False
+        inside = self._inside()
+        return any(is_cut(p) and p not in inside for p in self._group)
+
+    def _capture_is_due(self, block: Block) -> bool:
+        group = block.group
+        if group[self.refresh_interval] == 0:
+            return False
+        warming = self._layer_options.refresh_warmup and self._t < group[self.refresh_interval]
+        due: bool = warming or self._t % group[self.capture_interval] == 0
+        return due or self.state[block.owner]["factor_updates"] == 0
+
+    def time_stages(self, clock: Clock | None) -> None:
+        super().time_stages(clock)
+        if self._capture is not None:
+            self._capture.clock = clock
+
+    def _follow_scaler(self) -> None:
+        self._found_scaler = None  # whoever sets one decides; it is noted below where this class does
+        if self._capture is not None:
+            self._capture.grad_scaler = self._scaler
+
+    def _infer_scaler(self) -> None:
+        """Adopt the loss scaler that calls this step, where none was given; what was captured before is left out.
+
+        The stack is looked through in the first step, in the first that finds float16 gradients, and in those that use
+        a scaler which was found: where it does not call any more, it does not multiply the loss either.
+        """
+        capture = self._capture
+        if capture is None or not (capture.pending or capture.scale_is_unknown):
+            return
+        if self._scaler is not None:
+            if self._scaler is self._found_scaler and calling_scaler() is not self._scaler:
+                self.grad_scaler = self._found_scaler = None
+            return
+        wanted = {"first", "float16"} if capture.scale_is_unknown else {"first"}
+        if wanted <= self._looked_for_scaler:
+            return
+        self._looked_for_scaler |= wanted
+        if (found := calling_scaler()) is not None:
+            self.grad_scaler = self._found_scaler = found
+
+    def detach(self) -> None:
+        """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
+        if self._capture is not None:
+            self._capture.close()
+            self._capture = None
+            self._closed = True
+
+    @contextmanager
+    def pause_capture(self) -> Iterator[None]:
+        """Capture nothing of the forwards that run inside the ``with`` block."""
+        capture = self._capture
+        if capture is None:
+            yield
+            return
+        with capture.paused():
+            yield
+
+    @contextmanager
+    def mask(self, keep: Tensor | None) -> Iterator[None]:
+        """Keep padding out of the statistics of the forwards that run inside the ``with`` block.
+
+        Rows of layers whose input has the leading dimensions of the mask (or its transpose, or both in one) are left
+        out where it is False; other layers, such as those after pooling, are not touched.
+
+        Args:
+            keep: ``[N, S]``, True (or 1, as attention masks have it) for real positions; None for no mask.
+
+        Raises:
+            TypeError: If it is no tensor of bools or integers; a mask of floats is one to be added to scores.
+            ValueError: If its shape is another.
+        """
+        if keep is not None and (not isinstance(keep, Tensor) or keep.is_floating_point() or keep.is_complex()):
+            kind = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
+            raise TypeError(f"mask takes a bool or integer tensor keep of shape [N, S], got {kind}")
+        if keep is not None and keep.dim() != 2:
+            raise ValueError(f"mask takes a tensor keep of shape [N, S], got shape {tuple(keep.shape)}")
+        if self._capture is None:
+            yield
+            return
+        with self._capture.masked(None if keep is None else keep.bool()):
+            yield
+
+    # ------------------------------------------------------------------ what may change between steps
+    def _layout(self) -> list[tuple[object, ...]]:
+        chosen = [tuple(g.get(name) for name in self.allocating) for g in self.param_groups]
+        return [*super()._layout(), *chosen]
+
+    # ------------------------------------------------------------------ copies
+    def _kept_by_copies(self) -> dict[str, Any]:
+        rules = [self._name_of(r) if isinstance(r, nn.Module) else r for r in self._layer_options.choices.skip]
+        kept = {
+            "layer_options": replace(self._layer_options, skip_layers=rules),
+            "to_renew": set(self._to_renew),
+            "refreshed_at": dict(self._refreshed_at),
+            "learned_at": dict(self._learned_at),
+        }
+        return {**super()._kept_by_copies(), **kept}
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        super()._restore(kept)
+        self._begin_capture(kept["layer_options"])
+        self._to_renew = set(kept["to_renew"])
+        self._refreshed_at, self._learned_at = dict(kept["refreshed_at"]), dict(kept["learned_at"])
+
+    def _name_of(self, module: nn.Module) -> str:
+        assert self._root is not None
+        return next(clean_name(name) for name, m in self._root.named_modules() if m is unwrap(module))
+
+
+def _refuse_tensor_parallel(root: nn.Module, blocks: Sequence[Block]) -> None:
+    """Refuse layers of which every rank applies a part: what their hooks see is no row of the layer.
+
+    Raises:
+        NotImplementedError: Naming them.
+    """
+    cut = {p for block in blocks for p in block.params if is_cut(p)}
+    if not cut:
+        return
+    sharded = {p for m in root.modules() if _is_fully_sharded(m) for p in m.parameters()}
+    found = [
+        block.label
+        for block in blocks
+        if any(getattr(tap.module, "_distribute_module_applied", False) for tap in block.taps)
+        or any(p in cut and p not in sharded for p in block.params)
+    ]
+    if found:
+        raise NotImplementedError(
+            f"layers {', '.join(found)} are tensor-parallel: each rank sees a part of their rows, from which the "
+            "curvature of the layer cannot be had. Leave them out with skip_layers=[...], or use a window method, "
+            "such as MFAC"
+        )
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to a module; by name, since not every build of torch has it."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

@@ -1,0 +1,328 @@
+"""EK-FAC's scale: when it is measured, of which examples, in which basis, and on which rank.
+
+::
+
+    "intra"      squares of per-example gradients     during backward, or, with transport="recompute", after a refresh
+    "running"    squares of the mean gradient         in stage 5, where the gradient is rotated anyway
+
+The second way needs no capture, only the number of examples. With ``transport="recompute"`` several ranks measure after
+the new bases were shared, and share the scale then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from secondorder import options
+from secondorder.capture.sites import Captured, Statistic
+from secondorder.capture.statistics import averages
+from secondorder.capture.statistics.measurement import Estimate, Measured
+from secondorder.capture.statistics.squares import EigenSums, ScaleSums
+from secondorder.curvature.eigenbasis import RebasingOptimizer
+from secondorder.curvature.layer import Block
+from secondorder.curvature.schema import Schema, tensors
+from secondorder.lifecycle import Directions, Group
+from secondorder.linalg import dense, eigenbasis
+
+
+class ScalingOptimizer(RebasingOptimizer):
+    """Base of the methods that divide by a scale which is measured in the eigenbases."""
+
+    def _begin_scales(self) -> None:
+        self._begin_bases()
+        #: Examples of this step.
+        self._step_examples = 0
+        #: What was captured in this step, where the scale is to be measured in the basis that it finds.
+        self._late: dict[Block, tuple[EigenSums, int]] = {}
+        self._late_due: set[int] = set()
+        self._rotated: dict[Block, Tensor] = {}
+        #: Whole gradients that the scale was measured with, and the blocks of which they were sent.
+        self._wholes_now: Directions = {}
+        self._sent: set[int] = set()
+
+    # ------------------------------------------------------------------ when
+    def _capture_is_due(self, block: Block) -> bool:
+        group = block.group
+        if group["inv_update_steps"] == 0:
+            return False
+        # A running scale needs the number of examples, which any layer of the step tells.
+        scale = self._scale_is_due(block) and not like_adam(group)
+        return self._factors_are_due(block) or scale or self._measures_late(block)
+
+    def _factors_are_due(self, block: Block) -> bool:
+        return super()._capture_is_due(block)
+
+    def _scale_is_due(self, block: Block) -> bool:
+        steps: int = block.group["scale_update_steps"]
+        return self._t % steps == 0
+
+    def _measures_scale(self, block: Block) -> bool:
+        """Whether this step measures the scale of a block example by example, in the basis of now."""
+        ready = block.group["estimator"] == "intra" and self._is_refreshed(block)
+        return ready and self._scale_is_due(block) and not self._measures_late(block)
+
+    def _measures_late(self, block: Block) -> bool:
+        """Whether it is measured in the basis that this step will find."""
+        group = block.group
+        return group["estimator"] == "intra" and group["transport"] == "recompute" and self._refresh_comes(block)
+
+    def _refresh_comes(self, block: Block) -> bool:
+        """Whether this step will refresh the basis of a block, its factors being captured."""
+        return self.state[block.owner]["refreshes"] == 0 or self._refresh_is_due(block)
+
+    def _keeps_calls(self, block: Block) -> bool:
+        """Whether what is captured now is measured later: in bases that are not here, or not yet."""
+        return self._measures_late(block) or (self._measures_scale(block) and self._lacks_bases(block))
+
+    # ------------------------------------------------------------------ what
+    def new_statistic(self, block: Block, group: Group) -> EigenSums:
+        """Empty sums of what is due."""
+        factors, keep_calls = None, self._keeps_calls(block)
+        if self._factors_are_due(block):
+            factors = self.new_sums(block, group)
+        scales = self._new_scales(block) if self._measures_scale(block) and not keep_calls else None
+        by_example = group["estimator"] == "intra"
+        return EigenSums(factors, scales, by_example, keep_calls)
+
+    def _new_scales(self, block: Block) -> ScaleSums:
+        group, generator = block.group, None
+        bases = self.basis(block, "a"), self.basis(block, "g")
+        like = torch.empty_like(tensors(self._scale_sums(block))["scale"], device=block.owner.device)
+        if group["scale_batch_size"] is not None:
+            generator = torch.Generator().manual_seed(self.seed(len(self._blocks) + block.index))
+        return ScaleSums(block.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
+
+    def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
+        self._step_examples = statistics.total or max(statistics.examples.values(), default=0)
+        measured = [self._blocks[i] for i in sorted(self._due) if self._measures_scale(self._blocks[i])]
+        super()._learn(statistics, gradients, gate)
+        if measured:
+            self._share_scales(measured)
+
+    def sums(self, block: Block) -> Schema:
+        """Factors and scale, as far as they are due."""
+        found = self.factor_sums(block, block.group) if self._factors_are_due(block) else {}
+        return found | self._scale_sums(block) if self._measures_scale(block) else found
+
+    def _scale_sums(self, block: Block) -> Schema:
+        return {"scale": self.live_schema(block)["scale"]}
+
+    def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
+        """What this rank's batch says of the factors and, in the basis of now, of the scale."""
+        sums, parts = cast(EigenSums, statistic), dict[str, Estimate]()
+        if sums.factors is not None:
+            parts |= self.measured_factors(block, sums.factors, examples)
+        if sums.scales is not None:
+            parts["scale"] = self._measured_scale(block, sums.scales, examples)
+        return Measured(parts, examples, sums)
+
+    def _measured_scale(self, block: Block, sums: ScaleSums, examples: int) -> Estimate:
+        """The scale of a batch, per datum."""
+        group = block.group
+        if self._fisher.is_observed:
+            count = self._observed_terms.clamp(min=1) if group["loss_reduction"] == "mean" else float(examples)
+            return Estimate(sums.total, self.gradient_scale(group, examples), count)
+        reduction = group["loss_reduction"]
+        total, factor = sums.per_datum(reduction, examples)
+        terms = group["loss_terms"] if reduction == "mean" else 1.0
+        return Estimate(total, factor * terms, sums.data(examples))
+
+    # ------------------------------------------------------------------ into the estimate
+    def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold what was measured into the running factors and the scale."""
+        finite = torch.ones((), dtype=torch.bool, device=block.owner.device)
+        if "factor_a" in measured.parts:
+            finite = self.fold_factors(block, measured, gate)
+        if measured.rest is not None and measured.rest.calls and not self.comm.combines:
+            self._late[block] = measured.rest, measured.examples
+        if "scale" in measured.parts and "scale" in self.state[block.owner]:
+            part = measured.parts["scale"]
+            fine = averages.all_finite([part.total])
+            weight = self.batch_weight(block.group, measured.examples)
+            self._fold(block, part.total, cast(float, part.scale), weight, fine if gate is None else fine & gate)
+            finite = finite & fine
+        return finite
+
+    def count_update(self, block: Block, measured: Measured) -> None:
+        """Count a statistic that was folded in, on whatever rank."""
+        if self._factors_are_due(block):
+            super().count_update(block, measured)
+        # After loading, ranks may find the bases only when the forward that would have measured is over.
+        seen = measured.seen is None or "scale" in measured.seen
+        if self._measures_scale(block) and seen:
+            self._count_scale(block)
+
+    def _count_scale(self, block: Block) -> None:
+        self.state[block.owner]["scale_updates"] += 1
+        self.note_step(block, "scale_step")
+
+    def _fold(self, block: Block, total: Tensor, factor: float, weight: float, ok: Tensor) -> None:
+        state, decay = self.state[block.owner], self._scale_decay(block)
+        total = self.pooled(block, total)
+        averages.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, decay, ok)
+        if "scale_unit" in state:
+            state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))
+
+    def _scale_decay(self, block: Block) -> float:
+        """β of the coming update of the scale."""
+        group, state = block.group, self.state[block.owner]
+        own = group["scale_decay"]
+        decay = group["factor_decay"] if own is None else own
+        return self.decay(block, decay, state["scale_updates"], "scale_step")
+
+    # ------------------------------------------------------------------ in the basis just found
+    def _measure_late(self, block: Block, sums: EigenSums, good: Tensor) -> None:
+        """Measure the scale of this step's batch alone, in the basis just found (``transport="recompute"``)."""
+        measured = self._in_new_basis(block, sums)
+        part = measured.parts["scale"]
+        ok = good & averages.all_finite([part.total])
+        weight = self.batch_weight(block.group, measured.examples)
+        self.state[block.owner]["scale_weight"].mul_(~ok)
+        self._fold(block, part.total, cast(float, part.scale), weight, ok)
+        self._count_scale(block)
+
+    def _in_new_basis(self, block: Block, sums: EigenSums) -> Measured:
+        """The scale of the calls that were kept, in the basis of now."""
+        scales, examples = self._scales_of_calls(block, sums), sum(count for _, count in sums.calls)
+        return Measured({"scale": self._measured_scale(block, scales, examples)}, examples, sums)
+
+    def _scales_of_calls(self, block: Block, sums: EigenSums) -> ScaleSums:
+        scales = self._new_scales(block)
+        for calls, count in sums.calls:
+            scales.add(calls, count)
+        return scales
+
+    def _measure_kept(self, statistics: Captured) -> Captured:
+        """Measure calls that were kept until the bases had been sent; a layer that refuses is left out."""
+        kept = dict(statistics.statistics)
+        for i, found in statistics.statistics.items():
+            block, sums = self._blocks[i], cast(EigenSums, found)
+            if sums.calls and statistics.examples[i] and self._measures_scale(block):
+                try:
+                    sums.scales = self._scales_of_calls(block, sums)
+                except ValueError as error:
+                    self._refuse_calls(block, error)
+                    del kept[i]
+                sums.calls.clear()
+        return statistics._replace(statistics=kept)
+
+    def _refuse_calls(self, block: Block, error: ValueError) -> None:
+        """Say why nothing of a layer was captured."""
+        self._require_capture().refused[block.index] = str(error)
+
+    # ------------------------------------------------------------------ of the mean gradient
+    def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
+        running = [b for b in self._blocks if b.group["estimator"] == "running" and self._active(b, gradients)]
+        due = [b for b in running if self._scale_is_due(b)]
+        if due and self._is_cut:
+            self._wholes_now, self._sent = super()._whole_gradients(due, gradients), {b.index for b in due}
+        for block in due:
+            self._measure_running(block, self._wholes_now if self._is_cut else gradients, gate)
+        directions = super()._precondition(gradients, gate)
+        self._rotated.clear()
+        self._wholes_now, self._sent = {}, set()
+        return directions
+
+    def _whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
+        """As in the base class; gradients that the scale was measured with are not sent again."""
+        here = [b for b in blocks if b.index in self._sent and preconditions_gradient(b.group)]
+        rest = [b for b in blocks if b not in here]
+        found = {p: self._wholes_now[p] for b in here for p in b.params if p in self._wholes_now}
+        return found | (super()._whole_gradients(rest, source) if rest else {})
+
+    def _measure_running(self, block: Block, gradients: Directions, gate: Tensor | None) -> None:
+        """Fold the squared gradient into the scale: no per-example work at all."""
+        group = block.group
+        examples = 1.0 if like_adam(group) else float(self._step_examples)
+        if examples == 0:
+            return
+        if not self.comm.preconditions(block.index):
+            self._count_scale(block)
+            return
+        with dense.full_precision(block.owner.device):
+            self._workspace.reset()
+            matrix = block.matrix([gradients[p].to(self._precision(p)) for p in block.params], self._workspace)
+            rotated = eigenbasis.rotate(matrix, self.basis(block, "a"), self.basis(block, "g"), self._workspace).clone()
+        ok = averages.all_finite([rotated])
+        weight = 1.0 if like_adam(group) else self.batch_weight(group, int(examples))
+        if group["loss_reduction"] == "mean":
+            factor = examples * group["loss_terms"]
+        else:  # N (∇/N)² of the whole sum, of which several ranks have their mean
+            factor = (self.comm.data_world if self.comm.combines else 1) ** 2 / examples
+        squares = eigenbasis.scale_running(rotated, 1.0 if like_adam(group) else factor)
+        self._fold(block, squares, 1.0, weight, ok if gate is None else ok & gate)
+        self._count_scale(block)
+        if preconditions_gradient(group):
+            self._rotated[block] = rotated
+
+    # ------------------------------------------------------------------ with other ranks
+    def _reduce(self, statistics: Captured) -> Captured:
+        self._late_due = {i for i in self._due if self._measures_late(self._blocks[i])}
+        if self.comm.combines:
+            self._send_bases()
+            statistics = self._measure_kept(statistics)
+        reduced = super()._reduce(statistics)
+        if self.comm.combines:
+            found = ((self._blocks[i], cast(Measured, m)) for i, m in reduced.statistics.items())
+            self._late = {b: (m.rest, m.examples) for b, m in found if b.index in self._late_due and m.rest is not None}
+        return reduced
+
+    def _share(self, refreshed: list[int]) -> None:
+        super()._share(refreshed)
+        late = [self._blocks[i] for i in refreshed if i in self._late_due]
+        if not self.comm.combines or not late:
+            return
+        mine: dict[int, Measured] = {}
+        for block in (b for b in late if b in self._late):
+            try:
+                mine[block.index] = self._in_new_basis(block, self._late[block][0])
+            except ValueError as error:  # the other ranks go on
+                self._refuse_calls(block, error)
+        found, _ = self._exchange(late, mine, self._scale_sums, [])
+        for block in late:
+            measured = found.get(block.index)
+            if measured is None:
+                continue
+            if measured.parts and "scale" in self.state[block.owner]:
+                self.state[block.owner]["scale_weight"].zero_()
+                weight = self.batch_weight(block.group, measured.examples)
+                self._fold(block, measured.parts["scale"].total, 1.0, weight, torch.tensor(True))
+            self._count_scale(block)
+        self._share_scales(late)
+
+    def _share_scales(self, blocks: Sequence[Block]) -> None:
+        """Bring scales that only the owners have measured to the others that precondition with them."""
+        if self.comm.replicates:
+            return
+        keys = ("scale", "scale_weight", "scale_unit")
+        mine = [b for b in blocks if self.comm.preconditions(b.index)]
+        self.comm.share_curvature([self._shared(b, self.live_schema(b), keys) for b in mine])
+
+    # ------------------------------------------------------------------ ends
+    def _advance(self) -> None:
+        self._late.clear()
+        super()._advance()
+
+    def _finish_load(self) -> None:
+        self._late.clear()
+        self._late_due.clear()
+        super()._finish_load()
+
+
+def preconditions_gradient(group: Mapping[str, Any]) -> bool:
+    """Whether what is preconditioned is the gradient itself, and not a running mean."""
+    return bool(not options.is_adam(group["graft"]) and group["momentum_mode"] == "post")
+
+
+def like_adam(group: Mapping[str, Any]) -> bool:
+    """Whether the scale is that of the mean gradient, whose steps have Adam's size whatever the batch."""
+    return bool(group["estimator"] == "running" and group["momentum_mode"] == "pre")
+
+
+def is_adam(group: Mapping[str, Any]) -> bool:
+    """Whether the direction is Adam's in the eigenbasis, with ε for damping."""
+    return like_adam(group) and group["power"] == 0.5
