@@ -1,8 +1,11 @@
 """Part of the site build: how docstrings that are written for readers of the source look on a page.
 
-``Example:`` becomes the section that shows code as code, and the two colons before a block of code become one.
+``Example:`` becomes the section that shows code as code, and the two colons before a block of code become one. A class
+whose docstring is completed by ``options.complete_docstring`` is imported, and shows what ``help()`` shows.
 """
 
+import importlib
+import inspect
 import re
 from typing import Any
 
@@ -16,5 +19,8 @@ class Docstrings(griffe.Extension):
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
+            if obj.is_class and any("complete_docstring" in str(decorator.value) for decorator in obj.decorators):
+                cls = getattr(importlib.import_module(obj.module.path), obj.name)
+                obj.docstring.value = inspect.getdoc(cls) or ""
             for pattern, words in CHANGES:
                 obj.docstring.value = pattern.sub(words, obj.docstring.value)

@@ -1,15 +1,25 @@
-"""Validation of group options: every value is checked once, when a group is added, with the value in the text."""
+"""Options of constructors: their validation, and their documentation.
+
+Every value is checked once, when a group is added, with the value in the text. Descriptions that several classes share
+are written once, and put into their docstrings.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Check = Callable[[str, Any], None]
+_Class = TypeVar("_Class", bound=type)
+
+_SECTION = re.compile(r"^Args:\n((?: .*\n)+)", re.M)
+_DESCRIPTION = re.compile(r"^    (\w+): .*\n(?:     .*\n)*", re.M)
 
 
 def is_number(value: Any) -> bool:
@@ -305,3 +315,35 @@ def renamed(group: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, 
             if found.setdefault(name, value) != value:
                 raise ValueError(f"{name} and {old} are one option: give it once, got {found[name]} and {value}")
     return found
+
+
+def complete_docstring(*shared: str | None) -> Callable[[_Class], _Class]:
+    """Decorate a class: its docstring gets the arguments of the constructor that it does not describe itself.
+
+    The section ``Args`` of the docstring then has all arguments, in the order of the signature.
+
+    Args:
+        shared: Where the other descriptions are: docstrings with such a section, or texts of the same form. They are
+            None where Python runs without docstrings.
+
+    Returns:
+        The decorator.
+    """
+
+    def complete(cls: _Class) -> _Class:
+        if cls.__doc__ is None:
+            return cls
+        own = inspect.cleandoc(cls.__doc__) + "\n"
+        found = {name: text for part in (*shared, own) for name, text in _descriptions(part or "").items()}
+        names = inspect.signature(cls).parameters
+        start, end = next(_SECTION.finditer(own)).span(1)
+        cls.__doc__ = own[:start] + "".join(found[name] for name in names) + own[end:]
+        return cls
+
+    return complete
+
+
+def _descriptions(text: str) -> dict[str, str]:
+    """What a docstring, or a text of nothing else, says of each argument."""
+    section = _SECTION.search(inspect.cleandoc(text) + "\n")
+    return {match[1]: match[0] for match in _DESCRIPTION.finditer(section[1] if section else text)}

@@ -78,10 +78,10 @@ NUMBERS = {
     "modules at the top level":                           Number(10, 10),
     "folders at the top level":                           Number(12, 12),
     "modules named by a verb, without reason":            Number(0, 0),
-    "modules of more than 400 lines":                     Number(19, 0),
+    "modules of more than 400 lines":                     Number(18, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(32400, 28500),
+    "lines":                                              Number(32240, 28500),
 }
 # fmt: on
 

@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "curvature": {"capture", "linalg", "policy", "base"},
     "capture": {"linalg", "base"},
     "nn": {"capture"},
-    "comm": {"linalg"},
+    "comm": {"linalg", "base"},
     "policy": {"base"},
     "linalg": set(),
     "base": set(),

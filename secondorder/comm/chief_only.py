@@ -9,23 +9,21 @@ import torch
 
 from secondorder.comm.rank_grid import RankGrid
 from secondorder.comm.strategy import Parcel, Pending
+from secondorder.options import complete_docstring
 
 _DELIVER, _STATISTICS = ("gradients", "inverses"), ("all", "chief")
 
 
+@complete_docstring(RankGrid.__doc__)
 class ChiefOnly(RankGrid):
     """The chief alone keeps factors and refreshes; the others get its directions, or its inverses.
 
     Args:
         root: Rank of the chief.
-        deliver: ``"gradients"``: the chief preconditions and sends directions at every step; ``"inverses"``: it sends
-            what a refresh finds, and every rank preconditions.
-        statistics: ``"all"``: of all ranks, summed on the chief; ``"chief"``: of its own examples, without any traffic.
-        average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
-        wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded; sums stay in float32.
-        timeout: Seconds after which a missing rank is an error; None: as the default process group.
-        verify_every: For debugging: every so many steps, compare parameters and messages over the ranks, and raise
-            ``RuntimeError`` with the first that differs.
+        deliver: ``"gradients"``: the chief preconditions, and sends directions at every step. ``"inverses"``: it sends
+            the results of refreshes, and every rank preconditions.
+        statistics: ``"all"`` sums the statistics of all ranks on the chief; ``"chief"`` uses those of the chief's own
+            examples, without any communication.
 
     Raises:
         TypeError: For a value of a wrong kind.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from secondorder.comm.rank_grid import RankGrid
+from secondorder.options import complete_docstring
 
 
+@complete_docstring(RankGrid.__doc__)
 class CommOpt(RankGrid):
     """All ranks are gradient workers of all units; the default in a process group of more than one rank.
 
@@ -12,12 +14,7 @@ class CommOpt(RankGrid):
     running factors too, so that the ``state_dict()`` of any one rank is complete. Windows are kept whole on every rank.
 
     Args:
-        replicate_factors: Keep the running factors of all units on every rank (None: True).
-        average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
-        wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded; sums stay in float32.
-        timeout: Seconds after which a missing rank is an error; None: as the default process group.
-        verify_every: For debugging: every so many steps, compare parameters and messages over the ranks, and raise
-            ``RuntimeError`` with the first that differs.
+        replicate_factors: Whether to store the running factors of all units on every rank. If None, it is True.
 
     Raises:
         TypeError: For a value of a wrong kind.

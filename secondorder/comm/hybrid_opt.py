@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from secondorder.comm.placement import workers_of
 from secondorder.comm.rank_grid import RankGrid
+from secondorder.options import complete_docstring
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,7 @@ def _fraction_of(mesh: DeviceMesh, given: float | None) -> float:
     return fraction
 
 
+@complete_docstring(RankGrid.__doc__)
 class HybridOpt(RankGrid):
     """Between :class:`CommOpt` (fraction 1) and :class:`MemOpt` (fraction 1 / W).
 
@@ -35,16 +37,11 @@ class HybridOpt(RankGrid):
     inside a node. Windows are cut into ``1 / fraction`` parts.
 
     Args:
-        grad_worker_fraction: Gradient workers of a unit divided by the number of ranks; their number must divide it.
-            None: as ``mesh`` says, else a half.
-        mesh: The grid as a two-dimensional ``DeviceMesh`` ``[m, W / m]`` over the ranks in their order, its second axis
-            inside a node: its groups are used then, and no others made for rows and columns.
-        replicate_factors: Keep the running factors of all units on every rank (None: False).
-        average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
-        wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded; sums stay in float32.
-        timeout: Seconds after which a missing rank is an error; None: as the default process group.
-        verify_every: For debugging: every so many steps, compare parameters and messages over the ranks, and raise
-            ``RuntimeError`` with the first that differs.
+        grad_worker_fraction: Number of gradient workers of a unit divided by the number of ranks W; the number of
+            gradient workers must divide W. If None, it follows from ``mesh`` if that is given, and is 0.5 otherwise.
+        mesh: The grid as a two-dimensional ``DeviceMesh`` ``[m, W / m]`` over the ranks in their order, with its second
+            dimension inside a node. Its process groups are then used, and no others are created for rows and columns.
+        replicate_factors: Whether to store the running factors of all units on every rank. If None, it is False.
 
     Raises:
         TypeError: For a value of a wrong kind.

@@ -8,8 +8,10 @@ import torch
 
 from secondorder.comm.mem_opt import MemOpt
 from secondorder.comm.strategy import Parcel, Pending
+from secondorder.options import complete_docstring
 
 
+@complete_docstring(MemOpt.__doc__)
 class LocalFactors(MemOpt):
     """As :class:`MemOpt`, but statistics of a unit come from its owner's examples alone.
 
@@ -19,11 +21,7 @@ class LocalFactors(MemOpt):
     Zhang et al., DP-KFAC (arXiv 2206.15143).
 
     Args:
-        average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
-        wire_dtype: ``torch.bfloat16`` sends directions rounded.
-        timeout: Seconds after which a missing rank is an error; None: as the default process group.
-        verify_every: For debugging: every so many steps, compare parameters and messages over the ranks, and raise
-            ``RuntimeError`` with the first that differs.
+        wire_dtype: ``torch.bfloat16`` rounds directions before they are sent. If None, nothing is rounded.
 
     Raises:
         TypeError: For a value of a wrong kind.

@@ -54,12 +54,15 @@ class RankGrid(CommStrategy):
     """Base of the strategies on a grid of ranks.
 
     Args:
-        replicate_factors: Keep the running estimates (factors) of all units on every rank; None: as the strategy does.
-        average_gradients: Bring ``.grad`` to its mean over the ranks in ``step``, for models without DDP.
-        wire_dtype: ``torch.bfloat16`` sends statistics and directions rounded, half the bytes; sums stay in float32.
-        timeout: Seconds after which a missing rank is an error; None: as the default process group.
-        verify_every: For debugging: every so many steps, compare parameters and messages so far over the ranks, and
-            raise ``RuntimeError`` with the first that differs.
+        replicate_factors: Whether to store the running factors of all units on every rank. If None, the strategy
+            decides.
+        average_gradients: Whether ``step`` replaces ``.grad`` by its mean over the ranks, for models without DDP.
+        wire_dtype: ``torch.bfloat16`` rounds statistics and directions before they are sent, which halves the bytes;
+            sums are still computed in float32. If None, nothing is rounded.
+        timeout: Number of seconds after which a missing rank is an error. If None, it is the timeout of the default
+            process group.
+        verify_every: For debugging, the number of steps between comparisons of the parameters, and of the messages so
+            far, over the ranks. The first one that differs raises ``RuntimeError``. If None, nothing is compared.
 
     Raises:
         TypeError: For a value of a wrong kind.

@@ -31,55 +31,26 @@ from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.window.form import Compression
 from secondorder.lifecycle import Group
 from secondorder.linalg import gram
+from secondorder.methods import documentation
 from secondorder.preconditioners.units import Unit
 from secondorder.preconditioners.windows import WINDOW_CHECKS, WindowOptimizer, window_betas
 
 
+@options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)
 class GGT(WindowOptimizer):
     """GGT on any parameters, with or without a module.
 
     Args:
-        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
-        lr: Learning rate, a number or a tensor of one element.
-        momentum: Heavy-ball momentum on the direction.
-        module: The module, if ``params`` is not one: gives names, layers for ``partition="layer"`` and types of layers
-            for ``skip_norm_layers``. Not needed.
-        comm: Communication strategy; None: every rank has the whole window. ``MemOpt()`` and ``HybridOpt(f)`` cut it
-            over the ranks of a row, with ``partition="layer"`` they give each window to some ranks.
-        window_size: m, gradients in the window; an eigendecomposition ``[m, m]`` per step makes 256 a sensible limit.
-        betas: β₁ in [0, 1) of the momentum on gradients, β₂ in (0, 1] of the decay of older rows.
-        eps: ε, above 0.
-        sgd_weight: c, what the part of the gradient outside of the window's span is multiplied with; None: 1/ε, the
-            exact inverse. Without effect where the newest row itself is preconditioned.
-        bias_correction: Divide v by 1 − β₁ᵗ.
-        partition: ``"global"``: one window for all parameters; ``"group"``: one per parameter group; ``"layer"``: one
-            per module (per parameter where names are not known).
-        compression: None, ``TopK(...)`` or ``LowRank(...)``.
-        window_dtype: Of dense rows and low-rank factors; None: float32, for float64 parameters float64.
-        nesterov: Nesterov momentum.
-        weight_decay: Weight decay; coupled, it is part of the gradient and enters the window.
-        decoupled_weight_decay: Apply decay to the parameter: p ← (1 − lr·wd)p.
-        weight_decay_mode: ``"standard"``; for parity with published runs ``"legacy"`` (p ← (1 − wd)p, without lr),
-            ``"reg"`` (g + wd·p is preconditioned, g enters the window) or ``"both"`` of these.
-        skip_norm_layers: Leave the parameters of normalisation layers (without a module: vectors) to the fallback.
-        skip_biases: Leave biases (without names: vectors) to the fallback.
-        maximize: Maximize the objective.
-        foreach: As in ``torch.optim``.
-        fallback: Rule of parameters that are left out, ``"sgd"``, ``"adam"`` or ``"adamw"``; unset follows ``graft``,
-            else SGD.
-        fallback_lr: Learning rate of Adam's fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
-            grafting, else 1e-3.
-        fallback_betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` name it; with
-            ``graft="adam"``, the β₁ of ``betas`` takes its place where it is above 0, so that schedulers act on both.
+        window_size: m, the number of gradients in the window. Each step needs an eigendecomposition of a matrix ``[m,
+            m]``, which makes 256 a sensible limit.
+        betas: β₁ in [0, 1) of the momentum on gradients, and β₂ in (0, 1] of the decay of older rows.
+        eps: ε, which must be positive.
+        sgd_weight: c, the factor of the part of the gradient outside the span of the window. If None, it is 1/ε, which
+            gives the exact inverse. It has no effect where the newest row itself is preconditioned.
+        bias_correction: Whether to divide v by 1 − β₁ᵗ.
+        fallback_betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` names it. With
+            ``graft="adam"``, the β₁ of ``betas`` is used instead if it is positive, so that schedulers act on both.
         fallback_eps: ε of Adam's rule.
-        inner: Rule that takes the preconditioned gradient, ``"sgd"``, ``"adam"`` or ``"adamw"``.
-        graft: ``"sgd"``, ``"adam"`` or ``"adamw"``: each window takes the step size of that rule, so that its schedule
-            carries over. ``"adam"`` decays weights as ``decoupled_weight_decay`` says, ``"adamw"`` always decoupled.
-        clip_norm: Bound on the norm of the direction over all parameters.
-        clip_value: Bound on each entry of the direction.
-        grad_scaler: Loss scaler of float16 training; gradients are unscaled before a step, so it is not needed.
-        deterministic_seed: Of the first warm starts of low-rank rows.
-        checkpoint_curvature: What ``state_dict`` holds: ``"all"``, or ``"none"`` (the window fills anew).
 
     Raises:
         ValueError: For a value out of range, for groups of one window that do not agree, or for ranks that differ.

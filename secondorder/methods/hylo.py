@@ -48,6 +48,7 @@ from secondorder.curvature.mode import SwitchedOptimizer
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import kernel, selection, stacks, woodbury
 from secondorder.linalg.kernel import Rows
+from secondorder.methods import documentation
 from secondorder.preconditioners.blocks import LayerOptions
 from secondorder.switching import GradNormChange, SwitchPolicy
 
@@ -59,85 +60,55 @@ _RANK_STEP = 8
 _ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
+@options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS)
 class HyLo(SwitchedOptimizer):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
-        params: A module, a list of modules that are the parts of one model, or what ``torch.optim`` takes together with
-            ``module``.
-        lr: Learning rate η, a number or a tensor of one element.
-        momentum: Heavy-ball momentum on the preconditioned gradient.
-        module: Module, or list of modules, to hook when ``params`` is not one.
-        comm: Communication strategy; unset: ``CommOpt()`` in a process group of more than one rank.
-        damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). It acts
-            from the next refresh on. Where no row says anything, the step is the gradient's, times η / λ.
+        damping: Damping λ, in units of the Fisher of the per-example loss, or a multiple as ``damping_mode`` says. A
+            change takes effect at the next refresh. In directions that no row covers, the step is that of the gradient
+            times η / λ.
         damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of the kernel of each block, which falls
-            with the gradients and with more examples.
-        normalize_damping: Multiply the direction by λ, so that it does not grow when λ falls, and is the gradient where
-            λ is large.
-        mode: ``"auto"`` switches between KID and KIS as ``switch`` says; ``"kid"`` interpolates, ``"kis"`` samples,
-            ``"sngd"`` keeps every example.
-        switch: The policy of ``"auto"``, see :mod:`secondorder.switching`; unset: ``GradNormChange()``.
-        update_steps: Steps between refreshes; 0 turns preconditioning off.
-        rank_fraction: ρ, share of the examples of a step that is kept.
-        max_rank: Largest number of rows that is kept, of all ranks together, each of which keeps one at least; does
-            not bound ``"sngd"``.
-        rank_energy: Keep as many rows per layer as hold this share of the trace of its kernel, instead of
-            ``rank_fraction``.
-        kis_sampling: ``"systematic"`` (no row twice, unbiased), ``"replacement"`` (unbiased), ``"unweighted"`` (the
+            with the gradients and with the number of examples.
+        normalize_damping: Whether to multiply the direction by λ, so that it does not grow when λ falls, and equals the
+            gradient where λ is large.
+        mode: ``"kid"`` interpolates, ``"kis"`` samples, and ``"sngd"`` keeps every example. ``"auto"`` switches between
+            KID and KIS as ``switch`` says.
+        switch: Policy of ``mode="auto"``, see :mod:`secondorder.switching`. If None, it is ``GradNormChange()``.
+        update_steps: Number of steps between refreshes; 0 turns preconditioning off.
+        rank_fraction: ρ, the fraction of the examples of a step that are kept.
+        max_rank: Largest number of rows that are kept on all ranks together; each rank keeps at least one. It does not
+            bound ``mode="sngd"``.
+        rank_energy: Fraction of the trace of a layer's kernel that its rows have to hold. If given, it determines the
+            number of rows per layer instead of ``rank_fraction``.
+        kis_sampling: ``"systematic"`` (unbiased, no row twice), ``"replacement"`` (unbiased), ``"unweighted"`` (the
             published draw, biased) or ``"uniform"``.
-        kid_pivoting: How rows are chosen for interpolation: ``"cholesky"`` by what remains of the diagonal of the
-            kernel, ``"qr"`` by its columns, ``"score"`` the largest.
-        kid_residual: What stands for the part of the kernel that is not interpolated: its ``"diag"``, ``"none"`` of it
-            or the ``"full"`` matrix.
-        approx: ``"reduce"`` takes the mean input and the summed gradient of each example, ``"expand"`` is exact.
-        conv_scale: ``"exact"``; ``"hylo"`` divides the summed gradients of convolutions by the number of positions,
-            as published, for a replay of its recipes.
-        kfac_when_cheaper: Give a layer K-FAC's factors where R rows would take more memory or time; decided at the
-            first refresh, told by :meth:`describe`.
-        factor_decay: β of those factors, weight of the old in the running mean.
-        fisher: ``"empirical"``: rows are the gradients of the loss, example by example. ``"mc"`` takes those of targets
-            drawn from the model, ``"curvature_prop"`` those along random signs, and ``"exact"``, where the loss of an
-            example has one output, the Gauss-Newton rows; all three by :meth:`observe`. A squared error needs one of
-            them: its own gradients vanish with the errors.
-        loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
-        loss_terms: Scalar loss terms per example that a mean runs over (tokens).
-        batch_dim: Dimension of the model's input that counts examples.
-        batch_input: Name of the argument of the model's ``forward`` that has the examples along that dimension, or a
-            function that takes the arguments of ``forward`` and returns their number. Unset: the first tensor, unless
-            the outputs and the layers of the model agree on another number.
-        batch_size: Examples of a step, of one rank. Given, the rows of ``approx="reduce"`` are allocated at
-            construction, which loading a distributed checkpoint before the first step needs; otherwise the first
-            refresh does it.
-        skip_layers: Names, patterns, types or modules to leave out, with all below them.
-        tied: Which use of a weight that is both an embedding and an output head gives the statistics of its block,
-            ``"head"`` or ``"embedding"``; None leaves the weight to the fallback.
-        kl_clip: κ, bound on the step in the Fisher metric; None disables.
-        nesterov: Nesterov momentum.
-        weight_decay: Weight decay.
-        decoupled_weight_decay: Apply decay to the parameter instead of the direction.
-        weight_decay_mode: ``"standard"``, or ``"reg"``: decay is part of the gradient that is preconditioned.
-        maximize: Maximize the objective.
-        foreach: As in ``torch.optim``.
-        fallback: Rule of parameters without a block, ``"sgd"``, ``"adam"`` or ``"adamw"``; unset follows ``graft``,
-            else SGD. Its
-            steps are η times the gradient, those of blocks are of the order of η / λ: see ``normalize_damping``.
-        fallback_lr: Learning rate of Adam's fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
-            grafting, else 1e-3.
-        betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` name it. Schedulers that cycle
-            the momentum cycle this β₁ where ``graft`` or ``inner`` do.
-        eps: ε of Adam's rule.
-        fallback_betas: Another name of ``betas``.
-        fallback_eps: Another name of ``eps``.
-        inner: Rule that takes the preconditioned gradient, ``"sgd"``, ``"adam"`` or ``"adamw"``.
-        graft: ``"sgd"``, ``"adam"`` or ``"adamw"``: each block takes the step size of that rule, so that its schedule
-            carries over. ``"adam"`` decays weights as ``decoupled_weight_decay`` says, ``"adamw"`` always decoupled.
-        clip_norm: Bound on the norm of the direction over all blocks.
-        clip_value: Bound on each entry of the direction.
-        grad_scaler: ``torch.amp.GradScaler`` of float16 training.
-        checkpoint_curvature: What ``state_dict`` holds: ``"all"``, or ``"none"`` (rows are captured anew).
-        max_failures: Failed refreshes of a layer in a row before an error.
-        deterministic_seed: Seed of every random choice.
+        kid_pivoting: How the rows for interpolation are chosen: ``"cholesky"`` by the remainder of the kernel's
+            diagonal, ``"qr"`` by the kernel's columns, and ``"score"`` takes the largest rows.
+        kid_residual: What represents the part of the kernel that is not interpolated: its diagonal (``"diag"``), the
+            full matrix (``"full"``) or nothing (``"none"``).
+        approx: ``"reduce"`` uses the mean input and the summed gradient of each example; ``"expand"`` is exact.
+        conv_scale: ``"exact"``, or ``"hylo"`` to divide the summed gradients of convolutions by the number of
+            positions, which reproduces the published recipes.
+        kfac_when_cheaper: Whether to use K-FAC's factors for a layer where R rows would take more memory or time. This
+            is decided at the first refresh, and :meth:`describe` reports it.
+        factor_decay: β, the weight of the old factors in the running mean, for layers that use K-FAC's factors.
+        fisher: ``"empirical"`` uses the gradients of the loss, example by example, as rows. With :meth:`observe`,
+            ``"mc"`` uses the gradients for targets drawn from the model, ``"curvature_prop"`` those along random signs,
+            and ``"exact"``, if the loss of an example has one output, the Gauss-Newton rows. A squared error needs one
+            of these three, because its own gradients vanish with the errors.
+        loss_terms: Number of scalar loss terms per example (such as tokens) over which a mean runs.
+        batch_size: Number of examples per step and rank. If given, the rows of ``approx="reduce"`` are allocated at
+            construction, which is necessary for loading a distributed checkpoint before the first step. If None, they
+            are allocated at the first refresh.
+        kl_clip: κ, the bound on the step in the Fisher metric. If None, steps are not bounded.
+        weight_decay_mode: ``"standard"``, or ``"reg"``, with which the decay is part of the gradient that is
+            preconditioned.
+        fallback: Rule for parameters without a block: ``"sgd"``, ``"adam"`` or ``"adamw"``. If None, it is the rule of
+            ``graft`` if that is given, and SGD otherwise. The steps of SGD are η times the gradient, whereas those of
+            blocks are of the order of η / λ; see ``normalize_damping``.
+        checkpoint_curvature: How much of the curvature ``state_dict`` contains: ``"all"``, or ``"none"`` (rows are
+            captured anew).
 
     Raises:
         ValueError: For a value out of range, a pattern that matches nothing, or without a module.

@@ -43,115 +43,31 @@ from secondorder.curvature.layer import Block, SkipRule
 from secondorder.curvature.schema import FOUND, Schema, shaped
 from secondorder.lifecycle import Group
 from secondorder.linalg import dense, eigenbasis
+from secondorder.methods import documentation
 
 
+@options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
 class KFAC(FactoredOptimizer):
     """K-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
-        params: A module, a list of modules that are the parts of one model, or what ``torch.optim`` takes together with
-            ``module``.
-        lr: Learning rate η, a number or a tensor of one element.
-        momentum: Heavy-ball momentum on the preconditioned gradient.
-        module: Module, or list of modules, to hook when ``params`` is not one.
-        comm: Communication strategy; None: ``CommOpt()`` in a process group of more than one rank.
-        damping: λ, in the unit of the Fisher of the per-example loss (or a multiple, see ``damping_mode``). Unset: 10
-            times the mean eigenvalue of each block, which is safe whatever the scale of the loss.
-        damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block (of a normalisation layer:
-            of its steepest unit). Unset: absolute when ``damping`` is given.
-        damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``, ``"pi"`` splits it over the factors. Unset:
-            exact for eigen, pi for cholesky.
-        inverse_method: ``"eigen"`` (λ acts at once) or ``"cholesky"`` (half the work per step, a refresh many times
-            cheaper; λ acts at the next refresh).
-        factor_decay: β, weight of the old factors in the running mean.
-        factor_update_steps: F, steps between updates of the factors. Unset: 10.
-        inv_update_steps: K, steps between refreshes; 0 turns preconditioning off. Unset: 100.
-        factor_dtype: Precision in which A and G are kept, ``torch.float32`` (of float64 parameters float64) or
-            ``torch.bfloat16``: half the bytes, and eigenvalues below 1/256 of the largest are rounding.
-        inv_dtype: Of the bases and inverses, likewise; products are still taken in float32.
-        factor_storage: ``"dense"``, or ``"packed"``: A and G are kept as their triangles, half the bytes, and are whole
-            only while a refresh needs them.
-        stagger: Spread the refreshes of the blocks over the interval.
-        overlap: Factorise on a thread (on a GPU a stream) of its own while training goes on, and adopt what comes out
-            ``max(1, inv_update_steps // 10)`` steps after it was begun; the first refresh and those of a warm-up
-            are done at once. For copies of A and G it takes their bytes once more.
-        refresh_warmup: Update factors on every step of the first interval, and refresh at 0, 1, 2, 4, 8, … in it: the
-            curvature of a fresh network changes a thousandfold in its first hundred steps. Unset: on unless an interval
-            is given, which is then kept to exactly.
-        approx: ``"expand"`` treats shared positions as independent, ``"reduce"`` averages inputs and sums gradients.
-        fisher: ``"empirical"`` from the gradients of the loss; ``"mc"`` from targets drawn from the model,
-            ``"curvature_prop"`` from random signs, ``"exact"`` with every column of the loss curvature, all three by
-            :meth:`observe`; ``"forward_only"`` takes G = I.
-        fisher_samples: Draws per example of ``"mc"`` and ``"curvature_prop"``.
-        loss_reduction: ``"mean"`` or ``"sum"`` over the examples, as the loss does.
-        loss_terms: Scalar loss terms per example that a mean runs over (tokens); :meth:`observe` counts them itself.
-        batch_dim: Dimension of the model's input that counts examples.
-        batch_input: Name of the argument of the model's ``forward`` that has the examples along that dimension, or a
-            function that takes the arguments of ``forward`` and returns their number. Unset: the first tensor, unless
-            the outputs and the layers of the model agree on another number.
-        skip_layers: Names, patterns, types or modules to leave out, with all below them.
-        norm_curvature: Blocks of normalisation layers: ``"unit"``, scale and shift of a unit together, or
-            ``"diagonal"``.
-        tied: Which use of a weight that is both an embedding and an output head gives the statistics of its block,
-            ``"head"`` or ``"embedding"``; None leaves the weight to the fallback.
-        max_factor_dim: Factors of more rows are kept as their diagonal; None for no bound. ``"auto"``: on a CPU 2048
-            with ``inverse_method="eigen"`` and 4096 with ``"cholesky"``, elsewhere 8192.
-        weighting: Weight of a batch in the running means, its ``"samples"`` or 1 per ``"update"``.
-        burnin_steps: First updates of the running means that all weigh the same (β = 1).
-        decay_per_step: Raise β to the power of the interval, so that it is a decay per step.
-        factor_batch_size: Examples of each micro-batch, drawn at random, that enter the factors; unset: all. Not
-            together with :meth:`mask`.
-        factor_positions: Positions of each example (pixels, tokens), drawn at random, that do; unset: all.
-        weight_decay_in_curvature: Count ``weight_decay`` as curvature: λ grows by it.
-        power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens. Below 1 it needs the eigenvalues,
+        damping_split: ``"exact"`` adds λ to the eigenvalues of ``G ⊗ A``; ``"pi"`` splits it between the two factors.
+            If None, it is ``"exact"`` for ``inverse_method="eigen"`` and ``"pi"`` for ``"cholesky"``.
+        inverse_method: ``"eigen"``, with which a change of λ takes effect at once, or ``"cholesky"``, with which it
+            takes effect at the next refresh. ``"cholesky"`` needs half the work per step, and its refreshes are many
+            times cheaper.
+        approx: ``"expand"`` treats the positions that share a weight as independent; ``"reduce"`` averages their inputs
+            and sums their gradients.
+        fisher: ``"empirical"`` uses the gradients of the loss. With :meth:`observe`, ``"mc"`` uses targets drawn from
+            the model, ``"curvature_prop"`` random signs, and ``"exact"`` every column of the curvature of the loss.
+            ``"forward_only"`` sets G = I.
+        loss_terms: Number of scalar loss terms per example (such as tokens) over which a mean runs; :meth:`observe`
+            counts them itself.
+        max_factor_dim: Largest number of rows of a factor that is stored as a matrix; of larger factors only the
+            diagonal is stored. None sets no bound. ``"auto"`` is 2048 for ``inverse_method="eigen"`` and 4096 for
+            ``"cholesky"`` on a CPU, and 8192 on other devices.
+        power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens. Values below 1 need
             ``inverse_method="eigen"``.
-        orthogonalize: Give steps of linear and convolution layers a uniform spectrum, as Muon does: of the
-            preconditioned matrix only its polar factor is taken, at the usual size of Adam's steps (or that of
-            ``graft``), so that ``lr`` is several times AdamW's. It wants momentum before it: ``momentum_mode="pre"`` of
-            EKFAC, or ``graft="adam"``.
-        orthogonal_dtype: Of the products that find the polar factor, ``torch.float32``, or ``torch.bfloat16`` for
-            matrices of 128 rows and columns or more: Muon's precision, faster where the hardware has units for it, and
-            noise in directions that the gradient hardly has.
-        kl_clip: κ, bound on the step in the Fisher metric; None disables. Steps that graft or orthogonalize have their
-            own size.
-        adaptive_damping: Move λ every ``damping_interval`` steps by how well the quadratic model predicted the change
-            of the loss; needs ``step(closure)``, and calls the closure once more on those steps.
-        damping_interval: T, steps between two changes of λ.
-        min_damping: Floor of an adapted λ.
-        max_damping: Ceiling of an adapted λ.
-        include_damping_in_model: Judge the model with ``½ λ ‖δ‖²`` in it.
-        reject_steps: Undo a step that raised the loss or made it non-finite, and raise λ; calls the closure once more
-            on every step.
-        quadratic_model: Take rate and momentum of each step from the quadratic model; ``lr`` then multiplies its step,
-            so that 1.0 is the pure one, and momentum 0 leaves the previous step out.
-        likelihood: What the loss is to the outputs, ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` or an object:
-            with a closure that returns ``(loss, outputs)`` the model is then exact.
-        calibrate_damping: Try damping from a thousandth to a thousandfold of ``damping`` at the first refresh, and keep
-            the best.
-        nesterov: Nesterov momentum.
-        weight_decay: Weight decay.
-        decoupled_weight_decay: Apply decay to the parameter instead of the direction.
-        maximize: Maximize the objective.
-        foreach: As in ``torch.optim``.
-        fallback: Rule of parameters without a block, ``"sgd"``, ``"adam"`` or ``"adamw"``; unset follows ``graft``,
-            else SGD.
-        fallback_lr: Learning rate of Adam's fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
-            grafting, else 1e-3.
-        betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` name it. Schedulers that cycle
-            the momentum cycle this β₁ where ``graft`` or ``inner`` do.
-        eps: ε of Adam's rule.
-        fallback_betas: Another name of ``betas``.
-        fallback_eps: Another name of ``eps``.
-        inner: Rule that takes the preconditioned gradient, ``"sgd"``, ``"adam"`` or ``"adamw"``.
-        graft: ``"sgd"``, ``"adam"`` or ``"adamw"``: each block takes the step size of that rule, so that its schedule
-            carries over. ``"adam"`` decays weights as ``decoupled_weight_decay`` says, ``"adamw"`` always decoupled.
-        clip_norm: Bound on the norm of the direction over all blocks.
-        clip_value: Bound on each entry of the direction.
-        grad_scaler: ``torch.amp.GradScaler`` of float16 training.
-        checkpoint_curvature: What ``state_dict`` holds: ``"all"``, ``"factors"`` (inverses are recomputed at load) or
-            ``"none"`` (estimated anew).
-        max_failures: Failed refreshes of a layer in a row before an error.
-        deterministic_seed: Seed of every random choice.
 
     Raises:
         ValueError: For a value out of range, a pattern that matches nothing, or without a module.

@@ -37,6 +37,7 @@ from secondorder.curvature.window.window import LAG
 from secondorder.lifecycle import Group
 from secondorder.linalg import gram
 from secondorder.linalg.dense import all_true_on_cpu, anywhere
+from secondorder.methods import documentation
 from secondorder.preconditioners.units import Unit
 from secondorder.preconditioners.windows import WINDOW_CHECKS, WindowOptimizer
 
@@ -45,56 +46,23 @@ from secondorder.preconditioners.windows import WINDOW_CHECKS, WindowOptimizer
 _LARGEST_ERROR = 2e-2
 
 
+@options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)
 class MFAC(WindowOptimizer):
     """M-FAC on any parameters, with or without a module.
 
     Args:
-        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
-        lr: Learning rate, a number or a tensor of one element.
-        momentum: μ, see ``momentum_mode``.
-        module: The module, if ``params`` is not one: gives names, layers for ``partition="layer"`` and types of layers
-            for ``skip_norm_layers``. Not needed.
-        comm: Communication strategy; None: every rank has the whole window. ``MemOpt()`` and ``HybridOpt(f)`` cut it
-            over the ranks of a row, with ``partition="layer"`` they give each window to some ranks.
-        window_size: m, gradients in the window.
-        damping: λ, in the unit of the squared gradient norm (or a multiple, see ``damping_mode``).
+        momentum: Coefficient μ of the momentum that ``momentum_mode`` selects.
+        window_size: m, the number of gradients in the window.
+        damping: Damping λ, in units of the squared norm of the gradient, or a multiple as ``damping_mode`` says.
         damping_mode: ``"absolute"``, or ``"relative"`` to tr(S)/n, the mean squared norm of the rows.
-        scale: Divide the sum over rows by the rows that are filled (``"count"``) or by m (``"window"``, as the
-            published code does: updates are up to m times larger at first).
-        partition: ``"global"``: one window for all parameters; ``"group"``: one per parameter group; ``"layer"``: one
-            per module (per parameter where names are not known).
-        compression: None, ``TopK(...)`` or ``LowRank(...)``.
-        window_dtype: Of dense rows and low-rank factors; None: float32, for float64 parameters float64.
-        solver: ``"cholesky"``, ``"eigh"`` (leaves out directions that are rounding), or ``"auto"``: Cholesky, and eigh
-            where nearly dependent rows would leave less than 2 digits (on a GPU, ten steps later).
+        scale: What the sum over rows is divided by: the number of rows that are filled (``"count"``), or m
+            (``"window"``). The published code uses m, with which updates are up to m times larger at first.
+        solver: ``"cholesky"``, ``"eigh"``, which leaves out directions that consist of rounding errors, or ``"auto"``,
+            which uses Cholesky, and ``eigh`` where nearly dependent rows would leave less than 2 digits (on a GPU, ten
+            steps later).
         momentum_mode: ``"heavy_ball"`` (v ← μv + u), ``"ema"`` (v ← μv + (1−μ)u) or ``"pre"`` (v ← μv + (1−μ)g is
             preconditioned).
-        nesterov: Nesterov momentum, for ``"heavy_ball"``.
-        weight_decay: Weight decay; coupled, it is part of the gradient and enters the window.
-        decoupled_weight_decay: Apply decay to the parameter: p ← (1 − lr·wd)p.
-        weight_decay_mode: ``"standard"``; for parity with published runs ``"legacy"`` (p ← (1 − wd)p, without lr),
-            ``"reg"`` (g + wd·p is preconditioned, g enters the window) or ``"both"`` of these.
-        skip_norm_layers: Leave the parameters of normalisation layers (without a module: vectors) to the fallback.
-        skip_biases: Leave biases (without names: vectors) to the fallback.
-        maximize: Maximize the objective.
-        foreach: As in ``torch.optim``.
-        fallback: Rule of parameters that are left out, ``"sgd"``, ``"adam"`` or ``"adamw"``; unset follows ``graft``,
-            else SGD.
-        fallback_lr: Learning rate of Adam's fallback, scheduled in proportion to ``lr``; unset: ``lr`` when
-            grafting, else 1e-3.
-        betas: β₁ and β₂ of Adam's rule, wherever ``graft``, ``inner`` or ``fallback`` name it. Schedulers that cycle
-            the momentum cycle this β₁ where ``graft`` or ``inner`` do.
-        eps: ε of Adam's rule.
-        fallback_betas: Another name of ``betas``.
-        fallback_eps: Another name of ``eps``.
-        inner: Rule that takes the preconditioned gradient, ``"sgd"``, ``"adam"`` or ``"adamw"``.
-        graft: ``"sgd"``, ``"adam"`` or ``"adamw"``: each window takes the step size of that rule, so that its schedule
-            carries over. ``"adam"`` decays weights as ``decoupled_weight_decay`` says, ``"adamw"`` always decoupled.
-        clip_norm: Bound on the norm of the direction over all parameters.
-        clip_value: Bound on each entry of the direction.
-        grad_scaler: Loss scaler of float16 training; gradients are unscaled before a step, so it is not needed.
-        deterministic_seed: Of the first warm starts of low-rank rows.
-        checkpoint_curvature: What ``state_dict`` holds: ``"all"``, or ``"none"`` (the window fills anew).
+        nesterov: Whether to use Nesterov momentum, with ``momentum_mode="heavy_ball"``.
 
     Raises:
         ValueError: For a value out of range, for groups of one window that do not agree, or for ranks that differ.
@@ -300,6 +268,7 @@ class MFAC(WindowOptimizer):
             )
 
 
+@options.complete_docstring(MFAC.__doc__)
 class SparseMFAC(MFAC):
     """M-FAC with a sparse window and error feedback: about 64 times smaller than a dense one.
 
@@ -307,11 +276,7 @@ class SparseMFAC(MFAC):
     enter the window, and the rest is added to the next gradient.
 
     Args:
-        params: As in :class:`MFAC`.
-        lr: As in :class:`MFAC`.
-        momentum: As in :class:`MFAC`.
-        compression: ``TopK(...)``, or another one that :class:`MFAC` takes.
-        module: As in :class:`MFAC`, like all other keywords.
+        compression: Compression of the rows: ``TopK(...)``, or another one that :class:`MFAC` accepts.
 
     Example:
         >>> import torch, secondorder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import typing
 
 import pytest
@@ -176,14 +175,6 @@ def test_every_scalar_option_stands_in_the_groups(method: Method, mlp: Task) -> 
     other_names = {"fallback_betas", "fallback_eps"} - group.keys()  # of betas and eps
     assert {key for key in changing if method.accepts(key)} - other_names <= group.keys()
     assert not once & group.keys()
-
-
-@pytest.mark.option("skip_layers")
-def test_every_keyword_of_a_layer_method_is_described_and_placed(method: Method) -> None:
-    """One that is new must be given a default above, a row in the errors of `test_errors.py`, and a place."""
-    text = method.cls.__doc__
-    for parameter in parameters(method):
-        assert re.search(rf"^ +{parameter.name}: ", text, re.MULTILINE), parameter.name
 
 
 def test_step_takes_a_closure_only(method: Method) -> None:

@@ -55,22 +55,23 @@ class DedicatedWorkers(CommStrategy):
     finds :attr:`stopped` True, and its steps do nothing.
 
     Args:
-        gradient: Ranks that train. Without any role given, a fifth of all ranks (rounded, at least one) estimates
-            factors, a fifth inverts, and the rest trains; where one role is missing, it is that of the other ranks.
+        gradient: Ranks that train. If no role is given, a fifth of all ranks (rounded, at least one) estimates factors,
+            a fifth inverts them, and the others train. If one role is missing, it consists of the remaining ranks.
         factor: Ranks that estimate factors.
-        inverse: Ranks that factorise.
-        mode: ``"lockstep"``, or ``"opportunistic"``.
-        period: T, steps of an epoch; unset: ``inv_update_steps``.
-        seed: Of the order in which an inverse rank works on its layers.
-        allow_colocated: Let the same ranks estimate and factorise.
-        warmup: While a layer has no version, ``"sync"`` has the gradient ranks estimate and factorise once themselves,
-            at the first step; ``"identity"`` takes the gradient as it is.
-        max_staleness: Age in steps of the parameters behind a version beyond which it is given up; the layer is then
-            treated as in the warm-up. Unset: never.
-        on_loss: When an inverse rank is lost, ``"abort"`` raises on all ranks; ``"degrade"`` (with gloo) goes on, and
-            its layers keep their last version, up to ``max_staleness``. The loss of another rank always ends all.
-        timeout: Seconds after which a rank that is not heard of counts as lost; longer than an epoch takes. Unset: that
-            of the default process group.
+        inverse: Ranks that factorize them.
+        mode: ``"lockstep"`` or ``"opportunistic"``.
+        period: T, the number of steps of an epoch. If None, it is ``inv_update_steps``.
+        seed: Seed of the order in which an inverse rank works on its layers.
+        allow_colocated: Whether the same ranks may estimate and factorize.
+        warmup: What happens while a layer has no version: with ``"sync"``, the gradient ranks estimate and factorize
+            once themselves, at the first step; with ``"identity"``, the gradient is used as it is.
+        max_staleness: Largest age, in steps, of the parameters behind a version. An older version is given up, and the
+            layer is treated as in the warmup. If None, there is no limit.
+        on_loss: What happens when an inverse rank is lost: ``"abort"`` raises an error on all ranks; ``"degrade"``
+            (with gloo) continues, and the layers of that rank keep their last version, up to ``max_staleness``. The
+            loss of any other rank always ends the run.
+        timeout: Number of seconds after which a silent rank counts as lost; it must be longer than an epoch takes. If
+            None, it is the timeout of the default process group.
         replay: The :attr:`log` of an opportunistic run, which is then repeated.
 
     Raises:

@@ -1,0 +1,138 @@
+"""Each argument of a constructor is described once: ``help()``, the signature and the site agree."""
+
+import ast
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import secondorder
+from secondorder import comm
+from secondorder.methods import documentation
+from secondorder.options import complete_docstring
+
+ROOT = Path(__file__).resolve().parent.parent
+METHODS = [
+    secondorder.KFAC, secondorder.EKFAC, secondorder.HyLo, secondorder.MFAC, secondorder.SparseMFAC, secondorder.GGT,
+]  # fmt: skip
+STRATEGIES = [
+    comm.RankGrid, comm.CommOpt, comm.HybridOpt, comm.MemOpt, comm.LocalFactors, comm.ChiefOnly, comm.DedicatedWorkers,
+]  # fmt: skip
+CLASSES: list[type] = [*METHODS, *STRATEGIES]
+EVERY_CLASS = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+FRAGMENTS = {name: text for name, text in vars(documentation).items() if name.isupper()}
+
+
+def described(text: str) -> dict[str, str]:
+    """Arguments in the order of a docstring, with their descriptions in one line each."""
+    section = re.search(r"^Args:\n((?: .*\n)+)", inspect.cleandoc(text) + "\n", re.MULTILINE)
+    entries = re.findall(r"^    (\S+): ((?:.*\n)(?:     .*\n)*)", section[1] if section else text, re.MULTILINE)
+    assert len({name for name, _ in entries}) == len(entries), f"described twice: {[name for name, _ in entries]}"
+    return {name: " ".join(words.split()) for name, words in entries}
+
+
+def in_the_source(cls: type) -> str:
+    module = ast.parse(Path(inspect.getfile(cls)).read_text(encoding="utf-8"))
+    node = next(n for n in module.body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
+    return ast.get_docstring(node) or ""
+
+
+def arguments_of(cls: type) -> list[str]:
+    return list(inspect.signature(cls).parameters)
+
+
+@EVERY_CLASS
+def test_every_argument_is_described_once_in_the_order_of_the_signature(cls: type) -> None:
+    assert list(described(inspect.getdoc(cls) or "")) == arguments_of(cls)
+
+
+@EVERY_CLASS
+def test_what_the_source_says_stays(cls: type) -> None:
+    """All but the section of arguments is as it is written, and of that section every description."""
+    shown, written = inspect.getdoc(cls) or "", in_the_source(cls)
+    assert set(described(written).items()) <= set(described(shown).items())
+    assert [text.split("Args:\n")[0] for text in (shown, written)] == [written.split("Args:\n")[0]] * 2
+    assert shown.partition("\n\nRaises:")[2] == written.partition("\n\nRaises:")[2]
+
+
+@EVERY_CLASS
+def test_descriptions_are_whole_sentences_without_placeholders(cls: type) -> None:
+    for name, words in described(inspect.getdoc(cls) or "").items():
+        assert words.endswith("."), name
+        assert words[0].isupper() or words[0] in "`mpcβκλρεFKT", f"{name}: {words}"
+        assert not re.search(r"[{}]|%\(|Of the|[Uu]nset:", words), f"{name}: {words}"
+
+
+@EVERY_CLASS
+def test_no_description_is_a_copy(cls: type) -> None:
+    """What a class describes itself differs from what it would get."""
+    shared: dict[str, set[str]] = {}
+    for text in [*FRAGMENTS.values(), *(base.__doc__ or "" for base in cls.__mro__[1:] if base in CLASSES)]:
+        for name, words in described(text).items():
+            shared.setdefault(name, set()).add(words)
+    copies = [name for name, words in described(in_the_source(cls)).items() if words in shared.get(name, ())]
+    assert not copies, f"{cls.__name__} repeats the descriptions of {copies}"
+
+
+def test_every_fragment_is_used() -> None:
+    for name, text in FRAGMENTS.items():
+        for argument, words in described(text).items():
+            users = [cls for cls in METHODS if described(inspect.getdoc(cls) or "").get(argument) == words]
+            assert len(users) > 1, f"{argument} of {name} has {len(users)} users: describe it in the class"
+
+
+# ---------------------------------------------------------------------- the site
+@pytest.fixture(scope="module")
+def on_the_site() -> Callable[[type], Any]:
+    """What the site reads of a class, by static analysis with the extension of the site."""
+    griffe = pytest.importorskip("griffe")  # of the extra "docs"
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "docstrings.py"))
+    package = griffe.load("secondorder", search_paths=[ROOT], extensions=extensions)
+    return lambda cls: package[f"{cls.__module__.removeprefix('secondorder.')}.{cls.__name__}"]
+
+
+@EVERY_CLASS
+def test_the_site_shows_the_same_arguments(on_the_site: Callable[[type], Any], cls: type) -> None:
+    docstring = on_the_site(cls).docstring
+    sections = docstring.parse("google")
+    shown = [item for part in sections if part.kind.value == "parameters" for item in part.value]
+    expected = described(inspect.getdoc(cls) or "")
+    assert [item.name for item in shown] == arguments_of(cls)
+    assert {item.name: " ".join(item.description.split()) for item in shown} == expected
+
+
+# ---------------------------------------------------------------------- the decorator
+def example() -> type:
+    class Example:
+        """A sentence.
+
+        Args:
+            b: Its own.
+        """
+
+        def __init__(self, a: int, b: int, *, c: int) -> None: ...
+
+    return Example
+
+
+def test_descriptions_come_from_the_class_first_then_from_its_sources() -> None:
+    fragment, docstring = "\n    a: Shared,\n        on two lines.\n    b: Not used.\n", "Args:\n    c: Third.\n"
+    assert inspect.getdoc(complete_docstring(fragment, docstring)(example())) == (
+        "A sentence.\n\nArgs:\n    a: Shared,\n        on two lines.\n    b: Its own.\n    c: Third."
+    )
+
+
+def test_an_argument_without_a_description_is_an_error() -> None:
+    with pytest.raises(KeyError, match="c"):
+        complete_docstring("    a: Shared.\n")(example())
+
+
+def test_without_docstrings_nothing_is_completed() -> None:
+    """As with ``python -OO``."""
+    cls = example()
+    cls.__doc__ = None
+    assert complete_docstring(None)(cls) is cls
+    assert cls.__doc__ is None
