@@ -19,13 +19,13 @@ from secondorder.capture.statistics.averages import all_finite
 from secondorder.checkpoint.checkpoint import Checkpointing
 from secondorder.comm.join import JoiningOptimizer
 from secondorder.comm.layout import local
-from secondorder.curvature.damping_watch import Damped
 from secondorder.diagnostics.report import Reporting
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.parallel.shards import Pieces
 from secondorder.plan.planner import Planning
+from secondorder.preconditioners.base import Preconditioner
 
 ReturnedT = TypeVar("ReturnedT")
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
@@ -89,38 +89,11 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         """Whether a scheduler that cycles the momentum acts on β₁, as with AdamW, instead of ``momentum``."""
         return options.is_adam(defaults["graft"] or defaults["inner"])
 
-    # ------------------------------------------------------------------ the stages that a family supplies
-    def _require_ready(self) -> None:
-        """Refuse a step that cannot be taken."""
-
-    def _discard(self) -> None:
-        """Forget what was captured since the last step."""
-
-    def _check_gradients(self) -> None:
-        """Look whether the gradients of this rank are those that something was captured of."""
-
-    def _take(self) -> Any:
-        """What was captured since the last step."""
-        return None
-
-    def _reduce(self, statistics: Any) -> Any:
-        """Combine what was captured over the ranks."""
-        return statistics
-
-    def _share(self, refreshed: list[int]) -> None:
-        """Bring what was refreshed to the ranks that precondition with it."""
-
+    # ------------------------------------------------------------------ what a family supplies
+    @property
     @abstractmethod
-    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
-        """Update the running estimates."""
-
-    @abstractmethod
-    def _refresh_due(self) -> list[int]:
-        """Factorise what is due; returns the indices of what was."""
-
-    @abstractmethod
-    def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
-        """Preconditioned directions of the covered parameters, bounded and sized."""
+    def preconditioner(self) -> Preconditioner:
+        """The stages of a step over all curvature."""
 
     def _is_on(self, p: nn.Parameter, group: Group) -> bool:
         """Whether the curvature of a covered parameter is in use, if not in this step."""
@@ -172,13 +145,14 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
             TypeError: If a value of a wrong kind was written into a group; nothing has changed then.
             ValueError: If it is out of range, or excluded by another option.
         """
+        curvature = self.preconditioner
         self._check_changed_options()
-        self._require_ready()
+        curvature.require_ready()
         self._join_ranks()
         self._gathered.clear()  # of a state that this step replaces
         self.comm.begin_step()
         returned = self._evaluate(closure)
-        self._check_gradients()
+        curvature.check_gradients()
         self._join_ranks()  # the forward of a closure may have found other layers
         if not self.comm.updates:
             self._estimate_only()
@@ -188,23 +162,25 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         self._compare_start(gradients)
         if not gradients:
             self._require_live_parameters()
-            self._discard()
+            curvature.discard()
             return returned
         with self._stage("reduce"):
-            statistics = self._reduce(self._take())
+            statistics = curvature.collect()
         with self._stage("statistics"):
             ok, gate = self._inspect(gradients)
             if ok:
-                self._learn(statistics, gradients, gate)
+                curvature.learn(statistics, gradients, gate)
+            else:
+                curvature.drop()
         if ok:
             with self._stage("refresh"):
-                refreshed = self._refresh_due()
+                refreshed = curvature.refresh_due()
             with self._stage("share"):
-                self._share(refreshed)
+                curvature.share(refreshed)
             with self._trial(gradients, gate):
                 self._count_updates(gradients)
                 with self._stage("precondition"):
-                    directions = self._keep(self._precondition(gradients, gate))
+                    directions = self._keep(self._directions(gradients, gate))
                 with self._stage("update"):
                     self._apply(gradients, directions, gate)
             self._watch_damping()
@@ -213,14 +189,10 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
 
     def _watch_damping(self) -> None:
         """Warn once, early in training, if the damping hides the curvature of all that is covered."""
-        if not self._watch.has_measured and (damped := self._damped()) is not None:
+        if not self._watch.has_measured and (damped := self.preconditioner.damped()) is not None:
             self._watch.measure(damped)
         if (text := self._watch.verdict(type(self).__name__)) is not None:
             warnings.warn(text, stacklevel=depth_of_caller())
-
-    def _damped(self) -> list[Damped] | None:
-        """What is to be compared with its damping in this step; None before there is enough to go by."""
-        return None
 
     def _join_ranks(self) -> None:
         if self._join_config.enable and self.comm.combines and not self._connected:
@@ -233,12 +205,12 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
     def _estimate_only(self) -> None:
         """The step of a rank that estimates curvature for others."""
         if self.comm.stopped:
-            self._discard()
+            self.preconditioner.discard()
             return
         with self._stage("reduce"):
-            statistics = self._reduce(self._take())
+            statistics = self.preconditioner.collect()
         with self._stage("statistics"):
-            self._learn(statistics, self._gradients(), None)
+            self.preconditioner.learn(statistics, self._gradients(), None)
         self._advance()
 
     @contextmanager
@@ -277,7 +249,15 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         """Whether a step can use the gradients, a 0-dim bool tensor."""
         return self._everywhere(all_finite(_as_real(list(gradients.values()))))
 
-    # ------------------------------------------------------------------ stage 6: size of the directions
+    # ------------------------------------------------------------------ stages 5 and 6: directions and their size
+    def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
+        """Preconditioned directions of the covered parameters, bounded and sized."""
+        proposal = self.preconditioner.propose(gradients, gate)
+        self._graft(proposal.sets, proposal.directions, proposal.raw)
+        directions = {p: _like(d, p) for p, d in proposal.directions.items()}
+        self._clip(directions)
+        return {p: d.to(p.dtype) for p, d in directions.items()}
+
     def _adam_step(self, p: nn.Parameter) -> Tensor:
         """Adam's step at rate 1 (a real view of a complex one)."""
         (beta1, beta2), eps = self._adam_options(self._group[p])
@@ -444,3 +424,10 @@ def _foreach_parts(params: list[nn.Parameter], foreach: bool | None) -> Iterator
 
 def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+
+
+def _like(direction: Tensor, p: nn.Parameter) -> Tensor:
+    if not p.is_complex():
+        return direction
+    # A copy, because pairs of numbers must start at an even place.
+    return torch.view_as_complex(direction.to(torch.promote_types(direction.dtype, torch.float32)).clone())

@@ -253,7 +253,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
         for candidate in candidates:
             self._set_damping(candidate)
             self._count_updates(gradients)
-            self._apply(gradients, self._precondition(gradients, gate), gate)
+            self._apply(gradients, self._directions(gradients, gate), gate)
             losses.append(self._of_all_ranks(self._loss_now(evaluation)))
             before.undo()
         found = torch.stack(losses).to(torch.float64).tolist()

@@ -22,6 +22,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinCon
 
 from secondorder.comm.strategy import CommStrategy
 
+if TYPE_CHECKING:
+    from secondorder.preconditioners.base import Preconditioner
+
 Group = dict[str, Any]
 
 
@@ -38,7 +41,8 @@ class JoiningOptimizer(Joinable):
         defaults: dict[str, Any]
 
         def step(self) -> None: ...
-        def _discard(self) -> None: ...
+        @property
+        def preconditioner(self) -> Preconditioner: ...
         def _follow_schedule(self) -> None: ...
 
     def _why_not_joinable(self) -> str | None:
@@ -166,7 +170,7 @@ class _Shadow(JoinHook):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None  # of the last batch
-        optimizer._discard()
+        optimizer.preconditioner.discard()
         optimizer.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -94,12 +94,12 @@ class OverlappingRefreshes(KeepingFactors):
         known = self.comm.renews(block.index) and self.state[block.owner]["refreshes"] > 0
         return bool(known) and self._is_scheduled(block, self._t)
 
-    def _refresh_due(self) -> list[int]:
+    def refresh_due(self) -> list[int]:
         if not self._overlaps:
-            return super()._refresh_due()
+            return super().refresh_due()
         self._adopting = {b for b in self._blocks if self._ends(b) and self._refresh_is_due(b)}
         try:
-            refreshed = set(super()._refresh_due())
+            refreshed = set(super().refresh_due())
         except BaseException:
             self._forget_jobs()
             raise

@@ -267,9 +267,9 @@ class RowOptimizer(Observing):
         """Nothing but what the backward pass will bring."""
         return ExampleRows(block.adapter, group["approx"], self._precision(block.owner), conv_scale=group["conv_scale"])
 
-    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+    def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         self._gradients_now = gradients
-        super()._learn(statistics, gradients, gate)
+        super().learn(statistics, gradients, gate)
 
     def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
         """Rows are not summed: they stay what they are."""

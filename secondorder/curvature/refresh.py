@@ -19,7 +19,7 @@ class Refreshing(Reducing):
     """The refresh stage of a step: by one process, or by the owners of the blocks."""
 
     # ------------------------------------------------------------------ stage 4: refresh
-    def _refresh_due(self) -> list[int]:
+    def refresh_due(self) -> list[int]:
         due = [b for b in self._blocks if self._refresh_is_due(b) and self.comm.renews(b.index)]
         if not due:
             return []

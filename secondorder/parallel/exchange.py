@@ -147,7 +147,7 @@ class Reducing(Capturing):
                 found[block.index] = found[block.index]._replace(parts=means)
         return found, told
 
-    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+    def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         """Fold what was measured into the running estimates."""
         self._update_estimates(statistics, gate)
         self._warn_uncaptured(statistics, gradients)
@@ -230,7 +230,7 @@ class Reducing(Capturing):
         weight = state.get("factor_weight")
         return state["refreshes"] == 0 and isinstance(weight, Tensor) and not float(weight)
 
-    def _share(self, refreshed: list[int]) -> None:
+    def share(self, refreshed: list[int]) -> None:
         """Bring what was refreshed to the ranks that precondition with it."""
         if not self.comm.combines or not refreshed:
             return
@@ -262,7 +262,7 @@ class Reducing(Capturing):
             with full_precision(blocks[0].owner.device):
                 return self.refresh(blocks, True)
         kept, ok = self._refresh_together(blocks)
-        self._share([b.index for b in kept])
+        self.share([b.index for b in kept])
         good = dict(zip(kept, ok.tolist(), strict=True))
         return torch.tensor([good.get(b, False) for b in blocks])
 

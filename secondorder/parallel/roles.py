@@ -122,7 +122,7 @@ class Serving(Refreshing):
     @torch.no_grad()
     def idle(self) -> None:
         """Take a step without data, so that ranks that have some do not wait for this one."""
-        self._learn(self._reduce(Captured({}, {})), {}, None)
+        self.learn(self._reduce(Captured({}, {})), {}, None)
         self._advance()
 
     if TYPE_CHECKING:

@@ -159,9 +159,9 @@ class RehearsedLayers(Understudy, Refreshing):
         me, self._t = cast(Any, self), t
         self._due = {b.index for b in self._blocks if self._capture_is_due(b)}
         self.comm.average_gradients(list(self._group))
-        me._learn(self._reduce(Captured({}, {})), {}, None)
-        self._share(me._refresh_due())
-        me._precondition({}, None)
+        me.learn(self._reduce(Captured({}, {})), {}, None)
+        self.share(me.refresh_due())
+        me.propose({}, None)
         self.comm.after(self, t)
 
     def _exchange(

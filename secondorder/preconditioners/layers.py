@@ -30,6 +30,7 @@ from secondorder.lifecycle import Directions, Group, module_of, some_of
 from secondorder.linalg.dense import all_true_on_cpu, full_precision
 from secondorder.optimizer import SecondOrderOptimizer, rate
 from secondorder.parallel.roles import Serving
+from secondorder.preconditioners.base import Preconditioner, Proposal
 from secondorder.preconditioners.blocks import LayerOptions
 
 #: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
@@ -92,10 +93,24 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         """The undamped curvature of a block as a dense matrix."""
 
     # ------------------------------------------------------------------ stages 1 to 3: statistics
-    def _require_ready(self) -> None:
+    @property
+    def preconditioner(self) -> Preconditioner:
+        """The optimizer itself."""
+        return self
+
+    def require_ready(self) -> None:
+        """Refuse a step without a module."""
         self._require_capture()
 
-    def _discard(self) -> None:
+    def collect(self) -> Captured:
+        """Take what was captured since the last step, combined over the ranks."""
+        return self._reduce(self._take())
+
+    def drop(self) -> None:
+        """Leave out a batch: its statistics have been taken."""
+
+    def discard(self) -> None:
+        """Forget what was captured since the last step."""
         if self._capture is not None:
             self._capture.discard()
 
@@ -111,7 +126,8 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         elif self._capture is not None:
             self._capture.give_up()
 
-    def _check_gradients(self) -> None:
+    def check_gradients(self) -> None:
+        """Leave out what was captured of a backward whose gradients others have replaced."""
         capture = self._capture
         if capture is not None and capture.leave_out_replaced() and REPLACED not in self._warned:
             self._warned.add(REPLACED)
@@ -233,24 +249,22 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def _is_ready(self, block: Block) -> bool:
         return bool(block.group[self.refresh_interval] > 0 and self._is_refreshed(block))
 
-    def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
-        """Preconditioned, bounded directions of the parameters of active blocks."""
+    def propose(self, gradients: Directions, gate: Tensor | None) -> Proposal:
+        """Preconditioned directions of the parameters of active blocks."""
         ready = [b for b in self._blocks if self._is_ready(b)]
         active = [b for b in ready if all(p in gradients for p in b.params)]
         if not ready:
-            return {}
+            return Proposal({}, {}, [])
         source = self._sources(active, gradients, gate)
         with full_precision(ready[0].owner.device):
             found = self._cut_directions(ready, source) if self._is_cut else self._whole_directions(ready, source)
         directions = {p: found[p] for b in active for p in b.params}
         if not active:
-            return {}
+            return Proposal({}, {}, [])
         products = self._guard(active, directions, source)
         del source  # as large as the model, where it is no gradient
         self._kl_clip(directions, products)
-        self._graft([(b.group["graft"], b.params) for b in active], directions, gradients)
-        self._clip(directions)
-        return {p: d.to(p.dtype) for p, d in directions.items()}
+        return Proposal(directions, gradients, [(b.group["graft"], b.params) for b in active])
 
     def _whole_directions(self, blocks: Sequence[Block], source: Directions) -> Directions:
         """Directions of all blocks on every rank."""
@@ -511,7 +525,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         """Whether λ is being adapted to the loss, and may begin far too large."""
         return False
 
-    def _damped(self) -> list[Damped] | None:
+    def damped(self) -> list[Damped] | None:
         """The damping of all blocks that this rank keeps, when each was refreshed three times; None before."""
         counts = [(b, self.state[b.owner]["refreshes"]) for b in self._blocks if self._is_refreshed(b)]
         if min((count for _, count in counts), default=0) != _REFRESHES_BEFORE_WATCH or self._moves_damping():

@@ -150,12 +150,12 @@ class GatheringOptimizer(SubstitutingOptimizer):
     def _refresh_is_due(self, block: Block) -> bool:
         return block in self._census if self.comm.combines else super()._refresh_is_due(block)
 
-    def _refresh_due(self) -> list[int]:
+    def refresh_due(self) -> list[int]:
         if self.comm.combines and self._seen:
             with full_precision(next(iter(self._seen)).owner.device), self._stage("select"):
                 self._census = self._take_census(list(self._seen))
                 self._bring_together(list(self._census))
-        return super()._refresh_due()
+        return super().refresh_due()
 
     def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
         """Renew rows and factors; a block that fails keeps its last good ones."""
@@ -388,13 +388,13 @@ class GatheringOptimizer(SubstitutingOptimizer):
         return filled(Kept(rows, self._damping(block), core), self._total_rows(block))
 
     # ------------------------------------------------------------------ stage 4: share
-    def _share(self, refreshed: list[int]) -> None:
+    def share(self, refreshed: list[int]) -> None:
         if self.comm.combines:  # the others keep what they have, of whatever size
             refreshed = [i for i in refreshed if self._blocks[i].name not in self._failures]
             for block in (self._blocks[i] for i in refreshed):
                 if self.comm.preconditions(block.index) and not self.comm.refreshes(block.index):
                     self._make_room(block)
-        super()._share(refreshed)
+        super().share(refreshed)
 
     def _make_room(self, block: Block) -> None:
         """Have tensors of the sizes of what the owner will send, and what is known without it."""

@@ -27,6 +27,7 @@ from secondorder.curvature.layer import Block
 from secondorder.curvature.schema import Schema, tensors
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import dense, eigenbasis
+from secondorder.preconditioners.base import Proposal
 
 
 class ScalingOptimizer(RebasingOptimizer):
@@ -96,10 +97,10 @@ class ScalingOptimizer(RebasingOptimizer):
             generator = torch.Generator().manual_seed(self.seed(len(self._blocks) + block.index))
         return ScaleSums(block.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
 
-    def _learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
+    def learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
         self._step_examples = statistics.total or max(statistics.examples.values(), default=0)
         measured = [self._blocks[i] for i in sorted(self._due) if self._measures_scale(self._blocks[i])]
-        super()._learn(statistics, gradients, gate)
+        super().learn(statistics, gradients, gate)
         if measured:
             self._share_scales(measured)
 
@@ -215,17 +216,18 @@ class ScalingOptimizer(RebasingOptimizer):
         self._require_capture().refused[block.index] = str(error)
 
     # ------------------------------------------------------------------ of the mean gradient
-    def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
+    def propose(self, gradients: Directions, gate: Tensor | None) -> Proposal:
+        """Preconditioned directions, by scales that have seen this step's mean gradient where they are of that."""
         running = [b for b in self._blocks if b.group["estimator"] == "running" and self._active(b, gradients)]
         due = [b for b in running if self._scale_is_due(b)]
         if due and self._is_cut:
             self._wholes_now, self._sent = super()._whole_gradients(due, gradients), {b.index for b in due}
         for block in due:
             self._measure_running(block, self._wholes_now if self._is_cut else gradients, gate)
-        directions = super()._precondition(gradients, gate)
+        proposal = super().propose(gradients, gate)
         self._rotated.clear()
         self._wholes_now, self._sent = {}, set()
-        return directions
+        return proposal
 
     def _whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
         """As in the base class; gradients that the scale was measured with are not sent again."""
@@ -271,8 +273,8 @@ class ScalingOptimizer(RebasingOptimizer):
             self._late = {b: (m.rest, m.examples) for b, m in found if b.index in self._late_due and m.rest is not None}
         return reduced
 
-    def _share(self, refreshed: list[int]) -> None:
-        super()._share(refreshed)
+    def share(self, refreshed: list[int]) -> None:
+        super().share(refreshed)
         late = [self._blocks[i] for i in refreshed if i in self._late_due]
         if not self.comm.combines or not late:
             return

@@ -24,6 +24,7 @@ from secondorder.linalg import gram
 from secondorder.linalg.dense import full_precision
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parallel.windows import ShardedWindows
+from secondorder.preconditioners.base import Preconditioner, Proposal
 from secondorder.preconditioners.units import Source, Unit, real
 
 #: Norm of a gradient above which its products overflow, by working precision.
@@ -129,7 +130,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         """The damping of a window, and upper bounds of the largest eigenvalues; never waits for the device."""
         return None
 
-    def _damped(self) -> list[Damped] | None:
+    def damped(self) -> list[Damped] | None:
         """The damping of all windows that this rank keeps, after a number of steps; None before and later."""
         if self._t + 1 != _STEPS_BEFORE_WATCH:
             return None
@@ -137,7 +138,13 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         return [found for unit in held if (found := self.bounds(unit)) is not None]
 
     # ------------------------------------------------------------------ stages 1 to 3: the window
-    def _require_ready(self) -> None:
+    @property
+    def preconditioner(self) -> Preconditioner:
+        """The optimizer itself."""
+        return self
+
+    def require_ready(self) -> None:
+        """Follow parameters that have changed since the last step."""
         self._synchronize()  # a parameter may have been frozen, unfrozen or moved since the last step
         for group in self.param_groups[1:]:
             self._require_agreement(group)
@@ -150,15 +157,23 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         small: Tensor = torch.linalg.vector_norm(norms) < limit
         return small
 
-    def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
-        ok, gate = super()._inspect(gradients)
-        if not ok:
-            for unit in self._units:
-                if unit.held:
-                    unit.window.counters["skipped"].add_(1)
-        return ok, gate
+    def check_gradients(self) -> None:
+        """Nothing was captured."""
 
-    def _learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+    def collect(self) -> None:
+        """Nothing was captured."""
+
+    def discard(self) -> None:
+        """Nothing was captured."""
+
+    def drop(self) -> None:
+        """Count a batch that is left out."""
+        for unit in self._units:
+            if unit.held:
+                unit.window.counters["skipped"].add_(1)
+
+    def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+        """Store the gradients as the newest rows."""
         self._refresh_stale()
         pushes: dict[Unit, Push] = {}
         betas = {unit: self._momentum_if_wanted(unit) for unit in self._units}
@@ -199,7 +214,8 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         return real(gradient)
 
     # ------------------------------------------------------------------ stage 4: coefficients
-    def _refresh_due(self) -> list[int]:
+    def refresh_due(self) -> list[int]:
+        """Solve for the coefficients of all directions."""
         alike: dict[tuple[object, ...], list[Unit]] = {}
         for unit in self._units:
             if unit.inputs is not None and unit.held:
@@ -211,6 +227,9 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             for unit, a in zip(units, self.coefficients(units, lower), strict=True):
                 unit.a = a
         return []
+
+    def share(self, refreshed: list[int]) -> None:
+        """Every rank that holds rows has solved for their coefficients."""
 
     def _solve_key(self, unit: Unit) -> tuple[object, ...]:
         """Units with equal keys are solved in one batch."""
@@ -250,7 +269,8 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         return [None if x is None else x.to(self._working(p)) * self._decay_of(p) for p, x in pairs]
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
-    def _precondition(self, gradients: Directions, gate: Tensor | None) -> Directions:
+    def propose(self, gradients: Directions, gate: Tensor | None) -> Proposal:
+        """Directions of all windows."""
         directions: Directions = {}
         adam = [p for p in gradients if p in self._unit_of and options.is_adam(self._options(p)["graft"])]
         self._count_moments(adam, gradients, gate)
@@ -265,10 +285,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             raw |= {p: x for p, _, x in there}
             sizes.append((unit.group["graft"], [p for p, _, _ in there]))
             unit.inputs = unit.source = unit.decayed = unit.decay_dots = None
-        self._graft(sizes, directions, raw)
-        directions = {p: _like(d, p) for p, d in directions.items()}
-        self._clip(directions)
-        return {p: d.to(p.dtype) for p, d in directions.items()}
+        return Proposal(directions, raw, sizes)
 
     def _combined(self, unit: Unit) -> list[Tensor] | None:
         """This rank's part of the direction of a unit: ``Gᵀa + c·r``; None without gradients."""
@@ -425,10 +442,3 @@ def _batches(alike: Iterable[list[Unit]]) -> Iterator[list[Unit]]:
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
     return x if y is None else y if x is None else x + y
-
-
-def _like(direction: Tensor, p: nn.Parameter) -> Tensor:
-    if not p.is_complex():
-        return direction
-    # A copy, because pairs of numbers must start at an even place.
-    return torch.view_as_complex(direction.to(torch.promote_types(direction.dtype, torch.float32)).clone())

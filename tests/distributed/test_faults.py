@@ -28,7 +28,7 @@ EAGER = {"factor_update_steps": 1, "inv_update_steps": 1}
 # ---------------------------------------------------------------------------------------------------------------------
 
 # Where a step of the victim ends: before its first message, between two messages, after its last one.
-MOMENTS = ("_reduce", "_refresh_due", "_apply")
+MOMENTS = ("_reduce", "refresh_due", "_apply")
 
 
 def killed(rank: int, world: int, strategy: str, victim: int, moment: str) -> int:
@@ -44,10 +44,10 @@ def killed(rank: int, world: int, strategy: str, victim: int, moment: str) -> in
 @pytest.mark.parametrize(
     ("strategy", "world", "victim", "moment"),
     [
-        ("mem", 2, 1, "_refresh_due"),
+        ("mem", 2, 1, "refresh_due"),
         ("comm", 2, 0, "_reduce"),
         pytest.param("mem", 3, 0, "_apply", marks=pytest.mark.slow),
-        pytest.param("hybrid_half", 4, 3, "_refresh_due", marks=pytest.mark.slow),
+        pytest.param("hybrid_half", 4, 3, "refresh_due", marks=pytest.mark.slow),
         *(pytest.param("mem", 2, v, m, marks=pytest.mark.slow) for v in (0, 1) for m in MOMENTS[::2]),
     ],
 )
