@@ -94,7 +94,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "preconditioners.blocks": {"lifecycle"},
         "preconditioners.layers": {"lifecycle", "optimizer"},
         "preconditioners.scale": {"lifecycle"},
-        "preconditioners.units": {"lifecycle"},
         "preconditioners.window_plan": {"lifecycle"},
         "preconditioners.windows": {"lifecycle", "optimizer"},
     },
@@ -106,8 +105,8 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "curvature.mode": {"plan.dry_run_rows", "preconditioners.rows"},
         "curvature.refresh": {"parallel.exchange"},
         "parallel.exchange": {"preconditioners.blocks"},
-        "parallel.window_layout": {"preconditioners.units", "preconditioners.window_plan"},
-        "parallel.windows": {"preconditioners.units", "preconditioners.window_plan"},
+        "parallel.window_layout": {"preconditioners.window_plan"},
+        "parallel.windows": {"preconditioners.window_plan"},
     },
     "Copies of a model must come without the hooks of attention": {
         "capture.layers.projections": {"capture.copies"},

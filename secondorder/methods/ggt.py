@@ -16,23 +16,19 @@ Agarwal et al. 2018 (arXiv 1806.02958); sparse windows with error feedback: Modo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.comm import CommStrategy
-from secondorder.curvature.damping_watch import Damped
-from secondorder.curvature.extremes import Extremes
+from secondorder.curvature.solvers import GGTSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.lifecycle import Group
-from secondorder.linalg import gram
 from secondorder.methods import documentation
-from secondorder.preconditioners.units import Unit
 from secondorder.preconditioners.windows import WINDOW_CHECKS, WindowOptimizer, window_betas
 
 
@@ -65,6 +61,7 @@ class GGT(WindowOptimizer):
         >>> optimizer.step()
     """
 
+    solver = GGTSolver()
     checks: ClassVar[dict[str, options.Check]] = {
         **WINDOW_CHECKS,
         "betas": window_betas,
@@ -127,77 +124,10 @@ class GGT(WindowOptimizer):
             seed=deterministic_seed,
         )
 
-    # ------------------------------------------------------------------ the verbs
-    def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
-        """β₁."""
-        return float(group["betas"][0])
-
+    # ------------------------------------------------------------------ the fallback
     def _cycles_betas(self, defaults: Group) -> bool:
         return defaults["graft"] is None or options.is_adam(defaults["graft"]) or defaults["betas"][0] > 0
 
     def _adam_options(self, group: Group) -> tuple[tuple[float, float], float]:
         """Those of the fallback: ``betas`` and ``eps`` are GGT's own, but a β₁ above 0 is also that of a graft."""
-        own, (beta1, beta2) = group["betas"][0], group["fallback_betas"]
-        return (own if own and options.is_adam(group["graft"]) else beta1, beta2), group["fallback_eps"]
-
-    def corrects_bias(self, group: Mapping[str, Any]) -> bool:
-        """As ``bias_correction`` says."""
-        return bool(group["bias_correction"])
-
-    def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
-        """``φ(G_wᵀG_w) x``, see :func:`secondorder.linalg.gram.ggt_coefficients`."""
-        group, window = units[0].group, units[0].window
-        outside = _outside(group)
-        w = torch.stack([self._decays(unit) for unit in units])
-        b = torch.stack([unit.source.b for unit in units if unit.source is not None])
-        dots = [unit.source.q for unit in units if unit.source is not None and unit.source.q is not None]
-        try:
-            q = torch.stack(dots) if dots else None
-            a = gram.ggt_coefficients(lower, w, b, q, group["eps"], outside, window.noise)
-        except LinAlgError:
-            a = torch.full_like(b, torch.nan)
-        ok = torch.isfinite(a).all(-1)
-        # The last resort takes each row by itself: for the newest one, the answer of a window of one row.
-        alone = b / (lower.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt() + group["eps"])
-        for unit, good in zip(units, ok, strict=True):
-            unit.window.counters["solve_failures"].add_((~good).to(torch.int64))
-            unit.outside = outside
-        return torch.where(ok[:, None], a, alone)
-
-    def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
-        """``(G_wᵀG_w)^(1/2)``."""
-        found = gram.spectrum(unit.window.lower()[None], unit.window.noise, self._decays(unit)[None])
-        basis = found.back[0].mT @ rows
-        curvature: Tensor = (basis * found.values[0].sqrt()[:, None]).mT @ basis
-        return curvature
-
-    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor]:
-        """ε, and the largest eigenvalue of ``(G_wᵀG_w)^(1/2)``."""
-        found = gram.spectrum(unit.window.lower()[None], unit.window.noise, self._decays(unit)[None])
-        largest = found.values[0, -1].sqrt()
-        return torch.full_like(largest, unit.group["eps"]), largest
-
-    def bounds(self, unit: Unit) -> Damped | None:
-        """ε, and upper bounds of the largest eigenvalue of ``(G_wᵀG_w)^(1/2)``; None if another weight is outside."""
-        if unit.group["sgd_weight"] is not None:
-            return None
-        decay = self._decays(unit)
-        full = gram.symmetric(unit.window.lower())
-        largest = gram.largest_bound(full * decay[:, None] * decay).sqrt()
-        damping = torch.full_like(largest, unit.group["eps"])
-        return Damped(unit.name, unit.group, "eps", Extremes(damping, largest=largest + damping, undamped=largest))
-
-    # ------------------------------------------------------------------ the solve in detail
-    @staticmethod
-    def _decays(unit: Unit) -> Tensor:
-        """β₂ to the power of each row's age ``[t]``."""
-        window = unit.window
-        return gram.decay(unit.group["betas"][1], window.counters["pos"], window.m, window.filled)
-
-    def _solve_key(self, unit: Unit) -> tuple[object, ...]:
-        group = unit.group
-        return *super()._solve_key(unit), tuple(group["betas"]), group["eps"], group["sgd_weight"], unit.window.noise
-
-
-def _outside(group: Mapping[str, Any]) -> float:
-    return float(1 / group["eps"] if group["sgd_weight"] is None else group["sgd_weight"])
+        return (self.solver.adam_beta(group), group["fallback_betas"][1]), group["fallback_eps"]

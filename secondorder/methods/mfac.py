@@ -19,31 +19,21 @@ Frantar, Kurtic & Alistarh 2021 (arXiv 2107.03356); sparse and low-rank windows 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.comm import CommStrategy
-from secondorder.curvature.damping_watch import Damped
-from secondorder.curvature.extremes import Extremes
+from secondorder.curvature.solvers import MFACSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.topk import TopK
-from secondorder.curvature.window.window import LAG
 from secondorder.lifecycle import Group
-from secondorder.linalg import gram
-from secondorder.linalg.dense import all_true_on_cpu, anywhere
 from secondorder.methods import documentation
-from secondorder.preconditioners.units import Unit
 from secondorder.preconditioners.windows import WINDOW_CHECKS, WindowOptimizer
-
-#: Error of the direction above which ``solver="auto"`` filters the spectrum: the error of a dot times the amplification
-#: squared, since the dots are wrong too.
-_LARGEST_ERROR = 2e-2
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)
@@ -77,6 +67,7 @@ class MFAC(WindowOptimizer):
         >>> optimizer.step()
     """
 
+    solver = MFACSolver()
     checks: ClassVar[dict[str, options.Check]] = {
         **WINDOW_CHECKS,
         "damping": options.number(0.0, low_open=True),
@@ -147,112 +138,6 @@ class MFAC(WindowOptimizer):
             grad_scaler=grad_scaler,
             seed=deterministic_seed,
         )
-
-    # ------------------------------------------------------------------ the verbs
-    def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
-        """μ in mode ``"pre"``."""
-        return float(group["momentum"]) if group["momentum_mode"] == "pre" else 0.0
-
-    def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
-        """``(λI + S/n)⁻¹ (b − q/(nλ))``."""
-        n = torch.stack([self._rows_counted(unit) for unit in units])
-        squares = lower.diagonal(dim1=-2, dim2=-1).clone()
-        damping = torch.cat([
-            gram.mfac_damping(part[None], unit.group["damping"], unit.group["damping_mode"], own[None])
-            for unit, part, own in zip(units, squares, n, strict=True)
-        ])  # fmt: skip
-        b, q = _stacked(units)
-        rhs = gram.mfac_right_side(b, q, damping, n)
-        a, ok = gram.mfac_cholesky_(lower, rhs, damping, n)
-        amplification = torch.where(ok, gram.mfac_amplification(squares, a, rhs, damping, n), torch.inf)
-        wanted = self._filtering(units, amplification)
-        if wanted is not None:
-            filtered = self._filtered(units, (b, q, damping, n))
-            a = torch.where(wanted[:, None], filtered, a)
-            ok = torch.where(wanted, torch.isfinite(filtered).all(-1), ok)
-        # The last resort takes each row by itself: for the newest one, the answer of a window of one row.
-        alone = rhs / (damping[:, None] + squares / n[:, None])
-        for unit, good, size, own in zip(units, ok, amplification, damping, strict=True):
-            unit.window.counters["solve_failures"].add_((~good).to(torch.int64))
-            unit.outside = 1 / own
-            self._note(unit, size)
-        return torch.where(ok[:, None], a, alone)
-
-    def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
-        """``GᵀG/n``."""
-        return rows.mT @ rows / self._rows_counted(unit)
-
-    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor]:
-        """λ, and the largest eigenvalue of ``GᵀG/n``."""
-        lower, n = unit.window.lower(), self._rows_counted(unit)
-        squares = lower.diagonal()[None]
-        damping = gram.mfac_damping(squares, unit.group["damping"], unit.group["damping_mode"], n[None])
-        return damping[0], anywhere(torch.linalg.eigvalsh, lower)[-1].clamp(min=0) / n
-
-    def bounds(self, unit: Unit) -> Damped:
-        """λ of a window, and upper bounds of the largest eigenvalue of ``GᵀG/n``."""
-        lower, n = unit.window.lower(), self._rows_counted(unit)
-        group = unit.group
-        damping = gram.mfac_damping(lower.diagonal()[None], group["damping"], group["damping_mode"], n[None])[0]
-        largest = gram.largest_bound(gram.symmetric(lower)) / n
-        return Damped(unit.name, group, "damping", Extremes(damping, largest=largest + damping, undamped=largest))
-
-    # ------------------------------------------------------------------ the solve in detail
-    def _rows_counted(self, unit: Unit) -> Tensor:
-        """n, 0-dim float64."""
-        count = unit.window.counters["count"].clamp(1, unit.window.m).to(torch.float64)
-        return torch.full_like(count, unit.window.m) if unit.group["scale"] == "window" else count
-
-    def _filtered(self, units: Sequence[Unit], problem: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> Tensor:
-        """Coefficients without the directions that are rounding; not finite if they cannot be found."""
-        lower = torch.stack([unit.window.lower() for unit in units])
-        try:
-            return gram.mfac_filtered(lower, *problem, noise=units[0].window.noise)
-        except LinAlgError:
-            return torch.full_like(problem[0], torch.nan)
-
-    def _filtering(self, units: Sequence[Unit], amplification: Tensor) -> Tensor | None:
-        """Which units take the answer without the directions that are rounding.
-
-        A CPU looks at the amplification of this very step, a device at that of some steps ago.
-
-        Returns:
-            Flags ``[k]``; None for none of them.
-        """
-        solver, on_cpu = units[0].group["solver"], amplification.device.type == "cpu"
-        if solver == "eigh":
-            return torch.ones_like(amplification, dtype=torch.bool)
-        if not on_cpu:
-            return torch.ones_like(amplification, dtype=torch.bool) if self._filters(units[0]) else None
-        limit = (_LARGEST_ERROR / units[0].window.noise) ** 0.5
-        fine = amplification <= limit if solver == "auto" else torch.isfinite(amplification)
-        return None if all_true_on_cpu(fine) else ~fine
-
-    def _filters(self, unit: Unit) -> bool:
-        """On a device, for ``"auto"``: whether a unit filters, from what was measured some steps ago."""
-        if unit.window.device.type == "cpu" or unit.group["solver"] != "auto":
-            return False
-        arrival = unit.arrivals.pop(self._t % LAG, None)
-        if arrival is not None:
-            arrival.synchronize()
-        few = unit.window.filled <= LAG  # nothing was measured yet, and the eigenvalues of few rows cost little
-        return few or bool(unit.lagged.numpy()[self._t % LAG] ** 2 * unit.window.noise > _LARGEST_ERROR)
-
-    def _note(self, unit: Unit, amplification: Tensor) -> None:
-        """Send the amplification of this step to the host, which looks at it some steps later."""
-        i = self._t % LAG
-        unit.lagged[i].copy_(amplification, non_blocking=True)
-        if amplification.device.type != "cpu":
-            unit.arrivals[i] = torch.Event(amplification.device)
-            unit.arrivals[i].record()
-
-    def _solve_key(self, unit: Unit) -> tuple[object, ...]:
-        return *super()._solve_key(unit), unit.group["solver"], self._filters(unit), unit.window.noise
-
-    def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        """μ, and 1 − μ in mode ``"ema"``; nothing follows in mode ``"pre"``."""
-        momentum = 0.0 if group["momentum_mode"] == "pre" else group["momentum"]
-        return momentum, 1 - momentum if group["momentum_mode"] == "ema" else 1.0
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
@@ -327,9 +212,3 @@ class SparseMFAC(MFAC):
     ) -> None:
         given = locals()
         super().__init__(**{name: given[name] for name in inspect.signature(MFAC).parameters})
-
-
-def _stacked(units: Sequence[Unit]) -> tuple[Tensor, Tensor | None]:
-    sources = [unit.source for unit in units if unit.source is not None]
-    dots = [source.q for source in sources if source.q is not None]
-    return torch.stack([source.b for source in sources]), torch.stack(dots) if dots else None

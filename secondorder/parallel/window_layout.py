@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from secondorder.comm.layout import NOTHING, Route, Spans, route
 from secondorder.curvature.window.shards import Bounds, Cutting
+from secondorder.curvature.window.unit import Unit
 from secondorder.parallel.shards import Pieces
-from secondorder.preconditioners.units import Unit
 from secondorder.preconditioners.window_plan import Windowing
 
 #: Bytes of whole tensors that travel together, for each rank.

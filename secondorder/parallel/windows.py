@@ -22,10 +22,10 @@ from secondorder.curvature.schema import Schema, shaped, tensors
 from secondorder.curvature.window.form import Form
 from secondorder.curvature.window.shards import Slice, join, plain
 from secondorder.curvature.window.topk import TopK
+from secondorder.curvature.window.unit import Unit, real
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM, Push, padded
 from secondorder.lifecycle import Group
 from secondorder.parallel.window_layout import RecutWindows
-from secondorder.preconditioners.units import Unit, real
 from secondorder.preconditioners.window_plan import MOMENTUM_KEYS
 
 _MEND = "Call optimizer.consolidate_state_dict() on all ranks before saving: what is saved then loads anywhere."
@@ -154,7 +154,7 @@ class ShardedWindows(RecutWindows):
         if p is unit.params[0]:
             likes |= {**window.shared_state(), "amplification": torch.zeros(LAG, dtype=torch.float64, device="meta")}
         found = shaped(self.catalog, likes)
-        if not self.momentum_of_gradients(group):  # it is there if it was ever turned on
+        if not self.solver.momentum_of_gradients(group):  # it is there if it was ever turned on
             found |= {key: found[key]._replace(optional=True) for key in MOMENTUM_KEYS if key in found}
         return found
 

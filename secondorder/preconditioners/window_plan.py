@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,16 +14,17 @@ from secondorder.comm import Unit as Portion
 from secondorder.curvature.layer import unwrap
 from secondorder.curvature.schema import Entry, Schema
 from secondorder.curvature.schema import Place as At
+from secondorder.curvature.solvers import WindowSolver
 from secondorder.curvature.window.form import Form, Place
 from secondorder.curvature.window.memory import free_bytes
 from secondorder.curvature.window.shards import Bounds, Cutting, Slice, plain
 from secondorder.curvature.window.topk import TopK
+from secondorder.curvature.window.unit import Unit, real, stored_otherwise
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM, GradientWindow
 from secondorder.diagnostics.describe import human_bytes
 from secondorder.lifecycle import Group
 from secondorder.linalg.gram import packed_size
 from secondorder.preconditioners.partition import Partitioning
-from secondorder.preconditioners.units import Unit, real, stored_otherwise
 
 __all__ = ["MOMENTUM_KEYS", "Unit", "Windowing", "real"]
 
@@ -45,6 +45,8 @@ class Windowing(Partitioning):
         }.items()
         for key in keys
     }
+    #: The mathematics of the method.
+    solver: ClassVar[WindowSolver]
     _structural = ("window_size",)
     #: Options on which the groups of one window must agree.
     shared_options: ClassVar[tuple[str, ...]] = ("window_size", "graft", "weight_decay_mode")
@@ -64,23 +66,6 @@ class Windowing(Partitioning):
         self._portions: list[Portion] | None = None
         #: How parameters were cut: it stays as long as they are covered, so that no row ever travels.
         self._bounds = bounds or {}
-
-    # ------------------------------------------------------------------ what a method supplies
-    @abstractmethod
-    def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
-        """β of the method's own momentum on gradients, 0 for none."""
-
-    def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        """Momentum that follows the direction, and what the direction is multiplied with before it."""
-        return group["momentum"], 1.0
-
-    def corrects_bias(self, group: Mapping[str, Any]) -> bool:
-        """Whether the momentum on gradients is divided by its total weight."""
-        return False
-
-    def solve_flops(self, m: int) -> float:
-        """Of the solve with m rows."""
-        return m**3 / 3 + 2 * m**2
 
     # ------------------------------------------------------------------ units
     def _connect(self, root: nn.Module | None) -> None:
@@ -124,7 +109,7 @@ class Windowing(Partitioning):
         portions = []
         for name, window in zip(named, wholes, strict=True):
             rows = ", ".join(f"{tuple(place.shape)} {place.working}" for place in window.places)
-            flops = self.solve_flops(window.m)
+            flops = self.solver.flops(window.m)
             divisible = self._partition != "layer"
             portions.append(
                 Portion(name, f"{window.form} of {rows}", flops, window.flops, window.nbytes, divisible=divisible)
@@ -143,7 +128,7 @@ class Windowing(Partitioning):
                 f"{human_bytes(free)} are free on {params[0].device}; use a smaller window_size"
             )
         form = Form(group["window_size"], self._compression, self._window_dtype, self._seed)
-        return self._meta_window(params, form, self.momentum_of_gradients(group) > 0)
+        return self._meta_window(params, form, self.solver.momentum_of_gradients(group) > 0)
 
     def _new_unit(self, index: int, name: str, params: list[nn.Parameter], whole: GradientWindow) -> Unit:
         """A unit whose window, or this rank's part of it, is laid out but not allocated."""
@@ -261,7 +246,7 @@ class Windowing(Partitioning):
 
     def _momentum_if_wanted(self, unit: Unit) -> float:
         """β of a unit's momentum on gradients; its state is made when a schedule first turns it on."""
-        beta = self.momentum_of_gradients(unit.group)
+        beta = self.solver.momentum_of_gradients(unit.group)
         if beta > 0 and unit.window.outside is None:
             unit.window.keep_outside()
             if unit.held:
@@ -369,4 +354,8 @@ class Windowing(Partitioning):
 
     def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
         keys = super()._rule_keys(p, group)
-        return () if keys == ("momentum_buffer",) and self._covers(p) and not self.momentum_after(group)[0] else keys
+        return (
+            ()
+            if keys == ("momentum_buffer",) and self._covers(p) and not self.solver.momentum_after(group)[0]
+            else keys
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.lowrank import LowRank
 from secondorder.curvature.window.rows import gated
 from secondorder.curvature.window.topk import TopK
+from secondorder.curvature.window.unit import Source, Unit, real
 from secondorder.curvature.window.window import Push
 from secondorder.lifecycle import Directions, Group, module_of
 from secondorder.linalg import gram
@@ -25,7 +25,6 @@ from secondorder.linalg.dense import full_precision
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parallel.windows import ShardedWindows
 from secondorder.preconditioners.base import Preconditioner, Proposal
-from secondorder.preconditioners.units import Source, Unit, real
 
 #: Norm of a gradient above which its products overflow, by working precision.
 #: Steps after which the damping is compared with the curvature.
@@ -56,7 +55,7 @@ WINDOW_CHECKS: dict[str, options.Check] = {
 class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
     """Base of the methods that precondition with a window of past gradients.
 
-    The verbs of a method: :meth:`momentum_of_gradients`, :meth:`coefficients`, :meth:`curvature_of_rows`.
+    A method supplies its ``solver``, a :class:`secondorder.curvature.solvers.WindowSolver`.
 
     Args:
         params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
@@ -108,34 +107,13 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         self._begin_windows((compression, window_dtype, partition, skip_norm_layers, skip_biases, seed), {})
         super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
 
-    # ------------------------------------------------------------------ what a method supplies
-    @abstractmethod
-    def coefficients(self, units: Sequence[Unit], lower: Tensor) -> Tensor:
-        """Coefficients ``[k, t]`` of the directions of some units; sets ``outside`` of each.
-
-        Args:
-            units: Units whose windows hold equally many rows.
-            lower: Their lower triangles of S ``[k, t, t]``, which may be overwritten.
-        """
-
-    @abstractmethod
-    def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
-        """Undamped curvature ``[n, n]`` of the columns ``[t, n]`` of a window, float64."""
-
-    def extremes(self, unit: Unit) -> tuple[Tensor, Tensor] | None:
-        """λ of a window, and the largest eigenvalue of its undamped curvature, 0-dim; None if nobody knows."""
-        return None
-
-    def bounds(self, unit: Unit) -> Damped | None:
-        """The damping of a window, and upper bounds of the largest eigenvalues; never waits for the device."""
-        return None
-
+    # ------------------------------------------------------------------ stages 1 to 3: the window
     def damped(self) -> list[Damped] | None:
         """The damping of all windows that this rank keeps, after a number of steps; None before and later."""
         if self._t + 1 != _STEPS_BEFORE_WATCH:
             return None
         held = (unit for unit in self._units if unit.held and unit.part is None and unit.a is not None)
-        return [found for unit in held if (found := self.bounds(unit)) is not None]
+        return [found for unit in held if (found := self.solver.bounds(unit)) is not None]
 
     # ------------------------------------------------------------------ stages 1 to 3: the window
     @property
@@ -220,20 +198,16 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         for unit in self._units:
             if unit.inputs is not None and unit.held:
                 unit.source = self._source(unit)
-                alike.setdefault(self._solve_key(unit), []).append(unit)
+                alike.setdefault(self.solver.key(unit, self._t), []).append(unit)
         for units in _batches(alike.values()):
             parts = [unit.window.lower() for unit in units]
             lower = parts[0][None] if len(parts) == 1 else torch.stack(parts)
-            for unit, a in zip(units, self.coefficients(units, lower), strict=True):
+            for unit, a in zip(units, self.solver.coefficients(units, lower, self._t), strict=True):
                 unit.a = a
         return []
 
     def share(self, refreshed: list[int]) -> None:
         """Every rank that holds rows has solved for their coefficients."""
-
-    def _solve_key(self, unit: Unit) -> tuple[object, ...]:
-        """Units with equal keys are solved in one batch."""
-        return unit.window.filled, unit.window.device, unit.source is not None and unit.source.q is None
 
     def _source(self, unit: Unit) -> Source:
         window, group, t = unit.window, unit.group, unit.window.filled
@@ -241,13 +215,13 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         r: list[Tensor | None] | None = None
         if window.outside is not None:
             b, q, r = window.outside.b[:t], window.outside.q[:t], list(window.outside.r)
-            if self.corrects_bias(group):
+            if self.solver.corrects_bias(group):
                 weight = window.outside.weight
                 b, q, r = b / weight, q / weight, [x / weight.to(x.device, x.dtype) for x in window.outside.r]
         elif options.is_adam(group["graft"]):
             # The direction of Adam's first moment, as far as the window remembers it: only the direction is wanted, and
             # what has left the window would be multiplied with f(0), which is huge.
-            b = gram.decay(self._adam_options(group)[0][0], window.counters["pos"], window.m, t)
+            b = gram.decay(self.solver.adam_beta(group), window.counters["pos"], window.m, t)
             b = b / b.sum()
         decayed, dots = unit.decayed, unit.decay_dots
         if decayed is not None and dots is not None:
@@ -311,7 +285,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
                 for p in params:
                     local(p).mul_(gated(gate, kept, 1.0))
             in_window = mode != "standard" or (rule == "sgd" and not group["decoupled_weight_decay"])
-            momentum, factor = self.momentum_after(group)
+            momentum, factor = self.solver.momentum_after(group)
             if factor != 1 and rule == "sgd":
                 directions = list(torch._foreach_mul(directions, factor))
             group = {**group, "momentum": momentum, "weight_decay": 0.0 if in_window else group["weight_decay"]}
@@ -372,7 +346,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             if len(parts) > 1:  # [W | b]
                 parts = [torch.cat([part.flatten(1) if part.dim() > 1 else part[:, None] for part in parts], 1)]
             rows.append(parts[0].flatten())
-        return self.curvature_of_rows(unit, torch.stack(rows))
+        return self.solver.curvature_of_rows(unit, torch.stack(rows))
 
     def _named(self, name: str) -> list[nn.Parameter]:
         """Covered parameters of one window that a module or parameter name means."""
@@ -419,7 +393,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         yield "count", int(window.counters["count"])
         if unit.a is None:
             return
-        if (known := self.extremes(unit)) is not None:
+        if (known := self.solver.extremes(unit)) is not None:
             damping, largest = map(float, known)
             yield "damping", damping
             yield "condition_number", (largest + damping) / damping

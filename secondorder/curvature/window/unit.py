@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from secondorder.curvature.window.shards import Slice
 from secondorder.curvature.window.window import GradientWindow
-from secondorder.lifecycle import Group
 
 
 class Source(NamedTuple):
@@ -55,7 +54,7 @@ class Unit:
     name: str
     params: list[nn.Parameter]
     window: GradientWindow
-    group: Group
+    group: dict[str, Any]
     inputs: list[Tensor | None] | None = None
     source: Source | None = None
     a: Tensor | None = None
