@@ -34,6 +34,19 @@ MAY_HOLD_AN_OPTIMIZER: set[str] = {
     "integrations.transformers.SecondOrderCallback",
     "schedule.ParamScheduler",
 }
+#: Private names of torch that have no public counterpart, and what they are used for.
+PRIVATE_IN_TORCH = {
+    "_base": "to find the tensor that an output is a view of",
+    "_canonical_mask": "to compute attention as torch does",
+    "_forward_hooks": "to see whether another hook runs before a tap",
+    "_get_no_batch_dim": "to recognize an input of an instance norm without a batch dimension",
+    "_is_view": "to see whether an output is a view",
+    "_join_config": "to leave Join, which sets it",
+    "_mha_shape_check": "to compute attention as torch does",
+    "_none_or_dtype": "to compute attention as torch does",
+    "_parameters": "to tell a parameter that is registered as None from one that is not registered",
+    "_version": "to see whether a tensor was written",
+}
 LONG_MODULE, LONG_FUNCTION, MANY_METHODS, MANY_ATTRIBUTES = 400, 35, 25, 15
 
 
@@ -52,12 +65,12 @@ NUMBERS = {
     "MFAC: classes":                                      Number(13, 2),
     "SparseMFAC: classes":                                Number(14, 3),
     "GGT: classes":                                       Number(13, 2),
-    "KFAC: names on self":                                Number(389, 65),
-    "EKFAC: names on self":                               Number(427, 65),
-    "HyLo: names on self":                                Number(382, 65),
-    "MFAC: names on self":                                Number(254, 65),
-    "SparseMFAC: names on self":                          Number(254, 65),
-    "GGT: names on self":                                 Number(254, 65),
+    "KFAC: names on self":                                Number(383, 65),
+    "EKFAC: names on self":                               Number(421, 65),
+    "HyLo: names on self":                                Number(376, 65),
+    "MFAC: names on self":                                Number(248, 65),
+    "SparseMFAC: names on self":                          Number(248, 65),
+    "GGT: names on self":                                 Number(248, 65),
     "KFAC: attributes written":                           Number(66, 15),
     "EKFAC: attributes written":                          Number(75, 15),
     "HyLo: attributes written":                           Number(69, 15),
@@ -68,12 +81,12 @@ NUMBERS = {
     "methods: bodies in chains of 3 or more":             Number(97, 0),
     "others: bodies in chains of 2 or more":              Number(240, 80),
     "others: bodies in chains of 3 or more":              Number(49, 0),
-    "others: most names on one object":                   Number(388, 75),
+    "others: most names on one object":                   Number(382, 75),
     "SecondOrderOptimizer: its own methods":              Number(38, 38),
     "largest other class: its own methods":               Number(53, 25),
     "classes with more than 25 methods":                  Number(14, 0),
     "classes that write more than 15 attributes":         Number(5, 0),
-    "accesses to underscore attributes of others":        Number(73, 0),
+    "accesses to underscore attributes of others":        Number(45, 0),
     "height of imports":                                  Number(32, 14),
     "modules at the top level":                           Number(10, 10),
     "folders at the top level":                           Number(12, 12),
@@ -242,7 +255,8 @@ def foreign_underscores() -> Counter[str]:
             while isinstance(root, ast.Attribute | ast.Call):
                 root = root.value if isinstance(root, ast.Attribute) else root.func
             torchs = isinstance(root, ast.Name) and root.id in {"torch", "dist", "distributed_c10d", "c10d", "sys"}
-            if node.attr not in {"_replace", "_asdict"} and owner not in {"self", "cls", "super()"} and not torchs:
+            public = node.attr in {"_replace", "_asdict"} or node.attr in PRIVATE_IN_TORCH
+            if not public and owner not in {"self", "cls", "super()"} and not torchs:
                 count[module] += 1
     return count
 
@@ -338,6 +352,11 @@ def test_numbers_only_fall(name: str) -> None:
 
 def test_reasons_for_names_of_files_are_not_left_over() -> None:
     assert named_by_a_verb() >= NAMED_BY_A_VERB, f"delete {sorted(NAMED_BY_A_VERB - named_by_a_verb())}"
+
+
+def test_reasons_for_private_names_of_torch_are_not_left_over() -> None:
+    used = {node.attr for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert used >= PRIVATE_IN_TORCH.keys(), f"delete {sorted(PRIVATE_IN_TORCH.keys() - used)}"
 
 
 def test_no_part_holds_the_optimizer() -> None:

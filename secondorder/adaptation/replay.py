@@ -45,8 +45,7 @@ class Moment:
         self._buffers = [
             (owner, name, buffer, buffer.detach().clone())
             for owner in module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
+            for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
         ]
 
     def restore(self) -> None:
@@ -57,7 +56,7 @@ class Moment:
         with torch.no_grad():
             for owner, name, buffer, kept in self._buffers:
                 buffer.copy_(kept)
-                owner._buffers[name] = buffer
+                setattr(owner, name, buffer)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

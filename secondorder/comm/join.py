@@ -33,7 +33,8 @@ class JoiningOptimizer(Joinable):
 
     # Of the class too, as copies are made without the constructor.
     _join_config = _JoinConfig.construct_disabled_join_config()
-    _has_joined = False
+    #: Whether this rank has no data left, while it takes the steps of the others inside ``Join``.
+    has_joined = False
 
     if TYPE_CHECKING:
         comm: CommStrategy
@@ -83,78 +84,11 @@ class JoiningOptimizer(Joinable):
     def _average_gradients(self, params: Sequence[nn.Parameter]) -> None:
         """Bring gradients to their mean, where the strategy does that, and inside of ``Join`` to ranks without data."""
         joins = self._join_config.enable
-        if joins and not self._has_joined:
+        if joins and not self.has_joined:
             Join.notify_join_context(self)
         self.comm.average_gradients(params)
-        if joins and self.comm.combines:
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        """Give ranks that have joined the gradients and options of one that has not."""
-        live = self._live()
-        if not live.all():
-            self._copy_gradients(_first(live))
-
-    def _share_options(self) -> None:
-        """Give ranks that joined early the options of one that had data to the end."""
-        live = self._live()
-        if not live.all():
-            own = self._numbers()
-            header = torch.tensor([value for _, _, value in own], dtype=torch.float64, device=self.join_device)
-            self.comm.copy_from(_first(live), [header])
-            self._follow_options(header.tolist())
-
-    def _live(self) -> Tensor:
-        """By rank, whether it has data."""
-        present = torch.zeros(dist.get_world_size(), dtype=torch.float64)
-        present[self.comm.rank] = float(not self._has_joined)
-        return self.comm.agree(present.to(self.join_device)) > 0
-
-    def _copy_gradients(self, source: int) -> None:
-        """Copy gradients and the numbers among the options from one rank to those that have joined."""
-        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        words = [float(p.grad is not None) for p in params] + [value for _, _, value in self._numbers()]
-        header = torch.tensor(words, dtype=torch.float64, device=self.join_device)
-        self.comm.copy_from(source, [header])
-        flags, numbers = header.cpu().split([len(params), len(words) - len(params)])
-        sent = [p for p, flag in zip(params, flags.tolist(), strict=True) if flag]
-        if self.comm.rank == source:
-            found = [_dense(cast(Tensor, p.grad)) for p in sent]
-        else:
-            found = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in sent]
-        self.comm.copy_from(source, [torch.view_as_real(x) if x.is_complex() else x for x in found])
-        if self._has_joined:
-            for p, gradient in zip(sent, found, strict=True):
-                p.grad = gradient
-            self._follow_options(numbers.tolist())
-            if hasattr(self, "_follow_schedule"):  # as the others did in their forward
-                self._follow_schedule()
-
-    def _numbers(self) -> list[tuple[Group, str, float]]:
-        """The numbers among the options of every group, those of tuples one by one, NaN for what is none now."""
-        return [
-            (group, key, number)
-            for group in self.param_groups
-            for key in sorted(self.defaults)
-            for number in _numbers_of(group[key])
-        ]
-
-    def _follow_options(self, numbers: Sequence[float]) -> None:
-        """Take over what a scheduler has changed, which runs where there is data."""
-        if not self._has_joined:
-            return
-        theirs = iter(numbers)
-        for group in self.param_groups:
-            for key in sorted(self.defaults):
-                value = group[key]
-                own = _numbers_of(value)
-                new = [next(theirs) for _ in own]
-                if own == new or any(x != x for x in (*own, *new)):
-                    continue
-                if isinstance(value, Tensor):
-                    value.fill_(new[0])
-                else:
-                    group[key] = tuple(new) if isinstance(value, (tuple, list)) else type(value)(new[0])
+        if joins and self.comm.combines and _catch_up(self) and self.has_joined and hasattr(self, "_follow_schedule"):
+            self._follow_schedule()  # as the others did in their forward
 
 
 class _Shadow(JoinHook):
@@ -166,7 +100,7 @@ class _Shadow(JoinHook):
     def main_hook(self) -> None:
         """Take one step without data."""
         optimizer = self._optimizer
-        optimizer._has_joined = True
+        optimizer.has_joined = True
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = None  # of the last batch
@@ -176,11 +110,90 @@ class _Shadow(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """End: the steps to come are ordinary ones again, under the options of a rank that had data to the end."""
         optimizer = self._optimizer
-        optimizer._has_joined = not is_last_joiner
+        optimizer.has_joined = not is_last_joiner
         if optimizer.comm.combines:
-            optimizer._share_options()
-        optimizer._has_joined = False
+            _share_options(optimizer)
+        optimizer.has_joined = False
         optimizer._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+# ---------------------------------------------------------------------- messages between ranks with and without data
+def _catch_up(optimizer: JoiningOptimizer) -> bool:
+    """Give ranks that have joined the gradients and options of one that has not.
+
+    Returns:
+        Whether any rank has joined.
+    """
+    live = _live(optimizer)
+    if live.all():
+        return False
+    _copy_gradients(optimizer, _first(live))
+    return True
+
+
+def _share_options(optimizer: JoiningOptimizer) -> None:
+    """Give ranks that joined early the options of one that had data to the end."""
+    live = _live(optimizer)
+    if not live.all():
+        own = _numbers(optimizer)
+        header = torch.tensor([value for _, _, value in own], dtype=torch.float64, device=optimizer.join_device)
+        optimizer.comm.copy_from(_first(live), [header])
+        _follow_options(optimizer, header.tolist())
+
+
+def _live(optimizer: JoiningOptimizer) -> Tensor:
+    """By rank, whether it has data."""
+    present = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    present[optimizer.comm.rank] = float(not optimizer.has_joined)
+    return optimizer.comm.agree(present.to(optimizer.join_device)) > 0
+
+
+def _copy_gradients(optimizer: JoiningOptimizer, source: int) -> None:
+    """Copy gradients and the numbers among the options from one rank to those that have joined."""
+    comm, device = optimizer.comm, optimizer.join_device
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    words = [float(p.grad is not None) for p in params] + [value for _, _, value in _numbers(optimizer)]
+    header = torch.tensor(words, dtype=torch.float64, device=device)
+    comm.copy_from(source, [header])
+    flags, numbers = header.cpu().split([len(params), len(words) - len(params)])
+    sent = [p for p, flag in zip(params, flags.tolist(), strict=True) if flag]
+    if comm.rank == source:
+        found = [_dense(cast(Tensor, p.grad)) for p in sent]
+    else:
+        found = [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p in sent]
+    comm.copy_from(source, [torch.view_as_real(x) if x.is_complex() else x for x in found])
+    if optimizer.has_joined:
+        for p, gradient in zip(sent, found, strict=True):
+            p.grad = gradient
+        _follow_options(optimizer, numbers.tolist())
+
+
+def _numbers(optimizer: JoiningOptimizer) -> list[tuple[Group, str, float]]:
+    """The numbers among the options of every group, those of tuples one by one, NaN for what is none now."""
+    return [
+        (group, key, number)
+        for group in optimizer.param_groups
+        for key in sorted(optimizer.defaults)
+        for number in _numbers_of(group[key])
+    ]
+
+
+def _follow_options(optimizer: JoiningOptimizer, numbers: Sequence[float]) -> None:
+    """Take over what a scheduler has changed, which runs where there is data."""
+    if not optimizer.has_joined:
+        return
+    theirs = iter(numbers)
+    for group in optimizer.param_groups:
+        for key in sorted(optimizer.defaults):
+            value = group[key]
+            own = _numbers_of(value)
+            new = [next(theirs) for _ in own]
+            if own == new or any(x != x for x in (*own, *new)):
+                continue
+            if isinstance(value, Tensor):
+                value.fill_(new[0])
+            else:
+                group[key] = tuple(new) if isinstance(value, (tuple, list)) else type(value)(new[0])
 
 
 def _numbers_of(value: Any) -> list[float]:

@@ -114,7 +114,7 @@ def _tried(module: nn.Module, scale: str, shift: str | None, dtype: torch.dtype)
 def _vectors(module: nn.Module) -> list[str]:
     """Names of the one or two vectors of equal length of a module that has nothing else and takes one argument."""
     found = {name: p for name, p in module._parameters.items() if p is not None}
-    plain = not module._modules and not any(b is not None for b in module._buffers.values())
+    plain = not any(True for _ in module.children()) and not any(True for _ in module.buffers(recurse=False))
     if not plain or not 1 <= len(found) <= 2 or any(map(nn.parameter.is_lazy, found.values())):
         return []
     shapes = {tuple(p.shape) for p in found.values()}

@@ -104,7 +104,7 @@ def attention_parts(module: nn.MultiheadAttention, projections: AttentionProject
     """
     thirds = ((projections.query, 0), (projections.key, 1), (projections.value, 2))
     in_bias = None if module.in_proj_bias is None else "in_proj_bias"
-    if module._qkv_same_embed_dim:
+    if module.in_proj_weight is not None:  # queries, keys and values are of one size
         parts = [LinearMap("in_proj", "in_proj_weight", in_bias, ((projections.packed, -1), *thirds), 3)]
     else:
         names = ("q_proj", "k_proj", "v_proj")
