@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from secondorder import options
+from secondorder.capture.loss_scale import LossScale
 from secondorder.comm import CommStrategy, Unit, default_strategy
 from secondorder.comm.layout import is_cut, local
 from secondorder.curvature.damping_watch import DampingWatch
@@ -104,7 +105,7 @@ class Lifecycle(Optimizer):
         self._connected = self._compared = False
         #: The catalog, and what schemas have added: parameters that are frozen have no schema.
         self.entries: Schema = dict(self.catalog)
-        self._scaler: Any = None
+        self.loss_scale = LossScale()
         self._t = 0
         #: β₁ and β₂ of a group that does not give its own; the defaults have them only where Adam sets the step.
         self._default_betas: tuple[float, float] = options.DEFAULTS["betas"]
@@ -326,25 +327,11 @@ class Lifecycle(Optimizer):
     @property
     def grad_scaler(self) -> Any:
         """The loss scaler of float16 training, divided out of what is captured; may be set at any time."""
-        return self._scaler
+        return self.loss_scale.scaler
 
     @grad_scaler.setter
     def grad_scaler(self, scaler: Any) -> None:
-        if scaler is not None and not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
-            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {scaler!r}")
-        self._scaler = scaler
-        self._require_common_scale()
-        self._follow_scaler()
-
-    def _require_common_scale(self) -> None:
-        if self._scaler is not None and self._scaler.is_enabled() and self.comm.averages:
-            raise NotImplementedError(
-                "a GradScaler looks at the gradients of its rank before average_gradients=True averages them, and "
-                "would leave steps out on some ranks alone: wrap the model in DistributedDataParallel, or use bfloat16"
-            )
-
-    def _follow_scaler(self) -> None:
-        """Act on a loss scaler that was set."""
+        self.loss_scale.set(scaler, self.comm.averages)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters; options that it does not give take their default.

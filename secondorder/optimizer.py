@@ -75,7 +75,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         try:
             self.grad_scaler = grad_scaler
             self._connect(module)
-            self._require_common_scale()
+            self.loss_scale.require_common(self.comm.averages)
             self._require_fitting_strategy()
             self.comm.admit(self)
             self._join_ranks()
@@ -116,7 +116,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
             return f"{type(self.comm).__name__} has ranks without data; let those with data take equally many steps"
         if self._is_cut:
             return "fully_shard computes no forward without all ranks; give them equally many batches"
-        if self.grad_scaler is not None and self.grad_scaler.is_enabled():
+        if self.loss_scale.multiplies:
             return "its grad_scaler leaves steps out where there is data; train in bfloat16, which needs no scaler"
         return super()._why_not_joinable()
 

@@ -83,7 +83,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
         wanted = self._adaptation.needing_loss
         if not wanted:
             return
-        scaled = self.grad_scaler is not None and self.grad_scaler.is_enabled()
+        scaled = self.loss_scale.multiplies
         hint = " GradScaler.step() passes no closure on: train in bfloat16, which needs no scaler." if scaled else ""
         raise RuntimeError(
             f"{wanted[0]}=True judges steps by their loss: call step(closure) with a closure that zeroes the "

@@ -31,7 +31,7 @@ from secondorder.capture.batch import BatchInput, Input, rules
 from secondorder.capture.copies import conceal, remove
 from secondorder.capture.fisher.observation import Observation
 from secondorder.capture.layers.projections import WatchedAttention
-from secondorder.capture.loss_scale import UNKNOWN, inverse_scale, multiplies
+from secondorder.capture.loss_scale import UNKNOWN, LossScale
 from secondorder.capture.passes import Pass, order_of
 from secondorder.capture.roots import Roots
 from secondorder.capture.sites import Captured, Site, Statistic
@@ -72,14 +72,18 @@ class Capture(Observation):
             passes through.
         batch_dim: Dimension of an input that counts examples.
         batch_input: The argument that counts them, or a function that does; None to judge by the forward pass.
+        loss_scale: Scale that gradients carry.
     """
 
-    def __init__(self, roots: Iterable[nn.Module], batch_dim: int = 0, batch_input: BatchInput | None = None) -> None:
+    def __init__(
+        self, roots: Iterable[nn.Module], batch_dim: int, batch_input: BatchInput | None, loss_scale: LossScale
+    ) -> None:
         self.sites: list[Site] = []
         self.refused: dict[int, str] = {}
         #: Sites whose layer ran on no row at all since the last step.
         self.idle: set[int] = set()
-        self._scaler: Any = None
+        self._loss_scale = loss_scale
+        loss_scale.register(self)
         #: Whether float16 gradients came of which nobody knows the scale.
         self.scale_is_unknown = False
         #: Whether gradients were reset while something was observed that no backward has reached.
@@ -256,18 +260,14 @@ class Capture(Observation):
         """Statistics captured since the last step, by site."""
         return self._pending
 
-    @property
-    def grad_scaler(self) -> Any:
-        """The loss scaler that gradients carry the scale of, if any."""
-        return self._scaler
+    def follow_scale(self, changes: bool) -> None:
+        """Leave out what was captured at a scale that was not known then.
 
-    @grad_scaler.setter
-    def grad_scaler(self, scaler: Any) -> None:
-        changes = scaler is not self._scaler and (multiplies(scaler) or multiplies(self._scaler))
+        Args:
+            changes: Whether the scale is another than before.
+        """
         if self.scale_is_unknown or (changes and (self._pending or self._void)):
-            # What came before carries a scale that was not known then: better no statistics than some of a wrong size.
-            self.leave_out()
-        self._scaler = scaler
+            self.leave_out()  # better no statistics than some of a wrong size
 
     def leave_out(self, reason: str | None = None) -> None:
         """Leave the statistics of this step out, those captured already and those to come; its examples count.
@@ -489,7 +489,7 @@ class Capture(Observation):
 
     def _record(self, seen: Seen, g: Tensor, current: Pass | None) -> None:
         self._backward_ran = True
-        if g.dtype == torch.float16 and self._scaler is None and not self.scale_is_unknown:
+        if g.dtype == torch.float16 and self._loss_scale.scaler is None and not self.scale_is_unknown:
             # Layers that run in float32 carry the same scale, and nothing in them tells.
             self.scale_is_unknown = True
             self.leave_out(UNKNOWN)
@@ -500,7 +500,7 @@ class Capture(Observation):
             x, g = current.lay_out(x, g, adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
             unclear = current.is_unclear(x, g, adapter)
-        unscale = inverse_scale(self._scaler, g.device)
+        unscale = self._loss_scale.inverse(g.device)
         call = Call(x, g.detach(), adapter, unscale, keep, seen.part, shared=shared, unclear=unclear)
         if current is None:
             self._record_alone(seen.site, call)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Sized
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from secondorder.frames import calling_scaler
 
 UNKNOWN = (
     "the gradients of this batch are float16 and nothing says what the loss was multiplied with, so its statistics are "
@@ -14,15 +18,114 @@ UNKNOWN = (
 )
 
 
-def multiplies(scaler: Any) -> bool:
-    """Whether a scaler, if there is one, multiplies the loss."""
+class Scaled(Protocol):
+    """What captures gradients that carry the scale of the loss."""
+
+    @property
+    def pending(self) -> Sized:
+        """What was captured since the last step."""
+
+    @property
+    def scale_is_unknown(self) -> bool:
+        """Whether float16 gradients came of which nobody knows the scale."""
+
+    def follow_scale(self, changes: bool) -> None:
+        """Act on a scaler that was set.
+
+        Args:
+            changes: Whether gradients were captured at another scale before.
+        """
+
+
+class LossScale:
+    """What an optimizer knows about the scale of the loss: the loss scaler, and whether it was given or found.
+
+    Copies of an optimizer keep nothing of it: the scaler belongs to the training loop of the original.
+
+    Attributes:
+        scaler: The loss scaler that gradients carry the scale of, if any.
+    """
+
+    def __init__(self) -> None:
+        self.scaler: Any = None
+        #: Whether the scaler was found and not given.
+        self._is_found = False
+        self._looked_for: set[str] = set()
+        self._followers: weakref.WeakSet[Scaled] = weakref.WeakSet()
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether a scaler, if there is one, multiplies the loss."""
+        return _multiplies(self.scaler)
+
+    def register(self, follower: Scaled) -> None:
+        """Have a capture follow every scaler that is set from now on; it is held weakly."""
+        self._followers.add(follower)
+
+    def set(self, scaler: Any, averages: bool) -> None:
+        """Take another loss scaler, or None.
+
+        Args:
+            scaler: The scaler.
+            averages: Whether the strategy averages gradients in the step.
+
+        Raises:
+            TypeError: If it is no scaler.
+            NotImplementedError: If the ranks could not agree on which steps to leave out.
+        """
+        if scaler is not None and not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {scaler!r}")
+        changes = scaler is not self.scaler and (_multiplies(scaler) or self.multiplies)
+        self.scaler = scaler
+        self._is_found = False  # whoever sets one decides; it is noted below where this class does
+        self.require_common(averages)
+        for follower in self._followers:
+            follower.follow_scale(changes)
+
+    def require_common(self, averages: bool) -> None:
+        """Refuse a scaler where the strategy averages gradients in the step.
+
+        Raises:
+            NotImplementedError: If that is so.
+        """
+        if averages and self.multiplies:
+            raise NotImplementedError(
+                "a GradScaler looks at the gradients of its rank before average_gradients=True averages them, and "
+                "would leave steps out on some ranks alone: wrap the model in DistributedDataParallel, or use bfloat16"
+            )
+
+    def infer(self, batch: Scaled, averages: bool) -> None:
+        """Adopt the loss scaler that calls this step, where none was given; what was captured before is left out.
+
+        The stack is looked through in the first step, in the first that finds float16 gradients, and in those that use
+        a scaler which was found: where it does not call any more, it does not multiply the loss either.
+
+        Args:
+            batch: What was captured of the batch of this step.
+            averages: Whether the strategy averages gradients in the step.
+        """
+        if not (batch.pending or batch.scale_is_unknown):
+            return
+        if self.scaler is not None:
+            if self._is_found and calling_scaler() is not self.scaler:
+                self.set(None, averages)
+            return
+        wanted = {"first", "float16"} if batch.scale_is_unknown else {"first"}
+        if wanted <= self._looked_for:
+            return
+        self._looked_for |= wanted
+        if (found := calling_scaler()) is not None:
+            self.set(found, averages)
+            self._is_found = True
+
+    def inverse(self, device: torch.device) -> Tensor | None:
+        """What gradients are to be multiplied with now, 0-dim on the device; None for 1."""
+        if not self.multiplies:
+            return None
+        # `scale` is the public way to the loss scale as a device tensor: `get_scale` would wait for the device.
+        scale: Tensor = self.scaler.scale(torch.ones((), device=device))
+        return scale.reciprocal()
+
+
+def _multiplies(scaler: Any) -> bool:
     return scaler is not None and bool(scaler.is_enabled())
-
-
-def inverse_scale(scaler: Any, device: torch.device) -> Tensor | None:
-    """What gradients are to be multiplied with now, 0-dim on the device; None for 1."""
-    if not multiplies(scaler):
-        return None
-    # `scale` is the public way to the loss scale as a device tensor: `get_scale` would wait for the device.
-    scale: Tensor = scaler.scale(torch.ones((), device=device))
-    return scale.reciprocal()

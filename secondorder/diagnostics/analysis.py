@@ -235,7 +235,6 @@ class Analysis:
         method, blocks = self._method, self._blocks
         if self._capture is None or self._capture.root is not method._root:
             self._capture = self._new_capture(method._root)
-        self._capture.grad_scaler = method._scaler
         wanted = method._t, due, *blocks
         if wanted == self._followed:
             return
@@ -249,7 +248,8 @@ class Analysis:
             self._capture.close()
         reference, self._followed = weakref.ref(self._method), ()
         chosen, leader = self._method._layer_options, lambda: getattr(reference(), "_capture", None)
-        capture = RowCapture(root, self._approx, leader, chosen.batch_dim, chosen.batch_input)
+        scale = self._method.loss_scale
+        capture = RowCapture(root, self._approx, leader, chosen.batch_dim, chosen.batch_input, scale)
         capture.before_forward = weakref.WeakMethod(self._follow)
         return capture
 
@@ -295,8 +295,8 @@ class Analysis:
 
     def _looks(self, capture: RowCapture, gradients: dict[Block, list[Tensor]]) -> Iterator[Look]:
         """The layers whose rows and gradient are complete; rows that were looked at are let go of."""
-        self._method._infer_scaler()
-        capture.grad_scaler = self._method._scaler
+        if (leader := capture.leader()) is not None:
+            self._method.loss_scale.infer(leader, self._method.comm.averages)
         capture.leave_out_replaced()
         taken = capture.take()
         capture.arm(())  # what a step evaluates again is at other parameters

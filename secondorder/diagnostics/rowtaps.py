@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from secondorder.capture.batch import BatchInput
 from secondorder.capture.capture import Capture
 from secondorder.capture.layers.parts import watched_attention
+from secondorder.capture.loss_scale import LossScale
 from secondorder.capture.passes import Pass
 from secondorder.capture.sites import Site
 from secondorder.capture.statistics.examples import ExampleRows
@@ -25,9 +26,11 @@ class RowCapture(Capture):
         leader: The optimizer's own capture, None while it has none.
         batch_dim: Dimension of an input that counts examples.
         batch_input: The argument that counts them, or a function that does.
+        loss_scale: Scale that gradients carry.
 
     Attributes:
         root: The module.
+        leader: The optimizer's own capture, None while it has none.
         blocks: What is tapped, a site each.
     """
 
@@ -36,12 +39,13 @@ class RowCapture(Capture):
         root: nn.Module,
         approx: str,
         leader: Callable[[], Capture | None],
-        batch_dim: int = 0,
-        batch_input: BatchInput | None = None,
+        batch_dim: int,
+        batch_input: BatchInput | None,
+        loss_scale: LossScale,
     ) -> None:
-        self.root, self._approx, self._leader = root, approx, leader
+        self.root, self._approx, self.leader = root, approx, leader
         self.blocks: list[Block] = []
-        super().__init__(forwarded(root), batch_dim, batch_input)
+        super().__init__(forwarded(root), batch_dim, batch_input, loss_scale)
 
     def watch(self, blocks: list[Block]) -> None:
         """Tap these blocks and no others."""
@@ -72,7 +76,7 @@ class RowCapture(Capture):
         self.switch.armed = self.switch.armed and not self._is_held()
 
     def _begin(self, current: Pass) -> int:
-        leader = self._leader()
+        leader = self.leader()
         current.keep = None if leader is None else leader._keep
         return super()._begin(current)
 
@@ -81,7 +85,7 @@ class RowCapture(Capture):
         return not self._is_held() and super().wants(index)
 
     def _is_held(self) -> bool:
-        leader = self._leader()
+        leader = self.leader()
         return leader is None or leader.is_paused
 
 

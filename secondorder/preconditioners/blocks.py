@@ -21,7 +21,6 @@ from secondorder.comm import Unit
 from secondorder.comm.layout import is_cut
 from secondorder.curvature.layer import Block, Choices, SkipRule, clean_name, forwarded, plan_blocks, unwrap
 from secondorder.curvature.schema import Schema, held, nbytes
-from secondorder.frames import calling_scaler
 from secondorder.lifecycle import Clock, Group, Lifecycle, shape_of
 
 
@@ -132,9 +131,6 @@ class Capturing(Lifecycle):
         #: Step of the last refresh and of the last statistics, by block; not known of what a checkpoint brought.
         self._refreshed_at: dict[str, int] = {}
         self._learned_at: dict[str, int] = {}
-        self._looked_for_scaler: set[str] = set()
-        #: The loss scaler, if it was found and not given.
-        self._found_scaler: Any = None
         self._armed_for: list[tuple[Any, ...]] = []
         #: Shapes of the whole curvature of each parameter, wherever it is.
         self._shapes: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
@@ -157,7 +153,7 @@ class Capturing(Lifecycle):
         assert self._root is not None
         if self._capture is None:
             chosen = self._layer_options
-            self._capture = Capture(forwarded(self._root), chosen.batch_dim, chosen.batch_input)
+            self._capture = Capture(forwarded(self._root), chosen.batch_dim, chosen.batch_input, self.loss_scale)
             self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
             self._capture.owner = weakref.ref(self)
             self._capture.clock = self._clock
@@ -310,7 +306,6 @@ class Capturing(Lifecycle):
         capture = self._capture
         if capture is not None:
             self._armed_for = self._schedule()
-            capture.grad_scaler = self._scaler
             self._due = {b.index for b in self._blocks if self._capture_is_due(b) and self.comm.learns(b.index)}
             capture.arm(i for i in self._due if self.comm.captures(i))
 
@@ -345,31 +340,6 @@ class Capturing(Lifecycle):
         super().time_stages(clock)
         if self._capture is not None:
             self._capture.clock = clock
-
-    def _follow_scaler(self) -> None:
-        self._found_scaler = None  # whoever sets one decides; it is noted below where this class does
-        if self._capture is not None:
-            self._capture.grad_scaler = self._scaler
-
-    def _infer_scaler(self) -> None:
-        """Adopt the loss scaler that calls this step, where none was given; what was captured before is left out.
-
-        The stack is looked through in the first step, in the first that finds float16 gradients, and in those that use
-        a scaler which was found: where it does not call any more, it does not multiply the loss either.
-        """
-        capture = self._capture
-        if capture is None or not (capture.pending or capture.scale_is_unknown):
-            return
-        if self._scaler is not None:
-            if self._scaler is self._found_scaler and calling_scaler() is not self._scaler:
-                self.grad_scaler = self._found_scaler = None
-            return
-        wanted = {"first", "float16"} if capture.scale_is_unknown else {"first"}
-        if wanted <= self._looked_for_scaler:
-            return
-        self._looked_for_scaler |= wanted
-        if (found := calling_scaler()) is not None:
-            self.grad_scaler = self._found_scaler = found
 
     def detach(self) -> None:
         """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""

@@ -135,7 +135,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
 
     def _take(self) -> Captured:
         capture = self._require_capture()
-        self._infer_scaler()
+        self.loss_scale.infer(capture, self.comm.averages)
         taken = capture.take()
         self._warn_of_doubts(capture)
         return taken

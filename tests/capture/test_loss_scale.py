@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import secondorder.preconditioners.blocks
+import secondorder.capture.loss_scale
 from secondorder import EKFAC, KFAC, MFAC, HyLo
 from secondorder.diagnostics import Analysis, read_events
 
@@ -157,7 +157,7 @@ def test_a_scaler_set_between_backward_and_step_leaves_that_batch_out(method):
 
 def test_the_stack_is_not_looked_through_at_every_step(monkeypatch):
     looks = []
-    monkeypatch.setattr(secondorder.preconditioners.blocks, "calling_scaler", lambda: looks.append(1))
+    monkeypatch.setattr(secondorder.capture.loss_scale, "calling_scaler", lambda: looks.append(1))
     model = make_model()
     opt = METHODS["kfac"](model)
     for _ in range(5):
