@@ -22,7 +22,7 @@ from secondorder.curvature.damping_watch import DampingWatch
 from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
-from secondorder.linalg.dense import Workspace
+from secondorder.runtime import Runtime
 
 Group = dict[str, Any]
 State = dict[str, Tensor | int]
@@ -106,7 +106,7 @@ class Lifecycle(Optimizer):
         #: The catalog, and what schemas have added: parameters that are frozen have no schema.
         self.entries: Schema = dict(self.catalog)
         self.loss_scale = LossScale()
-        self._t = 0
+        self._runtime = Runtime()
         #: β₁ and β₂ of a group that does not give its own; the defaults have them only where Adam sets the step.
         self._default_betas: tuple[float, float] = options.DEFAULTS["betas"]
         self._root: nn.Module | None = None
@@ -120,7 +120,6 @@ class Lifecycle(Optimizer):
         self._checked: list[Group] = []
         self._skipped_steps = 0
         self._skipped_on_device: Tensor | int = 0
-        self._workspace = Workspace()
         self._kept_directions: dict[str, Tensor] | None = None
         self._clock: Clock | None = None
         self._watch = DampingWatch()
@@ -134,6 +133,15 @@ class Lifecycle(Optimizer):
         self.entries = dict(kept["entries"])
         self._group = {p: g for g in self.param_groups for p in g["params"]}
         self._first = next(iter(self._group), None)
+        self._runtime.renew(self.state, self.param_groups)
+
+    @property
+    def _t(self) -> int:  # bridge
+        return self._runtime.step
+
+    @_t.setter
+    def _t(self, step: int) -> None:  # bridge
+        self._runtime.step = step
 
     def _rebuild(self) -> bool:
         """Plan anew and allocate what is missing; state that still fits is kept.
@@ -141,6 +149,7 @@ class Lifecycle(Optimizer):
         Returns:
             Whether the plan changed.
         """
+        self._runtime.renew(self.state, self.param_groups)
         self._group = {p: g for g in self.param_groups for p in g["params"]}
         changed = self._plan() if self._group else False
         self._first = next(iter(self._group), None)
@@ -432,6 +441,8 @@ class Lifecycle(Optimizer):
             group.setdefault("fallback_base_lr", float(group["lr"]))
         if kept is not None:
             self._restore(kept)
+        else:
+            self._runtime.renew(self.state, self.param_groups)
 
     def _repoint(self, theirs: dict[str, nn.Parameter]) -> None:
         """Train a module's parameters of the same names and shapes instead."""

@@ -104,7 +104,7 @@ class FactoredOptimizer(OverlappingRefreshes):
         """Empty sums of a block."""
         sampler = None
         if group["factor_batch_size"] is not None or group["factor_positions"] is not None:
-            generator = torch.Generator().manual_seed(self.seed(block.index))
+            generator = torch.Generator().manual_seed(self._runtime.seed(block.index))
             sampler = Sampler(group["factor_batch_size"], group["factor_positions"], generator)
         constant_g = self._fisher.fisher == "forward_only"
         found = tensors(self.factor_sums(block, group)).values()

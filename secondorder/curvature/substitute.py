@@ -234,7 +234,7 @@ class SubstitutingOptimizer(RowOptimizer):
         values = state["eigenvalues_g"][..., :, None] * state["eigenvalues_a"][..., None, :]
         damping = state["kernel_damping"].to(values.dtype)
         found = eigenbasis.precondition(
-            gradient, state["basis_a"], state["basis_g"], values, damping, 1.0, self._workspace
+            gradient, state["basis_a"], state["basis_g"], values, damping, 1.0, self._runtime.workspace
         )
         return found * damping[..., None, None] if block.group["normalize_damping"] else found
 

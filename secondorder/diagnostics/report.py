@@ -86,7 +86,7 @@ class Reporting(Lifecycle):
                 if isinstance(value, Tensor):
                     usage[self._kind(p, key)] += local(value).nbytes
         usage["pending"] = self._pending_bytes()
-        usage["workspace"] = self._workspace.nbytes
+        usage["workspace"] = self._runtime.workspace.nbytes
         usage["buffers"] += self.comm.nbytes
         usage["total"] = sum(usage.values())
         return usage

@@ -372,7 +372,7 @@ class EKFAC(ScalingOptimizer):
             s,
             damping,
             group["power"],
-            self._workspace,
+            self._runtime.workspace,
             damp_root=like_adam,
             is_rotated=rotated is not None,
             silent=eigenbasis.is_rounding(s, *self.singular_values(block), kept) if like_adam else None,

@@ -428,7 +428,7 @@ class HyLo(SwitchedOptimizer):
         place = f" on rank {self.comm.rank}" if self.comm.combines else ""
         stream = zlib.crc32(f"{purpose}{block.name}{place}".encode())
         refresh: int = self.state[block.owner]["refreshes"]
-        generator = torch.Generator().manual_seed(self.seed(stream, refresh))
+        generator = torch.Generator().manual_seed(self._runtime.seed(stream, refresh))
         drawn = selection.draw(scores, rank, block.group["kis_sampling"], generator)
         return kernel.pick(rows, drawn.index, drawn.weight.to(rows.g.dtype))
 

@@ -215,7 +215,7 @@ class KFAC(FactoredOptimizer):
                 values = self.factor(block, "g")[..., :, None] * self.factor(block, "a")[..., None, :]
                 return gradient / (values + self.damping_of(block, values.mean((-2, -1)))[..., None, None])
             inverses = self.working(block, "inverse_a"), self.working(block, "inverse_g")
-            return averages.solve_factored(gradient, *inverses, self._workspace)
+            return averages.solve_factored(gradient, *inverses, self._runtime.workspace)
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         damping: Tensor | None = self.damping_of(block, values_a.mean(-1) * values_g.mean(-1))
         if group["damping_split"] == "pi" and not block.adapter.is_exact:
@@ -223,7 +223,7 @@ class KFAC(FactoredOptimizer):
             damping = None
         values = values_g[..., :, None] * values_a[..., None, :]
         bases = self.basis(block, "a"), self.basis(block, "g")
-        return eigenbasis.precondition(gradient, *bases, values, damping, group["power"], self._workspace)
+        return eigenbasis.precondition(gradient, *bases, values, damping, group["power"], self._runtime.workspace)
 
     def block_curvature(self, block: Block) -> Tensor:
         """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""

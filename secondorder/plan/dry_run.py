@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -45,7 +46,9 @@ class Understudy(Lifecycle):
         made = type(f"Rehearsed{type(optimizer).__name__}", (cls, type(optimizer)), {})
         own: Any = object.__new__(made)
         kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(optimizer).items()}
-        own.__dict__.update(kept, state=defaultdict(dict), _clock=None)
+        states: Any = defaultdict(dict)
+        runtime = replace(kept["_runtime"], states=states)
+        own.__dict__.update(kept, state=states, _clock=None, _runtime=runtime)
         for p, state in optimizer.state.items():
             own.state[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
         return own

@@ -316,6 +316,7 @@ class Capturing(Lifecycle):
     def _follow_schedule(self) -> None:
         """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
         self._check_changed_options()
+        self._runtime.renew(self.state, self.param_groups)
         if not self._is_gathered():
             self._synchronize()
         if self._schedule() != self._armed_for:

@@ -101,6 +101,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def require_ready(self) -> None:
         """Refuse a step without a module."""
         self._require_capture()
+        self._runtime.renew(self.state, self.param_groups)
 
     def collect(self) -> Captured:
         """Take what was captured since the last step, combined over the ranks."""
@@ -234,13 +235,6 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
     def _is_on(self, p: nn.Parameter, group: Group) -> bool:
         return bool(group[self.refresh_interval])
 
-    def seed(self, stream: int, number: int | None = None) -> int:
-        """Seed of a random choice: the same after a resume, different in every stream and by number (or step)."""
-        mixed: int = self.param_groups[0]["deterministic_seed"]
-        for part in (self._t if number is None else number, stream):
-            mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)
-        return mixed
-
     # ------------------------------------------------------------------ stages 5 and 6: directions
     def _active(self, block: Block, gradients: Directions) -> bool:
         """Whether a block preconditions in this step."""
@@ -315,9 +309,9 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         """Directions of the parameters of a block; room for them where another rank finds them."""
         if not self.comm.preconditions(block.index) or any(p not in source for p in block.params):
             return [torch.zeros(p.shape, dtype=self._precision(p), device=p.device) for p in block.params]
-        self._workspace.reset()
+        self._runtime.workspace.reset()
         tensors = [source[p].to(self._precision(p)) for p in block.params]
-        matrix = block.matrix(tensors, self._workspace)
+        matrix = block.matrix(tensors, self._runtime.workspace)
         return block.split(self.shape_direction(block, self.precondition(block, matrix)))
 
     def shape_direction(self, block: Block, direction: Tensor) -> Tensor:

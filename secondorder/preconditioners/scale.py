@@ -94,7 +94,7 @@ class ScalingOptimizer(RebasingOptimizer):
         bases = self.basis(block, "a"), self.basis(block, "g")
         like = torch.empty_like(tensors(self._scale_sums(block))["scale"], device=block.owner.device)
         if group["scale_batch_size"] is not None:
-            generator = torch.Generator().manual_seed(self.seed(len(self._blocks) + block.index))
+            generator = torch.Generator().manual_seed(self._runtime.seed(len(self._blocks) + block.index))
         return ScaleSums(block.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
 
     def learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
@@ -246,9 +246,11 @@ class ScalingOptimizer(RebasingOptimizer):
             self._count_scale(block)
             return
         with dense.full_precision(block.owner.device):
-            self._workspace.reset()
-            matrix = block.matrix([gradients[p].to(self._precision(p)) for p in block.params], self._workspace)
-            rotated = eigenbasis.rotate(matrix, self.basis(block, "a"), self.basis(block, "g"), self._workspace).clone()
+            self._runtime.workspace.reset()
+            matrix = block.matrix([gradients[p].to(self._precision(p)) for p in block.params], self._runtime.workspace)
+            rotated = eigenbasis.rotate(
+                matrix, self.basis(block, "a"), self.basis(block, "g"), self._runtime.workspace
+            ).clone()
         ok = averages.all_finite([rotated])
         weight = 1.0 if like_adam(group) else self.batch_weight(group, int(examples))
         if group["loss_reduction"] == "mean":

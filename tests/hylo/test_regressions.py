@@ -681,7 +681,7 @@ def test_memory_counts_what_a_policy_remembers(cheaper, switch):
     model = mlp((4, 9, 3))
     opt = plain_hylo(model, momentum=0.9, mode="auto", switch=switch, kfac_when_cheaper=cheaper)
     train(opt, model, 0, 3, 16)
-    held = reachable([dict(opt.state), opt.switch, opt._workspace], {})
+    held = reachable([dict(opt.state), opt.switch, opt._runtime.workspace], {})
     assert opt.memory_usage()["total"] == sum(held.values())
 
 

@@ -125,7 +125,7 @@ class Observing(LayerOptimizer):
         stream = -1 - self._observations
         if self.comm.combines:
             stream = zlib.crc32(f"observation {self._observations} on rank {self.comm.data_rank}".encode())
-        generator = torch.Generator(heads[0].outputs.device).manual_seed(self.seed(stream))
+        generator = torch.Generator(heads[0].outputs.device).manual_seed(self._runtime.seed(stream))
         samples = self._fisher.fisher_samples
         for _ in range(samples):
             yield [
