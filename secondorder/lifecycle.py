@@ -120,7 +120,8 @@ class Lifecycle(Optimizer):
         self._checked: list[Group] = []
         self._skipped_steps = 0
         self._skipped_on_device: Tensor | int = 0
-        self._kept_directions: dict[str, Tensor] | None = None
+        #: What the blocks of `keep_directions` that are open have kept, the innermost last.
+        self._kept_directions: list[dict[str, Tensor]] = []
         self._clock: Clock | None = None
         self._watch = DampingWatch()
         #: What grafting multiplied directions with in the last step, by the first parameter of those taken together.
@@ -512,6 +513,7 @@ class Lifecycle(Optimizer):
         """Keep the preconditioned directions of the steps inside the ``with`` block, for a look at them.
 
         They are what momentum and the learning rate are applied to; a later step replaces those of an earlier one.
+        Blocks can be nested: a step fills the dicts of all that are open, with the same tensors.
 
         Yields:
             A dict that each step fills: direction by parameter name.
@@ -526,12 +528,12 @@ class Lifecycle(Optimizer):
             >>> sorted(kept)
             ['bias', 'weight']
         """
-        before, kept = self._kept_directions, dict[str, Tensor]()
-        self._kept_directions = kept
+        kept = dict[str, Tensor]()
+        self._kept_directions.append(kept)
         try:
             yield kept
         finally:
-            self._kept_directions = before
+            self._kept_directions = [other for other in self._kept_directions if other is not kept]
 
     @staticmethod
     def _precision(p: Tensor) -> torch.dtype:

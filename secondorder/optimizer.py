@@ -312,8 +312,10 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
                 (torch.view_as_real(direction) if direction.is_complex() else direction).clamp_(-bound, bound)
 
     def _keep(self, directions: Directions) -> Directions:
-        if self._kept_directions is not None:
-            self._kept_directions.update({self._names[p]: d.clone() for p, d in directions.items()})
+        if self._kept_directions:
+            found = {self._names[p]: d.clone() for p, d in directions.items()}
+            for kept in self._kept_directions:
+                kept.update(found)
         return directions
 
     # ------------------------------------------------------------------ stage 7: update

@@ -85,7 +85,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "curvature.mode": {"lifecycle"},
         "curvature.substitute": {"lifecycle"},
         "diagnostics.report": {"lifecycle"},
-        "diagnostics.trend": {"lifecycle"},
         "parallel.exchange": {"lifecycle"},
         "parallel.shards": {"lifecycle"},
         "parallel.windows": {"lifecycle"},

@@ -73,6 +73,12 @@ class Capture(Observation):
         batch_dim: Dimension of an input that counts examples.
         batch_input: The argument that counts them, or a function that does; None to judge by the forward pass.
         loss_scale: Scale that gradients carry.
+
+    Attributes:
+        batch_dim: As given.
+        batch_input: As given.
+        loss_scale: As given.
+        keep: Which positions of the forwards that begin now are real, ``[N, S]``; None for all.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class Capture(Observation):
         self.refused: dict[int, str] = {}
         #: Sites whose layer ran on no row at all since the last step.
         self.idle: set[int] = set()
-        self._loss_scale = loss_scale
+        self.loss_scale = loss_scale
         loss_scale.register(self)
         #: Whether float16 gradients came of which nobody knows the scale.
         self.scale_is_unknown = False
@@ -90,12 +96,12 @@ class Capture(Observation):
         self._is_spared = False
         #: Whether statistics come from :meth:`observe` instead of the backward pass of the loss.
         self.observes = False
-        self._batch_dim = batch_dim
+        self.batch_dim, self.batch_input = batch_dim, batch_input
         #: What speaks against the number of examples that was taken, in words, since the last step.
         self.doubts: set[str] = set()
         #: Times what capture costs a backward pass, if anybody asked.
         self.clock: Any = None
-        self._keep: Tensor | None = None
+        self.keep: Tensor | None = None
         self._backward_ran = False
         self._backwards = Backwards()
         #: Weak reference to the optimizer: taps in an old graph may outlive it.
@@ -207,11 +213,11 @@ class Capture(Observation):
     @contextmanager
     def masked(self, keep: Tensor | None) -> Iterator[None]:
         """Let forwards inside the block know which positions are real."""
-        before, self._keep = self._keep, keep
+        before, self.keep = self.keep, keep
         try:
             yield
         finally:
-            self._keep = before
+            self.keep = before
 
     def close(self) -> None:
         """Remove every hook and drop what is pending."""
@@ -219,6 +225,11 @@ class Capture(Observation):
         self.set_sites(())
         remove(self._root_handles)
         self._root_handles.clear()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its hooks were removed, for good."""
+        return not self._root_handles
 
     def discard(self) -> None:
         """Forget the pending statistics (their gradients were discarded)."""
@@ -336,14 +347,14 @@ class Capture(Observation):
                 begun.is_stray = False
                 begun.enter(inputs, examples)
                 return number
-        return self._begin(Pass(inputs, self._batch_dim, self._keep, root, self._order, examples))
+        return self._begin(Pass(inputs, self.batch_dim, self.keep, root, self._order, examples))
 
     def stray_pass(self, index: int) -> Pass:
         """The pass of a layer that is called while its root is not: what runs up to the backward is one pass."""
         root = self._roots.root_of(index)
         if (found := self._stray(root)) is None:
             self.drop_orphans()
-            found = Pass((), self._batch_dim, self._keep, root, self._order)
+            found = Pass((), self.batch_dim, self.keep, root, self._order)
             found.is_stray = True
             self._begin(found)
         return found
@@ -353,7 +364,7 @@ class Capture(Observation):
         if id(part) not in self._tapped_parts:
             return  # it may be of another batch
         if (found := self._stray(root)) is None:
-            found = Pass((), self._batch_dim, self._keep, root, self._order)
+            found = Pass((), self.batch_dim, self.keep, root, self._order)
             found.is_stray = True
             self._begin(found)
         if found.is_stray:
@@ -489,7 +500,7 @@ class Capture(Observation):
 
     def _record(self, seen: Seen, g: Tensor, current: Pass | None) -> None:
         self._backward_ran = True
-        if g.dtype == torch.float16 and self._loss_scale.scaler is None and not self.scale_is_unknown:
+        if g.dtype == torch.float16 and self.loss_scale.scaler is None and not self.scale_is_unknown:
             # Layers that run in float32 carry the same scale, and nothing in them tells.
             self.scale_is_unknown = True
             self.leave_out(UNKNOWN)
@@ -500,7 +511,7 @@ class Capture(Observation):
             x, g = current.lay_out(x, g, adapter)
             keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
             unclear = current.is_unclear(x, g, adapter)
-        unscale = self._loss_scale.inverse(g.device)
+        unscale = self.loss_scale.inverse(g.device)
         call = Call(x, g.detach(), adapter, unscale, keep, seen.part, shared=shared, unclear=unclear)
         if current is None:
             self._record_alone(seen.site, call)

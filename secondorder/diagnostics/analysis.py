@@ -139,11 +139,11 @@ class Analysis:
         self._every, self._approx = every, approx
         # The classes of layer methods stand above this one, so a type checker does not know their members here.
         self._method: Any = cast("Any", optimizer)
-        self._method._require_capture()
-        per_kernel, fisher = self._method.damps_kernel, self._method._fisher.fisher
-        if per_kernel and fisher != "empirical":
+        per_kernel, observed = self._method.damps_kernel, self._method.capture.observes
+        if per_kernel and observed:
             raise ValueError(
-                f"rows of an analysis are gradients of the loss, those of the optimizer of fisher={fisher!r}"
+                "rows of an analysis are gradients of the loss, those of the optimizer of "
+                f"fisher={self._method.fisher!r}"
             )
         self._few_rows = FewRows(self._tools, rank_fraction, max_rank, damping, per_kernel, samplings, seed)
         self.refused: dict[str, str] = {}
@@ -219,11 +219,11 @@ class Analysis:
         return next((b.owner.device for b in self._blocks), torch.device("cpu"))
 
     def _is_due(self) -> bool:
-        return not self._begun or self._method._t % self._every == 0
+        return not self._begun or self._method.steps % self._every == 0
 
     def _follow(self) -> None:
         """Have measured what the coming step is to be judged by; called before each forward and after each step."""
-        if self._step is not None or self._closed or self._method._root is None:
+        if self._step is not None or self._closed or self._method.module is None:
             return
         due = self._is_due()
         if self._profile is not None:
@@ -233,9 +233,10 @@ class Analysis:
 
     def _tap(self, due: bool) -> None:
         method, blocks = self._method, self._blocks
-        if self._capture is None or self._capture.root is not method._root:
-            self._capture = self._new_capture(method._root)
-        wanted = method._t, due, *blocks
+        if self._capture is None or self._capture.root is not method.module:
+            self._capture = self._new_capture(method.module)
+        self._capture.follow(method.capture)
+        wanted = method.steps, due, *blocks
         if wanted == self._followed:
             return
         if list(self._followed[2:]) != blocks:
@@ -246,10 +247,8 @@ class Analysis:
     def _new_capture(self, root: nn.Module) -> RowCapture:
         if self._capture is not None:
             self._capture.close()
-        reference, self._followed = weakref.ref(self._method), ()
-        chosen, leader = self._method._layer_options, lambda: getattr(reference(), "_capture", None)
-        scale = self._method.loss_scale
-        capture = RowCapture(root, self._approx, leader, chosen.batch_dim, chosen.batch_input, scale)
+        self._followed = ()
+        capture = RowCapture(root, self._approx, self._method.capture)
         capture.before_forward = weakref.WeakMethod(self._follow)
         return capture
 
@@ -258,7 +257,7 @@ class Analysis:
         """Look at the gradient, or have the closure that computes it followed by a look."""
         if not self._is_due():
             return None
-        self._step, self._lines = self._method._t, []
+        self._step, self._lines = self._method.steps, []
         if self._trend is not None:
             self._trend.begin()
         if self._profile is not None:
@@ -295,8 +294,7 @@ class Analysis:
 
     def _looks(self, capture: RowCapture, gradients: dict[Block, list[Tensor]]) -> Iterator[Look]:
         """The layers whose rows and gradient are complete; rows that were looked at are let go of."""
-        if (leader := capture.leader()) is not None:
-            self._method.loss_scale.infer(leader, self._method.comm.averages)
+        self._method.loss_scale.infer(self._method.capture, self._method.comm.averages)
         capture.leave_out_replaced()
         taken = capture.take()
         capture.arm(())  # what a step evaluates again is at other parameters
@@ -311,7 +309,7 @@ class Analysis:
     def _after_step(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Write what was seen, and tap what the next step needs."""
         step, self._step = self._step, None
-        if step is not None and self._method._t > step:  # without any gradient there is no step
+        if step is not None and self._method.steps > step:  # without any gradient there is no step
             self._begun = True
             if self._trend is not None:
                 told = self._method.diagnostics()

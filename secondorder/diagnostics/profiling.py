@@ -38,7 +38,7 @@ class Profile:
     """
 
     def __init__(self, optimizer: Reporting, device: torch.device, rank: int, world: int) -> None:
-        if optimizer._clock is not None:
+        if optimizer.stage_clock is not None:
             raise RuntimeError("the stages of this optimizer are timed already: close the other Analysis first")
         self._optimizer, self._device, self._rank, self._world = optimizer, device, rank, world
         self._clock = StageClock(device)
@@ -73,7 +73,7 @@ class Profile:
 
     def close(self) -> None:
         """Leave the optimizer untimed."""
-        if self._optimizer._clock is self._clock:
+        if self._optimizer.stage_clock is self._clock:
             self._optimizer.time_stages(None)
 
     def _peak(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from secondorder.comm.layout import local
 from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
-from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle
+from secondorder.lifecycle import RULE_KEYS, Clock, Group, Lifecycle
 
 
 class Reporting(Lifecycle):
@@ -36,6 +36,25 @@ class Reporting(Lifecycle):
     def _pending_bytes(self) -> int:
         """Bytes of statistics that wait for the next step."""
         return 0
+
+    @property
+    def steps(self) -> int:
+        """Number of steps taken, with those before a checkpoint that was loaded. Without gradients none is taken."""
+        return self._t
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that the optimizer follows; None without one, as in a copy or after ``detach``."""
+        return None if self._closed else self._root
+
+    @property
+    def stage_clock(self) -> Clock | None:
+        """The clock that ``time_stages`` was given; None if the stages are not timed."""
+        return self._clock
+
+    def parameter_name(self, p: nn.Parameter) -> str:
+        """Name of a parameter of the groups, as ``describe`` shows it and ``keep_directions`` uses it."""
+        return self._names[p]
 
     def describe(self) -> str:
         """A table with one row per parameter: the block that covers it or the fallback and why, sizes, owner, bytes."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.capture.batch import BatchInput
 from secondorder.capture.capture import Capture
 from secondorder.capture.layers.parts import watched_attention
-from secondorder.capture.loss_scale import LossScale
 from secondorder.capture.passes import Pass
 from secondorder.capture.sites import Site
 from secondorder.capture.statistics.examples import ExampleRows
@@ -18,15 +17,12 @@ from secondorder.curvature.layer import Block, forwarded
 
 
 class RowCapture(Capture):
-    """Captures the rows of examples of all blocks; pauses together with the optimizer's own capture.
+    """Captures the rows of examples of all blocks, in the forwards that another capture takes part in.
 
     Args:
         root: The module.
         approx: ``"reduce"`` or ``"expand"``.
-        leader: The optimizer's own capture, None while it has none.
-        batch_dim: Dimension of an input that counts examples.
-        batch_input: The argument that counts them, or a function that does.
-        loss_scale: Scale that gradients carry.
+        leader: The optimizer's own capture; examples are counted as it counts them.
 
     Attributes:
         root: The module.
@@ -34,18 +30,15 @@ class RowCapture(Capture):
         blocks: What is tapped, a site each.
     """
 
-    def __init__(
-        self,
-        root: nn.Module,
-        approx: str,
-        leader: Callable[[], Capture | None],
-        batch_dim: int,
-        batch_input: BatchInput | None,
-        loss_scale: LossScale,
-    ) -> None:
-        self.root, self._approx, self.leader = root, approx, leader
+    def __init__(self, root: nn.Module, approx: str, leader: Capture) -> None:
+        self.root, self._approx = root, approx
         self.blocks: list[Block] = []
-        super().__init__(forwarded(root), batch_dim, batch_input, loss_scale)
+        self.follow(leader)
+        super().__init__(forwarded(root), leader.batch_dim, leader.batch_input, leader.loss_scale)
+
+    def follow(self, leader: Capture) -> None:
+        """Pause together with another capture, and leave the same positions out; once it is closed, capture nothing."""
+        self._leader = weakref.ref(leader)
 
     def watch(self, blocks: list[Block]) -> None:
         """Tap these blocks and no others."""
@@ -76,8 +69,8 @@ class RowCapture(Capture):
         self.switch.armed = self.switch.armed and not self._is_held()
 
     def _begin(self, current: Pass) -> int:
-        leader = self.leader()
-        current.keep = None if leader is None else leader._keep
+        leader = self._leader()
+        current.keep = None if leader is None else leader.keep
         return super()._begin(current)
 
     def wants(self, index: int) -> bool:
@@ -85,8 +78,8 @@ class RowCapture(Capture):
         return not self._is_held() and super().wants(index)
 
     def _is_held(self) -> bool:
-        leader = self.leader()
-        return leader is None or leader.is_paused
+        leader = self._leader()
+        return leader is None or leader.is_closed or leader.is_paused
 
 
 def _is_gone(grad: Tensor | None) -> bool:

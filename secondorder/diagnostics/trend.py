@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from secondorder.curvature.layer import Block
-from secondorder.lifecycle import Lifecycle
+from secondorder.diagnostics.report import Reporting
 
 Event = dict[str, Any]
 
@@ -23,20 +24,16 @@ class Trend:
         last: Norms of the gradient by layer when they were last looked at.
     """
 
-    def __init__(self, optimizer: Lifecycle, epoch_steps: int | None, last: Mapping[str, float]) -> None:
+    def __init__(self, optimizer: Reporting, epoch_steps: int | None, last: Mapping[str, float]) -> None:
         self._optimizer, self._epoch_steps, self._last = optimizer, epoch_steps, dict(last)
         self._norms: dict[Block, float] = {}
-        self._lent: dict[str, Tensor] | None = None
+        self._keeping = ExitStack()
         self._kept: dict[str, Tensor] = {}
-        self._stale: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Have the directions of the coming step kept: in the user's own dict, if there is one."""
+        """Have the directions of the coming step kept."""
         self.end()
-        if self._optimizer._kept_directions is None:
-            self._optimizer._kept_directions = self._lent = {}
-        self._kept = self._optimizer._kept_directions
-        self._stale = dict(self._kept)
+        self._kept = self._keeping.enter_context(self._optimizer.keep_directions())
 
     def look(self, gradients: Mapping[Block, Sequence[Tensor]]) -> None:
         """Measure the gradients of a step; layers without any are left out."""
@@ -44,18 +41,16 @@ class Trend:
 
     def end(self) -> dict[str, Tensor]:
         """Stop keeping directions; returns those of the step, by name of the parameter."""
-        if self._lent is not None and self._optimizer._kept_directions is self._lent:
-            self._optimizer._kept_directions = None
-        found = {name: d for name, d in self._kept.items() if self._stale.get(name) is not d}
-        self._lent, self._kept, self._stale = None, {}, {}
+        self._keeping.close()
+        found, self._kept = self._kept, {}
         return found
 
     def events(self, step: int, mode: str, mode_by_layer: Mapping[str, str]) -> Iterator[Event]:
         """One event for each layer that was looked at, once the step is over."""
-        directions, names = self.end(), self._optimizer._names
+        directions, name_of = self.end(), self._optimizer.parameter_name
         for block, size in self._norms.items():
             before = self._last.get(block.name)
-            kept = [directions[names[p]] for p in block.params if names[p] in directions]
+            kept = [directions[name] for name in map(name_of, block.params) if name in directions]
             self._last[block.name] = size
             yield {
                 "epoch": None if self._epoch_steps is None else step // self._epoch_steps,

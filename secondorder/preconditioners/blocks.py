@@ -287,13 +287,6 @@ class Capturing(Lifecycle):
         return {**super()._facts(), "options of all layers": [f"{k}={v!r}" for k, v in chosen.items()]}
 
     # ------------------------------------------------------------------ capture
-    def _require_capture(self) -> Capture:
-        if self._capture is None:
-            if self._closed:
-                raise RuntimeError(f"this {type(self).__name__} was closed; call attach(module) to train on")
-            raise RuntimeError(self._is_a_copy())
-        return self._capture
-
     def _require_loadable(self) -> None:
         if self._root is None:
             raise RuntimeError(self._is_a_copy())

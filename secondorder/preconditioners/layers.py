@@ -98,9 +98,22 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         """The optimizer itself."""
         return self
 
+    @property
+    def capture(self) -> Capture:
+        """What captures the statistics of the blocks.
+
+        Raises:
+            RuntimeError: If the optimizer was closed, or is a copy without a module.
+        """
+        if self._capture is None:
+            if self._closed:
+                raise RuntimeError(f"this {type(self).__name__} was closed; call attach(module) to train on")
+            raise RuntimeError(self._is_a_copy())
+        return self._capture
+
     def require_ready(self) -> None:
         """Refuse a step without a module."""
-        self._require_capture()
+        _ = self.capture  # which raises without a module
         self._runtime.renew(self.state, self.param_groups)
 
     def collect(self) -> Captured:
@@ -135,7 +148,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             warnings.warn(f"{type(self).__name__}: {REPLACED}", stacklevel=depth_of_caller())
 
     def _take(self) -> Captured:
-        capture = self._require_capture()
+        capture = self.capture
         self.loss_scale.infer(capture, self.comm.averages)
         taken = capture.take()
         self._warn_of_doubts(capture)

@@ -213,7 +213,7 @@ class ScalingOptimizer(RebasingOptimizer):
 
     def _refuse_calls(self, block: Block, error: ValueError) -> None:
         """Say why nothing of a layer was captured."""
-        self._require_capture().refused[block.index] = str(error)
+        self.capture.refused[block.index] = str(error)
 
     # ------------------------------------------------------------------ of the mean gradient
     def propose(self, gradients: Directions, gate: Tensor | None) -> Proposal:

@@ -93,6 +93,26 @@ def test_nothing_is_kept_outside_of_the_block_even_after_an_error(method: Method
 
 
 @every_method
+def test_blocks_can_be_nested_and_left_in_any_order(method: Method) -> None:
+    model = MLP.model()
+    optimizer = method.build(model)
+    outer, inner = optimizer.keep_directions(), optimizer.keep_directions()
+    first, second = outer.__enter__(), inner.__enter__()
+    MLP.loss(model, 0).backward()
+    optimizer.step()
+    assert set(first) == method.covered(model)
+    assert first == second
+    assert first is not second
+    outer.__exit__(None, None, None)
+    before = dict(first)
+    MLP.loss(model, 1).backward()
+    optimizer.step()
+    assert all(first[name] is before[name] for name in before)
+    assert all(second[name] is not before[name] for name in before)
+    inner.__exit__(None, None, None)
+
+
+@every_method
 def test_looking_changes_nothing(method: Method) -> None:
     seen, unseen = MLP.model(), MLP.model()
     one, other = method.build(seen), method.build(unseen)

@@ -119,11 +119,13 @@ def test_every_stage_of_a_step_is_timed(method: Method) -> None:
     optimizer: Any = method.build(model)
     clock = StageClock()
     optimizer.time_stages(clock)
+    assert optimizer.stage_clock is clock
     train(model, optimizer, MLP, 1)
     times = clock.take()
     assert times.keys() >= OF_EVERY_STEP | {"capture"}
     assert all(value >= 0 for value in times.values())
     optimizer.time_stages(None)
+    assert optimizer.stage_clock is None
     train(model, optimizer, MLP, 1, start=1)
     assert clock.take() == {}
 

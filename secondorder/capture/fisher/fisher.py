@@ -56,6 +56,11 @@ class Observing(LayerOptimizer):
     _observations = 0
     _observed_terms = torch.ones((), dtype=torch.float64)
 
+    @property
+    def fisher(self) -> str:
+        """Which Fisher is estimated: the argument of this name."""
+        return self._fisher.fisher
+
     def _hook(self) -> None:
         super()._hook()
         assert self._capture is not None
@@ -95,7 +100,7 @@ class Observing(LayerOptimizer):
         resolved = [resolve(kind) for kind in kinds]
         if not self._fisher.is_observed:
             return
-        capture = self._require_capture()
+        capture = self.capture
         if capture.is_paused or not capture.due or not self._trains():
             return
         waiting = capture.observable()  # of a model in parts, the last one returned the outputs

@@ -1,0 +1,78 @@
+"""What an optimizer tells those who observe it: its steps, its module, the names of its parameters, its capture."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from secondorder import KFAC, HyLo
+from tests.contract.methods import METHODS, Method
+from tests.contract.tasks import MLP
+
+LAYERWISE = [method for method in METHODS if method.layerwise]
+every_method = pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])
+every_layer_method = pytest.mark.parametrize("method", LAYERWISE, ids=[method.name for method in LAYERWISE])
+
+
+@every_method
+def test_steps_are_counted_over_a_checkpoint(method: Method) -> None:
+    model = MLP.model()
+    optimizer: Any = method.build(model)
+    for number in range(3):
+        assert optimizer.steps == number
+        optimizer.zero_grad()
+        MLP.loss(model, number).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.steps == 3, "without a gradient no step is taken"
+    other: Any = method.build(MLP.model())
+    other.load_state_dict(optimizer.state_dict())
+    assert other.steps == 3
+
+
+@every_method
+def test_parameters_have_the_names_of_the_module(method: Method) -> None:
+    model = MLP.model()
+    optimizer: Any = method.build(model)
+    assert [optimizer.parameter_name(p) for p in model.parameters()] == [name for name, _ in model.named_parameters()]
+
+
+@every_layer_method
+def test_the_module_is_the_one_that_is_followed(method: Method) -> None:
+    model = MLP.model()
+    optimizer: Any = method.build(model)
+    assert optimizer.module is model
+    twin = copy.deepcopy(optimizer)
+    assert twin.module is None
+    with pytest.raises(RuntimeError, match="is a copy and has no module to capture from"):
+        _ = twin.capture
+    taps = optimizer.capture
+    optimizer.detach()
+    assert optimizer.module is None
+    assert taps.is_closed
+    with pytest.raises(RuntimeError, match="was closed"):
+        _ = optimizer.capture
+    optimizer.attach(model)
+    assert optimizer.module is model
+    assert not optimizer.capture.is_closed
+
+
+@every_layer_method
+def test_statistics_can_be_discarded(method: Method) -> None:
+    model = MLP.model()
+    optimizer: Any = method.build(model)
+    MLP.loss(model, 0).backward()
+    assert optimizer.capture.pending
+    optimizer.discard_statistics()
+    assert not optimizer.capture.pending
+
+
+@pytest.mark.parametrize(("make", "fisher"), [(KFAC, "mc"), (HyLo, "exact")])
+def test_the_fisher_is_the_argument(make: Any, fisher: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    assert make(model, lr=0.1).fisher == "empirical"
+    assert make(model, lr=0.1, fisher=fisher).fisher == fisher
