@@ -10,7 +10,8 @@ OPTIMIZER = """
     momentum: Coefficient of the heavy-ball momentum on the preconditioned gradient.
     nesterov: Whether to use Nesterov momentum.
     maximize: Whether to maximize the objective instead of minimizing it.
-    foreach: Whether to use the multi-tensor implementation of the update, as in ``torch.optim``.
+    foreach: Whether to update the parameters of one device and dtype in one call, as in ``torch.optim``. If None, this
+        is done on every device except the CPU.
     fallback: Rule for parameters that are not preconditioned: ``"sgd"``, ``"adam"`` or ``"adamw"``. If None, it is the
         rule of ``graft`` if that is given, and SGD otherwise.
     fallback_lr: Learning rate of the fallback if its rule is Adam's. It follows the schedule of ``lr`` in proportion.
@@ -54,7 +55,7 @@ FACTORS = """
     damping: Damping λ, in units of the Fisher of the per-example loss, or a multiple as ``damping_mode`` says. If None,
         it is 10 times the mean eigenvalue of each block, which is safe whatever the scale of the loss.
     damping_mode: ``"absolute"``, or ``"relative"`` to the mean eigenvalue of each block (for a normalization layer, to
-        that of its steepest unit). If None, λ is absolute if ``damping`` is given.
+        that of its steepest unit). If None, it is ``"absolute"`` if ``damping`` is given and ``"relative"`` otherwise.
     factor_decay: β, the weight of the old factors in the running mean.
     factor_update_steps: F, the number of steps between updates of the factors. If None, it is 10.
     inv_update_steps: K, the number of steps between refreshes; 0 turns preconditioning off. If None, it is 100.
@@ -62,7 +63,7 @@ FACTORS = """
         parameters in float64. ``torch.bfloat16`` takes half the memory, but eigenvalues below 1/256 of the largest one
         are lost to rounding.
     inv_dtype: Precision in which bases and inverses are stored, with the choices of ``factor_dtype``. Products with
-        those in bfloat16 are still computed in float32.
+        bfloat16 bases or inverses are still computed in float32.
     factor_storage: ``"dense"``, or ``"packed"`` to store A and G as triangles. This takes half the memory; the full
         matrices exist only while a refresh needs them.
     stagger: Whether to spread the refreshes of the blocks over the interval.
@@ -72,9 +73,18 @@ FACTORS = """
     refresh_warmup: Whether to update the factors at every step of the first interval, and to refresh at its steps 0, 1,
         2, 4, 8, …, because the curvature of a new network changes a thousandfold in its first hundred steps. If None,
         it is on unless an interval is given, which is then kept exactly.
+    approx: ``"expand"`` treats the positions that share a weight as independent; ``"reduce"`` averages their inputs and
+        sums their gradients. The scale of EKFAC is exact for both.
+    fisher: ``"empirical"`` uses the gradients of the loss. With :meth:`observe`, ``"mc"`` uses targets drawn from the
+        model, ``"curvature_prop"`` random signs, and ``"exact"`` every column of the curvature of the loss.
+        ``"forward_only"`` sets G = I. EKFAC, whose scale needs gradients, does not accept the last one, and uses the
+        others for its bases and its scale alike.
     fisher_samples: Number of draws per example for ``fisher="mc"`` and ``fisher="curvature_prop"``.
     norm_curvature: Blocks of normalization layers: ``"unit"`` takes the scale and the shift of a unit together,
         ``"diagonal"`` takes each entry separately.
+    max_factor_dim: Largest number of rows of a factor that is stored as a matrix; of larger factors only the diagonal
+        is stored. None sets no bound. ``"auto"`` is 8192, except on a CPU, where it is 4096 with
+        ``inverse_method="cholesky"`` of KFAC and 2048 otherwise.
     weighting: Weight of a batch in the running means: ``"samples"`` weights it by its number of examples, ``"update"``
         gives every batch the weight 1.
     burnin_steps: Number of first updates of the running means that all have the same weight (β = 1).
@@ -84,6 +94,8 @@ FACTORS = """
     factor_positions: Number of positions of each example (pixels or tokens), drawn at random, that contribute to the
         factors. If None, all of them do.
     weight_decay_in_curvature: Whether to count ``weight_decay`` as curvature, which adds it to λ.
+    power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens. KFAC needs ``inverse_method="eigen"`` for
+        values below 1.
     orthogonalize: Whether to give the steps of linear and convolution layers a uniform spectrum, as Muon does. Only the
         polar factor of the preconditioned matrix is used, scaled to the usual size of Adam's steps or to that of
         ``graft``, so that a suitable ``lr`` is several times that of AdamW. This works best with momentum before the

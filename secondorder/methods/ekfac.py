@@ -68,21 +68,11 @@ class EKFAC(ScalingOptimizer):
             scale by index.
         basis_update: ``"eigh"``, or ``"qr"`` for orthogonal iteration from the last basis.
         full_every: Number of refreshes between two that use ``eigh``, with ``basis_update="qr"``.
-        approx: Approximation of the bases: ``"expand"`` treats the positions that share a weight as independent;
-            ``"reduce"`` averages their inputs and sums their gradients. The scale is exact for both.
-        fisher: ``"empirical"`` uses the gradients of the loss. With :meth:`observe`, ``"mc"`` uses targets drawn from
-            the model, ``"curvature_prop"`` random signs, and ``"exact"`` every column of the curvature of the loss.
-            Bases and scale share this choice. ``"forward_only"`` provides no scale, and is an error.
         loss_terms: Number of outputs over which the loss of an example is a mean (squared error, binary cross-entropy).
-            Leave it at 1 for a mean over tokens, which is the loss of the example itself; :meth:`observe` counts them
-            itself.
-        max_factor_dim: Largest number of rows of a factor that is stored as a matrix; of larger factors only the
-            diagonal is stored. None sets no bound. ``"auto"`` is 2048 on a CPU, and 8192 on other devices.
-        power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens.
+            Leave it at 1 for a mean over tokens, which is the loss of the example itself; :meth:`observe` counts them.
         momentum_mode: ``"post"`` applies heavy-ball momentum to the preconditioned gradient; ``"pre"`` preconditions
             the running mean of the gradients. With ``"pre"`` and ``estimator="running"``, the scale is that of the mean
-            gradient, so that steps are as long as Adam's with ``power=0.5``. In this Adam form ``eps`` takes the place
-            of ``damping``.
+            gradient: with ``power=0.5``, steps are as long as Adam's, and ``eps`` replaces ``damping``.
         nesterov: Whether to use Nesterov momentum. With ``momentum_mode="pre"``, the mean of the gradient and the
             running mean, weighted by the momentum, is preconditioned.
 

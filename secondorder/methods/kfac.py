@@ -56,18 +56,8 @@ class KFAC(FactoredOptimizer):
         inverse_method: ``"eigen"``, with which a change of λ takes effect at once, or ``"cholesky"``, with which it
             takes effect at the next refresh. ``"cholesky"`` needs half the work per step, and its refreshes are many
             times cheaper.
-        approx: ``"expand"`` treats the positions that share a weight as independent; ``"reduce"`` averages their inputs
-            and sums their gradients.
-        fisher: ``"empirical"`` uses the gradients of the loss. With :meth:`observe`, ``"mc"`` uses targets drawn from
-            the model, ``"curvature_prop"`` random signs, and ``"exact"`` every column of the curvature of the loss.
-            ``"forward_only"`` sets G = I.
         loss_terms: Number of scalar loss terms per example (such as tokens) over which a mean runs; :meth:`observe`
             counts them itself.
-        max_factor_dim: Largest number of rows of a factor that is stored as a matrix; of larger factors only the
-            diagonal is stored. None sets no bound. ``"auto"`` is 2048 for ``inverse_method="eigen"`` and 4096 for
-            ``"cholesky"`` on a CPU, and 8192 on other devices.
-        power: p of ``(F + λ)^(-p)``: 1 is the natural gradient, 1/2 whitens. Values below 1 need
-            ``inverse_method="eigen"``.
 
     Raises:
         ValueError: For a value out of range, a pattern that matches nothing, or without a module.
