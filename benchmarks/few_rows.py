@@ -78,7 +78,7 @@ def _layers(optimizer: HyLo) -> Iterator[Layer]:
             continue
         gradients = [p.grad for p in block.params]
         if all(gradient is not None for gradient in gradients):
-            matrix = block.matrix([gradient.double() for gradient in gradients if gradient is not None])
+            matrix = block.layer.matrix([gradient.double() for gradient in gradients if gradient is not None])
             if matrix.shape == (g.shape[-1], a.shape[-1]):
                 yield Layer(a[:, 0].double(), g[:, 0].double(), matrix)
 

@@ -22,6 +22,7 @@ from secondorder.curvature.damping_watch import DampingWatch
 from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
+from secondorder.linalg.dense import precision_of
 from secondorder.runtime import Runtime
 
 Group = dict[str, Any]
@@ -537,8 +538,7 @@ class Lifecycle(Optimizer):
 
     @staticmethod
     def _precision(p: Tensor) -> torch.dtype:
-        wide = torch.float64, torch.complex128
-        return torch.float64 if p.dtype in wide else torch.float32
+        return precision_of(p)
 
 
 def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module | None, Any]:

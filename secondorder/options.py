@@ -11,6 +11,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -347,3 +348,32 @@ def _descriptions(text: str) -> dict[str, str]:
     """What a docstring, or a text of nothing else, says of each argument."""
     section = _SECTION.search(inspect.cleandoc(text) + "\n")
     return {match[1]: match[0] for match in _DESCRIPTION.finditer(section[1] if section else text)}
+
+
+#: What ``fisher`` may be.
+_FISHERS = ("empirical", "mc", "exact", "curvature_prop", "forward_only")
+
+
+@dataclass(frozen=True)
+class FisherOptions:
+    """Which Fisher is estimated.
+
+    Attributes:
+        fisher: Its type.
+        fisher_samples: Vectors drawn per example.
+    """
+
+    fisher: str = "empirical"
+    fisher_samples: int = 1
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        choice(*_FISHERS)("fisher", self.fisher)
+        whole(1)("fisher_samples", self.fisher_samples)
+        if self.fisher_samples > 1 and self.fisher not in ("mc", "curvature_prop"):
+            raise ValueError(f"fisher_samples={self.fisher_samples} needs fisher='mc' or 'curvature_prop'")
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether ``observe`` supplies the statistics."""
+        return self.fisher in ("mc", "exact", "curvature_prop")

@@ -65,9 +65,9 @@ NUMBERS = {
     "MFAC: classes":                                      Number(13, 2),
     "SparseMFAC: classes":                                Number(14, 3),
     "GGT: classes":                                       Number(13, 2),
-    "KFAC: names on self":                                Number(382, 65),
-    "EKFAC: names on self":                               Number(420, 65),
-    "HyLo: names on self":                                Number(375, 65),
+    "KFAC: names on self":                                Number(383, 65),
+    "EKFAC: names on self":                               Number(421, 65),
+    "HyLo: names on self":                                Number(376, 65),
     "MFAC: names on self":                                Number(250, 65),
     "SparseMFAC: names on self":                          Number(250, 65),
     "GGT: names on self":                                 Number(250, 65),
@@ -81,7 +81,7 @@ NUMBERS = {
     "methods: bodies in chains of 3 or more":             Number(97, 0),
     "others: bodies in chains of 2 or more":              Number(238, 80),
     "others: bodies in chains of 3 or more":              Number(49, 0),
-    "others: most names on one object":                   Number(381, 75),
+    "others: most names on one object":                   Number(382, 75),
     "SecondOrderOptimizer: its own methods":              Number(38, 38),
     "largest other class: its own methods":               Number(52, 25),
     "classes with more than 25 methods":                  Number(14, 0),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(17, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(32520, 28500),
+    "lines":                                              Number(32620, 28500),
 }
 # fmt: on
 

@@ -98,9 +98,7 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     },
     "Mix-ins of one class: a stage extends that of another folder by inheritance": {
         "capture.fisher.fisher": {"adaptation.damping", "curvature.layer", "preconditioners.layers"},
-        "curvature.background_refresh": {"preconditioners.blocks"},
         "curvature.example_rows": {"comm"},
-        "curvature.kronecker_factors": {"preconditioners.blocks"},
         "curvature.mode": {"plan.dry_run_rows", "preconditioners.rows"},
         "curvature.refresh": {"parallel.exchange"},
         "parallel.exchange": {"preconditioners.blocks"},

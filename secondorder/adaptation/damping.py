@@ -23,7 +23,8 @@ from secondorder.adaptation.model import ModelledOptimizer
 from secondorder.adaptation.replay import Moment, eager, kept_gradients, recorded
 from secondorder.adaptation.trial import Adaptation, Evaluation, Snapshot, match_outputs, parts_of
 from secondorder.capture.batch import rules
-from secondorder.curvature.layer import Block, Parts, forwarded
+from secondorder.curvature.block import Block
+from secondorder.curvature.layer import Parts, forwarded
 from secondorder.curvature.schema import of_kinds
 from secondorder.lifecycle import RULE_KEYS, Directions
 from secondorder.linalg import quadratic

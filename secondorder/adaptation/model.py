@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from secondorder import options, update
 from secondorder.adaptation.replay import exact_products
 from secondorder.adaptation.trial import Adaptation, Evaluation
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg.quadratic import QuadraticModel
 from secondorder.optimizer import rate
@@ -88,7 +88,7 @@ class ModelledOptimizer(LayerOptimizer):
         for block in self._blocks:
             if not self._active(block, directions[0]):
                 continue
-            matrices = [block.matrix([d[p].to(self._precision(p)) for p in block.params]) for d in directions]
+            matrices = [block.layer.matrix([d[p].to(self._precision(p)) for p in block.params]) for d in directions]
             images = [product(block, m) for m in matrices]
             rows = [torch.stack([(m * image).sum() for image in images]) for m in matrices]
             total += torch.stack(rows).to(total)

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from secondorder.curvature import factors
 from secondorder.curvature.background import DEVICES, Background, Job
+from secondorder.curvature.block import Block
 from secondorder.curvature.factor_storage import FACTORS, KeepingFactors
 from secondorder.curvature.factorization import Found, Task, factorise
-from secondorder.curvature.layer import Block
+from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema, shaped
 from secondorder.lifecycle import Group
-from secondorder.preconditioners.blocks import LayerOptions
 
 _Key = tuple[Block, str]
 #: State of what was begun.

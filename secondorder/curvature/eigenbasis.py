@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from secondorder import options
+from secondorder.curvature.block import Block
 from secondorder.curvature.factorization import Found, batched, joint_ok
 from secondorder.curvature.kronecker_factors import FactoredOptimizer
-from secondorder.curvature.layer import Block
 from secondorder.curvature.schema import Place, Schema, keys, shaped, tensors
 from secondorder.lifecycle import Group
 from secondorder.linalg import eigenbasis

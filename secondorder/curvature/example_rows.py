@@ -21,7 +21,7 @@ from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.examples import ExampleRows, keeps_indices
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import Unit
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import kernel, woodbury
@@ -211,7 +211,7 @@ class RowOptimizer(Observing):
             super()
             ._unit(block)
             ._replace(
-                signature=f"{blocks}×{wide}×{adapter.n_a} {block.kind} {self._precision(block.owner)}, batch {batch}",
+                signature=f"{blocks}×{wide}×{adapter.n_a} {block.layer.kind} {block.layer.precision}, batch {batch}",
                 refresh_flops=float(blocks * (r**3 + r * r * (adapter.n_a + wide))),
                 step_flops=4.0 * blocks * r * adapter.n_a * wide,
                 nbytes=blocks * r * (self._precision(block.owner).itemsize * (adapter.n_a + wide) + 8 * r),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secondorder.capture.fisher.fisher import ObservingOptimizer
 from secondorder.curvature import factors
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.curvature.schema import COUNTER, COUNTERS, ESTIMATE, FOUND, WEIGHT, Schema, shaped
 from secondorder.lifecycle import Group
 from secondorder.linalg import triangles

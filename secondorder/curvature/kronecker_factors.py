@@ -14,20 +14,19 @@ from torch import Tensor
 
 from secondorder import options
 from secondorder.adaptation.trial import Adaptation
-from secondorder.capture.fisher.fisher import FisherOptions
 from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
 from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.curvature import factors
 from secondorder.curvature.background_refresh import OverlappingRefreshes
+from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.factorization import joint_ok
-from secondorder.curvature.layer import Block
+from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import tensors
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Group, some_of
 from secondorder.linalg import polar
-from secondorder.preconditioners.blocks import LayerOptions
 
 #: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
 _RELATIVE, _ABSOLUTE = 10.0, 1e-3
@@ -96,7 +95,7 @@ class FactoredOptimizer(OverlappingRefreshes):
         if self._chooses_bound:
             defaults["max_factor_dim"] = self._default_bound(given)
         defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
-        self._fisher = FisherOptions(given["fisher"], given["fisher_samples"])
+        self._fisher = options.FisherOptions(given["fisher"], given["fisher_samples"])
         return defaults
 
     # ------------------------------------------------------------------ statistics

@@ -1,24 +1,27 @@
-"""Blocks: which parameters one piece of curvature covers, and why the others have none."""
+"""Layers: which parameters one piece of curvature covers, and why the others have none."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from secondorder import options
+from secondorder.capture.batch import BatchInput
 from secondorder.capture.layers.adapter import Adapter, Tap
 from secondorder.capture.layers.parts import WeightUse, inner_modules, parts_of
-from secondorder.linalg.dense import Workspace
+from secondorder.linalg.dense import Workspace, precision_of
 
 #: What ``skip_layers`` takes: a module name or shell-style pattern, a module type, or a module of the model.
 SkipRule = str | type[nn.Module] | nn.Module
 
 
 @dataclass(eq=False)
-class Block:
+class Layer:
     """One layer's parameters and the adapter that turns their layer into a Kronecker-factored block.
 
     Attributes:
@@ -30,8 +33,6 @@ class Block:
         weight: Trained weight, or None when it is frozen.
         bias: Trained bias, or None.
         owner: The parameter whose state holds the curvature: the weight, or the bias when the weight is frozen.
-        index: Position among the blocks of the optimizer.
-        group: The parameter group of the owner, whose options the block follows.
         other_uses: Layers that apply the same weight in another way, whose statistics the block does not have.
     """
 
@@ -41,13 +42,11 @@ class Block:
     adapter: Adapter
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    index: int = 0
-    group: dict[str, Any] = field(default_factory=dict)
     other_uses: tuple[str, ...] = ()
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What makes two blocks the same one."""
+        """What makes two layers the same one."""
         taps = [(id(tap.module), tap.part) for tap in self.taps]
         return self.name, *taps, id(self.weight), id(self.bias), type(self.adapter), self.adapter.factor_shapes()
 
@@ -68,6 +67,15 @@ class Block:
         """Weight and bias, as far as they are trained."""
         return [p for p in (self.weight, self.bias) if p is not None]
 
+    @property
+    def precision(self) -> torch.dtype:
+        """In which products with the curvature are taken: float32, or float64 where parameters are float64."""
+        return precision_of(self.owner)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """A ``meta`` tensor, in the precision of products unless another is given."""
+        return torch.empty(tuple(shape), dtype=dtype or self.precision, device="meta")
+
     def matrix(self, tensors: Sequence[Tensor], workspace: Workspace | None = None) -> Tensor:
         """Tensors shaped like :attr:`params` as one matrix ``[(Γ,) n_g, n_a]``."""
         given = iter(tensors)
@@ -82,9 +90,9 @@ class Block:
 
 @dataclass
 class Plan:
-    """Blocks of a model and, for every other parameter, the reason in words."""
+    """Layers of a model that get a block and, for every other parameter, the reason in words."""
 
-    blocks: list[Block]
+    layers: list[Layer]
     reasons: dict[nn.Parameter, str]
     skipped_by_user: set[nn.Parameter]
 
@@ -102,6 +110,68 @@ class Choices(NamedTuple):
     skip: Sequence[SkipRule] = ()
     tied: str | None = "head"
     norm_curvature: str = "unit"
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What is chosen once for all layers, at construction.
+
+    Attributes:
+        skip_layers: Layers to leave out.
+        stagger: Spread refreshes over the interval.
+        refresh_warmup: Refresh often at first.
+        max_failures: Failed refreshes of a block in a row before an error.
+        tied: Which use of a weight tied between an embedding and a head has the block; None for neither.
+        norm_curvature: ``"unit"`` or ``"diagonal"``.
+        batch_dim: Dimension of the model's input that counts examples.
+        batch_input: The argument that counts them, or a function that does.
+        factor_dtype: Precision in which factors are kept; float32 stands for float64 where parameters are float64.
+        inv_dtype: Of what a refresh finds from them, likewise.
+        factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
+        overlap: Factorise beside training, and adopt what comes out a fixed number of steps later.
+        orthogonal_dtype: Of the products that ``orthogonalize`` takes of large matrices.
+    """
+
+    skip_layers: Sequence[SkipRule] | SkipRule = ()
+    stagger: bool = False
+    refresh_warmup: bool = False
+    max_failures: int = 10
+    tied: str | None = "head"
+    norm_curvature: str = "unit"
+    batch_dim: int = 0
+    batch_input: BatchInput | None = None
+    factor_dtype: torch.dtype = torch.float32
+    inv_dtype: torch.dtype = torch.float32
+    factor_storage: str = "dense"
+    overlap: bool = False
+    orthogonal_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if not isinstance(self.skip_layers, (str, type, nn.Module, Iterable)):
+            raise TypeError(f"skip_layers must be a rule or a sequence of rules, got {self.skip_layers!r}")
+        options.flag("stagger", self.stagger)
+        options.flag("refresh_warmup", self.refresh_warmup)
+        options.flag("overlap", self.overlap)
+        options.whole(1)("max_failures", self.max_failures)
+        options.choice("head", "embedding", None)("tied", self.tied)
+        options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)
+        options.whole(0)("batch_dim", self.batch_dim)
+        if not (self.batch_input is None or isinstance(self.batch_input, str) or callable(self.batch_input)):
+            raise TypeError(
+                f"batch_input must be the name of an argument of forward or a function, got {self.batch_input!r}"
+            )
+        options.stored_dtype("factor_dtype", self.factor_dtype)
+        options.stored_dtype("inv_dtype", self.inv_dtype)
+        options.choice("dense", "packed")("factor_storage", self.factor_storage)
+        options.stored_dtype("orthogonal_dtype", self.orthogonal_dtype)
+
+    @property
+    def choices(self) -> Choices:
+        """What the plan of blocks needs."""
+        skip = self.skip_layers
+        rules = [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
+        return Choices(rules, self.tied, self.norm_curvature)
 
 
 class _Use(NamedTuple):
@@ -194,8 +264,8 @@ def forwarded(root: nn.Module) -> list[nn.Module]:
     return list(root) if isinstance(root, Parts) else [root]
 
 
-def plan_blocks(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choices) -> Plan:
-    """Find the blocks of a model.
+def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choices) -> Plan:
+    """Find the layers of a model that get a block.
 
     Args:
         root: The user's module, unwrapped.
@@ -203,7 +273,7 @@ def plan_blocks(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choic
         choices: What the user chose.
 
     Returns:
-        Blocks in the order of ``named_modules()`` and reasons for what is left.
+        Layers in the order of ``named_modules()`` and reasons for what is left.
 
     Raises:
         ValueError: If a rule of ``skip`` matches nothing.
@@ -231,20 +301,17 @@ def plan_blocks(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choic
         for p in own:
             if p not in covered:
                 reasons.setdefault(p, reason)
-    blocks = list(_blocks(uses, reasons, choices))
-    for i, block in enumerate(blocks):
-        block.index = i
-    return Plan(blocks, reasons, by_user)
+    return Plan(list(_layers(uses, reasons, choices)), reasons, by_user)
 
 
 def _has_inner(module: nn.Module, inner: set[nn.Module]) -> bool:
     return any(child in inner for child in module.children())
 
 
-def _blocks(
+def _layers(
     uses: dict[nn.Parameter, list[_Use]], reasons: dict[nn.Parameter, str], choices: Choices
-) -> Iterator[Block]:
-    """One block per distinct weight; tied weights share one when their layers agree, else none."""
+) -> Iterator[Layer]:
+    """One per distinct weight; tied weights share one when their layers agree, else none."""
     for owner, found in uses.items():
         chosen, conflict = _agreeing(found, choices.tied)
         if owner in reasons:
@@ -260,7 +327,7 @@ def _blocks(
         taps = tuple(tap for use in chosen for tap in use.taps())
         kind = first.part.suffix or _kind_of(first.part.taps[0][0])
         others = tuple(use.name for use in found if use not in chosen)
-        yield Block(first.name, kind, taps, first.adapter(), first.weight, first.bias, other_uses=others)
+        yield Layer(first.name, kind, taps, first.adapter(), first.weight, first.bias, other_uses=others)
 
 
 def _kind_of(module: nn.Module) -> str:

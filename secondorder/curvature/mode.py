@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Entry, Place, Schema, shaped
 from secondorder.lifecycle import Directions, Group
 from secondorder.plan.dry_run_rows import RehearsedRows

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.linalg.dense import full_precision
 from secondorder.parallel.exchange import Reducing
 

@@ -17,10 +17,10 @@ from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.examples import ExampleRows, second_moments
 from secondorder.curvature import factors
+from secondorder.curvature.block import Block
 from secondorder.curvature.example_rows import Batch, Fresh, RowOptimizer
 from secondorder.curvature.extremes import Extremes, bound_of_rows, bounds_where, of_product, of_rows
 from secondorder.curvature.factorization import batched, pack
-from secondorder.curvature.layer import Block
 from secondorder.curvature.schema import COUNTER, ESTIMATE, FOUND, WEIGHT, Schema, held, likes, shaped
 from secondorder.lifecycle import Group
 from secondorder.linalg import dense, eigenbasis, kernel

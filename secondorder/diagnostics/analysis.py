@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from secondorder import options
 from secondorder.capture.statistics.examples import ExampleRows
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.diagnostics.fewrows import SPECTRUM, FewRows, Line, Look
 from secondorder.diagnostics.jsonl import EventFile, read_events
 from secondorder.diagnostics.profiling import STAGES, Profile

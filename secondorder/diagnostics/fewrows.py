@@ -14,7 +14,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.examples import as_rows_matrix
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.diagnostics import approximation
 from secondorder.diagnostics.approximation import Kept, Sums, System
 from secondorder.linalg import kernel, selection
@@ -90,7 +90,7 @@ class FewRows:
         scale = averages.gradient_scale(look.m, group["loss_reduction"], group["loss_terms"])
         rows = kernel.scaled(approximation.in_float64(look.rows), scale**0.5)
         found = kernel.gram(rows)
-        matrix = as_rows_matrix(rows, look.block.matrix([g.double() for g in look.gradients]))
+        matrix = as_rows_matrix(rows, look.block.layer.matrix([g.double() for g in look.gradients]))
         mean = found.diagonal(dim1=-2, dim2=-1).mean(-1)
         if self.damping is None:
             if not self.damps_kernel:  # relative to the mean eigenvalue of F, not of the kernel

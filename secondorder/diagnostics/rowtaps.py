@@ -13,7 +13,8 @@ from secondorder.capture.layers.parts import watched_attention
 from secondorder.capture.passes import Pass
 from secondorder.capture.sites import Site
 from secondorder.capture.statistics.examples import ExampleRows
-from secondorder.curvature.layer import Block, forwarded
+from secondorder.curvature.block import Block
+from secondorder.curvature.layer import forwarded
 
 
 class RowCapture(Capture):
@@ -44,7 +45,9 @@ class RowCapture(Capture):
         """Tap these blocks and no others."""
         self.blocks = blocks
         sites = [self._site(block) for block in blocks]
-        self.set_sites(sites, watched_attention(self.root, {tap.module for block in blocks for tap in block.taps}))
+        self.set_sites(
+            sites, watched_attention(self.root, {tap.module for block in blocks for tap in block.layer.taps})
+        )
 
     def _site(self, block: Block) -> Site:
         approx, double = self._approx, block.owner.dtype == torch.float64
@@ -53,7 +56,7 @@ class RowCapture(Capture):
             scale = block.group.get("conv_scale", "exact")  # only HyLo has another
             return ExampleRows(block.adapter, approx, torch.float64 if double else torch.float32, conv_scale=scale)
 
-        return Site(block.label, block.taps, block.owner, new_statistic)
+        return Site(block.label, block.layer.taps, block.owner, new_statistic)
 
     def drop_orphans(self) -> None:
         """Discard what is pending if its gradients are gone, and be armed or not as the optimizer's own capture is."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.diagnostics.report import Reporting
 
 Event = dict[str, Any]

@@ -130,6 +130,11 @@ def _to_host(x: Tensor) -> Tensor:
     return x.cpu()
 
 
+def precision_of(p: Tensor) -> torch.dtype:
+    """In which the curvature of a parameter is found: float64 for float64 and complex128, else float32."""
+    return torch.float64 if p.dtype in (torch.float64, torch.complex128) else torch.float32
+
+
 class Workspace:
     """Memory for the temporaries of one block at a time, kept between steps.
 

@@ -37,9 +37,10 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
+from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_values
 from secondorder.curvature.factorization import Found, joint_ok
-from secondorder.curvature.layer import Block, SkipRule
+from secondorder.curvature.layer import SkipRule
 from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import eigenbasis

@@ -38,18 +38,17 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
-from secondorder.capture.fisher.fisher import FisherOptions
 from secondorder.capture.fisher.heads import Head
 from secondorder.capture.statistics.examples import as_rows_matrix
 from secondorder.comm import CommStrategy
+from secondorder.curvature.block import Block
 from secondorder.curvature.example_rows import DOUBLE_ROWS, Fresh, Kept, filled
-from secondorder.curvature.layer import Block, SkipRule
+from secondorder.curvature.layer import LayerOptions, SkipRule
 from secondorder.curvature.mode import SwitchedOptimizer
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import kernel, selection, stacks, woodbury
 from secondorder.linalg.kernel import Rows
 from secondorder.methods import documentation
-from secondorder.preconditioners.blocks import LayerOptions
 from secondorder.switching import GradNormChange, SwitchPolicy
 
 _MODES = ("auto", "kid", "kis", "sngd")
@@ -203,7 +202,7 @@ class HyLo(SwitchedOptimizer):
     ) -> None:
         given = locals()
         options.choice("empirical", "mc", "exact", "curvature_prop")("fisher", fisher)
-        self._fisher = FisherOptions(fisher)
+        self._fisher = options.FisherOptions(fisher)
         options.optional_whole(1)("batch_size", batch_size)
         if switch is not None and not isinstance(switch, SwitchPolicy):
             raise TypeError(f"switch must be a policy of secondorder.switching, got {switch!r}")
@@ -290,7 +289,7 @@ class HyLo(SwitchedOptimizer):
         return errors
 
     def _gradient_of(self, block: Block) -> Tensor:
-        return block.matrix([self._gradients_now[p].to(self._precision(p)) for p in block.params])
+        return block.layer.matrix([self._gradients_now[p].to(self._precision(p)) for p in block.params])
 
     # ------------------------------------------------------------------ stage 4: refresh
     def refresh_rows(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:

@@ -36,10 +36,11 @@ from secondorder.capture.statistics.kronecker import KroneckerSums
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import CommStrategy
 from secondorder.curvature import factors
+from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.factorization import joint_ok
 from secondorder.curvature.kronecker_factors import FactoredOptimizer
-from secondorder.curvature.layer import Block, SkipRule
+from secondorder.curvature.layer import SkipRule
 from secondorder.curvature.schema import FOUND, Schema, shaped
 from secondorder.lifecycle import Group
 from secondorder.linalg import dense, eigenbasis

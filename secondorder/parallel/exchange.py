@@ -25,7 +25,7 @@ from secondorder.capture.sites import Captured, Statistic
 from secondorder.capture.statistics.averages import all_finite
 from secondorder.capture.statistics.measurement import Estimate, Measured, counts_of, mean_of, weighted
 from secondorder.comm import Parcel
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.lifecycle import Directions
 from secondorder.linalg.dense import full_precision

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secondorder.capture.sites import Captured
 from secondorder.comm import Parcel
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.curvature.refresh import Refreshing
 from secondorder.curvature.schema import Place, keys
 from secondorder.linalg.dense import full_precision

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import Parcel, Unit
-from secondorder.curvature.layer import Block
+from secondorder.curvature.block import Block
 from secondorder.curvature.refresh import Refreshing
 from secondorder.curvature.schema import Place, Schema, likes, tensors
 from secondorder.curvature.window.window import LAG, GradientWindow
@@ -49,6 +49,8 @@ class Understudy(Lifecycle):
         states: Any = defaultdict(dict)
         runtime = replace(kept["_runtime"], states=states)
         own.__dict__.update(kept, state=states, _clock=None, _runtime=runtime)
+        if blocks := [block.beside(runtime) for block in kept.get("_blocks", ())]:
+            own.__dict__.update(_blocks=blocks, _block_of={p: block for block in blocks for p in block.params})
         for p, state in optimizer.state.items():
             own.state[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
         return own

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
+from secondorder.curvature.block import Block
 from secondorder.curvature.example_rows import Batch, Kept, Sizes
-from secondorder.curvature.layer import Block
 from secondorder.curvature.schema import likes
 from secondorder.plan.dry_run import RehearsedLayers
 from secondorder.plan.rehearsal import Rehearsal

@@ -4,86 +4,23 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from secondorder import options
-from secondorder.capture.batch import BatchInput
 from secondorder.capture.capture import Capture
 from secondorder.capture.layers.parts import watched_attention
 from secondorder.capture.sites import Site, Statistic
 from secondorder.comm import Unit
 from secondorder.comm.layout import is_cut
-from secondorder.curvature.layer import Block, Choices, SkipRule, clean_name, forwarded, plan_blocks, unwrap
+from secondorder.curvature.block import Block
+from secondorder.curvature.layer import Layer, LayerOptions, clean_name, forwarded, plan_layers, unwrap
 from secondorder.curvature.schema import Schema, held, nbytes
 from secondorder.lifecycle import Clock, Group, Lifecycle, shape_of
-
-
-@dataclass(frozen=True)
-class LayerOptions:
-    """What is chosen once for all layers, at construction.
-
-    Attributes:
-        skip_layers: Layers to leave out.
-        stagger: Spread refreshes over the interval.
-        refresh_warmup: Refresh often at first.
-        max_failures: Failed refreshes of a block in a row before an error.
-        tied: Which use of a weight tied between an embedding and a head has the block; None for neither.
-        norm_curvature: ``"unit"`` or ``"diagonal"``.
-        batch_dim: Dimension of the model's input that counts examples.
-        batch_input: The argument that counts them, or a function that does.
-        factor_dtype: Precision in which factors are kept; float32 stands for float64 where parameters are float64.
-        inv_dtype: Of what a refresh finds from them, likewise.
-        factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
-        overlap: Factorise beside training, and adopt what comes out a fixed number of steps later.
-        orthogonal_dtype: Of the products that ``orthogonalize`` takes of large matrices.
-    """
-
-    skip_layers: Sequence[SkipRule] | SkipRule = ()
-    stagger: bool = False
-    refresh_warmup: bool = False
-    max_failures: int = 10
-    tied: str | None = "head"
-    norm_curvature: str = "unit"
-    batch_dim: int = 0
-    batch_input: BatchInput | None = None
-    factor_dtype: torch.dtype = torch.float32
-    inv_dtype: torch.dtype = torch.float32
-    factor_storage: str = "dense"
-    overlap: bool = False
-    orthogonal_dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        if not isinstance(self.skip_layers, (str, type, nn.Module, Iterable)):
-            raise TypeError(f"skip_layers must be a rule or a sequence of rules, got {self.skip_layers!r}")
-        options.flag("stagger", self.stagger)
-        options.flag("refresh_warmup", self.refresh_warmup)
-        options.flag("overlap", self.overlap)
-        options.whole(1)("max_failures", self.max_failures)
-        options.choice("head", "embedding", None)("tied", self.tied)
-        options.choice("unit", "diagonal")("norm_curvature", self.norm_curvature)
-        options.whole(0)("batch_dim", self.batch_dim)
-        if not (self.batch_input is None or isinstance(self.batch_input, str) or callable(self.batch_input)):
-            raise TypeError(
-                f"batch_input must be the name of an argument of forward or a function, got {self.batch_input!r}"
-            )
-        options.stored_dtype("factor_dtype", self.factor_dtype)
-        options.stored_dtype("inv_dtype", self.inv_dtype)
-        options.choice("dense", "packed")("factor_storage", self.factor_storage)
-        options.stored_dtype("orthogonal_dtype", self.orthogonal_dtype)
-
-    @property
-    def choices(self) -> Choices:
-        """What the plan of blocks needs."""
-        skip = self.skip_layers
-        rules = [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
-        return Choices(rules, self.tied, self.norm_curvature)
 
 
 class Capturing(Lifecycle):
@@ -159,7 +96,7 @@ class Capturing(Lifecycle):
             self._capture.clock = self._clock
         sites = [self._site(b) for b in self._blocks]
         self._capture.set_sites(
-            sites, watched_attention(self._root, {tap.module for b in self._blocks for tap in b.taps})
+            sites, watched_attention(self._root, {tap.module for b in self._blocks for tap in b.layer.taps})
         )
         self._closed = False
         self._arm()
@@ -172,7 +109,7 @@ class Capturing(Lifecycle):
             assert optimizer is not None
             return optimizer.new_statistic(block, block.group)
 
-        return Site(block.label, block.taps, block.owner, new_statistic)
+        return Site(block.label, block.layer.taps, block.owner, new_statistic)
 
     # ------------------------------------------------------------------ blocks
     def _plan(self) -> bool:
@@ -182,11 +119,11 @@ class Capturing(Lifecycle):
             Whether the blocks changed.
         """
         assert self._root is not None
-        plan = plan_blocks(self._root, [p for p in self._group if p.requires_grad], self._layer_options.choices)
-        _refuse_tensor_parallel(self._root, plan.blocks)
-        changed = [b.signature for b in plan.blocks] != [b.signature for b in self._blocks]
+        plan = plan_layers(self._root, [p for p in self._group if p.requires_grad], self._layer_options.choices)
+        _refuse_tensor_parallel(self._root, plan.layers)
+        changed = [layer.signature for layer in plan.layers] != [b.layer.signature for b in self._blocks]
         if changed:
-            self._blocks = plan.blocks
+            self._blocks = [self.new_block(layer, i, self._group[layer.owner]) for i, layer in enumerate(plan.layers)]
             self._block_of = {p: b for b in self._blocks for p in b.params}
         for block in self._blocks:
             block.group = self._group[block.owner]
@@ -198,6 +135,10 @@ class Capturing(Lifecycle):
         self._reasons |= {p: "not a parameter of the hooked module" for p in self._group if p not in inside}
         return changed
 
+    def new_block(self, layer: Layer, index: int, group: Group) -> Block:
+        """The block of a layer."""
+        return Block(layer, index, group, self._runtime)
+
     def _unit(self, block: Block) -> Unit:
         """What a strategy needs to know of a block."""
         adapter, group = block.adapter, block.group
@@ -206,7 +147,7 @@ class Capturing(Lifecycle):
         flat = [a if adapter.one_hot else a**3, g**3]
         return Unit(
             block.name,
-            f"{blocks}×{g}×{a} {block.kind} " + ", ".join(f"{k} {entry.shape}" for k, entry in schema.items()),
+            f"{blocks}×{g}×{a} {block.layer.kind} " + ", ".join(f"{k} {entry.shape}" for k, entry in schema.items()),
             refresh_flops=float(blocks * sum(flat)),
             step_flops=2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g) + self.shaping_flops(block),
             nbytes=sum(nbytes(schema).values()),
@@ -243,7 +184,7 @@ class Capturing(Lifecycle):
 
     def zeros(self, block: Block, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """A ``meta`` tensor in the precision of a block's curvature."""
-        return torch.empty(tuple(shape), dtype=dtype or self._precision(block.owner), device="meta")
+        return block.layer.empty(shape, dtype)
 
     def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         block = self._block_of.get(p)
@@ -404,21 +345,21 @@ class Capturing(Lifecycle):
         return next(clean_name(name) for name, m in self._root.named_modules() if m is unwrap(module))
 
 
-def _refuse_tensor_parallel(root: nn.Module, blocks: Sequence[Block]) -> None:
+def _refuse_tensor_parallel(root: nn.Module, layers: Sequence[Layer]) -> None:
     """Refuse layers of which every rank applies a part: what their hooks see is no row of the layer.
 
     Raises:
         NotImplementedError: Naming them.
     """
-    cut = {p for block in blocks for p in block.params if is_cut(p)}
+    cut = {p for layer in layers for p in layer.params if is_cut(p)}
     if not cut:
         return
     sharded = {p for m in root.modules() if _is_fully_sharded(m) for p in m.parameters()}
     found = [
-        block.label
-        for block in blocks
-        if any(getattr(tap.module, "_distribute_module_applied", False) for tap in block.taps)
-        or any(p in cut and p not in sharded for p in block.params)
+        layer.label
+        for layer in layers
+        if any(getattr(tap.module, "_distribute_module_applied", False) for tap in layer.taps)
+        or any(p in cut and p not in sharded for p in layer.params)
     ]
     if found:
         raise NotImplementedError(

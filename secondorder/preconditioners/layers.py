@@ -22,16 +22,16 @@ from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import CommStrategy, Parcel
 from secondorder.comm.layout import local
+from secondorder.curvature.block import Block
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import Extremes, numbers
-from secondorder.curvature.layer import Block, find_name
+from secondorder.curvature.layer import LayerOptions, find_name
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Directions, Group, module_of, some_of
 from secondorder.linalg.dense import all_true_on_cpu, full_precision
 from secondorder.optimizer import SecondOrderOptimizer, rate
 from secondorder.parallel.roles import Serving
 from secondorder.preconditioners.base import Preconditioner, Proposal
-from secondorder.preconditioners.blocks import LayerOptions
 
 #: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
 _PORTION = 32 * 2**20
@@ -235,7 +235,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         assert self._capture is not None
         if self._capture.observes:
             return "observe() was not called for it"
-        if isinstance(block.taps[0].module, Projection):
+        if isinstance(block.layer.taps[0].module, Projection):
             return f"{NO_HOOKS}; in a compiled model call secondorder.nn.expose(model) first"
         return NO_HOOKS
 
@@ -324,8 +324,8 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             return [torch.zeros(p.shape, dtype=self._precision(p), device=p.device) for p in block.params]
         self._runtime.workspace.reset()
         tensors = [source[p].to(self._precision(p)) for p in block.params]
-        matrix = block.matrix(tensors, self._runtime.workspace)
-        return block.split(self.shape_direction(block, self.precondition(block, matrix)))
+        matrix = block.layer.matrix(tensors, self._runtime.workspace)
+        return block.layer.split(self.shape_direction(block, self.precondition(block, matrix)))
 
     def shape_direction(self, block: Block, direction: Tensor) -> Tensor:
         """What becomes of a preconditioned matrix ``[(Γ,) n_g, n_a]``: itself."""
@@ -482,9 +482,9 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         if block is None:
             return "", "", ""
         refused = self._capture.refused.get(block.index) if self._capture is not None else None
-        treatment = f"block '{block.name}' ({block.kind})" if block.name else f"block {block.kind}"
-        if block.other_uses:
-            treatment += f", tied; its use in {some_of(block.other_uses)} has no statistics"
+        treatment = f"block '{block.name}' ({block.layer.kind})" if block.name else f"block {block.layer.kind}"
+        if block.layer.other_uses:
+            treatment += f", tied; its use in {some_of(block.layer.other_uses)} has no statistics"
         if refused and self.state[p].get("refreshes", 0) == 0:
             treatment = f"{self._group[p]['fallback']} fallback: {refused}"
         lead = f"{block.adapter.groups}×" if block.adapter.groups > 1 else ""
@@ -505,7 +505,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         """
         found = find_name(name, self.blocks)
         if found is None:
-            known = ", ".join(b.name or f"'' (the {b.kind} itself)" for b in self._blocks)
+            known = ", ".join(b.name or f"'' (the {b.layer.kind} itself)" for b in self._blocks)
             raise ValueError(f"no block is named '{name}'; there are: {known or 'none'}")
         block = self.blocks[found]
         if not (self.comm.estimates(block.index) and self.comm.preconditions(block.index)):

@@ -29,8 +29,8 @@ from torch import Tensor
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.examples import keeps_indices, multiplied_out, second_moments
 from secondorder.comm import Parcel
+from secondorder.curvature.block import Block
 from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, Sizes, filled, inputs_of
-from secondorder.curvature.layer import Block
 from secondorder.curvature.schema import tensors
 from secondorder.curvature.substitute import SubstitutingOptimizer
 from secondorder.linalg import kernel, woodbury

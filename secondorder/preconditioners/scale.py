@@ -22,8 +22,8 @@ from secondorder.capture.sites import Captured, Statistic
 from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.capture.statistics.squares import EigenSums, ScaleSums
+from secondorder.curvature.block import Block
 from secondorder.curvature.eigenbasis import RebasingOptimizer
-from secondorder.curvature.layer import Block
 from secondorder.curvature.schema import Schema, tensors
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import dense, eigenbasis
@@ -246,11 +246,10 @@ class ScalingOptimizer(RebasingOptimizer):
             self._count_scale(block)
             return
         with dense.full_precision(block.owner.device):
-            self._runtime.workspace.reset()
-            matrix = block.matrix([gradients[p].to(self._precision(p)) for p in block.params], self._runtime.workspace)
-            rotated = eigenbasis.rotate(
-                matrix, self.basis(block, "a"), self.basis(block, "g"), self._runtime.workspace
-            ).clone()
+            workspace = self._runtime.workspace
+            workspace.reset()
+            matrix = block.layer.matrix([gradients[p].to(self._precision(p)) for p in block.params], workspace)
+            rotated = eigenbasis.rotate(matrix, self.basis(block, "a"), self.basis(block, "g"), workspace).clone()
         ok = averages.all_finite([rotated])
         weight = 1.0 if like_adam(group) else self.batch_weight(group, int(examples))
         if group["loss_reduction"] == "mean":

@@ -4,48 +4,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from secondorder import options
 from secondorder.adaptation.damping import AdaptiveOptimizer
 from secondorder.capture.fisher.heads import Head
 from secondorder.capture.fisher.likelihood import Likelihood, resolve
 from secondorder.capture.sites import Captured
 from secondorder.curvature.layer import forwarded
+from secondorder.options import FisherOptions
 from secondorder.preconditioners.layers import LayerOptimizer
 
 #: Backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000
-_FISHERS = ("empirical", "mc", "exact", "curvature_prop", "forward_only")
-
-
-@dataclass(frozen=True)
-class FisherOptions:
-    """Which Fisher is estimated.
-
-    Attributes:
-        fisher: Its type.
-        fisher_samples: Vectors drawn per example.
-    """
-
-    fisher: str = "empirical"
-    fisher_samples: int = 1
-
-    def __post_init__(self) -> None:
-        """Check every value."""
-        options.choice(*_FISHERS)("fisher", self.fisher)
-        options.whole(1)("fisher_samples", self.fisher_samples)
-        if self.fisher_samples > 1 and self.fisher not in ("mc", "curvature_prop"):
-            raise ValueError(f"fisher_samples={self.fisher_samples} needs fisher='mc' or 'curvature_prop'")
-
-    @property
-    def is_observed(self) -> bool:
-        """Whether ``observe`` supplies the statistics."""
-        return self.fisher in ("mc", "exact", "curvature_prop")
 
 
 class Observing(LayerOptimizer):
