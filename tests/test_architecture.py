@@ -81,12 +81,12 @@ NUMBERS = {
     "methods: bodies in chains of 3 or more":             Number(97, 0),
     "others: bodies in chains of 2 or more":              Number(238, 80),
     "others: bodies in chains of 3 or more":              Number(49, 0),
-    "others: most names on one object":                   Number(382, 75),
+    "others: most names on one object":                   Number(381, 75),
     "SecondOrderOptimizer: its own methods":              Number(38, 38),
     "largest other class: its own methods":               Number(52, 25),
     "classes with more than 25 methods":                  Number(14, 0),
     "classes that write more than 15 attributes":         Number(5, 0),
-    "accesses to underscore attributes of others":        Number(23, 0),
+    "accesses to underscore attributes of others":        Number(8, 0),
     "height of imports":                                  Number(32, 14),
     "modules at the top level":                           Number(11, 10),
     "folders at the top level":                           Number(12, 12),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(17, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(32620, 28500),
+    "lines":                                              Number(32640, 28500),
 }
 # fmt: on
 

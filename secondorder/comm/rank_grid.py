@@ -137,6 +137,27 @@ class RankGrid(CommStrategy):
         loads = [Load(self.cost(unit, grid), unit.nbytes) for unit in units]
         return assign(loads, grid, [(homes or {}).get(unit.name) for unit in units], self.owners_among(world))
 
+    @property
+    def homes(self) -> Mapping[str, int]:
+        """Owners of all units that were placed, by name: a unit that comes again stays there."""
+        return self._homes
+
+    def imagine(
+        self, rank: int, grid: Grid, units: Sequence[Unit], owners: Sequence[int], groups: Sequence[Any]
+    ) -> None:
+        """Be a rank of a world that need not exist, for a dry run: meant for a copy of the strategy of a run.
+
+        Args:
+            rank: The rank.
+            grid: Of the ranks of that world.
+            units: What is placed there.
+            owners: Owner by unit.
+            groups: What stands for the groups of the world, of the rank's row and of its column; None for those of one
+                rank.
+        """
+        self._rank, self._grid, self._units, self._owners = rank, grid, list(units), list(owners)
+        self._world, self._row, self._column = groups
+
     def cost(self, unit: Unit, grid: Grid) -> float:
         """FLOPs of a unit per step that its owner has and other ranks have not."""
         own = unit.refresh_flops / unit.interval
@@ -380,8 +401,8 @@ class RankGrid(CommStrategy):
         """Sum parcels over all ranks: on every rank, or on the owners alone."""
         if not self.combines:
             return Pending()
-        spread = [p for p in parcels if self._is_everywhere(p.index)]
-        rest = [p for p in parcels if not self._is_everywhere(p.index)]
+        spread = [p for p in parcels if self.is_everywhere(p.index)]
+        rest = [p for p in parcels if not self.is_everywhere(p.index)]
         flags = [flag for p in spread for flag in p.symmetric]
         tensors = [t for p in spread for t in p.tensors]
         works = [self.collectives.all_reduce(tensors, group=self._world, stage="statistics", symmetric=flags)]
@@ -389,15 +410,16 @@ class RankGrid(CommStrategy):
         works.append(self.collectives.reduce(by_root, group=self._world, stage="statistics", symmetric=symmetric))
         return _All(works)
 
-    def _is_everywhere(self, index: int) -> bool:
+    def is_everywhere(self, index: int) -> bool:
+        """Whether every rank holds the running estimate of a unit."""
         return self.replicates or self._units[index].everywhere
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
         """Tensors of all ranks stacked in rank order, on every rank or on the owners alone."""
         if not self.combines:
             return super().gather_statistics(parcels)
-        spread = [p for p in parcels if self._is_everywhere(p.index)]
-        rest = [p for p in parcels if not self._is_everywhere(p.index)]
+        spread = [p for p in parcels if self.is_everywhere(p.index)]
+        rest = [p for p in parcels if not self.is_everywhere(p.index)]
         flat = [t for p in spread for t in p.tensors]
         first = self.collectives.all_gather(flat, group=self._world, stage="rows")
         by_root, _ = self._by_root(rest, self._owners.__getitem__)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,10 @@ class Understudy(Lifecycle):
     """What all understudies have."""
 
     comm: Rehearsal
+
+    if TYPE_CHECKING:  # it is one of the optimizer's own class, too
+
+        def _kind(self, p: nn.Parameter, key: str) -> str: ...
 
     @classmethod
     def of(cls, optimizer: Lifecycle) -> Any:
@@ -97,10 +101,7 @@ class Understudy(Lifecycle):
         for p, group in self._group.items():
             yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
             for key in self._rule_keys(p, group) if p.requires_grad else ():
-                yield Holding(None, self._kind_of(p, key), p.numel() * p.element_size())
-
-    def _kind_of(self, p: nn.Parameter, key: str) -> str:
-        return str(cast(Any, self)._kind(p, key))
+                yield Holding(None, self._kind(p, key), p.numel() * p.element_size())
 
 
 class RehearsedLayers(Understudy, Refreshing):

@@ -89,7 +89,7 @@ class Planning(Lifecycle):
             return RoleRehearsal(strategy, units, world, is_real)
         if not isinstance(strategy, RankGrid):
             raise NotImplementedError(f"plan() knows nothing of {type(strategy).__name__}: pass another one as comm=")
-        homes = strategy._homes if is_real and strategy is self.comm else None
+        homes = strategy.homes if is_real and strategy is self.comm else None
         return Rehearsal(strategy, units, world, homes, is_real)
 
     def _supposed_world(self, world_size: int | None, comm: CommStrategy | None) -> tuple[int, CommStrategy, str]:

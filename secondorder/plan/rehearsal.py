@@ -176,6 +176,7 @@ class Rehearsal(CommStrategy):
         self._played: dict[int, RankGrid] = {}
         self._collectives: dict[int, DryCollectives] = {}
         self._reduced: dict[Hashable, tuple[list[Record], int]] = {}
+        self._world = Imagined(range(self.grid.world), 0)
         self._first = self.seen_from(0)
 
     def seen_from(self, rank: int) -> RankGrid:
@@ -183,12 +184,11 @@ class Rehearsal(CommStrategy):
         if rank not in self._played:
             own, grid = copy.copy(self._strategy), self.grid
             own.collectives = self._count_in(rank)
-            own._units, own._owners, own._grid, own._rank = self._units, self.owners, grid, rank
-            own._world = self._first._world if self._played else Imagined(range(grid.world), rank)
-            own._row, own._column = (
-                None if len(ranks) == 1 else own._world if len(ranks) == grid.world else Imagined(ranks, rank)
+            row, column = (
+                None if len(ranks) == 1 else self._world if len(ranks) == grid.world else Imagined(ranks, rank)
                 for ranks in (grid.row_of(rank), grid.column_of(rank))
             )
+            own.imagine(rank, grid, self._units, self.owners, (self._world, row, column))
             self._played[rank] = own
         return self._played[rank]
 
@@ -222,7 +222,7 @@ class Rehearsal(CommStrategy):
             return None if self.grid.workers == self.grid.world else self.grid.column_of(owner)
         if place == "captures" and self.sources(index) > 1:
             return None
-        return None if place != "owner" and self._first._is_everywhere(index) else (owner,)
+        return None if place != "owner" and self._first.is_everywhere(index) else (owner,)
 
     @property
     def owned(self) -> list[int]:
@@ -298,11 +298,11 @@ class Rehearsal(CommStrategy):
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
         """Count the mean of gradients, where the strategy brings it about."""
         own = self._first
-        if own._average and own.combines:
+        if own.averages:
             trained = [p for p in params if p.requires_grad]
             own.agree(torch.zeros(len(trained)))
             grads = [real(torch.empty_like(p, device="meta")) for p in trained]
-            own.collectives.average(grads, group=own._world, stage="gradients", count=1).wait()
+            own.collectives.average(grads, group=self._world, stage="gradients", count=1).wait()
 
     def agree(self, words: Tensor) -> Tensor:
         """Count words; nobody has anything to add to those of the one who asks."""

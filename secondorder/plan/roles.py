@@ -35,7 +35,7 @@ class RoleRehearsal(Rehearsal):
     """
 
     def __init__(self, strategy: DedicatedWorkers, units: Sequence[Unit], world: int, is_real: bool = False) -> None:
-        self._arguments, self._units, self.is_real = strategy._arguments, list(units), is_real
+        self._arguments, self._units, self.is_real = strategy.arguments, list(units), is_real
         self.roles = resolve(world, self._arguments.roles, self._arguments.allow_colocated)
         self.period: int = self._arguments.period_of([unit.interval for unit in units])
         self.grid: Grid = Grid(world, 1)

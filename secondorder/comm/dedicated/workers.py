@@ -94,7 +94,8 @@ class DedicatedWorkers(CommStrategy):
         timeout: float | None = None,
         replay: Sequence[Sequence[Any]] | None = None,
     ) -> None:
-        self._arguments = Arguments(
+        #: What the strategy was made with, checked.
+        self.arguments = Arguments(
             gradient, factor, inverse, mode, period, seed, allow_colocated, warmup, max_staleness, on_loss, timeout,
             replay,
         )  # fmt: skip
@@ -122,7 +123,7 @@ class DedicatedWorkers(CommStrategy):
                 "cast), and ranks of other roles cannot see that. Make a new optimizer on all ranks."
             )
         world = world_size()
-        self._roles = resolve(world, self._arguments.roles, self._arguments.allow_colocated)
+        self._roles = resolve(world, self.arguments.roles, self.arguments.allow_colocated)
         self._rank = dist.get_rank() if world > 1 else 0
         if any(unit.divisible for unit in units):
             raise NotImplementedError(
@@ -150,7 +151,7 @@ class DedicatedWorkers(CommStrategy):
         """Make the groups, compare the ranks' plans, and start from the parameters of the first gradient rank."""
         if self._links is not None:
             return
-        given, roles = self._arguments, self._known_roles
+        given, roles = self.arguments, self._known_roles
         period = given.period_of([unit.interval for unit in self._units])
         default: Any = distributed_c10d._get_default_store()
         timeout = given.timeout or default.timeout.total_seconds()
@@ -254,7 +255,7 @@ class DedicatedWorkers(CommStrategy):
 
     def __repr__(self) -> str:
         """As it would be constructed."""
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._arguments.told.items())})"
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.arguments.told.items())})"
 
     # ------------------------------------------------------------------ who
     @property
@@ -344,7 +345,7 @@ class DedicatedWorkers(CommStrategy):
 
     def _warms_up(self, index: int) -> bool:
         """Whether the gradient ranks find the curvature of a unit themselves, having none."""
-        if self.role != "gradient" or self._arguments.warmup != "sync":
+        if self.role != "gradient" or self.arguments.warmup != "sync":
             return False
         optimizer = self._worker()
         return optimizer is None or not optimizer.has_curvature(index)
@@ -364,7 +365,7 @@ class DedicatedWorkers(CommStrategy):
     def estimates(self, index: int) -> bool:
         """Whether this rank holds the running estimate of a unit."""
         if self.role == "gradient":
-            return self._arguments.warmup == "sync" or self._units[index].everywhere
+            return self.arguments.warmup == "sync" or self._units[index].everywhere
         return self.role == "factor" or self._owners[index] == self._rank
 
     def preconditions(self, index: int) -> bool:
