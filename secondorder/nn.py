@@ -49,13 +49,13 @@ class _Exposed(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._add_projections()
+        self.add_projections()
 
     def linear_parts(self) -> list[LinearMap]:
         """The linear maps of the module: the parameters of each, and the projections to tap."""
         raise NotImplementedError
 
-    def _add_projections(self) -> None:
+    def add_projections(self) -> None:
         """Add the children; also to a module that was built as another class."""
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class _Recurrent(_Exposed):
     def _names(self) -> list[str]:
         return ["ih", "hh"]
 
-    def _add_projections(self) -> None:
+    def add_projections(self) -> None:
         self.projections = nn.ModuleDict({name: Projection() for name in self._names()}).train(self.training)
 
     def linear_parts(self) -> list[LinearMap]:
@@ -337,7 +337,7 @@ class MultiheadAttention(_Exposed, nn.MultiheadAttention):
 
     projections: AttentionProjections
 
-    def _add_projections(self) -> None:
+    def add_projections(self) -> None:
         self.projections = AttentionProjections().train(self.training)
 
     def linear_parts(self) -> list[LinearMap]:
@@ -413,7 +413,7 @@ def expose(model: M) -> M:
             left.append(f"{name or 'the module'} ({reason})")
             continue
         module.__class__ = _exposed_class(_EXPOSED[plain], type(module))
-        module._add_projections()
+        module.add_projections()
     if left:
         warnings.warn(
             f"expose() leaves as they are: {', '.join(left)}. Build them from the classes of secondorder.nn if they "

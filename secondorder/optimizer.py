@@ -89,6 +89,20 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         """Whether a scheduler that cycles the momentum acts on β₁, as with AdamW, instead of ``momentum``."""
         return options.is_adam(defaults["graft"] or defaults["inner"])
 
+    def check_groups(self, groups: list[Group]) -> None:
+        """Refuse what ``param_groups`` is to become if options exclude each other; nothing is changed.
+
+        Raises:
+            ValueError: If options of a group exclude each other, or groups disagree where they share curvature.
+        """
+        live = [*self.param_groups]
+        self.param_groups[:] = groups  # they are compared with each other, and not with those of now
+        try:
+            for group in groups:
+                self._check_group(group)
+        finally:
+            self.param_groups[:] = live
+
     # ------------------------------------------------------------------ what a family supplies
     @property
     @abstractmethod

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from secondorder import options
-from secondorder.lifecycle import Group, Lifecycle
+from secondorder.lifecycle import Group
+from secondorder.optimizer import SecondOrderOptimizer
 
 #: A function of the step, or milestones ``{step: value}``.
 Schedule: TypeAlias = Callable[[int], Any] | Mapping[int, Any]
@@ -67,7 +68,7 @@ class ParamScheduler:
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r}")
         self.optimizer = optimizer
         self._last_step = 0
-        if isinstance(optimizer, Lifecycle):
+        if isinstance(optimizer, SecondOrderOptimizer):
             schedules = options.renamed(schedules, optimizer.checks)
         self._tracks = {key: self._parse(key, schedule) for key, schedule in schedules.items()}
         for step in self._milestones():
@@ -111,7 +112,7 @@ class ParamScheduler:
     def _parse(self, key: str, schedule: Any) -> _Track | tuple[_Track, ...]:
         """One track for all groups, or one for each."""
         groups = self.optimizer.param_groups
-        if key in _RESERVED or (key in _ALLOCATING and isinstance(self.optimizer, Lifecycle)):
+        if key in _RESERVED or (key in _ALLOCATING and isinstance(self.optimizer, SecondOrderOptimizer)):
             raise ValueError(f"{key!r} cannot be scheduled: it is set once, when a group is added")
         if not all(key in group for group in groups):
             known = sorted({name for group in groups for name in group} - _RESERVED)
@@ -154,19 +155,14 @@ class ParamScheduler:
     def _check(self, changes: list[Group]) -> None:
         """Refuse what an optimizer of this package would refuse in a group that is added with such values."""
         optimizer = self.optimizer
-        if not isinstance(optimizer, Lifecycle):
+        if not isinstance(optimizer, SecondOrderOptimizer):
             return  # torch's own have no checks but those of their constructors
         checks = {**options.COMMON, **optimizer.checks}
         live, planned = optimizer.param_groups, list[Group]()
         for group, change in zip(live, changes, strict=True):
             planned.append({**group, **change})
             options.validate(planned[-1], {key: check for key, check in checks.items() if key in change})
-        optimizer.param_groups = planned  # groups are compared with each other: as all of them are going to be
-        try:
-            for group in planned:
-                optimizer._check_group(group)
-        finally:
-            optimizer.param_groups = live
+        optimizer.check_groups(planned)
 
     @torch.no_grad()
     def _write(self, group: Group, key: str, value: Any) -> None:

@@ -174,6 +174,10 @@ class Pass:
                 self._heads.append(tuple(tensor.shape))
         self._judged = None
 
+    def note(self, index: int, use: Use) -> None:
+        """Note the first call of a layer, which another pass saw."""
+        self.calls[index], self._uses[index, use.shape] = 1, use
+
     def see(self, index: int, adapter: Adapter, x: Tensor) -> int:
         """Note a call of a layer.
 
@@ -218,7 +222,7 @@ class Pass:
         found = Pass(inputs, self._batch_dim, self.keep, self.root, self._order, self._given_examples)
         for index, steps in self._steps.items():
             use = steps[number].use
-            found.calls[index], found._uses[index, use.shape] = 1, use
+            found.note(index, use)
         return found
 
     # ------------------------------------------------------------------ what it concludes

@@ -70,7 +70,8 @@ class Checkpointing(Lifecycle):
         #: What other ranks hold, and the step after which it was gathered.
         self._gathered: Tensors = {}
         self._gathered_at = 0
-        self._warned_of_partial = False
+        #: Whether the user knows that `state_dict` is partial, of which it warns once; set it where that is meant.
+        self.warned_of_partial = False
 
     def _place(self, units: Sequence[Any]) -> None:
         self._gathered.clear()
@@ -130,13 +131,13 @@ class Checkpointing(Lifecycle):
                 yield p, i, group
 
     def _warn_of_partial(self) -> None:
-        if self._t == 0 or self._warned_of_partial:  # before training, wrappers of optimizers look at the state too
+        if self._t == 0 or self.warned_of_partial:  # before training, wrappers of optimizers look at the state too
             return
         if self._gathered_at == self._t:  # another rank has everything, and trainers ask all ranks for their state
             return
         if is_saved_in_parts():
             return
-        self._warned_of_partial = True
+        self.warned_of_partial = True
         warnings.warn(
             f"{type(self).__name__}: this state_dict() is partial, {self.comm.standing} holds a part of the curvature "
             "only. To save on one rank for all, call consolidate_state_dict() on all ranks before, which the callbacks "

@@ -87,8 +87,10 @@ class JoiningOptimizer(Joinable):
         if joins and not self.has_joined:
             Join.notify_join_context(self)
         self.comm.average_gradients(params)
-        if joins and self.comm.combines and _catch_up(self) and self.has_joined and hasattr(self, "_follow_schedule"):
-            self._follow_schedule()  # as the others did in their forward
+        if joins and self.comm.combines and (source := _source(self)) is not None:
+            _copy_gradients(self, source)
+            if self.has_joined and hasattr(self, "_follow_schedule"):
+                self._follow_schedule()  # as the others did in their forward
 
 
 class _Shadow(JoinHook):
@@ -118,34 +120,21 @@ class _Shadow(JoinHook):
 
 
 # ---------------------------------------------------------------------- messages between ranks with and without data
-def _catch_up(optimizer: JoiningOptimizer) -> bool:
-    """Give ranks that have joined the gradients and options of one that has not.
-
-    Returns:
-        Whether any rank has joined.
-    """
-    live = _live(optimizer)
-    if live.all():
-        return False
-    _copy_gradients(optimizer, _first(live))
-    return True
-
-
 def _share_options(optimizer: JoiningOptimizer) -> None:
     """Give ranks that joined early the options of one that had data to the end."""
-    live = _live(optimizer)
-    if not live.all():
+    if (source := _source(optimizer)) is not None:
         own = _numbers(optimizer)
         header = torch.tensor([value for _, _, value in own], dtype=torch.float64, device=optimizer.join_device)
-        optimizer.comm.copy_from(_first(live), [header])
+        optimizer.comm.copy_from(source, [header])
         _follow_options(optimizer, header.tolist())
 
 
-def _live(optimizer: JoiningOptimizer) -> Tensor:
-    """By rank, whether it has data."""
+def _source(optimizer: JoiningOptimizer) -> int | None:
+    """Lowest rank that has data; None if all have."""
     present = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     present[optimizer.comm.rank] = float(not optimizer.has_joined)
-    return optimizer.comm.agree(present.to(optimizer.join_device)) > 0
+    live = optimizer.comm.agree(present.to(optimizer.join_device)) > 0
+    return None if live.all() else int(live.to(torch.uint8).argmax())
 
 
 def _copy_gradients(optimizer: JoiningOptimizer, source: int) -> None:
@@ -202,11 +191,6 @@ def _numbers_of(value: Any) -> list[float]:
         return [x for part in value for x in _numbers_of(part)]
     single = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
     return [float(value) if single else float("nan")]
-
-
-def _first(live: Tensor) -> int:
-    """Lowest rank that has data."""
-    return int(live.to(torch.uint8).argmax())
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class SecondOrderCallback(pl.Callback):
             for _, optimizer in _optimizers(self._trainer):
                 if not getattr(self._trainer.strategy, "_save_distributed_checkpoint", False):
                     optimizer.consolidate_state_dict(pieces=False)
-                optimizer._warned_of_partial = True  # that of the other ranks is not what is saved, or saved by each
+                optimizer.warned_of_partial = True  # that of the other ranks is not what is saved, or saved by each
         return {}
 
     def on_train_batch_end(

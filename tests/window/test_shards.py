@@ -592,7 +592,7 @@ def test_every_rank_resumes_from_its_own_part_bit_for_bit(kind: str, partition: 
 
 def _quiet(opt: Any) -> dict[str, Any]:
     """The part of this rank; that it warns of that is not the matter here."""
-    opt._warned_of_partial = True
+    opt.warned_of_partial = True
     return opt.state_dict()
 
 

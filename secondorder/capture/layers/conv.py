@@ -49,7 +49,7 @@ class ConvAdapter(Adapter):
         x = self._batched(x)
         bytes_per_example = self.row_count(x[:1]) * self.groups * self.d_in * x.element_size()
         for part in x.split(max(1, CHUNK_BYTES // max(bytes_per_example, 1))):
-            patches = self._patches(part)
+            patches = self.patches(part)
             # Feature-major: the copy then runs along image rows, and the Gram product takes either layout.
             order = (1, 2, *range(3 + self._axes, 3 + 2 * self._axes), 0, *range(3, 3 + self._axes))
             rows = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
@@ -75,7 +75,7 @@ class ConvAdapter(Adapter):
 
     def _has_fast_lags(self, out: Tensor) -> bool:
         """Whether weight gradients are no patches under another name, and rows are those of this class."""
-        own = type(self).input_rows is ConvAdapter.input_rows and type(self)._patches is ConvAdapter._patches
+        own = type(self).input_rows is ConvAdapter.input_rows and type(self).patches is ConvAdapter.patches
         onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
         fast = out.device.type == "cuda" or (out.device.type == "cpu" and onednn)
         return bool(own and fast and out.dtype == torch.float32)
@@ -93,7 +93,7 @@ class ConvAdapter(Adapter):
         if total <= positions:
             return None
         at = draw(total, positions, generator, g.device)
-        patches = self._patches(self._batched(x))[(slice(None),) * 3 + torch.unravel_index(at, g.shape[2:])]
+        patches = self.patches(self._batched(x))[(slice(None),) * 3 + torch.unravel_index(at, g.shape[2:])]
         order = (1, 2, *range(4, 4 + self._axes), 0, 3)
         a = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
         b = g.flatten(2)[:, :, at].transpose(0, 1).reshape(self.groups, self.d_out, -1).mT
@@ -102,7 +102,7 @@ class ConvAdapter(Adapter):
     def example_inputs(self, x: Tensor, examples: int) -> Tensor:
         x = self._batched(x)
         folds = positions_of(x, examples)
-        patches = self._patches(x)
+        patches = self.patches(x)
         order = (0, 1, *range(3, 3 + self._axes), 2, *range(3 + self._axes, 3 + 2 * self._axes))
         rows = patches.permute(order).reshape(examples, folds, self.groups, -1, self.d_in)
         return self._group_major(rows.transpose(1, 2).flatten(2, 3))
@@ -153,7 +153,7 @@ class ConvAdapter(Adapter):
             x = F.pad(x, flat, mode="constant" if self.padding_mode == "zeros" else self.padding_mode)
         return x
 
-    def _patches(self, x: Tensor) -> Tensor:
+    def patches(self, x: Tensor) -> Tensor:
         """View ``[N, Γ, C/Γ, *out, *kernel]`` of the padded input."""
         x = self._padded(x)
         for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
