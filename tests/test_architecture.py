@@ -65,8 +65,8 @@ NUMBERS = {
     "MFAC: classes":                                      Number(13, 2),
     "SparseMFAC: classes":                                Number(14, 3),
     "GGT: classes":                                       Number(13, 2),
-    "KFAC: names on self":                                Number(384, 65),
-    "EKFAC: names on self":                               Number(422, 65),
+    "KFAC: names on self":                                Number(383, 65),
+    "EKFAC: names on self":                               Number(421, 65),
     "HyLo: names on self":                                Number(377, 65),
     "MFAC: names on self":                                Number(251, 65),
     "SparseMFAC: names on self":                          Number(251, 65),
@@ -77,7 +77,7 @@ NUMBERS = {
     "MFAC: attributes written":                           Number(45, 15),
     "SparseMFAC: attributes written":                     Number(45, 15),
     "GGT: attributes written":                            Number(45, 15),
-    "methods: bodies in chains of 2 or more":             Number(261, 8),
+    "methods: bodies in chains of 2 or more":             Number(260, 8),
     "methods: bodies in chains of 3 or more":             Number(97, 0),
     "others: bodies in chains of 2 or more":              Number(238, 80),
     "others: bodies in chains of 3 or more":              Number(49, 0),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(17, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(32640, 28500),
+    "lines":                                              Number(32720, 28500),
 }
 # fmt: on
 

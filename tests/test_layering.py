@@ -134,6 +134,7 @@ PURE = {
     "capture/statistics/averages.py": {"linalg"},
     "comm/placement.py": set(),
     "curvature/extremes.py": {"linalg"},
+    "curvature/refresh_schedule.py": set(),
     "curvature/window/rows.py": set(),
     "curvature/window/shards.py": set(),
     "curvature/schema.py": {"curvature"},

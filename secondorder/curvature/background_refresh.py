@@ -3,7 +3,7 @@
 ::
 
     step t         copy the factors, begin to factorise the copies    where a refresh is due
-    step t + lag   wait for that, and adopt it                        lag = max(1, interval // 10)
+    step t + lag   wait for that, and adopt it                        lag: see ``RefreshSchedule``
 
 In between the old curvature preconditions. The step of the adoption follows from the step counter alone, so it is the
 same on every rank and in every run, however long the work takes. The copies belong to the state: a run that was resumed
@@ -72,32 +72,22 @@ class OverlappingRefreshes(KeepingFactors):
         return self._layer_options.overlap
 
     # ------------------------------------------------------------------ when
-    def _refresh_is_due(self, block: Block) -> bool:
-        at_once = not self._overlaps or self.state[block.owner]["refreshes"] == 0 or self._warms_up(block)
-        if at_once and super()._refresh_is_due(block):
-            return True
-        return self._overlaps and block.group[self.refresh_interval] > 0 and self._ends(block)
-
-    def _warms_up(self, block: Block) -> bool:
-        """Whether refreshes are so frequent that they are done at once."""
-        return self._layer_options.refresh_warmup and self._t < block.group[self.refresh_interval]
-
     def _ends(self, block: Block) -> bool:
-        """Whether what was begun is adopted in this step: that which it was to be, or the next that is taken."""
-        state = self.state[block.owner]
-        return bool(0 < state["adopt_at"] <= self._t and state["refreshes"] > 0)
+        """Whether what was begun is adopted in this step."""
+        interval = block.group[self.refresh_interval]
+        return self._layer_options.schedule.adopts(self._t, interval, self._counters(block))
 
     def _begins(self, block: Block) -> bool:
         """Whether this step begins a refresh."""
-        if not self._overlaps or block.group[self.refresh_interval] == 0 or self._warms_up(block):
+        if not self.comm.renews(block.index):
             return False
-        known = self.comm.renews(block.index) and self.state[block.owner]["refreshes"] > 0
-        return bool(known) and self._is_scheduled(block, self._t)
+        interval, place = block.group[self.refresh_interval], (block.index, len(self._blocks))
+        return self._layer_options.schedule.begins(self._t, interval, place, self._counters(block).refreshes)
 
     def refresh_due(self) -> list[int]:
         if not self._overlaps:
             return super().refresh_due()
-        self._adopting = {b for b in self._blocks if self._ends(b) and self._refresh_is_due(b)}
+        self._adopting = {b for b in self._blocks if self._ends(b)}
         try:
             refreshed = set(super().refresh_due())
         except BaseException:
@@ -153,7 +143,7 @@ class OverlappingRefreshes(KeepingFactors):
         """Copy what a refresh of some blocks factorises, and start on the copies: on what is wanted first, first."""
         together: dict[tuple[int, torch.device], list[Block]] = {}
         for block in blocks:
-            lag = max(1, block.group[self.refresh_interval] // 10)
+            lag = self._layer_options.schedule.lag(block.group[self.refresh_interval])
             self.state[block.owner]["adopt_at"] = self._t + lag
             if not self.comm.combines or self.comm.refreshes(block.index):
                 together.setdefault((lag, block.owner.device), []).append(block)

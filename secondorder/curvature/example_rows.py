@@ -311,7 +311,7 @@ class RowOptimizer(Observing):
 
     def _capture_is_due(self, block: Block) -> bool:
         steps: int = block.group["update_steps"]
-        return steps > 0 and (self._t % steps == 0 or self.state[block.owner]["refreshes"] == 0)
+        return self._layer_options.schedule.captures(self._t, steps, steps, self.state[block.owner].get("refreshes", 0))
 
     def _with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
         on_host = all(b.owner.device.type == "cpu" for b in due)

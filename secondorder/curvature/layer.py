@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from secondorder import options
 from secondorder.capture.batch import BatchInput
 from secondorder.capture.layers.adapter import Adapter, Tap
 from secondorder.capture.layers.parts import WeightUse, inner_modules, parts_of
+from secondorder.curvature.refresh_schedule import RefreshSchedule
 from secondorder.linalg.dense import Workspace, precision_of
 
 #: What ``skip_layers`` takes: a module name or shell-style pattern, a module type, or a module of the model.
@@ -172,6 +174,11 @@ class LayerOptions:
         skip = self.skip_layers
         rules = [skip] if isinstance(skip, (str, type, nn.Module)) else list(skip)
         return Choices(rules, self.tied, self.norm_curvature)
+
+    @cached_property
+    def schedule(self) -> RefreshSchedule:
+        """When layers are captured and refreshed."""
+        return RefreshSchedule(self.stagger, self.refresh_warmup, self.overlap)
 
 
 class _Use(NamedTuple):

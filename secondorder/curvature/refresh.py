@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from secondorder.curvature.block import Block
+from secondorder.curvature.refresh_schedule import Counters
 from secondorder.linalg.dense import full_precision
 from secondorder.parallel.exchange import Reducing
 
@@ -76,20 +77,13 @@ class Refreshing(Reducing):
         return due, bool(new) or any(b.name in self._failures for b in due)
 
     def _refresh_is_due(self, block: Block) -> bool:
-        state, interval = self.state[block.owner], block.group[self.refresh_interval]
-        if interval == 0 or state["factor_updates"] == 0:
-            return False
-        if state["refreshes"] == 0:  # the same factors would only fail again
-            return bool(state["factor_updates"] > self._failed_at.get(block.name, 0))
-        return self._is_scheduled(block, self._t)
+        interval, place = block.group[self.refresh_interval], (block.index, len(self._blocks))
+        return self._layer_options.schedule.refreshes(self._t, interval, place, self._counters(block))
 
-    def _is_scheduled(self, block: Block, t: int) -> bool:
-        """Whether the intervals have a refresh of a block, not its first, in a step."""
-        interval = block.group[self.refresh_interval]
-        if self._layer_options.refresh_warmup and t < interval:
-            return t & (t - 1) == 0
-        phase = block.index * interval // len(self._blocks) if self._layer_options.stagger else 0
-        return bool((t - phase) % interval == 0)
+    def _counters(self, block: Block) -> Counters:
+        state = self.state[block.owner]
+        updates, refreshes, adopt_at = (state.get(key, 0) for key in ("factor_updates", "refreshes", "adopt_at"))
+        return Counters(updates, refreshes, self._failed_at.get(block.name, 0), adopt_at)
 
     def _judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
         """Count refreshes that failed in a row, and give up at ``max_failures``."""

@@ -143,12 +143,12 @@ class RehearsedLayers(Understudy, Refreshing):
         return cast(Schema, known[block.index])
 
     # ------------------------------------------------------------------ steps
-    def _ends(self, block: Block) -> bool:
-        """Whether a refresh that overlaps is adopted: by the schedule, as nothing was begun."""
-        interval = block.group[self.refresh_interval]
-        begun = self._t - max(1, interval // 10)
-        first = interval if self._layer_options.refresh_warmup else 1
-        return self._layer_options.overlap and interval > 0 and begun >= first and self._is_scheduled(block, begun)
+    def _go_to(self, t: int) -> None:
+        """Come to a step; what overlaps is adopted by the schedule, as nothing was begun."""
+        self._t, schedule, count = t, self._layer_options.schedule, len(self._blocks)
+        for b in self._blocks:
+            adopt_at = schedule.adoption(t, b.group[self.refresh_interval], (b.index, count))
+            self.state[b.owner]["adopt_at"] = adopt_at
 
     def intervals(self) -> list[int]:
         """Of statistics, scales and refreshes."""
@@ -156,13 +156,14 @@ class RehearsedLayers(Understudy, Refreshing):
 
     def key(self, t: int) -> Hashable:
         """What is due."""
-        self._t = t
+        self._go_to(t)
         due = [(b.index, *self.sums(b)) for b in self._blocks if self._capture_is_due(b)]
         return self.comm.key(t), tuple(due), tuple(b.index for b in self._blocks if self._refresh_is_due(b))
 
     def rehearse(self, t: int) -> None:
         """The stages of a step, of a batch of which nothing is known."""
-        me, self._t = cast(Any, self), t
+        me = cast(Any, self)
+        self._go_to(t)
         self._due = {b.index for b in self._blocks if self._capture_is_due(b)}
         self.comm.average_gradients(list(self._group))
         me.learn(self._reduce(Captured({}, {})), {}, None)

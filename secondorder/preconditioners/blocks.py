@@ -18,7 +18,14 @@ from secondorder.capture.sites import Site, Statistic
 from secondorder.comm import Unit
 from secondorder.comm.layout import is_cut
 from secondorder.curvature.block import Block
-from secondorder.curvature.layer import Layer, LayerOptions, clean_name, forwarded, plan_layers, unwrap
+from secondorder.curvature.layer import (
+    Layer,
+    LayerOptions,
+    clean_name,
+    forwarded,
+    plan_layers,
+    unwrap,
+)
 from secondorder.curvature.schema import Schema, held, nbytes
 from secondorder.lifecycle import Clock, Group, Lifecycle, shape_of
 
@@ -264,12 +271,9 @@ class Capturing(Lifecycle):
         return any(is_cut(p) and p not in inside for p in self._group)
 
     def _capture_is_due(self, block: Block) -> bool:
-        group = block.group
-        if group[self.refresh_interval] == 0:
-            return False
-        warming = self._layer_options.refresh_warmup and self._t < group[self.refresh_interval]
-        due: bool = warming or self._t % group[self.capture_interval] == 0
-        return due or self.state[block.owner]["factor_updates"] == 0
+        every, interval = block.group[self.capture_interval], block.group[self.refresh_interval]
+        updates = self.state[block.owner].get("factor_updates", 0)
+        return self._layer_options.schedule.captures(self._t, every, interval, updates)
 
     def time_stages(self, clock: Clock | None) -> None:
         super().time_stages(clock)
