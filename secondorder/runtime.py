@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from secondorder.linalg.dense import Workspace
@@ -19,12 +20,14 @@ class Runtime:
         step: Steps taken.
         seed_base: ``deterministic_seed``, which every random choice is derived from.
         states: State of the optimizer by parameter. Loading replaces it, and the optimizer then renews it here.
+        observed_terms: Loss terms that ``observe`` has seen in this step, 0-dim.
         workspace: Memory for temporaries.
     """
 
     step: int = 0
     seed_base: int = 0
     states: Mapping[Any, dict[str, Tensor | int]] = field(default_factory=dict)
+    observed_terms: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
     workspace: Workspace = field(default_factory=Workspace)
 
     def renew(self, states: Mapping[Any, dict[str, Tensor | int]], groups: Sequence[Mapping[str, Any]]) -> None:

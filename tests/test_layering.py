@@ -80,7 +80,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "curvature.background_refresh": {"lifecycle"},
         "curvature.eigenbasis": {"lifecycle"},
         "curvature.example_rows": {"lifecycle"},
-        "curvature.factor_storage": {"lifecycle"},
         "curvature.kronecker_factors": {"lifecycle"},
         "curvature.mode": {"lifecycle"},
         "curvature.substitute": {"lifecycle"},

@@ -10,74 +10,69 @@ same on every rank and in every run, however long the work takes. The copies bel
 in between factorises the same matrices.
 """
 
+# bridge: verbs that take blocks with factors
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from secondorder.curvature import factors
-from secondorder.curvature.background import DEVICES, Background, Job
-from secondorder.curvature.block import Block
-from secondorder.curvature.factor_storage import FACTORS, KeepingFactors
+from secondorder.capture.fisher.fisher import ObservingOptimizer
+from secondorder.curvature.background import Background, Job
 from secondorder.curvature.factorization import Found, Task, factorise
+from secondorder.curvature.factors import FACTORS, form_of
+from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.layer import LayerOptions
-from secondorder.curvature.schema import Schema, shaped
+from secondorder.curvature.schema import Schema
 from secondorder.lifecycle import Group
 
-_Key = tuple[Block, str]
+_Key = tuple[FactoredBlock, str]
 #: State of what was begun.
 _BEGUN = ("begun_a", "begun_g", "adopt_at")
 #: What a refresh finds, by how its names begin.
 _FOUND = ("basis_", "eigenvalues_", "inverse_")
 
 
-class OverlappingRefreshes(KeepingFactors):
+class OverlappingRefreshes(ObservingOptimizer):
     """Methods that factorise factors, at once or beside training."""
+
+    catalog: ClassVar[Schema] = FACTORS
+    _blocks: list[FactoredBlock]  # type: ignore[assignment]
+    _block_of: dict[nn.Parameter, FactoredBlock]  # type: ignore[assignment]
 
     def _begin_capture(self, layer_options: LayerOptions) -> None:
         super()._begin_capture(layer_options)
         #: Blocks whose refresh of this step was begun earlier.
-        self._adopting: set[Block] = set()
-        self._jobs: dict[Block, Job] = {}
+        self._adopting: set[FactoredBlock] = set()
+        self._jobs: dict[FactoredBlock, Job] = {}
         self._background = Background()
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
-    def to_factorise(self, block: Block) -> tuple[Tensor, Tensor]:
+    def to_factorise(self, block: FactoredBlock) -> tuple[Tensor, Tensor]:
         """The matrices (or diagonals) that a refresh of a block factorises now."""
 
-    def way_of(self, block: Block) -> str:
+    def way_of(self, block: FactoredBlock) -> str:
         """``"eigen"`` or ``"cholesky"``."""
         return str(block.group.get("inverse_method", "eigen"))
-
-    # ------------------------------------------------------------------ state
-    def factor_schema(self, block: Block, group: Mapping[str, Any]) -> Schema:
-        """As in the base class, and copies of what is being factorised."""
-        found = super().factor_schema(block, group)
-        if not self._overlaps:
-            return found
-        if (device := block.owner.device.type) not in (*DEVICES, "meta"):
-            raise ValueError(f"overlap=True needs a device that does two things at a time, and {device} does not")
-        sides = factors.named_sides(block.adapter, group["max_factor_dim"])
-        copies = {f"begun_{name}": self.zeros(block, side.shape) for name, side in sides.items()}
-        return found | shaped(FACTORS, {**copies, "adopt_at": 0})
 
     @property
     def _overlaps(self) -> bool:
         return self._layer_options.overlap
 
     # ------------------------------------------------------------------ when
-    def _ends(self, block: Block) -> bool:
+    def _ends(self, block: FactoredBlock) -> bool:
         """Whether what was begun is adopted in this step."""
         interval = block.group[self.refresh_interval]
         return self._layer_options.schedule.adopts(self._t, interval, self._counters(block))
 
-    def _begins(self, block: Block) -> bool:
+    def _begins(self, block: FactoredBlock) -> bool:
         """Whether this step begins a refresh."""
         if not self.comm.renews(block.index):
             return False
@@ -103,15 +98,15 @@ class OverlappingRefreshes(KeepingFactors):
         self._begin([b for b in self._blocks if self._begins(b) and b not in at_once])
         return sorted(refreshed)
 
-    def _renew(self, blocks: list[Block]) -> Tensor:
-        ok = super()._renew(blocks)
+    def _renew(self, blocks: list[FactoredBlock]) -> Tensor:
+        ok = super()._renew(list(blocks))
         self._forget(blocks)  # what was begun is older
         return ok
 
-    def _renew_loaded(self, blocks: list[Block]) -> Tensor:
-        return super()._renew(blocks)  # what was begun is newer
+    def _renew_loaded(self, blocks: list[FactoredBlock]) -> Tensor:
+        return super()._renew(list(blocks))  # what was begun is newer
 
-    def _forget(self, blocks: Iterable[Block]) -> None:
+    def _forget(self, blocks: Iterable[FactoredBlock]) -> None:
         """Adopt nothing of what was begun for some blocks."""
         for block in blocks if self._overlaps else ():
             self.state[block.owner]["adopt_at"] = 0
@@ -119,7 +114,7 @@ class OverlappingRefreshes(KeepingFactors):
                 self._jobs.pop(block).wait()  # it may read copies that the next one writes
 
     # ------------------------------------------------------------------ what
-    def factorised(self, blocks: Sequence[Block], host_checks: bool) -> dict[_Key, Found]:
+    def factorised(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> dict[_Key, Found]:
         """What a refresh of some blocks finds: of the matrices that it was begun with, else of those of now."""
         found: dict[_Key, Found] = {}
         jobs = [self._jobs[b] for b in blocks if b in self._adopting and b in self._jobs]
@@ -129,19 +124,19 @@ class OverlappingRefreshes(KeepingFactors):
         rest = [b for b in blocks if (b, "a") not in found]
         return found | factorise(self._tasks(rest), host_checks)
 
-    def _tasks(self, blocks: Iterable[Block]) -> dict[_Key, Task]:
+    def _tasks(self, blocks: Iterable[FactoredBlock]) -> dict[_Key, Task]:
         tasks: dict[_Key, Task] = {}
         for block in blocks:
             state = self.state[block.owner]
             begun = block in self._adopting
             pair = (state["begun_a"], state["begun_g"]) if begun else self.to_factorise(block)
             for side, matrix in zip("ag", pair, strict=True):
-                tasks[block, side] = Task(matrix, self.way_of(block), self.is_diagonal(block, side))
+                tasks[block, side] = Task(matrix, self.way_of(block), block.is_diagonal(side))
         return tasks
 
-    def _begin(self, blocks: Sequence[Block]) -> None:
+    def _begin(self, blocks: Sequence[FactoredBlock]) -> None:
         """Copy what a refresh of some blocks factorises, and start on the copies: on what is wanted first, first."""
-        together: dict[tuple[int, torch.device], list[Block]] = {}
+        together: dict[tuple[int, torch.device], list[FactoredBlock]] = {}
         for block in blocks:
             lag = self._layer_options.schedule.lag(block.group[self.refresh_interval])
             self.state[block.owner]["adopt_at"] = self._t + lag
@@ -156,7 +151,7 @@ class OverlappingRefreshes(KeepingFactors):
                 job = Job.failed(error, device)
             self._jobs.update(dict.fromkeys(some, job))
 
-    def _copies(self, blocks: Sequence[Block]) -> dict[_Key, Task]:
+    def _copies(self, blocks: Sequence[FactoredBlock]) -> dict[_Key, Task]:
         tasks: dict[_Key, Task] = {}
         for (block, side), task in self._tasks(blocks).items():
             copy = self.state[block.owner][f"begun_{side}"].copy_(task.matrix)
@@ -164,15 +159,30 @@ class OverlappingRefreshes(KeepingFactors):
         return tasks
 
     # ------------------------------------------------------------------ checkpoints and ends
+    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[Any, dict[str, Any]]:
+        numbered = self._numbered({"param_groups": groups})
+        ours = {i: self._kept_alike(p, group, found[i]) for p, i, group in numbered if i in found}
+        return super()._checked_state({**found, **ours}, groups)
+
     def _kept_alike(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-        found = dict(super()._kept_alike(p, group, theirs))
+        """A loaded state in the form that this optimizer has, with copies of what is begun where refreshes overlap."""
+        found = dict(self._with_own_factors(p, group, theirs))
         if not self._overlaps:
             return {k: v for k, v in found.items() if k not in _BEGUN}
         block = self._block_of.get(p)
         if block is not None and block.owner is p and "factor_updates" in found and found.keys().isdisjoint(_BEGUN):
-            likes = {k: entry.like for k, entry in self.factor_schema(block, group).items() if k in _BEGUN}
+            likes = {k: entry.like for k, entry in block.factors.begun(group).items()}
             found |= {k: torch.zeros_like(v, device=p.device) if isinstance(v, Tensor) else v for k, v in likes.items()}
         return found
+
+    def _with_own_factors(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loaded factors in the form in which this optimizer keeps them."""
+        block = self._block_of.get(p)
+        if block is None:  # frozen: what is kept in the other form begins anew when it is unfrozen
+            other = "dense" if self._layer_options.factor_storage == "packed" else "packed"
+            in_other_form = other in {form_of(k, v) for k, v in theirs.items()}
+            return {k: v for k, v in theirs.items() if k not in self._entries} if in_other_form else theirs
+        return block.factors.in_own_form(theirs, group) if block.owner is p else theirs
 
     def _forget_jobs(self) -> None:
         """Leave what was begun to be found again from its copies."""

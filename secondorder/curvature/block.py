@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from secondorder.capture.layers.adapter import Adapter
+from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.layer import Layer
 from secondorder.runtime import Runtime
 
@@ -62,3 +63,7 @@ class Block:
     def state(self) -> dict[str, Any]:
         """The state of the owner, as the optimizer has it now."""
         return self.runtime.states[self.owner]
+
+    def extremes(self) -> Extremes | None:
+        """λ and the extreme eigenvalues of the damped curvature; None where they are on other ranks."""
+        return None

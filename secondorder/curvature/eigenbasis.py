@@ -5,6 +5,9 @@ Where some ranks have examples of a layer and do not precondition it, every rank
     owner ── Q_A, Q_G ─► all ranks, at every refresh        sums [n_g, n_a] of each rank ─► owner
 """
 
+# bridge: verbs that take blocks with factors
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +18,8 @@ from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from secondorder import options
-from secondorder.curvature.block import Block
 from secondorder.curvature.factorization import Found, batched, joint_ok
+from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.kronecker_factors import FactoredOptimizer
 from secondorder.curvature.schema import Place, Schema, keys, shaped, tensors
 from secondorder.lifecycle import Group
@@ -37,16 +40,16 @@ class RebasingOptimizer(FactoredOptimizer):
 
     def _begin_bases(self) -> None:
         #: What QR refreshes left off the diagonal, on its way to the host.
-        self._off_diagonal: dict[Block, Tensor] = {}
+        self._off_diagonal: dict[FactoredBlock, Tensor] = {}
         #: Whether bases are recomputed for a checkpoint without them.
         self._loading = False
         #: Names of blocks whose bases only the ranks that precondition have, until the next step sends them: after a
         #: checkpoint was loaded, or after an estimator that had no use for them elsewhere. The same on all ranks.
         self._bases_to_send: set[str] = set()
 
-    def basis_schema(self, block: Block, group: Mapping[str, Any]) -> Schema:
+    def basis_schema(self, block: FactoredBlock, group: Mapping[str, Any]) -> Schema:
         """Eigenbases and eigenvalues, and for QR refreshes what they left off the diagonals of A and G."""
-        found = super().basis_schema(block, group)
+        found = block.basis_schema(group)
         if group["estimator"] == "intra":
             bases = {k: entry for k, entry in found.items() if k.startswith("basis_")}
             found |= {k: entry._replace(place=Place.MEASURED) for k, entry in bases.items()}
@@ -55,15 +58,15 @@ class RebasingOptimizer(FactoredOptimizer):
         return found
 
     # ------------------------------------------------------------------ with other ranks
-    def _is_apart(self, block: Block) -> bool:
+    def _is_apart(self, block: FactoredBlock) -> bool:
         """Whether some ranks have examples of a block, to be measured in its bases, without preconditioning it."""
         return block.group["estimator"] == "intra" and self.comm.captures_elsewhere(block.index)
 
-    def _lacks_bases(self, block: Block) -> bool:
+    def _lacks_bases(self, block: FactoredBlock) -> bool:
         """Whether some ranks that need the bases of a block have yet to receive them."""
         return self._is_apart(block) and block.name in self._bases_to_send
 
-    def _sends_measured(self, block: Block) -> bool:
+    def _sends_measured(self, block: FactoredBlock) -> bool:
         return super()._sends_measured(block) and not self._lacks_bases(block)
 
     def _plan(self) -> bool:
@@ -86,7 +89,7 @@ class RebasingOptimizer(FactoredOptimizer):
             self.comm.spread(parcels)
 
     # ------------------------------------------------------------------ refresh
-    def new_bases(self, blocks: Sequence[Block], host_checks: bool) -> dict[tuple[Block, str], Found]:
+    def new_bases(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> dict[tuple[FactoredBlock, str], Found]:
         """Eigenvalues and bases by block and side; a third tensor is the order of columns that a QR refresh made."""
         warm = [b for b in blocks if self._is_warm(b)]
         found = self.factorised([b for b in blocks if b not in warm], host_checks)
@@ -98,14 +101,16 @@ class RebasingOptimizer(FactoredOptimizer):
             found.update(iterated)
         return found
 
-    def eigenvalues_found(self, block: Block, side: str, found: Mapping[tuple[Block, str], Found]) -> Tensor:
+    def eigenvalues_found(
+        self, block: FactoredBlock, side: str, found: Mapping[tuple[FactoredBlock, str], Found]
+    ) -> Tensor:
         """Eigenvalues that a refresh found, in the shape of the state; of a dense factor without their rounding."""
         values = found[block, side][0][0].reshape(self.state[block.owner][f"eigenvalues_{side}"].shape)
-        if self.is_diagonal(block, side):
+        if block.is_diagonal(side):
             return values
-        return eigenbasis.without_rounding(values, self._kept_in(block, self._layer_options.factor_dtype))
+        return eigenbasis.without_rounding(values, block.factors.kept_in(self._layer_options.factor_dtype))
 
-    def singular_values(self, block: Block, dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
+    def singular_values(self, block: FactoredBlock, dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
         """Eigenvalues ``[..., n]`` of A and of G, where they have a null space.
 
         Args:
@@ -116,36 +121,36 @@ class RebasingOptimizer(FactoredOptimizer):
             None for a factor whose null space is known to be smaller without waiting for a device, and for a diagonal
             factor, whose basis is the identity.
         """
-        keys = [None if self.is_diagonal(block, side) else f"eigenvalues_{side}" for side in "ag"]
+        keys = [None if block.is_diagonal(side) else f"eigenvalues_{side}" for side in "ag"]
         found = [None if key is None else self.state[block.owner][key] for key in keys]
         a, g = (None if x is None or _has_fewer_zeros(x, dimensions) else x for x in found)
         return a, g
 
-    def pooled(self, block: Block, scales: Tensor) -> Tensor:
+    def pooled(self, block: FactoredBlock, scales: Tensor) -> Tensor:
         """A scale ``[..., n_g, n_a]``, averaged over the null spaces of the factors of now."""
         a, g = (None if values is None else values == 0 for values in self.singular_values(block, 2))
         return eigenbasis.pool(scales, a, g)
 
-    def _is_warm(self, block: Block) -> bool:
+    def _is_warm(self, block: FactoredBlock) -> bool:
         group, refreshes = block.group, self.state[block.owner]["refreshes"]
         if group["basis_update"] != "qr" or self._loading:
             return False
         return bool(refreshes > 0 and refreshes % group["full_every"] != 0)
 
-    def _iterate(self, blocks: Sequence[Block]) -> dict[tuple[Block, str], Found]:
+    def _iterate(self, blocks: Sequence[FactoredBlock]) -> dict[tuple[FactoredBlock, str], Found]:
         """Orthogonal iteration from the bases of now; a second sweep where the last one did not get close enough."""
-        found: dict[tuple[Block, str], Found] = {}
-        jobs: dict[int, list[tuple[Block, str]]] = {}
+        found: dict[tuple[FactoredBlock, str], Found] = {}
+        jobs: dict[int, list[tuple[FactoredBlock, str]]] = {}
         for block in blocks:
             for side, off in zip("ag", self._left_off_diagonal(block), strict=True):
                 is_far = off > _FAR_FROM_DIAGONAL
-                factor = self.factor(block, side)
-                if self.is_diagonal(block, side):
+                factor = block.factor(side)
+                if block.is_diagonal(side):
                     found[block, side] = (factor.clamp(min=0),), torch.isfinite(factor).all()
                 else:
                     jobs.setdefault(2 if is_far else 1, []).append((block, side))
         for sweeps, members in jobs.items():
-            pairs = [torch.cat([self.factor(b, side), self.working(b, f"basis_{side}")], -2) for b, side in members]
+            pairs = [torch.cat([b.factor(side), b.working(f"basis_{side}")], -2) for b, side in members]
             results = batched(pairs, lambda stack, sweeps=sweeps: _sweep(stack, sweeps))  # type: ignore[misc]
             for (block, side), ((values, basis, order, off), ok) in zip(members, results, strict=True):
                 found[block, side] = (values, basis, order), ok
@@ -154,7 +159,7 @@ class RebasingOptimizer(FactoredOptimizer):
             self._off_diagonal[block] = self.state[block.owner]["off_diagonal"].to("cpu", non_blocking=True)
         return found
 
-    def _left_off_diagonal(self, block: Block) -> Any:
+    def _left_off_diagonal(self, block: FactoredBlock) -> Any:
         """What the last QR refresh left off the diagonals of A and G; arrived long ago, or loaded just now."""
         arrived = self._off_diagonal.get(block)
         return (self.state[block.owner]["off_diagonal"].cpu() if arrived is None else arrived).numpy()
@@ -168,7 +173,7 @@ class RebasingOptimizer(FactoredOptimizer):
         finally:
             self._bases_to_send = before
 
-    def _renew_loaded(self, blocks: list[Block]) -> Tensor:
+    def _renew_loaded(self, blocks: list[FactoredBlock]) -> Tensor:
         self._loading = True
         try:
             return super()._renew_loaded(blocks)

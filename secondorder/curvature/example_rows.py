@@ -298,7 +298,7 @@ class RowOptimizer(Observing):
         """Factor of ``‖u‖²`` from captured rows of so many examples to rows scaled per datum; on a device a tensor."""
         group = block.group
         if self._fisher.is_observed:  # rows are of unit scale
-            terms = self._observed_terms.clamp(min=1)
+            terms = self._runtime.observed_terms.clamp(min=1)
             return 1.0 / (examples if group["loss_reduction"] == "sum" else terms if terms.is_cuda else float(terms))
         return averages.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
 

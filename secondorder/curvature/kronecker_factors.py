@@ -1,5 +1,8 @@
 """Methods with Kronecker factors: how A and G of a layer are estimated and brought into their eigenbasis."""
 
+# bridge: verbs that take blocks with factors
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import math
@@ -7,23 +10,19 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from secondorder import options
 from secondorder.adaptation.trial import Adaptation
-from secondorder.capture.statistics import averages
-from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
-from secondorder.capture.statistics.measurement import Estimate, Measured
+from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature import factors
 from secondorder.curvature.background_refresh import OverlappingRefreshes
-from secondorder.curvature.block import Block
-from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.factorization import joint_ok
-from secondorder.curvature.layer import LayerOptions
-from secondorder.curvature.schema import tensors
+from secondorder.curvature.kronecker import FactoredBlock
+from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Group, some_of
 from secondorder.linalg import polar
@@ -98,100 +97,30 @@ class FactoredOptimizer(OverlappingRefreshes):
         self._fisher = options.FisherOptions(given["fisher"], given["fisher_samples"])
         return defaults
 
-    # ------------------------------------------------------------------ statistics
-    def new_sums(self, block: Block, group: Group) -> KroneckerSums:
-        """Empty sums of a block."""
-        sampler = None
-        if group["factor_batch_size"] is not None or group["factor_positions"] is not None:
-            generator = torch.Generator().manual_seed(self._runtime.seed(block.index))
-            sampler = Sampler(group["factor_batch_size"], group["factor_positions"], generator)
-        constant_g = self._fisher.fisher == "forward_only"
-        found = tensors(self.factor_sums(block, group)).values()
-        likes = [torch.empty_like(like, device=block.owner.device) for like in found]
-        return KroneckerSums(block.adapter, group["approx"], likes[0], likes[1], sampler, constant_g)
+    # ------------------------------------------------------------------ blocks
+    def new_block(self, layer: Layer, index: int, group: Group) -> FactoredBlock:
+        """The block of a layer."""
+        return FactoredBlock(layer, index, group, self._runtime, self._layer_options, self._fisher)
 
-    def gradient_scale(self, group: Group, examples: int) -> Any:
-        """Factor from sums over captured gradients to means over per-example ones; a 0-dim tensor on a device."""
-        if self._fisher.is_observed:  # vectors are of unit scale
-            if group["loss_reduction"] == "sum":
-                return 1.0 / examples
-            terms = self._observed_terms.clamp(min=1)
-            return 1.0 / (float(terms.numpy()) if terms.device.type == "cpu" else terms)
-        return averages.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
-
-    def measured_factors(self, block: Block, sums: KroneckerSums, examples: int) -> dict[str, Estimate]:
-        """The factors of a batch, scaled per datum."""
-        a, g = sums.finish()
-        scale: Any = self.gradient_scale(block.group, examples)
-        if self._fisher.fisher == "forward_only":
-            g, scale = _identity_like(g, self.is_diagonal(block, "g")), 1.0
-        observed = self._fisher.is_observed and block.group["loss_reduction"] == "mean"
-        count = self._observed_terms.clamp(min=1) if observed else float(examples)
-        return {"factor_a": Estimate(a, 1.0, sums.rows), "factor_g": Estimate(g, scale, count)}
-
-    def fold_factors(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
-        """Fold the factors of a batch into the running ones; returns whether they were finite."""
-        group, state = block.group, self.state[block.owner]
-        a, g = measured.parts["factor_a"], measured.parts["factor_g"]
-        finite = averages.all_finite([a.total, g.total])
-        ok = finite if gate is None else finite & gate
-        (kept_a, total_a), (kept_g, total_g) = self.as_kept(block, "a", a.total), self.as_kept(block, "g", g.total)
-        running, totals, weight = [kept_a, kept_g], [total_a, total_g], state["factor_weight"]
-        decay = self.decay(block, group["factor_decay"], state["factor_updates"], "factor_step")
-        batch = self.batch_weight(group, measured.examples)
-        scales = [cast(float, part.scale) for part in (a, g)]
-        averages.ratio_ema_(running, weight, totals, scales, batch, decay, ok)
-        return finite
-
-    def decay(self, block: Block, decay: float, updates: int, last: str) -> float:
-        """β of the coming update of a running estimate, ``last`` being where the step of the last one is kept."""
-        group = block.group
-        if updates < group["burnin_steps"]:
-            return 1.0
-        return float(decay ** (self._t - self.state[block.owner][last])) if group["decay_per_step"] else decay
-
-    def note_step(self, block: Block, last: str) -> None:
-        """Keep the step of an update, where decay counts steps."""
-        if block.group["decay_per_step"]:
-            self.state[block.owner][last] = self._t
-
-    def count_update(self, block: Block, measured: Measured) -> None:
+    def count_update(self, block: FactoredBlock, measured: Measured) -> None:
         """Count a statistic that was folded in, on whatever rank."""
         super().count_update(block, measured)
-        self.note_step(block, "factor_step")
+        block.note_step("factor_step")
 
-    def batch_weight(self, group: Group, examples: int) -> float:
-        """W of a batch in the running estimates."""
-        return float(examples) if group["weighting"] == "samples" else 1.0
-
-    # ------------------------------------------------------------------ damping
-    def damping_of(self, block: Block, mean_value: Tensor) -> Tensor:
-        """λ of a block whose mean eigenvalue is ``mean_value [...]``."""
-        damping, group = self.tikhonov(block, mean_value), block.group
-        return damping + group["weight_decay"] if group["weight_decay_in_curvature"] else damping
-
-    def tikhonov(self, block: Block, mean_value: Tensor) -> Tensor:
-        """λ as the options give it, without weight decay."""
-        if block.adapter.is_exact:
-            # Relative to the steepest of the units: one that hardly matters must not take the longest step.
-            mean_value = mean_value.amax().expand_as(mean_value)
-        return averages.effective_damping(block.group["damping"], block.group["damping_mode"], mean_value)
-
-    def block_damping(self, block: Block) -> Tensor:
+    def block_damping(self, block: FactoredBlock) -> Tensor:
         """λ of a block as the damping of its quadratic model."""
-        means = [factors.mean_diagonal(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag"]
-        return self.tikhonov(block, means[0] * means[1])
+        return block.damping()
 
     # ------------------------------------------------------------------ refresh
     @abstractmethod
-    def refresh_some(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+    def refresh_some(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
         """Factorise the factors of some blocks; one that fails keeps its last good result. Returns ``ok [len]``."""
 
-    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+    def refresh(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
         """Factorise the factors of some blocks, a portion at a time: temporaries do not grow with the model."""
         return torch.cat([self.refresh_some(some, host_checks) for some in self._refresh_portions(blocks)])
 
-    def _refresh_portions(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+    def _refresh_portions(self, blocks: Sequence[FactoredBlock]) -> Iterator[Sequence[FactoredBlock]]:
         start = size = 0
         for i, block in enumerate(blocks):
             own = sum(math.prod(side.shape) for side in factors.sides(block.adapter, block.group["max_factor_dim"]))
@@ -201,7 +130,7 @@ class FactoredOptimizer(OverlappingRefreshes):
             size += own
         yield blocks[start:]
 
-    def refresh_bases(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+    def refresh_bases(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
         """Eigendecompose the factors of some blocks; one that fails keeps its last good result.
 
         Returns:
@@ -212,29 +141,16 @@ class FactoredOptimizer(OverlappingRefreshes):
         for block, good in zip(blocks, ok.unbind(), strict=True):
             for side in "ag":
                 values, *vectors = found[block, side][0]
-                self.adopt(block, f"eigenvalues_{side}", values, good)
+                block.adopt_tensor(f"eigenvalues_{side}", values, good)
                 for basis in vectors:
-                    self.adopt(block, f"basis_{side}", basis, good)
+                    block.adopt_tensor(f"basis_{side}", basis, good)
         return ok
 
-    def to_factorise(self, block: Block) -> tuple[Tensor, Tensor]:
+    def to_factorise(self, block: FactoredBlock) -> tuple[Tensor, Tensor]:
         """The factors as they are."""
-        return self.factor(block, "a"), self.factor(block, "g")
-
-    def adopt(self, block: Block, key: str, found: Tensor, good: Tensor) -> None:
-        """Take a result over if it is good."""
-        current: Tensor = self.state[block.owner][key]
-        current.copy_(torch.where(good, found.reshape(current.shape), current))
+        return block.factor("a"), block.factor("g")
 
     # ------------------------------------------------------------------ what it tells
-    def extremes(self, block: Block) -> Extremes | None:
-        """λ of a block and the extreme eigenvalues of ``G ⊗ A + λI``; None if its eigenvalues are on other ranks."""
-        state = self.state[block.owner]
-        if "eigenvalues_a" not in state or "eigenvalues_g" not in state:
-            return None
-        values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
-        return of_product(values_a, values_g, self.damping_of(block, values_a.mean(-1) * values_g.mean(-1)))
-
     def _coverage(self, p: Any) -> tuple[str, str, str]:
         treatment, sizes, owner = super()._coverage(p)
         block = self._block_of.get(p)
@@ -242,7 +158,7 @@ class FactoredOptimizer(OverlappingRefreshes):
             return treatment, sizes, owner
         lead = f"{block.adapter.groups}×" if block.adapter.groups > 1 else ""
         names = [
-            f"diagonal {n}" if self.is_diagonal(block, side) else str(n)
+            f"diagonal {n}" if block.is_diagonal(side) else str(n)
             for side, n in zip("ag", (block.adapter.n_a, block.adapter.n_g), strict=True)
         ]
         return treatment, lead + ", ".join(names), owner
@@ -268,19 +184,19 @@ class FactoredOptimizer(OverlappingRefreshes):
         super().add_param_group(param_group)
 
     # ------------------------------------------------------------------ directions
-    def shape_direction(self, block: Block, direction: Tensor) -> Tensor:
+    def shape_direction(self, block: FactoredBlock, direction: Tensor) -> Tensor:
         """The matrix itself, or with ``orthogonalize`` its polar factor."""
         if not self.is_orthogonalized(block):
             return direction
         return polar.step_of(direction, self._layer_options.orthogonal_dtype)
 
-    def is_orthogonalized(self, block: Block) -> bool:
+    def is_orthogonalized(self, block: FactoredBlock) -> bool:
         """Whether directions of a block get a uniform spectrum: those that mix all inputs into all outputs do."""
         adapter = block.adapter
         mixes = not (adapter.one_hot or adapter.is_exact) and min(adapter.n_a, adapter.n_g) > 1
         return bool(block.group["orthogonalize"]) and mixes
 
-    def shaping_flops(self, block: Block) -> float:
+    def shaping_flops(self, block: FactoredBlock) -> float:
         """FLOPs of :meth:`shape_direction`."""
         adapter = block.adapter
         each = polar.flops(adapter.n_g, adapter.n_a) if self.is_orthogonalized(block) else 0.0
@@ -382,9 +298,3 @@ def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, st
     if damping is None:
         return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
     return damping, "absolute" if mode is None else mode
-
-
-def _identity_like(factor: Tensor, diagonal: bool) -> Tensor:
-    if diagonal:
-        return torch.ones_like(factor)
-    return torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device).expand_as(factor)

@@ -24,6 +24,9 @@ where SOAP (Vyas et al. 2024, arXiv 2409.11321) is Adam in that of gradient prod
 George et al. 2018 (arXiv 1806.03884); positions of an example: Eschenhagen et al. 2023 (2311.00636).
 """
 
+# bridge: verbs that take blocks with factors
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import math
@@ -37,9 +40,9 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
-from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_values
 from secondorder.curvature.factorization import Found, joint_ok
+from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.layer import SkipRule
 from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped
 from secondorder.lifecycle import Directions, Group
@@ -253,7 +256,7 @@ class EKFAC(ScalingOptimizer):
                 raise ValueError(f"momentum_mode='pre' excludes {found}")
 
     # ------------------------------------------------------------------ state
-    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema(self, block: FactoredBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Factors, bases, scale and counters."""
         adapter = block.adapter
         lead = (adapter.groups,) if adapter.groups > 1 else ()
@@ -266,7 +269,7 @@ class EKFAC(ScalingOptimizer):
             likes["scale_step"] = max(self._t - 1, 0)
         if group["transport"] == "kfac":
             likes["scale_unit"] = self.zeros(block, (), torch.float64)
-        return self.factor_schema(block, group) | self.basis_schema(block, group) | shaped(self.catalog, likes)
+        return block.factor_schema(group) | self.basis_schema(block, group) | shaped(self.catalog, likes)
 
     def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         found = super()._curvature_schema(p, group, held)
@@ -282,7 +285,7 @@ class EKFAC(ScalingOptimizer):
         return super()._rule_keys(p, group)
 
     # ------------------------------------------------------------------ refresh
-    def refresh_some(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+    def refresh_some(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
         """Bring the bases of some blocks up to date, and their scales into the new bases."""
         found = self.new_bases(blocks, host_checks)
         ok = joint_ok(found, blocks)
@@ -292,13 +295,13 @@ class EKFAC(ScalingOptimizer):
             product = values["g"][..., :, None] * values["a"][..., None, :]
             if state["scale_updates"] == 0:
                 # A placeholder of weight 0: nothing of it survives the first measurement.
-                self.adopt(block, "scale", product, good)
+                block.adopt_tensor("scale", product, good)
             elif not self._loading:
                 self._carry_over(block, found, product, good)
             for side in "ag":
-                self.adopt(block, f"eigenvalues_{side}", values[side], good)
+                block.adopt_tensor(f"eigenvalues_{side}", values[side], good)
                 for basis in found[block, side][0][1:2]:
-                    self.adopt(block, f"basis_{side}", basis, good)
+                    block.adopt_tensor(f"basis_{side}", basis, good)
             if not self._loading:
                 state["scale"].copy_(self.pooled(block, state["scale"]))
         for block, (sums, _) in self._late.items():
@@ -307,13 +310,13 @@ class EKFAC(ScalingOptimizer):
         return ok
 
     def _carry_over(
-        self, block: Block, found: Mapping[tuple[Block, str], Found], product: Tensor, good: Tensor
+        self, block: FactoredBlock, found: Mapping[tuple[FactoredBlock, str], Found], product: Tensor, good: Tensor
     ) -> None:
         """Bring the scale from the old bases into those that were found."""
         state, mode = self.state[block.owner], block.group["transport"]
         if mode == "kfac":
-            self.adopt(block, "scale", product, good)
-            self.adopt(block, "scale_weight", state["scale_unit"], good)  # as one update
+            block.adopt_tensor("scale", product, good)
+            block.adopt_tensor("scale_weight", state["scale_unit"], good)  # as one update
             return
         if mode == "none":
             moved = state["scale"]
@@ -325,13 +328,13 @@ class EKFAC(ScalingOptimizer):
         else:
             overlaps = []
             for side in "ag":
-                old, new = self.basis(block, side), found[block, side][0][1:2]
+                old, new = block.basis(side), found[block, side][0][1:2]
                 overlaps.append(eigenbasis.overlap(old, new[0].reshape(old.shape)) if old is not None and new else None)
             moved = eigenbasis.transport(state["scale"], *overlaps)
-        self.adopt(block, "scale", moved, good)
+        block.adopt_tensor("scale", moved, good)
 
     # ------------------------------------------------------------------ stage 5: directions
-    def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
+    def _sources(self, blocks: Sequence[FactoredBlock], gradients: Directions, gate: Tensor | None) -> Directions:
         """What to precondition; with ``momentum_mode="pre"`` the bias-corrected running mean of gradients."""
         source = super()._sources(blocks, gradients, gate)
         for block in blocks:
@@ -347,19 +350,19 @@ class EKFAC(ScalingOptimizer):
                     source[p] = gradient.lerp(source[p], beta)
         return source
 
-    def precondition(self, block: Block, gradient: Tensor) -> Tensor:
+    def precondition(self, block: FactoredBlock, gradient: Tensor) -> Tensor:
         """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``."""
         group, s = block.group, self.state[block.owner]["scale"]
         rotated = self._rotated.get(block)
         like_adam = is_adam(group)
         mean = s.mean((-2, -1))
-        damping = torch.full_like(mean, group["eps"]) if like_adam else self.damping_of(block, mean)
+        damping = torch.full_like(mean, group["eps"]) if like_adam else block.damping_of(mean)
         chosen = self._layer_options
-        kept = self._kept_in(block, chosen.factor_dtype), self._kept_in(block, chosen.inv_dtype)
+        kept = block.factors.kept_in(chosen.factor_dtype), block.factors.kept_in(chosen.inv_dtype)
         return eigenbasis.precondition(
             gradient if rotated is None else rotated,
-            self.basis(block, "a"),
-            self.basis(block, "g"),
+            block.basis("a"),
+            block.basis("g"),
             s,
             damping,
             group["power"],
@@ -375,27 +378,27 @@ class EKFAC(ScalingOptimizer):
         return super()._rule(p, group, preconditioned)
 
     # ------------------------------------------------------------------ what it tells
-    def block_curvature(self, block: Block) -> Tensor:
+    def block_curvature(self, block: FactoredBlock) -> Tensor:
         """``(Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ``; block-diagonal over the groups of a grouped convolution."""
-        found = eigenbasis.dense(self.state[block.owner]["scale"], self.basis(block, "a"), self.basis(block, "g"))
+        found = eigenbasis.dense(self.state[block.owner]["scale"], block.basis("a"), block.basis("g"))
         if block.adapter.groups > 1:
             found = cast(Tensor, torch.block_diag(*found))
         return block.adapter.natural_order(found)
 
-    def extremes(self, block: Block) -> Extremes | None:
+    def extremes(self, block: FactoredBlock) -> Extremes | None:
         """λ of a block and the extreme entries of its damped scale; None if the scale is on other ranks."""
         s: Tensor | None = self.state[block.owner].get("scale")
         if s is None:
             return None
         if is_adam(block.group):  # ε is added to the root
             return Extremes(torch.full_like(s.mean((-2, -1)), block.group["eps"]))
-        return of_values(s.amin((-2, -1)), s.amax((-2, -1)), self.damping_of(block, s.mean((-2, -1))))
+        return of_values(s.amin((-2, -1)), s.amax((-2, -1)), block.damping_of(s.mean((-2, -1))))
 
-    def block_damping(self, block: Block) -> Tensor:
+    def block_damping(self, block: FactoredBlock) -> Tensor:
         """λ of a block as the damping of its quadratic model."""
-        return self.tikhonov(block, self.state[block.owner]["scale"].mean((-2, -1)))
+        return block.tikhonov(self.state[block.owner]["scale"].mean((-2, -1)))
 
-    def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
+    def curvature_product(self, block: FactoredBlock, matrix: Tensor) -> Tensor:
         """``Q_G ((Q_Gᵀ X Q_A) ∘ s) Q_Aᵀ`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
-        bases = self.basis(block, "a"), self.basis(block, "g")
+        bases = block.basis("a"), block.basis("g")
         return eigenbasis.rotate_back(eigenbasis.rotate(matrix, *bases) * self.state[block.owner]["scale"], *bases)

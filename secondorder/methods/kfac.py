@@ -18,6 +18,9 @@ Martens & Grosse 2015 (arXiv 1503.05671); convolutions: Grosse & Martens 2016 (1
 example: Eschenhagen et al. 2023 (2311.00636); ``ν``: Pauloski et al. 2020 (2007.00784).
 """
 
+# bridge: verbs that take blocks with factors
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import math
@@ -36,9 +39,9 @@ from secondorder.capture.statistics.kronecker import KroneckerSums
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import CommStrategy
 from secondorder.curvature import factors
-from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.factorization import joint_ok
+from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.kronecker_factors import FactoredOptimizer
 from secondorder.curvature.layer import SkipRule
 from secondorder.curvature.schema import FOUND, Schema, shaped
@@ -156,72 +159,71 @@ class KFAC(FactoredOptimizer):
         super().__init__(given)
 
     # ------------------------------------------------------------------ the verbs
-    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema(self, block: FactoredBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Factors, what is derived from them, and counters."""
-        found = self.factor_schema(block, group)
+        found = block.factor_schema(group)
         if group["inverse_method"] == "eigen":
-            return found | self.basis_schema(block, group)
-        sides = factors.named_sides(block.adapter, group["max_factor_dim"])
-        dense = factors.dense_keys("inverse", sides)
+            return found | block.basis_schema(group)
+        dense = block.factors.dense_keys("inverse", group)
         if not dense:
             return found
-        kept = self._kept_in(block, self._layer_options.inv_dtype)
-        likes = {f"inverse_{name}": self.zeros(block, side.shape, kept) for name, side in sides.items()}
+        kept = block.factors.kept_in(self._layer_options.inv_dtype)
+        likes = {f"inverse_{name}": block.layer.empty(side.shape, kept) for name, side in block.factors.sides(group)}
         return found | shaped(self.catalog, likes, dense)
 
-    def new_statistic(self, block: Block, group: Group) -> KroneckerSums:
+    def new_statistic(self, block: FactoredBlock, group: Group) -> KroneckerSums:
         """Empty sums of a block."""
-        return self.new_sums(block, group)
+        return block.new_sums()
 
-    def sums(self, block: Block) -> Schema:
+    def sums(self, block: FactoredBlock) -> Schema:
         """Both factors, at every step that captures."""
-        return self.factor_sums(block, block.group)
+        return block.factors.sums(block.group)
 
-    def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
+    def measure(self, block: FactoredBlock, statistic: Statistic, examples: int) -> Measured:
         """The factors of this rank's batch, scaled per datum."""
-        return Measured(self.measured_factors(block, cast(KroneckerSums, statistic), examples), examples)
+        return Measured(block.measured_factors(cast(KroneckerSums, statistic), examples), examples)
 
-    def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
+    def fold(self, block: FactoredBlock, measured: Measured, gate: Tensor | None) -> Tensor:
         """Fold the factors of the batch into the running ones."""
-        return self.fold_factors(block, measured, gate)
+        return block.fold_factors(measured, gate)
 
-    def _needs_estimate_everywhere(self, block: Block, group: Mapping[str, Any]) -> bool:
+    def _needs_estimate_everywhere(self, block: FactoredBlock, group: Mapping[str, Any]) -> bool:
         # Both factors diagonal: there are no inverses, and the factors themselves precondition.
         return group["inverse_method"] == "cholesky" and self._is_entrywise(block)
 
-    def refresh_some(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+    def refresh_some(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
         """Factorise the factors of some blocks; one that fails keeps its last good result."""
-        ok: dict[Block, Tensor] = {}
+        ok: dict[FactoredBlock, Tensor] = {}
         for method, work in (("eigen", self.refresh_bases), ("cholesky", self._invert)):
             chosen = [b for b in blocks if b.group["inverse_method"] == method]
             if chosen:
                 ok.update(zip(chosen, work(chosen, host_checks).unbind(), strict=True))
         return torch.stack([ok[b] for b in blocks])
 
-    def precondition(self, block: Block, gradient: Tensor) -> Tensor:
+    def precondition(self, block: FactoredBlock, gradient: Tensor) -> Tensor:
         """``(G ⊗ A + λI)^(-p) vec(∇)``, or its factored form."""
         state, group = self.state[block.owner], block.group
         if group["inverse_method"] == "cholesky":
             if self._is_entrywise(block):
-                values = self.factor(block, "g")[..., :, None] * self.factor(block, "a")[..., None, :]
-                return gradient / (values + self.damping_of(block, values.mean((-2, -1)))[..., None, None])
-            inverses = self.working(block, "inverse_a"), self.working(block, "inverse_g")
+                values = block.factor("g")[..., :, None] * block.factor("a")[..., None, :]
+                return gradient / (values + block.damping_of(values.mean((-2, -1)))[..., None, None])
+            inverses = block.working("inverse_a"), block.working("inverse_g")
             return averages.solve_factored(gradient, *inverses, self._runtime.workspace)
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
-        damping: Tensor | None = self.damping_of(block, values_a.mean(-1) * values_g.mean(-1))
+        damping: Tensor | None = block.damping_of(values_a.mean(-1) * values_g.mean(-1))
         if group["damping_split"] == "pi" and not block.adapter.is_exact:
             values_a, values_g = averages.split_eigenvalues(values_a, values_g, cast(Tensor, damping))
             damping = None
         values = values_g[..., :, None] * values_a[..., None, :]
-        bases = self.basis(block, "a"), self.basis(block, "g")
+        bases = block.basis("a"), block.basis("g")
         return eigenbasis.precondition(gradient, *bases, values, damping, group["power"], self._runtime.workspace)
 
-    def block_curvature(self, block: Block) -> Tensor:
+    def block_curvature(self, block: FactoredBlock) -> Tensor:
         """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
-        a, g = (factors.as_dense(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag")
+        a, g = (factors.as_dense(block.factor(side), block.is_diagonal(side)) for side in "ag")
         return block.adapter.natural_order(factors.kron(a, g))
 
-    def extremes(self, block: Block) -> Extremes | None:
+    def extremes(self, block: FactoredBlock) -> Extremes | None:
         """λ of a block and the extreme eigenvalues of what is inverted; of factored inverses λ alone."""
         state, split = self.state[block.owner], block.group["damping_split"] == "pi" and not block.adapter.is_exact
         if block.group["inverse_method"] == "eigen":
@@ -231,31 +233,29 @@ class KFAC(FactoredOptimizer):
             values = averages.split_eigenvalues(state["eigenvalues_a"], state["eigenvalues_g"], found.damping)
             (small_a, large_a), (small_g, large_g) = (v.aminmax(dim=-1) for v in values)
             return Extremes(found.damping, small_a * small_g, large_a * large_g, found.undamped)
-        if not self.has_factors(block):
+        if not block.factors.are_in(block.state):
             return None
         if self._is_entrywise(block):
-            a, g = self.factor(block, "a"), self.factor(block, "g")
-            return of_product(a, g, self.damping_of(block, a.mean(-1) * g.mean(-1)))
-        means = [factors.mean_diagonal(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag"]
-        return Extremes(self.damping_of(block, means[0] * means[1]))
+            a, g = block.factor("a"), block.factor("g")
+            return of_product(a, g, block.damping_of(a.mean(-1) * g.mean(-1)))
+        means = [factors.mean_diagonal(block.factor(side), block.is_diagonal(side)) for side in "ag"]
+        return Extremes(block.damping_of(means[0] * means[1]))
 
-    def bounds(self, block: Block) -> Extremes | None:
+    def bounds(self, block: FactoredBlock) -> Extremes | None:
         """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
         found = self.extremes(block)
         if found is None or found.largest is not None:
             return found
-        sides = [(self.factor(block, side), self.is_diagonal(block, side)) for side in "ag"]
+        sides = [(block.factor(side), block.is_diagonal(side)) for side in "ag"]
         mean_a, mean_g = (factors.mean_diagonal(*side) for side in sides)
         add_a, add_g = averages.pi_damping(mean_a, mean_g, found.damping)
         # A Frobenius norm is at least the largest eigenvalue.
         a, g = (x.abs().amax(-1) if diagonal else torch.linalg.matrix_norm(x) for x, diagonal in sides)
         return Extremes(found.damping, largest=(a + add_a) * (g + add_g), undamped=a * g)
 
-    def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
+    def curvature_product(self, block: FactoredBlock, matrix: Tensor) -> Tensor:
         """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
-        return factors.times(
-            factors.times(matrix, self.factor(block, "g"), left=True), self.factor(block, "a"), left=False
-        )
+        return factors.times(factors.times(matrix, block.factor("g"), left=True), block.factor("a"), left=False)
 
     def reason_against_roles(self) -> str | None:
         """Factors and their inverses may be found by other ranks; what is judged by trial steps may not."""
@@ -273,32 +273,32 @@ class KFAC(FactoredOptimizer):
         return None
 
     # ------------------------------------------------------------------ refresh in detail
-    def _invert(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+    def _invert(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
         """Invert the damped factors of some blocks; one that fails keeps its last good result."""
         found = self.factorised(blocks, host_checks)
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
             for side in "" if self._is_entrywise(block) else "ag":
                 inverse = found[block, side][0][0]
-                if self.comm.combines and not self.is_diagonal(block, side):
+                if self.comm.combines and not block.is_diagonal(side):
                     inverse = dense.mirror_upper_(inverse.clone())  # others get a triangle, and all must have the same
-                self.adopt(block, f"inverse_{side}", inverse, good)
+                block.adopt_tensor(f"inverse_{side}", inverse, good)
         return ok
 
-    def to_factorise(self, block: Block) -> tuple[Tensor, Tensor]:
+    def to_factorise(self, block: FactoredBlock) -> tuple[Tensor, Tensor]:
         """The factors, for Cholesky with their damping."""
         return self._damped_factors(block) if self.way_of(block) == "cholesky" else super().to_factorise(block)
 
-    def _is_entrywise(self, block: Block) -> bool:
+    def _is_entrywise(self, block: FactoredBlock) -> bool:
         """Whether both factors are diagonal: then the damped product is too, and needs no inverse of its factors."""
-        return self.is_diagonal(block, "a") and self.is_diagonal(block, "g")
+        return block.is_diagonal("a") and block.is_diagonal("g")
 
-    def _damped_factors(self, block: Block) -> tuple[Tensor, Tensor]:
+    def _damped_factors(self, block: FactoredBlock) -> tuple[Tensor, Tensor]:
         """``A + π√λ I`` and ``G + √λ/π I``."""
-        a, g = self.factor(block, "a"), self.factor(block, "g")
-        flat_a, flat_g = self.is_diagonal(block, "a"), self.is_diagonal(block, "g")
+        a, g = block.factor("a"), block.factor("g")
+        flat_a, flat_g = block.is_diagonal("a"), block.is_diagonal("g")
         mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
-        damping = self.damping_of(block, mean_a * mean_g)
+        damping = block.damping_of(mean_a * mean_g)
         add_a, add_g = (
             (0 * damping, damping) if block.adapter.is_exact else averages.pi_damping(mean_a, mean_g, damping)
         )

@@ -9,6 +9,9 @@ The second way needs no capture, only the number of examples. With ``transport="
 the new bases were shared, and share the scale then.
 """
 
+# bridge: verbs that take blocks with factors
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +27,7 @@ from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.capture.statistics.squares import EigenSums, ScaleSums
 from secondorder.curvature.block import Block
 from secondorder.curvature.eigenbasis import RebasingOptimizer
+from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.schema import Schema, tensors
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import dense, eigenbasis
@@ -38,15 +42,15 @@ class ScalingOptimizer(RebasingOptimizer):
         #: Examples of this step.
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
-        self._late: dict[Block, tuple[EigenSums, int]] = {}
+        self._late: dict[FactoredBlock, tuple[EigenSums, int]] = {}
         self._late_due: set[int] = set()
-        self._rotated: dict[Block, Tensor] = {}
+        self._rotated: dict[FactoredBlock, Tensor] = {}
         #: Whole gradients that the scale was measured with, and the blocks of which they were sent.
         self._wholes_now: Directions = {}
         self._sent: set[int] = set()
 
     # ------------------------------------------------------------------ when
-    def _capture_is_due(self, block: Block) -> bool:
+    def _capture_is_due(self, block: FactoredBlock) -> bool:
         group = block.group
         if group["inv_update_steps"] == 0:
             return False
@@ -54,44 +58,44 @@ class ScalingOptimizer(RebasingOptimizer):
         scale = self._scale_is_due(block) and not like_adam(group)
         return self._factors_are_due(block) or scale or self._measures_late(block)
 
-    def _factors_are_due(self, block: Block) -> bool:
+    def _factors_are_due(self, block: FactoredBlock) -> bool:
         return super()._capture_is_due(block)
 
-    def _scale_is_due(self, block: Block) -> bool:
+    def _scale_is_due(self, block: FactoredBlock) -> bool:
         steps: int = block.group["scale_update_steps"]
         return self._t % steps == 0
 
-    def _measures_scale(self, block: Block) -> bool:
+    def _measures_scale(self, block: FactoredBlock) -> bool:
         """Whether this step measures the scale of a block example by example, in the basis of now."""
         ready = block.group["estimator"] == "intra" and self._is_refreshed(block)
         return ready and self._scale_is_due(block) and not self._measures_late(block)
 
-    def _measures_late(self, block: Block) -> bool:
+    def _measures_late(self, block: FactoredBlock) -> bool:
         """Whether it is measured in the basis that this step will find."""
         group = block.group
         return group["estimator"] == "intra" and group["transport"] == "recompute" and self._refresh_comes(block)
 
-    def _refresh_comes(self, block: Block) -> bool:
+    def _refresh_comes(self, block: FactoredBlock) -> bool:
         """Whether this step will refresh the basis of a block, its factors being captured."""
         return self.state[block.owner]["refreshes"] == 0 or self._refresh_is_due(block)
 
-    def _keeps_calls(self, block: Block) -> bool:
+    def _keeps_calls(self, block: FactoredBlock) -> bool:
         """Whether what is captured now is measured later: in bases that are not here, or not yet."""
         return self._measures_late(block) or (self._measures_scale(block) and self._lacks_bases(block))
 
     # ------------------------------------------------------------------ what
-    def new_statistic(self, block: Block, group: Group) -> EigenSums:
+    def new_statistic(self, block: FactoredBlock, group: Group) -> EigenSums:
         """Empty sums of what is due."""
         factors, keep_calls = None, self._keeps_calls(block)
         if self._factors_are_due(block):
-            factors = self.new_sums(block, group)
+            factors = block.new_sums()
         scales = self._new_scales(block) if self._measures_scale(block) and not keep_calls else None
         by_example = group["estimator"] == "intra"
         return EigenSums(factors, scales, by_example, keep_calls)
 
-    def _new_scales(self, block: Block) -> ScaleSums:
+    def _new_scales(self, block: FactoredBlock) -> ScaleSums:
         group, generator = block.group, None
-        bases = self.basis(block, "a"), self.basis(block, "g")
+        bases = block.basis("a"), block.basis("g")
         like = torch.empty_like(tensors(self._scale_sums(block))["scale"], device=block.owner.device)
         if group["scale_batch_size"] is not None:
             generator = torch.Generator().manual_seed(self._runtime.seed(len(self._blocks) + block.index))
@@ -104,51 +108,51 @@ class ScalingOptimizer(RebasingOptimizer):
         if measured:
             self._share_scales(measured)
 
-    def sums(self, block: Block) -> Schema:
+    def sums(self, block: FactoredBlock) -> Schema:
         """Factors and scale, as far as they are due."""
-        found = self.factor_sums(block, block.group) if self._factors_are_due(block) else {}
+        found = block.factors.sums(block.group) if self._factors_are_due(block) else {}
         return found | self._scale_sums(block) if self._measures_scale(block) else found
 
     def _scale_sums(self, block: Block) -> Schema:
         return {"scale": self.live_schema(block)["scale"]}
 
-    def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
+    def measure(self, block: FactoredBlock, statistic: Statistic, examples: int) -> Measured:
         """What this rank's batch says of the factors and, in the basis of now, of the scale."""
         sums, parts = cast(EigenSums, statistic), dict[str, Estimate]()
         if sums.factors is not None:
-            parts |= self.measured_factors(block, sums.factors, examples)
+            parts |= block.measured_factors(sums.factors, examples)
         if sums.scales is not None:
             parts["scale"] = self._measured_scale(block, sums.scales, examples)
         return Measured(parts, examples, sums)
 
-    def _measured_scale(self, block: Block, sums: ScaleSums, examples: int) -> Estimate:
+    def _measured_scale(self, block: FactoredBlock, sums: ScaleSums, examples: int) -> Estimate:
         """The scale of a batch, per datum."""
         group = block.group
         if self._fisher.is_observed:
-            count = self._observed_terms.clamp(min=1) if group["loss_reduction"] == "mean" else float(examples)
-            return Estimate(sums.total, self.gradient_scale(group, examples), count)
+            count = self._runtime.observed_terms.clamp(min=1) if group["loss_reduction"] == "mean" else float(examples)
+            return Estimate(sums.total, block.gradient_scale(examples), count)
         reduction = group["loss_reduction"]
         total, factor = sums.per_datum(reduction, examples)
         terms = group["loss_terms"] if reduction == "mean" else 1.0
         return Estimate(total, factor * terms, sums.data(examples))
 
     # ------------------------------------------------------------------ into the estimate
-    def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
+    def fold(self, block: FactoredBlock, measured: Measured, gate: Tensor | None) -> Tensor:
         """Fold what was measured into the running factors and the scale."""
         finite = torch.ones((), dtype=torch.bool, device=block.owner.device)
         if "factor_a" in measured.parts:
-            finite = self.fold_factors(block, measured, gate)
+            finite = block.fold_factors(measured, gate)
         if measured.rest is not None and measured.rest.calls and not self.comm.combines:
             self._late[block] = measured.rest, measured.examples
         if "scale" in measured.parts and "scale" in self.state[block.owner]:
             part = measured.parts["scale"]
             fine = averages.all_finite([part.total])
-            weight = self.batch_weight(block.group, measured.examples)
+            weight = block.batch_weight(measured.examples)
             self._fold(block, part.total, cast(float, part.scale), weight, fine if gate is None else fine & gate)
             finite = finite & fine
         return finite
 
-    def count_update(self, block: Block, measured: Measured) -> None:
+    def count_update(self, block: FactoredBlock, measured: Measured) -> None:
         """Count a statistic that was folded in, on whatever rank."""
         if self._factors_are_due(block):
             super().count_update(block, measured)
@@ -157,41 +161,41 @@ class ScalingOptimizer(RebasingOptimizer):
         if self._measures_scale(block) and seen:
             self._count_scale(block)
 
-    def _count_scale(self, block: Block) -> None:
+    def _count_scale(self, block: FactoredBlock) -> None:
         self.state[block.owner]["scale_updates"] += 1
-        self.note_step(block, "scale_step")
+        block.note_step("scale_step")
 
-    def _fold(self, block: Block, total: Tensor, factor: float, weight: float, ok: Tensor) -> None:
+    def _fold(self, block: FactoredBlock, total: Tensor, factor: float, weight: float, ok: Tensor) -> None:
         state, decay = self.state[block.owner], self._scale_decay(block)
         total = self.pooled(block, total)
         averages.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, decay, ok)
         if "scale_unit" in state:
             state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))
 
-    def _scale_decay(self, block: Block) -> float:
+    def _scale_decay(self, block: FactoredBlock) -> float:
         """β of the coming update of the scale."""
         group, state = block.group, self.state[block.owner]
         own = group["scale_decay"]
         decay = group["factor_decay"] if own is None else own
-        return self.decay(block, decay, state["scale_updates"], "scale_step")
+        return block.decay(decay, state["scale_updates"], "scale_step")
 
     # ------------------------------------------------------------------ in the basis just found
-    def _measure_late(self, block: Block, sums: EigenSums, good: Tensor) -> None:
+    def _measure_late(self, block: FactoredBlock, sums: EigenSums, good: Tensor) -> None:
         """Measure the scale of this step's batch alone, in the basis just found (``transport="recompute"``)."""
         measured = self._in_new_basis(block, sums)
         part = measured.parts["scale"]
         ok = good & averages.all_finite([part.total])
-        weight = self.batch_weight(block.group, measured.examples)
+        weight = block.batch_weight(measured.examples)
         self.state[block.owner]["scale_weight"].mul_(~ok)
         self._fold(block, part.total, cast(float, part.scale), weight, ok)
         self._count_scale(block)
 
-    def _in_new_basis(self, block: Block, sums: EigenSums) -> Measured:
+    def _in_new_basis(self, block: FactoredBlock, sums: EigenSums) -> Measured:
         """The scale of the calls that were kept, in the basis of now."""
         scales, examples = self._scales_of_calls(block, sums), sum(count for _, count in sums.calls)
         return Measured({"scale": self._measured_scale(block, scales, examples)}, examples, sums)
 
-    def _scales_of_calls(self, block: Block, sums: EigenSums) -> ScaleSums:
+    def _scales_of_calls(self, block: FactoredBlock, sums: EigenSums) -> ScaleSums:
         scales = self._new_scales(block)
         for calls, count in sums.calls:
             scales.add(calls, count)
@@ -211,7 +215,7 @@ class ScalingOptimizer(RebasingOptimizer):
                 sums.calls.clear()
         return statistics._replace(statistics=kept)
 
-    def _refuse_calls(self, block: Block, error: ValueError) -> None:
+    def _refuse_calls(self, block: FactoredBlock, error: ValueError) -> None:
         """Say why nothing of a layer was captured."""
         self.capture.refused[block.index] = str(error)
 
@@ -229,14 +233,14 @@ class ScalingOptimizer(RebasingOptimizer):
         self._wholes_now, self._sent = {}, set()
         return proposal
 
-    def _whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
+    def _whole_gradients(self, blocks: Sequence[FactoredBlock], source: Directions) -> Directions:
         """As in the base class; gradients that the scale was measured with are not sent again."""
         here = [b for b in blocks if b.index in self._sent and preconditions_gradient(b.group)]
         rest = [b for b in blocks if b not in here]
         found = {p: self._wholes_now[p] for b in here for p in b.params if p in self._wholes_now}
         return found | (super()._whole_gradients(rest, source) if rest else {})
 
-    def _measure_running(self, block: Block, gradients: Directions, gate: Tensor | None) -> None:
+    def _measure_running(self, block: FactoredBlock, gradients: Directions, gate: Tensor | None) -> None:
         """Fold the squared gradient into the scale: no per-example work at all."""
         group = block.group
         examples = 1.0 if like_adam(group) else float(self._step_examples)
@@ -249,9 +253,9 @@ class ScalingOptimizer(RebasingOptimizer):
             workspace = self._runtime.workspace
             workspace.reset()
             matrix = block.layer.matrix([gradients[p].to(self._precision(p)) for p in block.params], workspace)
-            rotated = eigenbasis.rotate(matrix, self.basis(block, "a"), self.basis(block, "g"), workspace).clone()
+            rotated = eigenbasis.rotate(matrix, block.basis("a"), block.basis("g"), workspace).clone()
         ok = averages.all_finite([rotated])
-        weight = 1.0 if like_adam(group) else self.batch_weight(group, int(examples))
+        weight = 1.0 if like_adam(group) else block.batch_weight(int(examples))
         if group["loss_reduction"] == "mean":
             factor = examples * group["loss_terms"]
         else:  # N (∇/N)² of the whole sum, of which several ranks have their mean
@@ -292,12 +296,12 @@ class ScalingOptimizer(RebasingOptimizer):
                 continue
             if measured.parts and "scale" in self.state[block.owner]:
                 self.state[block.owner]["scale_weight"].zero_()
-                weight = self.batch_weight(block.group, measured.examples)
+                weight = block.batch_weight(measured.examples)
                 self._fold(block, measured.parts["scale"].total, 1.0, weight, torch.tensor(True))
             self._count_scale(block)
         self._share_scales(late)
 
-    def _share_scales(self, blocks: Sequence[Block]) -> None:
+    def _share_scales(self, blocks: Sequence[FactoredBlock]) -> None:
         """Bring scales that only the owners have measured to the others that precondition with them."""
         if self.comm.replicates:
             return

@@ -69,7 +69,7 @@ def _wanted(opt: Any) -> list[Tensor]:
     """The same from the factors of now, by textbook formulas."""
     wanted = []
     for block in opt.blocks.values():
-        a, g = (opt.factor(block, side).clone() for side in "ag")
+        a, g = (block.factor(side).clone() for side in "ag")
         if block.group.get("inverse_method") == "cholesky":
             mean_a, mean_g = a.trace() / len(a), g.trace() / len(g)
             pi, root = (mean_a / mean_g).sqrt(), block.group["damping"] ** 0.5

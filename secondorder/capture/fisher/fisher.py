@@ -25,9 +25,8 @@ class Observing(LayerOptimizer):
     """A layer method with a choice of Fishers."""
 
     _fisher = FisherOptions()
-    #: Calls of `observe` since the last step, and the loss terms that those of this step saw.
+    #: Calls of `observe` since the last step.
     _observations = 0
-    _observed_terms = torch.ones((), dtype=torch.float64)
 
     @property
     def fisher(self) -> str:
@@ -124,7 +123,7 @@ class Observing(LayerOptimizer):
 
     def _reduce(self, statistics: Captured) -> Captured:
         if statistics.terms is not None:
-            self._observed_terms = statistics.terms
+            self._runtime.observed_terms = statistics.terms
         return super()._reduce(statistics)
 
     def _advance(self) -> None:
