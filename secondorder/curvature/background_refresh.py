@@ -181,7 +181,7 @@ class OverlappingRefreshes(ObservingOptimizer):
         if block is None:  # frozen: what is kept in the other form begins anew when it is unfrozen
             other = "dense" if self._layer_options.factor_storage == "packed" else "packed"
             in_other_form = other in {form_of(k, v) for k, v in theirs.items()}
-            return {k: v for k, v in theirs.items() if k not in self._entries} if in_other_form else theirs
+            return {k: v for k, v in theirs.items() if k not in self.entries} if in_other_form else theirs
         return block.factors.in_own_form(theirs, group) if block.owner is p else theirs
 
     def _forget_jobs(self) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from torch import nn
-
-from secondorder.capture.layers.adapter import Adapter
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.layer import Layer
 from secondorder.runtime import Runtime
@@ -23,41 +20,26 @@ class Block:
         index: Position among the blocks of the optimizer.
         group: The parameter group of the owner, whose options the block follows.
         runtime: What all parts of the optimizer share.
+
+    Attributes:
+        name: Module name as in ``named_modules()``.
+        label: Its name in messages.
+        adapter: Shapes of the layer.
+        owner: The parameter whose state holds the curvature.
+        params: Weight and bias, as far as they are trained.
     """
 
     def __init__(self, layer: Layer, index: int, group: dict[str, Any], runtime: Runtime) -> None:
         self.layer, self.index, self.group, self.runtime = layer, index, group, runtime
+        # Of the layer, which does not change; they are read many times in a step.
+        self.name, self.label, self.adapter = layer.name, layer.label, layer.adapter
+        self.owner, self.params = layer.owner, layer.params
 
     def beside(self, runtime: Runtime) -> Block:
         """The same block with another state."""
         found = copy(self)
         found.runtime = runtime
         return found
-
-    @property
-    def name(self) -> str:
-        """Module name as in ``named_modules()``."""
-        return self.layer.name
-
-    @property
-    def label(self) -> str:
-        """Its name in messages."""
-        return self.layer.label
-
-    @property
-    def adapter(self) -> Adapter:
-        """Shapes of the layer."""
-        return self.layer.adapter
-
-    @property
-    def owner(self) -> nn.Parameter:
-        """The parameter whose state holds the curvature."""
-        return self.layer.owner
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """Weight and bias, as far as they are trained."""
-        return self.layer.params
 
     @property
     def state(self) -> dict[str, Any]:

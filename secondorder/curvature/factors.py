@@ -80,16 +80,6 @@ def sides(adapter: Adapter, max_dim: int | None) -> tuple[Side, Side]:
     return side(adapter.n_a, adapter.one_hot), side(adapter.n_g, False)
 
 
-def named_sides(adapter: Adapter, max_dim: int | None) -> dict[str, Side]:
-    """The same as :func:`sides`, under ``"a"`` and ``"g"``."""
-    return dict(zip("ag", sides(adapter, max_dim), strict=True))
-
-
-def dense_keys(name: str, named: Mapping[str, Side]) -> list[str]:
-    """State keys of the dense ones of two matrices that have the forms of the factors."""
-    return [f"{name}_{key}" for key, side in named.items() if not side.diagonal]
-
-
 def is_diagonal(factor: Tensor, adapter: Adapter) -> bool:
     """Whether a factor of a layer is stored as its diagonal."""
     return factor.dim() == 1 + (adapter.groups > 1)
