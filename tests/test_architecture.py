@@ -65,8 +65,8 @@ NUMBERS = {
     "MFAC: classes":                                      Number(13, 2),
     "SparseMFAC: classes":                                Number(14, 3),
     "GGT: classes":                                       Number(13, 2),
-    "KFAC: names on self":                                Number(362, 65),
-    "EKFAC: names on self":                               Number(401, 65),
+    "KFAC: names on self":                                Number(358, 65),
+    "EKFAC: names on self":                               Number(399, 65),
     "HyLo: names on self":                                Number(376, 65),
     "MFAC: names on self":                                Number(251, 65),
     "SparseMFAC: names on self":                          Number(251, 65),
@@ -77,9 +77,9 @@ NUMBERS = {
     "MFAC: attributes written":                           Number(45, 15),
     "SparseMFAC: attributes written":                     Number(45, 15),
     "GGT: attributes written":                            Number(45, 15),
-    "methods: bodies in chains of 2 or more":             Number(255, 8),
+    "methods: bodies in chains of 2 or more":             Number(252, 8),
     "methods: bodies in chains of 3 or more":             Number(93, 0),
-    "others: bodies in chains of 2 or more":              Number(240, 80),
+    "others: bodies in chains of 2 or more":              Number(242, 80),
     "others: bodies in chains of 3 or more":              Number(49, 0),
     "others: most names on one object":                   Number(381, 75),
     "SecondOrderOptimizer: its own methods":              Number(38, 38),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(17, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(32800, 28500),
+    "lines":                                              Number(32820, 28500),
 }
 # fmt: on
 

@@ -15,7 +15,6 @@ in between factorises the same matrices.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -52,11 +51,6 @@ class OverlappingRefreshes(ObservingOptimizer):
         self._adopting: set[FactoredBlock] = set()
         self._jobs: dict[FactoredBlock, Job] = {}
         self._background = Background()
-
-    # ------------------------------------------------------------------ what a method supplies
-    @abstractmethod
-    def to_factorise(self, block: FactoredBlock) -> tuple[Tensor, Tensor]:
-        """The matrices (or diagonals) that a refresh of a block factorises now."""
 
     def way_of(self, block: FactoredBlock) -> str:
         """``"eigen"`` or ``"cholesky"``."""
@@ -129,7 +123,7 @@ class OverlappingRefreshes(ObservingOptimizer):
         for block in blocks:
             state = self.state[block.owner]
             begun = block in self._adopting
-            pair = (state["begun_a"], state["begun_g"]) if begun else self.to_factorise(block)
+            pair = (state["begun_a"], state["begun_g"]) if begun else block.to_factorise()
             for side, matrix in zip("ag", pair, strict=True):
                 tasks[block, side] = Task(matrix, self.way_of(block), block.is_diagonal(side))
         return tasks

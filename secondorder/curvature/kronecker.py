@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
 from secondorder.capture.statistics.measurement import Estimate, Measured
@@ -16,9 +17,13 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.extremes import Extremes, of_product
 from secondorder.curvature.factors import FACTORS, KroneckerFactors
 from secondorder.curvature.layer import Layer, LayerOptions
-from secondorder.curvature.schema import Schema, shaped, tensors
+from secondorder.curvature.schema import FOUND, Schema, shaped, tensors
+from secondorder.linalg import eigenbasis
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
+
+#: What a refresh finds of factors that are inverted one by one.
+INVERSES: Schema = {"inverse_a": FOUND, "inverse_g": FOUND}
 
 
 class FactoredBlock(Block):
@@ -159,18 +164,142 @@ class FactoredBlock(Block):
         means = [factors.mean_diagonal(self.factor(side), self.is_diagonal(side)) for side in "ag"]
         return self.tikhonov(means[0] * means[1])
 
+    # ------------------------------------------------------------------ refresh
+    def to_factorise(self) -> tuple[Tensor, Tensor]:
+        """The matrices (or diagonals) that a refresh factorises now."""
+        return self.factor("a"), self.factor("g")
+
     def adopt_tensor(self, key: str, found: Tensor, good: Tensor) -> None:
         """Take a result over if it is good."""
         current: Tensor = self.state[key]
         current.copy_(torch.where(good, found.reshape(current.shape), current))
 
-    def extremes(self) -> Extremes | None:
+    def extremes_of_product(self) -> Extremes | None:
         """λ of a block and the extreme eigenvalues of ``G ⊗ A + λI``; None if its eigenvalues are on other ranks."""
         state = self.state
         if "eigenvalues_a" not in state or "eigenvalues_g" not in state:
             return None
         values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
         return of_product(values_a, values_g, self.damping_of(values_a.mean(-1) * values_g.mean(-1)))
+
+
+class KroneckerBlock(FactoredBlock):
+    """``F = G ⊗ A``, inverted by eigenvalues or factor by factor."""
+
+    # ------------------------------------------------------------------ estimate
+    def schema(self, group: Mapping[str, Any]) -> Schema:
+        """Factors, what is derived from them, and counters."""
+        found = self.factor_schema(group)
+        if group["inverse_method"] == "eigen":
+            return found | self.basis_schema(group)
+        dense = self.factors.dense_keys("inverse", group)
+        if not dense:
+            return found
+        kept = self.factors.kept_in(self.options.inv_dtype)
+        likes = {f"inverse_{name}": self.layer.empty(side.shape, kept) for name, side in self.factors.sides(group)}
+        return found | shaped(INVERSES, likes, dense)
+
+    def statistic(self) -> KroneckerSums:
+        """Empty sums of a self."""
+        return self.new_sums()
+
+    def sums(self) -> Schema:
+        """Both factors, at every step that captures."""
+        return self.factors.sums(self.group)
+
+    def measure(self, statistic: Statistic, examples: int) -> Measured:
+        """The factors of this rank's batch, scaled per datum."""
+        return Measured(self.measured_factors(cast(KroneckerSums, statistic), examples), examples)
+
+    def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold the factors of the batch into the running ones."""
+        return self.fold_factors(measured, gate)
+
+    # ------------------------------------------------------------------ refresh
+    @property
+    def is_entrywise(self) -> bool:
+        """Whether both factors are diagonal: then the damped product is too, and needs no inverse of its factors."""
+        return self.is_diagonal("a") and self.is_diagonal("g")
+
+    def to_factorise(self) -> tuple[Tensor, Tensor]:
+        """The factors, for Cholesky with their damping."""
+        return self.damped_factors() if self.group["inverse_method"] == "cholesky" else super().to_factorise()
+
+    def damped_factors(self) -> tuple[Tensor, Tensor]:
+        """``A + π√λ I`` and ``G + √λ/π I``."""
+        a, g = self.factor("a"), self.factor("g")
+        flat_a, flat_g = self.is_diagonal("a"), self.is_diagonal("g")
+        mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
+        damping = self.damping_of(mean_a * mean_g)
+        add_a, add_g = (0 * damping, damping) if self.adapter.is_exact else averages.pi_damping(mean_a, mean_g, damping)
+        return averages.add_to_diagonal(a, add_a, flat_a), averages.add_to_diagonal(g, add_g, flat_g)
+
+    def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
+        """Take over what a refresh has found by side, if it is good: an inverse, or eigenvalues and a basis."""
+        for side, tensors_of_side in found.items():
+            if self.group["inverse_method"] == "cholesky":
+                self.adopt_tensor(f"inverse_{side}", tensors_of_side[0], good)
+                continue
+            for key, tensor in zip(("eigenvalues", "basis"), tensors_of_side, strict=False):
+                self.adopt_tensor(f"{key}_{side}", tensor, good)
+
+    # ------------------------------------------------------------------ use
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """``(G ⊗ A + λI)^(-p) vec(∇)``, or its factored form."""
+        state, group = self.state, self.group
+        if group["inverse_method"] == "cholesky":
+            if self.is_entrywise:
+                values = self.factor("g")[..., :, None] * self.factor("a")[..., None, :]
+                return gradient / (values + self.damping_of(values.mean((-2, -1)))[..., None, None])
+            inverses = self.working("inverse_a"), self.working("inverse_g")
+            return averages.solve_factored(gradient, *inverses, self.runtime.workspace)
+        values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
+        damping: Tensor | None = self.damping_of(values_a.mean(-1) * values_g.mean(-1))
+        if group["damping_split"] == "pi" and not self.adapter.is_exact:
+            values_a, values_g = averages.split_eigenvalues(values_a, values_g, cast(Tensor, damping))
+            damping = None
+        values = values_g[..., :, None] * values_a[..., None, :]
+        bases = self.basis("a"), self.basis("g")
+        return eigenbasis.precondition(gradient, *bases, values, damping, group["power"], self.runtime.workspace)
+
+    def extremes(self) -> Extremes | None:
+        """λ of a block and the extreme eigenvalues of what is inverted; of factored inverses λ alone."""
+        state, split = self.state, self.group["damping_split"] == "pi" and not self.adapter.is_exact
+        if self.group["inverse_method"] == "eigen":
+            found = self.extremes_of_product()
+            if found is None or not split:
+                return found
+            values = averages.split_eigenvalues(state["eigenvalues_a"], state["eigenvalues_g"], found.damping)
+            (small_a, large_a), (small_g, large_g) = (v.aminmax(dim=-1) for v in values)
+            return Extremes(found.damping, small_a * small_g, large_a * large_g, found.undamped)
+        if not self.factors.are_in(self.state):
+            return None
+        if self.is_entrywise:
+            a, g = self.factor("a"), self.factor("g")
+            return of_product(a, g, self.damping_of(a.mean(-1) * g.mean(-1)))
+        means = [factors.mean_diagonal(self.factor(side), self.is_diagonal(side)) for side in "ag"]
+        return Extremes(self.damping_of(means[0] * means[1]))
+
+    def bounds(self) -> Extremes | None:
+        """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
+        found = self.extremes()
+        if found is None or found.largest is not None:
+            return found
+        sides = [(self.factor(side), self.is_diagonal(side)) for side in "ag"]
+        mean_a, mean_g = (factors.mean_diagonal(*side) for side in sides)
+        add_a, add_g = averages.pi_damping(mean_a, mean_g, found.damping)
+        # A Frobenius norm is at least the largest eigenvalue.
+        a, g = (x.abs().amax(-1) if diagonal else torch.linalg.matrix_norm(x) for x, diagonal in sides)
+        return Extremes(found.damping, largest=(a + add_a) * (g + add_g), undamped=a * g)
+
+    def product(self, matrix: Tensor) -> Tensor:
+        """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
+        return factors.times(factors.times(matrix, self.factor("g"), left=True), self.factor("a"), left=False)
+
+    def dense(self) -> Tensor:
+        """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
+        a, g = (factors.as_dense(self.factor(side), self.is_diagonal(side)) for side in "ag")
+        return self.adapter.natural_order(factors.kron(a, g))
 
 
 def _identity_like(factor: Tensor, diagonal: bool) -> Tensor:

@@ -20,7 +20,6 @@ from secondorder.adaptation.trial import Adaptation
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature import factors
 from secondorder.curvature.background_refresh import OverlappingRefreshes
-from secondorder.curvature.factorization import joint_ok
 from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.frames import depth_of_caller
@@ -63,6 +62,8 @@ class FactoredOptimizer(OverlappingRefreshes):
         "weight_decay_in_curvature": options.flag,
         "deterministic_seed": options.whole(0),
     }
+    #: What a layer gets.
+    block_type: ClassVar[type[FactoredBlock]] = FactoredBlock
     #: Whether `max_factor_dim` was left to the constructor, and the type of device for which it chooses.
     _chooses_bound = False
     _device_type = "cpu"
@@ -100,7 +101,7 @@ class FactoredOptimizer(OverlappingRefreshes):
     # ------------------------------------------------------------------ blocks
     def new_block(self, layer: Layer, index: int, group: Group) -> FactoredBlock:
         """The block of a layer."""
-        return FactoredBlock(layer, index, group, self._runtime, self._layer_options, self._fisher)
+        return self.block_type(layer, index, group, self._runtime, self._layer_options, self._fisher)
 
     def count_update(self, block: FactoredBlock, measured: Measured) -> None:
         """Count a statistic that was folded in, on whatever rank."""
@@ -129,26 +130,6 @@ class FactoredOptimizer(OverlappingRefreshes):
                 start, size = i, 0
             size += own
         yield blocks[start:]
-
-    def refresh_bases(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
-        """Eigendecompose the factors of some blocks; one that fails keeps its last good result.
-
-        Returns:
-            ``ok [len(blocks)]``.
-        """
-        found = self.factorised(blocks, host_checks)
-        ok = joint_ok(found, blocks)
-        for block, good in zip(blocks, ok.unbind(), strict=True):
-            for side in "ag":
-                values, *vectors = found[block, side][0]
-                block.adopt_tensor(f"eigenvalues_{side}", values, good)
-                for basis in vectors:
-                    block.adopt_tensor(f"basis_{side}", basis, good)
-        return ok
-
-    def to_factorise(self, block: FactoredBlock) -> tuple[Tensor, Tensor]:
-        """The factors as they are."""
-        return block.factor("a"), block.factor("g")
 
     # ------------------------------------------------------------------ what it tells
     def _coverage(self, p: Any) -> tuple[str, str, str]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,19 +34,16 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.capture.sites import Statistic
-from secondorder.capture.statistics import averages
-from secondorder.capture.statistics.kronecker import KroneckerSums
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import CommStrategy
-from secondorder.curvature import factors
-from secondorder.curvature.extremes import Extremes, of_product
+from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import joint_ok
-from secondorder.curvature.kronecker import FactoredBlock
+from secondorder.curvature.kronecker import INVERSES, FactoredBlock, KroneckerBlock
 from secondorder.curvature.kronecker_factors import FactoredOptimizer
 from secondorder.curvature.layer import SkipRule
-from secondorder.curvature.schema import FOUND, Schema, shaped
+from secondorder.curvature.schema import Schema
 from secondorder.lifecycle import Group
-from secondorder.linalg import dense, eigenbasis
+from secondorder.linalg import dense
 from secondorder.methods import documentation
 
 
@@ -81,7 +78,8 @@ class KFAC(FactoredOptimizer):
         "damping_split": options.choice(None, "exact", "pi"),
         "inverse_method": options.choice("eigen", "cholesky"),
     }
-    catalog: ClassVar[Schema] = {**FactoredOptimizer.catalog, "inverse_a": FOUND, "inverse_g": FOUND}
+    catalog: ClassVar[Schema] = {**FactoredOptimizer.catalog, **INVERSES}
+    block_type: ClassVar[type[FactoredBlock]] = KroneckerBlock
     allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step", "inverse_method")
 
     def __init__(
@@ -158,104 +156,70 @@ class KFAC(FactoredOptimizer):
         given = locals()
         super().__init__(given)
 
-    # ------------------------------------------------------------------ the verbs
-    def schema(self, block: FactoredBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    # ------------------------------------------------------------------ verbs of blocks: bridge
+    def schema(self, block: KroneckerBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Factors, what is derived from them, and counters."""
-        found = block.factor_schema(group)
-        if group["inverse_method"] == "eigen":
-            return found | block.basis_schema(group)
-        dense = block.factors.dense_keys("inverse", group)
-        if not dense:
-            return found
-        kept = block.factors.kept_in(self._layer_options.inv_dtype)
-        likes = {f"inverse_{name}": block.layer.empty(side.shape, kept) for name, side in block.factors.sides(group)}
-        return found | shaped(self.catalog, likes, dense)
+        return block.schema(group)
 
-    def new_statistic(self, block: FactoredBlock, group: Group) -> KroneckerSums:
+    def new_statistic(self, block: KroneckerBlock, group: Group) -> Statistic:
         """Empty sums of a block."""
-        return block.new_sums()
+        return block.statistic()
 
-    def sums(self, block: FactoredBlock) -> Schema:
+    def sums(self, block: KroneckerBlock) -> Schema:
         """Both factors, at every step that captures."""
-        return block.factors.sums(block.group)
+        return block.sums()
 
-    def measure(self, block: FactoredBlock, statistic: Statistic, examples: int) -> Measured:
+    def measure(self, block: KroneckerBlock, statistic: Statistic, examples: int) -> Measured:
         """The factors of this rank's batch, scaled per datum."""
-        return Measured(block.measured_factors(cast(KroneckerSums, statistic), examples), examples)
+        return block.measure(statistic, examples)
 
-    def fold(self, block: FactoredBlock, measured: Measured, gate: Tensor | None) -> Tensor:
+    def fold(self, block: KroneckerBlock, measured: Measured, gate: Tensor | None) -> Tensor:
         """Fold the factors of the batch into the running ones."""
-        return block.fold_factors(measured, gate)
+        return block.fold(measured, gate)
 
-    def _needs_estimate_everywhere(self, block: FactoredBlock, group: Mapping[str, Any]) -> bool:
+    def precondition(self, block: KroneckerBlock, gradient: Tensor) -> Tensor:
+        """``(G ⊗ A + λI)^(-p) vec(∇)``, or its factored form."""
+        return block.precondition(gradient)
+
+    def block_curvature(self, block: KroneckerBlock) -> Tensor:
+        """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
+        return block.dense()
+
+    def bounds(self, block: KroneckerBlock) -> Extremes | None:
+        """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
+        return block.bounds()
+
+    def curvature_product(self, block: KroneckerBlock, matrix: Tensor) -> Tensor:
+        """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
+        return block.product(matrix)
+
+    # ------------------------------------------------------------------ with other blocks, and other ranks
+    def _needs_estimate_everywhere(self, block: KroneckerBlock, group: Mapping[str, Any]) -> bool:
         # Both factors diagonal: there are no inverses, and the factors themselves precondition.
-        return group["inverse_method"] == "cholesky" and self._is_entrywise(block)
+        return group["inverse_method"] == "cholesky" and block.is_entrywise
 
-    def refresh_some(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
+    def refresh_some(self, blocks: Sequence[KroneckerBlock], host_checks: bool) -> Tensor:
         """Factorise the factors of some blocks; one that fails keeps its last good result."""
-        ok: dict[FactoredBlock, Tensor] = {}
-        for method, work in (("eigen", self.refresh_bases), ("cholesky", self._invert)):
+        ok: dict[KroneckerBlock, Tensor] = {}
+        for method in ("eigen", "cholesky"):
             chosen = [b for b in blocks if b.group["inverse_method"] == method]
             if chosen:
-                ok.update(zip(chosen, work(chosen, host_checks).unbind(), strict=True))
+                ok.update(zip(chosen, self._refresh_alike(chosen, host_checks).unbind(), strict=True))
         return torch.stack([ok[b] for b in blocks])
 
-    def precondition(self, block: FactoredBlock, gradient: Tensor) -> Tensor:
-        """``(G ⊗ A + λI)^(-p) vec(∇)``, or its factored form."""
-        state, group = self.state[block.owner], block.group
-        if group["inverse_method"] == "cholesky":
-            if self._is_entrywise(block):
-                values = block.factor("g")[..., :, None] * block.factor("a")[..., None, :]
-                return gradient / (values + block.damping_of(values.mean((-2, -1)))[..., None, None])
-            inverses = block.working("inverse_a"), block.working("inverse_g")
-            return averages.solve_factored(gradient, *inverses, self._runtime.workspace)
-        values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
-        damping: Tensor | None = block.damping_of(values_a.mean(-1) * values_g.mean(-1))
-        if group["damping_split"] == "pi" and not block.adapter.is_exact:
-            values_a, values_g = averages.split_eigenvalues(values_a, values_g, cast(Tensor, damping))
-            damping = None
-        values = values_g[..., :, None] * values_a[..., None, :]
-        bases = block.basis("a"), block.basis("g")
-        return eigenbasis.precondition(gradient, *bases, values, damping, group["power"], self._runtime.workspace)
-
-    def block_curvature(self, block: FactoredBlock) -> Tensor:
-        """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
-        a, g = (factors.as_dense(block.factor(side), block.is_diagonal(side)) for side in "ag")
-        return block.adapter.natural_order(factors.kron(a, g))
-
-    def extremes(self, block: FactoredBlock) -> Extremes | None:
-        """λ of a block and the extreme eigenvalues of what is inverted; of factored inverses λ alone."""
-        state, split = self.state[block.owner], block.group["damping_split"] == "pi" and not block.adapter.is_exact
-        if block.group["inverse_method"] == "eigen":
-            found = super().extremes(block)
-            if found is None or not split:
-                return found
-            values = averages.split_eigenvalues(state["eigenvalues_a"], state["eigenvalues_g"], found.damping)
-            (small_a, large_a), (small_g, large_g) = (v.aminmax(dim=-1) for v in values)
-            return Extremes(found.damping, small_a * small_g, large_a * large_g, found.undamped)
-        if not block.factors.are_in(block.state):
-            return None
-        if self._is_entrywise(block):
-            a, g = block.factor("a"), block.factor("g")
-            return of_product(a, g, block.damping_of(a.mean(-1) * g.mean(-1)))
-        means = [factors.mean_diagonal(block.factor(side), block.is_diagonal(side)) for side in "ag"]
-        return Extremes(block.damping_of(means[0] * means[1]))
-
-    def bounds(self, block: FactoredBlock) -> Extremes | None:
-        """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
-        found = self.extremes(block)
-        if found is None or found.largest is not None:
-            return found
-        sides = [(block.factor(side), block.is_diagonal(side)) for side in "ag"]
-        mean_a, mean_g = (factors.mean_diagonal(*side) for side in sides)
-        add_a, add_g = averages.pi_damping(mean_a, mean_g, found.damping)
-        # A Frobenius norm is at least the largest eigenvalue.
-        a, g = (x.abs().amax(-1) if diagonal else torch.linalg.matrix_norm(x) for x, diagonal in sides)
-        return Extremes(found.damping, largest=(a + add_a) * (g + add_g), undamped=a * g)
-
-    def curvature_product(self, block: FactoredBlock, matrix: Tensor) -> Tensor:
-        """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
-        return factors.times(factors.times(matrix, block.factor("g"), left=True), block.factor("a"), left=False)
+    def _refresh_alike(self, blocks: Sequence[KroneckerBlock], host_checks: bool) -> Tensor:
+        """The same for blocks of one method."""
+        results = self.factorised(blocks, host_checks)
+        ok = joint_ok(results, blocks)
+        for block, good in zip(blocks, ok.unbind(), strict=True):
+            inverts = block.group["inverse_method"] == "cholesky"
+            found = {side: results[block, side][0] for side in ("" if inverts and block.is_entrywise else "ag")}
+            for side, tensors in found.items():
+                if inverts and self.comm.combines and not block.is_diagonal(side):
+                    # Others get a triangle, and all must have the same.
+                    found[side] = (dense.mirror_upper_(tensors[0].clone()),)
+            block.adopt(found, good)
+        return ok
 
     def reason_against_roles(self) -> str | None:
         """Factors and their inverses may be found by other ranks; what is judged by trial steps may not."""
@@ -271,38 +235,6 @@ class KFAC(FactoredOptimizer):
         if any(group["checkpoint_curvature"] == "factors" for group in self.param_groups):
             return "checkpoint_curvature='factors' needs factors and inverses on one rank. Use 'all' or 'none'"
         return None
-
-    # ------------------------------------------------------------------ refresh in detail
-    def _invert(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
-        """Invert the damped factors of some blocks; one that fails keeps its last good result."""
-        found = self.factorised(blocks, host_checks)
-        ok = joint_ok(found, blocks)
-        for block, good in zip(blocks, ok.unbind(), strict=True):
-            for side in "" if self._is_entrywise(block) else "ag":
-                inverse = found[block, side][0][0]
-                if self.comm.combines and not block.is_diagonal(side):
-                    inverse = dense.mirror_upper_(inverse.clone())  # others get a triangle, and all must have the same
-                block.adopt_tensor(f"inverse_{side}", inverse, good)
-        return ok
-
-    def to_factorise(self, block: FactoredBlock) -> tuple[Tensor, Tensor]:
-        """The factors, for Cholesky with their damping."""
-        return self._damped_factors(block) if self.way_of(block) == "cholesky" else super().to_factorise(block)
-
-    def _is_entrywise(self, block: FactoredBlock) -> bool:
-        """Whether both factors are diagonal: then the damped product is too, and needs no inverse of its factors."""
-        return block.is_diagonal("a") and block.is_diagonal("g")
-
-    def _damped_factors(self, block: FactoredBlock) -> tuple[Tensor, Tensor]:
-        """``A + π√λ I`` and ``G + √λ/π I``."""
-        a, g = block.factor("a"), block.factor("g")
-        flat_a, flat_g = block.is_diagonal("a"), block.is_diagonal("g")
-        mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
-        damping = block.damping_of(mean_a * mean_g)
-        add_a, add_g = (
-            (0 * damping, damping) if block.adapter.is_exact else averages.pi_damping(mean_a, mean_g, damping)
-        )
-        return averages.add_to_diagonal(a, add_a, flat_a), averages.add_to_diagonal(g, add_g, flat_g)
 
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
