@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
 from secondorder.curvature import background_refresh as module
+from secondorder.curvature import factors
 
 INTERVAL, LAG = 20, 2
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -407,6 +408,6 @@ def test_what_does_not_go_together_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TypeError, match="overlap"):
         KFAC(_net(), overlap="yes")
     assert "Drop overlap=True" in (KFAC(_net(), overlap=True).reason_against_roles() or "")
-    monkeypatch.setattr(module, "DEVICES", ())
+    monkeypatch.setattr(factors, "DEVICES", ())
     with pytest.raises(ValueError, match="needs a device that does two things at a time, and cpu does not"):
         KFAC(_net(), overlap=True)
