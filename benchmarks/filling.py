@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from secondorder import TopK
 from secondorder.curvature.window.window import GradientWindow
-from secondorder.preconditioners.windows import WindowOptimizer
+from secondorder.preconditioners.window_optimizer import WindowOptimizer
 
 
 def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:
@@ -46,7 +46,7 @@ def windows_of(optimizer: Optimizer) -> list[GradientWindow]:
     Returns:
         The windows, none for one that is no window method.
     """
-    return [unit.window for unit in optimizer._units] if isinstance(optimizer, WindowOptimizer) else []
+    return [unit.window for unit in optimizer.preconditioner.units] if isinstance(optimizer, WindowOptimizer) else []
 
 
 def dense_rows(optimizer: Optimizer) -> Tensor | None:

@@ -109,6 +109,10 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
     def preconditioner(self) -> Preconditioner:
         """The stages of a step over all curvature."""
 
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Follow what has changed since the last step, and refuse a step that cannot be taken."""
+
     def _is_on(self, p: nn.Parameter, group: Group) -> bool:
         """Whether the curvature of a covered parameter is in use, if not in this step."""
         return True
@@ -161,7 +165,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         """
         curvature = self.preconditioner
         self._check_changed_options()
-        curvature.require_ready()
+        self._prepare()
         self._join_ranks()
         self._gathered.clear()  # of a state that this step replaces
         self.comm.begin_step()

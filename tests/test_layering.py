@@ -86,14 +86,12 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "diagnostics.report": {"lifecycle"},
         "parallel.exchange": {"lifecycle"},
         "parallel.shards": {"lifecycle"},
-        "parallel.windows": {"lifecycle"},
         "plan.dry_run": {"lifecycle"},
         "plan.planner": {"lifecycle"},
         "preconditioners.blocks": {"lifecycle"},
         "preconditioners.layers": {"lifecycle", "optimizer"},
         "preconditioners.scale": {"lifecycle"},
-        "preconditioners.window_plan": {"lifecycle"},
-        "preconditioners.windows": {"lifecycle", "optimizer"},
+        "preconditioners.window_optimizer": {"checkpoint.windows", "lifecycle", "optimizer"},
     },
     "Mix-ins of one class: a stage extends that of another folder by inheritance": {
         "capture.fisher.fisher": {"adaptation.damping", "curvature.layer", "preconditioners.layers"},
@@ -101,8 +99,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "curvature.mode": {"plan.dry_run_rows", "preconditioners.rows"},
         "curvature.refresh": {"parallel.exchange"},
         "parallel.exchange": {"preconditioners.blocks"},
-        "parallel.window_layout": {"preconditioners.window_plan"},
-        "parallel.windows": {"preconditioners.window_plan"},
     },
     "Copies of a model must come without the hooks of attention": {
         "capture.layers.projections": {"capture.copies"},
@@ -115,9 +111,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     },
     "What the functions of torch's checkpoints have read may be sharded": {
         "frames": {"comm.layout"},
-    },
-    "Which windows a loaded state has decides how they are cut": {
-        "preconditioners.partition": {"checkpoint.checkpoint"},
     },
     "Each mix-in adds its own rows to describe()": {
         "preconditioners.window_plan": {"diagnostics.describe"},

@@ -33,7 +33,7 @@ from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.topk import TopK
 from secondorder.lifecycle import Group
 from secondorder.methods import documentation
-from secondorder.preconditioners.windows import WINDOW_CHECKS, WindowOptimizer
+from secondorder.preconditioners.window_optimizer import WINDOW_CHECKS, WindowOptimizer
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)
@@ -145,7 +145,7 @@ class MFAC(WindowOptimizer):
             raise ValueError(f"nesterov needs momentum_mode='heavy_ball', got {group['momentum_mode']!r}")
         if group["momentum_mode"] == "pre" and group["momentum"] >= 1:
             raise ValueError(f"momentum_mode='pre' needs momentum < 1, got {group['momentum']}")
-        shared = self._partition == "global" and group["momentum_mode"] == "pre" and self.param_groups
+        shared = self._structure.partition == "global" and group["momentum_mode"] == "pre" and self.param_groups
         if shared and group["momentum"] != self.param_groups[0]["momentum"]:
             raise ValueError(
                 f"groups of one window must agree on momentum in mode 'pre', got {self.param_groups[0]['momentum']} "

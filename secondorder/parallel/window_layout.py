@@ -14,16 +14,15 @@ that is cut along another dimension than its first travels whole: ranges of its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm.layout import NOTHING, Route, Spans, route
+from secondorder.comm import CommStrategy
+from secondorder.comm.layout import NOTHING, Layout, Route, Spans, local, route
 from secondorder.curvature.window.shards import Bounds, Cutting
-from secondorder.curvature.window.unit import Unit
-from secondorder.parallel.shards import Pieces
-from secondorder.preconditioners.window_plan import Windowing
+from secondorder.curvature.window.unit import Unit, precision
 
 #: Bytes of whole tensors that travel together, for each rank.
 _PORTION = 32 * 2**20
@@ -33,29 +32,20 @@ _BLOCKS = 8
 Tensors = Sequence[Tensor | None]
 
 
-class RecutWindows(Windowing, Pieces):
-    """Brings gradients from the cut of the parameters to that of the windows, and directions back."""
+class WindowCuts:
+    """Brings gradients from the cut of the parameters to that of the windows, and directions back.
 
-    def _wished_bounds(self, index: int, p: nn.Parameter, cutting: Cutting) -> Bounds | None:
-        layout, parts = self._layouts.get(p), self.comm.shards(index)
-        if layout is None or layout.dim or not cutting.grain or p.is_complex():
-            return None
-        spans = dict(zip(parts, layout.spans, strict=True))
-        if any(spans[k] != span for k, span in zip(parts, layout.spans, strict=True)):
-            return None
-        bounds = [0]
-        for k in range(len(spans)):
-            start, stop = spans[k] if spans[k] != NOTHING else (bounds[-1], bounds[-1])
-            if start != bounds[-1]:
-                return None
-            bounds.append(stop)
-        if cutting.blocked and p.numel() < _BLOCKS * len(spans) * cutting.grain:
-            return None  # evenness matters more
-        grain = cutting.grain if cutting.blocked else 1
-        inside = [min(p.numel(), round(b / grain) * grain) for b in bounds[1:-1]]
-        return (0, *inside, p.numel()) if bounds[-1] == p.numel() else None
+    Args:
+        comm: Who sends them.
+        units: The windows.
+        layouts: How their parameters are cut.
+    """
 
-    def _own(self, wanted: Sequence[Tensors | None]) -> Iterator[list[Tensor | None] | None]:
+    def __init__(self, comm: CommStrategy, units: Sequence[Unit], layouts: Mapping[nn.Parameter, Layout]) -> None:
+        self.comm, self.units, self.layouts = comm, units, layouts
+        self._ways: dict[tuple[Unit, int, bool], Route] = {}
+
+    def own(self, wanted: Sequence[Tensors | None]) -> Iterator[list[Tensor | None] | None]:
         """What belongs to this rank's rows.
 
         Args:
@@ -64,11 +54,8 @@ class RecutWindows(Windowing, Pieces):
         Yields:
             By window the same, of this rank's part of it; None where it has none, and for None.
         """
-        if not self._is_cut:
-            yield from (unit.own(x) if x and unit.held else None for unit, x in zip(self._units, wanted, strict=True))
-            return
         arrived = iter(self._gathered_pieces(wanted))
-        for unit, given in zip(self._units, wanted, strict=True):
+        for unit, given in zip(self.units, wanted, strict=True):
             own = [next(arrived) for _ in unit.params]
             there = given is not None and unit.held
             yield [x if g is not None else None for x, g in zip(own, given or (), strict=True)] if there else None
@@ -76,10 +63,14 @@ class RecutWindows(Windowing, Pieces):
     def _gathered_pieces(self, wanted: Sequence[Tensors | None]) -> list[Tensor]:
         """Of every parameter of every window what belongs to this rank's rows, zeros where nothing was given."""
         sent, ways, members = [], [], []
-        for index, (unit, given) in enumerate(zip(self._units, wanted, strict=True)):
+        for index, (unit, given) in enumerate(zip(self.units, wanted, strict=True)):
             for i, p in enumerate(unit.params):
                 x = None if given is None else given[i]
-                sent.append(self._layouts[p].flat((self._room_of(p) if x is None else x).to(p.dtype)))
+                sent.append(
+                    self.layouts[p].flat(
+                        (torch.zeros_like(local(p), dtype=precision(p)) if x is None else x).to(p.dtype)
+                    )
+                )
                 ways.append(self._way_of_rows(index, i, False))
                 members.append((unit, i))
         arrived = self._moved(sent, ways, "gradients", exact=True)
@@ -87,7 +78,7 @@ class RecutWindows(Windowing, Pieces):
 
     def _as_rows(self, unit: Unit, i: int, x: Tensor) -> Tensor:
         """What has arrived, as the window takes it."""
-        layout = self._layouts[unit.params[i]]
+        layout = self.layouts[unit.params[i]]
         if not x.numel():
             return x
         if not layout.dim:
@@ -95,7 +86,7 @@ class RecutWindows(Windowing, Pieces):
         found = layout.whole(x)
         return found if unit.part is None else unit.part.slice(i, found)
 
-    def _directions_of_pieces(self, found: Sequence[Sequence[Tensor] | None]) -> list[list[Tensor] | None]:
+    def directions(self, found: Sequence[Sequence[Tensor] | None]) -> list[list[Tensor] | None]:
         """Directions of this rank's pieces of the parameters.
 
         Args:
@@ -105,7 +96,7 @@ class RecutWindows(Windowing, Pieces):
             By window a tensor per parameter.
         """
         sent, ways = [], []
-        for index, (unit, own) in enumerate(zip(self._units, found, strict=True)):
+        for index, (unit, own) in enumerate(zip(self.units, found, strict=True)):
             for i, p in enumerate(unit.params):
                 way = self._way_of_rows(index, i, True)
                 size = way.have[1] - way.have[0]
@@ -113,11 +104,11 @@ class RecutWindows(Windowing, Pieces):
                 sent.append(x.to(unit.window.dtype_of(i)))
                 ways.append(way)
         arrived = iter(self._moved(sent, ways, "directions"))
-        return [[self._piece_of(p, next(arrived)) for p in unit.params] for unit in self._units]
+        return [[self._piece_of(p, next(arrived)) for p in unit.params] for unit in self.units]
 
     def _piece_of(self, p: nn.Parameter, x: Tensor) -> Tensor:
         """This rank's piece, of what has arrived for it."""
-        layout, rank = self._layouts[p], self.comm.rank
+        layout, rank = self.layouts[p], self.comm.rank
         if layout.dim:
             start, stop = layout.spans[rank]
             x = layout.flat(x.view(layout.shape))[start:stop]
@@ -126,10 +117,10 @@ class RecutWindows(Windowing, Pieces):
     # ------------------------------------------------------------------ who has what
     def _way_of_rows(self, index: int, i: int, back: bool) -> Route:
         """From the pieces of parameter i of a window to the rows of each rank, or back."""
-        unit = self._units[index]
+        unit = self.units[index]
         key = unit, i, back
         if key not in self._ways:
-            layout, rows = self._layouts[unit.params[i]], self._rows_by_rank(index, i)
+            layout, rows = self.layouts[unit.params[i]], self._rows_by_rank(index, i)
             if back:
                 ends = rows, layout.everywhere if layout.dim else layout.spans
             else:  # of one that is cut along another dimension all of it, wherever a part is wanted
@@ -139,7 +130,7 @@ class RecutWindows(Windowing, Pieces):
 
     def _rows_by_rank(self, index: int, i: int) -> Spans:
         """By rank the entries of parameter i of a window that it has rows of."""
-        unit, ranks = self._units[index], range(self.comm.world)
+        unit, ranks = self.units[index], range(self.comm.world)
         if unit.part is None:
             there = set(self.comm.preconditioners(index))
             return tuple((0, unit.params[i].numel()) if r in there else NOTHING for r in ranks)
@@ -154,6 +145,36 @@ class RecutWindows(Windowing, Pieces):
             for i, x in zip(chosen, arrived, strict=True):
                 found[i] = x
         return found
+
+
+def wished_bounds(p: nn.Parameter, layout: Layout | None, parts: Sequence[int], cutting: Cutting) -> Bounds | None:
+    """Where a parameter of a window had best be cut; None for no preference.
+
+    Args:
+        p: The parameter.
+        layout: How it is cut over the ranks; None if it is not.
+        parts: Ranks that have parts of the window.
+        cutting: Where it may be cut.
+
+    Returns:
+        The bounds.
+    """
+    if layout is None or layout.dim or not cutting.grain or p.is_complex():
+        return None
+    spans = dict(zip(parts, layout.spans, strict=True))
+    if any(spans[k] != span for k, span in zip(parts, layout.spans, strict=True)):
+        return None
+    bounds = [0]
+    for k in range(len(spans)):
+        start, stop = spans[k] if spans[k] != NOTHING else (bounds[-1], bounds[-1])
+        if start != bounds[-1]:
+            return None
+        bounds.append(stop)
+    if cutting.blocked and p.numel() < _BLOCKS * len(spans) * cutting.grain:
+        return None  # evenness matters more
+    grain = cutting.grain if cutting.blocked else 1
+    inside = [min(p.numel(), round(b / grain) * grain) for b in bounds[1:-1]]
+    return (0, *inside, p.numel()) if bounds[-1] == p.numel() else None
 
 
 def _portions(tensors: Sequence[Tensor], sizes: Sequence[int], nbytes: int) -> Iterator[list[int]]:

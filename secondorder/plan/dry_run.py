@@ -22,14 +22,14 @@ from secondorder.comm import Parcel, Unit
 from secondorder.curvature.block import Block
 from secondorder.curvature.refresh import Refreshing
 from secondorder.curvature.schema import Place, Schema, likes, tensors
+from secondorder.curvature.window.unit import Unit as Window
 from secondorder.curvature.window.window import LAG, GradientWindow
 from secondorder.lifecycle import Directions, Lifecycle
 from secondorder.parallel.exchange import _WORDS, Sums
-from secondorder.parallel.windows import ShardedWindows
 from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
-from secondorder.preconditioners.window_plan import Unit as Window
-from secondorder.preconditioners.window_plan import real
+from secondorder.preconditioners.window_plan import CATALOG
+from secondorder.preconditioners.windows import WindowPreconditioner
 
 #: FLOPs of factorising [n, n] over n³: an eigendecomposition, a Cholesky factorisation with the inverse.
 _EIGEN, _CHOLESKY = 9.0, 1.0
@@ -272,23 +272,19 @@ def _flops_of_rows(g: Tensor, a: Any, n_a: int, n_g: int) -> tuple[float, float]
     return groups * kernel, groups * direction
 
 
-class RehearsedWindows(Understudy, ShardedWindows):
+class RehearsedWindows(Understudy):
     """A window method."""
+
+    _windows: WindowPreconditioner
 
     def units(self) -> Sequence[Unit]:
         """Windows."""
-        return self._portions or []
+        return self._windows.plan.portions or []
 
     def begin(self, comm: Rehearsal) -> None:
         """Windows as the first rank has them."""
         super().begin(comm)
-        if not comm.is_real:
-            self._bounds = {}
-        named = self._partitioned()
-        self._whole_windows = [self._whole_window(params) for params in named.values()]
-        self._units = [
-            self._new_unit(i, name, params, self._whole_windows[i]) for i, (name, params) in enumerate(named.items())
-        ]
+        self._windows = self._windows.imagined(comm, is_real=comm.is_real)
 
     def intervals(self) -> list[int]:
         """Every step does the same."""
@@ -301,27 +297,23 @@ class RehearsedWindows(Understudy, ShardedWindows):
     def rehearse(self, t: int) -> None:
         """Dots and directions of a step."""
         self.comm.average_gradients(list(self._group))
-        self._sum_dots({})
-        self._exchange([None] * len(self._units))
-
-    def _room(self, unit: Window) -> list[Tensor]:
-        dtypes = [unit.window.dtype_of(i) for i in range(len(unit.params))]
-        return [torch.empty(real(p).shape, dtype=t, device="meta") for p, t in zip(unit.params, dtypes, strict=True)]
+        self._windows.exchange.sum_dots({})
+        self._windows.exchange.directions([None] * len(self._windows.units))
 
     # ------------------------------------------------------------------ what ranks keep and compute
     def holdings(self) -> Iterator[Holding]:
         """Windows, or their parts."""
-        for index, (unit, whole) in enumerate(zip(self._units, self._whole_windows, strict=True)):
+        for index, (unit, whole) in enumerate(zip(self._windows.units, self._windows.plan.wholes, strict=True)):
             whose = None if unit.part is not None else self.comm.holders(index, "curvature")
             yield Holding(whose, "buffers", LAG * torch.float64.itemsize)
             for key, value in whole.shared_state().items():
-                yield Holding(whose, self.catalog[key].kind, value.nbytes)
+                yield Holding(whose, CATALOG[key].kind, value.nbytes)
             if unit.part is not None:
                 yield from self._parts_of(unit, whole)
             else:
                 for i in range(len(unit.params)):
                     for key, value in whole.state(i).items():
-                        yield Holding(whose, self.catalog[key].kind, value.nbytes)
+                        yield Holding(whose, CATALOG[key].kind, value.nbytes)
 
     def _parts_of(self, unit: Window, whole: GradientWindow) -> Iterator[Holding]:
         """Slices, by the column that has them."""
@@ -333,11 +325,11 @@ class RehearsedWindows(Understudy, ShardedWindows):
                 if start < stop:
                     found = part.cutting.cut_state(state, bounds[-1], (start, stop))
                     for key, value in found.items():
-                        yield Holding(self.comm.grid.columns[rank], self.catalog[key].kind, value.nbytes)
+                        yield Holding(self.comm.grid.columns[rank], CATALOG[key].kind, value.nbytes)
 
     def work(self) -> Iterator[Work]:
         """Of the solve, which all parts repeat, and of the passes over the rows."""
-        for index, (unit, portion) in enumerate(zip(self._units, self.units(), strict=True)):
+        for index, (unit, portion) in enumerate(zip(self._windows.units, self.units(), strict=True)):
             whose = None if unit.part is not None else self.comm.holders(index, "curvature")
             yield Work(whose, "refresh", portion.refresh_flops)
             yield Work(whose, "precondition", portion.step_flops / (1 if unit.part is None else unit.part.size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 from secondorder import options
 from secondorder.comm import CommOpt, CommStrategy, DedicatedWorkers, Local, RankGrid, Unit
@@ -16,7 +16,7 @@ from secondorder.plan.dry_run import RehearsedLayers, RehearsedWindows, Understu
 from secondorder.plan.plan import Plan, RankPlan, Sum, Traffic, Work, means, spread
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.plan.roles import RoleRehearsal
-from secondorder.preconditioners.window_plan import Windowing
+from secondorder.preconditioners.windows import WindowPreconditioner
 
 #: Most steps that are looked at, where the intervals of groups have no small common multiple.
 _LONGEST = 10_000
@@ -56,7 +56,9 @@ class Planning(Lifecycle):
                 "plan() counts parameters that every rank holds: ask an optimizer of the model before fully_shard"
             )
         world, strategy, told = self._supposed_world(world_size, comm)
-        family = RehearsedWindows if isinstance(self, Windowing) else self.understudy
+        family = (
+            RehearsedWindows if isinstance(cast(Any, self).preconditioner, WindowPreconditioner) else self.understudy
+        )
         actor = family.of(self)
         actor.suppose(batch_size)
         is_real = world == self.comm.world and comm in (None, self.comm)

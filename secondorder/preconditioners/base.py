@@ -8,14 +8,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from secondorder.comm.layout import Layout
 from secondorder.curvature.damping_watch import Damped
 
+Group = dict[str, Any]
 Directions = dict[nn.Parameter, Tensor]
+
+
+@dataclass
+class ParameterTable:
+    """Parameters, their options and their state, as the optimizer has them.
+
+    torch and trainers replace these objects; the optimizer puts the new ones in here before anybody reads them.
+
+    Attributes:
+        groups: The parameter groups.
+        state: State by parameter.
+        names: By parameter.
+        group_of: Group of each parameter.
+        root: The module, if there is one.
+        layouts: How parameters are cut over ranks; empty if they are not.
+    """
+
+    groups: list[Group] = field(default_factory=list)
+    state: MutableMapping[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    names: Mapping[nn.Parameter, str] = field(default_factory=dict)
+    group_of: Mapping[nn.Parameter, Group] = field(default_factory=dict)
+    root: nn.Module | None = None
+    layouts: Mapping[nn.Parameter, Layout] = field(default_factory=dict)
 
 
 class Proposal(NamedTuple):
@@ -34,9 +60,6 @@ class Proposal(NamedTuple):
 
 class Preconditioner(Protocol):
     """The stages of a step over all curvature that an optimizer has."""
-
-    def require_ready(self) -> None:
-        """Refuse a step that cannot be taken."""
 
     def check_gradients(self) -> None:
         """Look whether the gradients of this rank are those that something was captured of."""

@@ -111,8 +111,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             raise RuntimeError(self._is_a_copy())
         return self._capture
 
-    def require_ready(self) -> None:
-        """Refuse a step without a module."""
+    def _prepare(self) -> None:
         _ = self.capture  # which raises without a module
         self._runtime.renew(self.state, self.param_groups)
 

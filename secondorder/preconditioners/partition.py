@@ -3,71 +3,72 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
 
 from torch import nn
 
-from secondorder.checkpoint.checkpoint import Checkpointing
-from secondorder.curvature.window.shards import plain
-from secondorder.curvature.window.window import SLOT_DIM
+from secondorder.preconditioners.base import ParameterTable
 
 _NORM_LAYER = re.compile(r"Norm(\d?d)?$")
 _MADE_UP_NAME = re.compile(r"group ?\d+(\.| parameter )\d+$")
 
+HasRows = Callable[[nn.Parameter], bool]
 
-class Partitioning(Checkpointing):
-    """Parts the parameters of an optimizer among windows."""
 
-    def _begin_partition(
-        self, structure: tuple[Any, ...], excluded: dict[nn.Parameter, str], covered: Iterable[nn.Parameter]
+class Partition:
+    """Parts the parameters of an optimizer among windows.
+
+    Args:
+        kind: ``"global"``, ``"group"`` or ``"layer"``.
+        skip_norm_layers: Whether the parameters of normalisation layers follow the fallback.
+        skip_biases: Whether biases do.
+        excluded: Parameters that were left out before, and why.
+    """
+
+    def __init__(
+        self, kind: str, skip_norm_layers: bool, skip_biases: bool, excluded: dict[nn.Parameter, str] | None = None
     ) -> None:
-        self._structure = structure
-        self._compression, self._window_dtype, self._partition, *flags, self._seed = structure
-        self._skip_norm_layers, self._skip_biases = flags
-        self._excluded = excluded
-        #: What was covered before this was copied: its rows may be on other ranks.
-        self._copied = set(covered)
+        self.kind = kind
+        self.excluded: dict[nn.Parameter, str] = excluded or {}
+        self._skip_norm_layers, self._skip_biases = skip_norm_layers, skip_biases
 
-    def _partitioned(self) -> dict[str, list[nn.Parameter]]:
+    def units(self, table: ParameterTable, has_rows: HasRows) -> dict[str, list[nn.Parameter]]:
         """Covered parameters by the unit they belong to."""
         found: dict[str, list[nn.Parameter]] = {}
-        for i, group in enumerate(self.param_groups):
+        for i, group in enumerate(table.groups):
             for p in group["params"]:
                 # One that was frozen later stays, with zeros; one that was frozen from the start costs nothing.
-                if p not in self._excluded and (p.requires_grad or self._has_rows(p)):
-                    found.setdefault(self._unit_name(p, i), []).append(p)
+                if p not in self.excluded and (p.requires_grad or has_rows(p)):
+                    found.setdefault(self._unit_name(table.names[p], i), []).append(p)
         return found
 
-    def _unit_name(self, p: nn.Parameter, group_index: int) -> str:
-        if self._partition == "global":
+    def _unit_name(self, name: str, group_index: int) -> str:
+        if self.kind == "global":
             return "all"
-        if self._partition == "group":
+        if self.kind == "group":
             return f"group {group_index}"
-        name = self._names[p]
         return name if _MADE_UP_NAME.match(name) else name.rpartition(".")[0] or "(root)"
 
-    def _exclude(self) -> None:
-        """Parameters that the user leaves to the fallback; decided once for each."""
-        owners = () if self._root is None else self._root.modules()
+    def exclude(self, table: ParameterTable, has_rows: HasRows) -> None:
+        """Leave parameters to the fallback as the user wants it; decided once for each."""
+        owners = () if table.root is None else table.root.modules()
         layers = {p: m for m in owners for p in m.parameters(recurse=False)}
-        for p in self._group:
-            if "pos" in self.state[p] or self._has_rows(p):
+        for p in table.group_of:
+            if "pos" in table.state[p] or has_rows(p):
                 continue
             if self._skip_norm_layers and _is_norm(p, layers.get(p)):
-                self._excluded[p] = "left out by skip_norm_layers"
-            elif self._skip_biases and self._is_bias(p, layers.get(p)):
-                self._excluded[p] = "left out by skip_biases"
-        self._reasons = {p: "frozen" for p in self._group if not p.requires_grad} | self._excluded
-        self._skipped_by_user = set(self._excluded)
+                self.excluded[p] = "left out by skip_norm_layers"
+            elif self._skip_biases and _is_bias(p, table.names[p], layers.get(p)):
+                self.excluded[p] = "left out by skip_biases"
 
-    def _has_rows(self, p: nn.Parameter) -> bool:
-        """Whether a parameter is in a window, or was before this was copied."""
-        return self._covers(p) or p in self._copied or any(plain(key) in SLOT_DIM for key in self.state[p])
+    def reasons(self, table: ParameterTable) -> dict[nn.Parameter, str]:
+        """Why parameters have no curvature."""
+        return {p: "frozen" for p in table.group_of if not p.requires_grad} | self.excluded
 
-    def _is_bias(self, p: nn.Parameter, layer: nn.Module | None) -> bool:
-        named = layer is not None or not _MADE_UP_NAME.match(self._names[p])
-        return self._names[p].rpartition(".")[2].endswith("bias") if named else p.dim() <= 1
+
+def _is_bias(p: nn.Parameter, name: str, layer: nn.Module | None) -> bool:
+    named = layer is not None or not _MADE_UP_NAME.match(name)
+    return name.rpartition(".")[2].endswith("bias") if named else p.dim() <= 1
 
 
 def _is_norm(p: nn.Parameter, layer: nn.Module | None) -> bool:

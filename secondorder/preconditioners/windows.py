@@ -1,164 +1,149 @@
-"""Window methods: the stages of a step over a window of past gradients, with or without a module."""
+"""The stages of a step over windows of past gradients.
+
+::
+
+    gradients ─► own parts ─► push ─► dots summed over parts ─► solve ─► combine ─► directions of all windows
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.comm import CommStrategy
 from secondorder.comm.layout import local
 from secondorder.curvature.damping_watch import Damped
-from secondorder.curvature.window.form import Compression
-from secondorder.curvature.window.lowrank import LowRank
-from secondorder.curvature.window.rows import gated
-from secondorder.curvature.window.topk import TopK
+from secondorder.curvature.solvers import WindowSolver
 from secondorder.curvature.window.unit import Source, Unit, real
 from secondorder.curvature.window.window import Push
-from secondorder.lifecycle import Directions, Group, module_of
 from secondorder.linalg import gram
 from secondorder.linalg.dense import full_precision
-from secondorder.optimizer import SecondOrderOptimizer
-from secondorder.parallel.windows import ShardedWindows
-from secondorder.preconditioners.base import Preconditioner, Proposal
+from secondorder.parallel.windows import WindowExchange
+from secondorder.preconditioners.base import Directions, ParameterTable, Preconditioner, Proposal
+from secondorder.preconditioners.window_plan import Portions, WindowOptions, WindowPlan
 
-#: Norm of a gradient above which its products overflow, by working precision.
 #: Steps after which the damping is compared with the curvature.
 _STEPS_BEFORE_WATCH = 20
+#: Norm of a gradient above which its products overflow, by working precision.
 _LARGEST_NORM = {torch.float32: 1e15, torch.float64: 1e150}
 #: Entries of the matrices that are factorised in one batch.
 _BATCH = 1 << 20
 
 
-def window_betas(name: str, value: Any) -> None:
-    """A check for β₁ in [0, 1) and β₂ in (0, 1]."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(options.is_number(b) for b in value):
-        raise TypeError(f"{name} must be a pair of numbers, got {value!r}")
-    if not 0.0 <= value[0] < 1.0:
-        raise ValueError(f"{name}[0] must be in [0, 1), got {value[0]}")
-    if not 0.0 < value[1] <= 1.0:
-        raise ValueError(f"{name}[1] must be in (0, 1], got {value[1]}")
-
-
-#: Checks of the options that all window methods have.
-WINDOW_CHECKS: dict[str, options.Check] = {
-    "window_size": options.whole(1),
-    "weight_decay_mode": options.choice("standard", "legacy", "reg", "both"),
-    "checkpoint_curvature": options.choice("all", "none"),
-}
-
-
-class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
-    """Base of the methods that precondition with a window of past gradients.
-
-    A method supplies its ``solver``, a :class:`secondorder.curvature.solvers.WindowSolver`.
+class WindowPreconditioner(Preconditioner):
+    """Windows of past gradients, with all that a step does with them.
 
     Args:
-        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
-        defaults: Group options.
-        module: The module, for names, layers and types of layers; not needed.
-        comm: Communication strategy; None: every rank has every window whole.
-        compression: Of the rows.
-        window_dtype: Of dense rows.
-        partition: Which parameters share a window.
-        skip_norm_layers: Whether the parameters of normalisation layers follow the fallback.
-        skip_biases: Whether biases do.
-        grad_scaler: Loss scaler of float16 training.
-        seed: Of the first warm starts of low-rank rows.
-
-    Raises:
-        ValueError: For a bad option.
-        TypeError: For one of a wrong kind.
-        RuntimeError: If the window does not fit into free memory.
+        solver: The mathematics of the method.
+        structure: What is the same in all groups.
+        comm: Who holds what.
+        table: The parameters.
+        kept: What ``WindowPlan.kept`` has said of the optimizer that this one is a copy of.
     """
 
     def __init__(
         self,
-        params: ParamsT | nn.Module | Sequence[nn.Module],
-        defaults: dict[str, Any],
-        *,
-        module: nn.Module | Sequence[nn.Module] | None,
-        comm: CommStrategy | None,
-        compression: Compression,
-        window_dtype: torch.dtype | None,
-        partition: str,
-        skip_norm_layers: bool,
-        skip_biases: bool,
-        grad_scaler: Any,
-        seed: int,
+        solver: WindowSolver,
+        structure: WindowOptions,
+        comm: CommStrategy,
+        table: ParameterTable,
+        kept: dict[str, Any] | None = None,
     ) -> None:
-        root, given = module_of(type(self).__name__, params, module)
-        if compression is not None and not isinstance(compression, (TopK, LowRank)):
-            raise TypeError(f"compression must be None, TopK(...) or LowRank(...), got {compression!r}")
-        if window_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
-            kind = ValueError if isinstance(window_dtype, torch.dtype) else TypeError
-            raise kind(f"window_dtype must be None, float32, float64 or bfloat16, got {window_dtype!r}")
-        if isinstance(compression, TopK) and window_dtype is not None:
-            raise ValueError("window_dtype is for dense and low-rank rows; TopK has its own value_dtype")
-        options.choice("global", "group", "layer")("partition", partition)
-        options.flag("skip_norm_layers", skip_norm_layers)
-        options.flag("skip_biases", skip_biases)
-        options.whole(0)("deterministic_seed", seed)
-        self._begin_life(comm)
-        self._begin_windows((compression, window_dtype, partition, skip_norm_layers, skip_biases, seed), {})
-        super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
+        known = {key: value for key, value in (kept or {}).items() if key != "options"}
+        self.solver, self.structure, self.comm, self.table = solver, structure, comm, table
+        self.plan = WindowPlan(solver, structure, comm, table, **known)
+        self.exchange = WindowExchange(comm)
+        #: Steps taken, which the optimizer counts.
+        self.step = 0
+        self._norms: dict[nn.Parameter, Tensor] = {}
 
-    # ------------------------------------------------------------------ stages 1 to 3: the window
-    def damped(self) -> list[Damped] | None:
-        """The damping of all windows that this rank keeps, after a number of steps; None before and later."""
-        if self._t + 1 != _STEPS_BEFORE_WATCH:
-            return None
-        held = (unit for unit in self._units if unit.held and unit.part is None and unit.a is not None)
-        return [found for unit in held if (found := self.solver.bounds(unit)) is not None]
-
-    # ------------------------------------------------------------------ stages 1 to 3: the window
     @property
-    def preconditioner(self) -> Preconditioner:
-        """The optimizer itself."""
-        return self
+    def units(self) -> Sequence[Unit]:
+        """The windows."""
+        return self.plan.units
 
-    def require_ready(self) -> None:
-        """Follow parameters that have changed since the last step."""
-        self._synchronize()  # a parameter may have been frozen, unfrozen or moved since the last step
-        for group in self.param_groups[1:]:
-            self._require_agreement(group)
+    def follow(self, place: Callable[[Portions], None]) -> bool:
+        """Plan anew, for the parameters as they are now; returns whether there are new windows."""
+        changed = self.plan.follow(place)
+        self.reconnect()
+        return changed
 
-    def _acceptable(self, gradients: Directions) -> Tensor:
-        norms = self._norms(list(gradients), list(gradients.values()))
-        self._gradient_norms = dict(zip(gradients, norms.unbind(), strict=True))
-        precise = all(self._working(p) == torch.float64 for p in self._unit_of)
-        limit = _LARGEST_NORM[torch.float64 if precise else torch.float32]
-        small: Tensor = torch.linalg.vector_norm(norms) < limit
-        return small
+    def reconnect(self) -> None:
+        """Exchange the windows that the plan has now."""
+        self.exchange.follow(self.plan.units, self.table.group_of, self.table.layouts)
 
+    def imagined(self, comm: CommStrategy, *, is_real: bool) -> WindowPreconditioner:
+        """The same windows under another strategy, laid out as its first rank has them, but not allocated.
+
+        Args:
+            comm: The strategy.
+            is_real: Whether parameters are cut there as they are now.
+
+        Returns:
+            The windows; only what follows from shapes can be asked of them.
+        """
+        found = WindowPreconditioner(self.solver, self.structure, comm, self.table, self.plan.kept())
+        found.plan.lay_out(self.plan.portions, keep=is_real)
+        found.exchange = WindowExchange(comm, torch.device("meta"))
+        found.reconnect()
+        return found
+
+    # ------------------------------------------------------------------ stages 1 to 3: the window
     def check_gradients(self) -> None:
-        """Nothing was captured."""
-
-    def collect(self) -> None:
         """Nothing was captured."""
 
     def discard(self) -> None:
         """Nothing was captured."""
 
+    def collect(self) -> None:
+        """Nothing was captured."""
+
     def drop(self) -> None:
         """Count a batch that is left out."""
-        for unit in self._units:
+        for unit in self.units:
             if unit.held:
                 unit.window.counters["skipped"].add_(1)
 
+    def damped(self) -> list[Damped] | None:
+        """The damping of all windows that this rank keeps, after a number of steps; None before and later."""
+        if self.step + 1 != _STEPS_BEFORE_WATCH:
+            return None
+        held = (unit for unit in self.units if unit.held and unit.part is None and unit.a is not None)
+        return [found for unit in held if (found := self.solver.bounds(unit)) is not None]
+
+    def acceptable(self, gradients: Directions, norms: Tensor) -> Tensor:
+        """Whether no product of gradients overflows, a 0-dim bool tensor.
+
+        Args:
+            gradients: By parameter.
+            norms: Of each ``[len(gradients)]``.
+
+        Returns:
+            The flag.
+        """
+        self._norms = dict(zip(gradients, norms.unbind(), strict=True))
+        precise = all(self.structure.working(p) == torch.float64 for p in self.plan.unit_of)
+        limit = _LARGEST_NORM[torch.float64 if precise else torch.float32]
+        small: Tensor = torch.linalg.vector_norm(norms) < limit
+        return small
+
     def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         """Store the gradients as the newest rows."""
-        self._refresh_stale()
+        self.exchange.refresh_stale()
         pushes: dict[Unit, Push] = {}
-        betas = {unit: self._momentum_if_wanted(unit) for unit in self._units}
-        for unit in self._units:
+        betas = {unit: self.plan.momentum_if_wanted(unit) for unit in self.units}
+        for unit in self.units:
             self._find_inputs(unit, gradients)
-        decays = self._own([self._decay_in_direction(unit) for unit in self._units]) if self._decays_anywhere else None
-        for unit, own in zip(self._units, self._own([unit.inputs for unit in self._units]), strict=True):
+        decays = (
+            self.exchange.own([self._decay_in_direction(unit) for unit in self.units])
+            if self.exchange.decays_anywhere
+            else None
+        )
+        for unit, own in zip(self.units, self.exchange.own([unit.inputs for unit in self.units]), strict=True):
             decayed = None if decays is None else next(decays)
             if own is None:
                 continue
@@ -166,17 +151,17 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
                 pushes[unit] = unit.window.push(own, gate, betas[unit])
                 unit.decayed = None if decayed is None else self._scaled_decay(unit, decayed)
                 unit.decay_dots = None if unit.decayed is None else unit.window.dots(unit.decayed)
-        self._sum_dots(pushes)
+        self.exchange.sum_dots(pushes)
         for unit, push in pushes.items():
             unit.window.finish(push)
-        self._gradient_norms = {}
+        self._norms = {}
 
     def _find_inputs(self, unit: Unit, gradients: Directions) -> None:
         """What enters a window, and how long it is."""
         inputs = [self._input(p, gradients) for p in unit.params]
         unit.inputs = inputs if any(x is not None for x in inputs) else None
         if unit.inputs is not None:
-            there = [self._gradient_norms[p] for p in unit.params if p in self._gradient_norms]
+            there = [self._norms[p] for p in unit.params if p in self._norms]
             unit.norm = torch.linalg.vector_norm(torch.stack(there))
 
     def _input(self, p: nn.Parameter, gradients: Directions) -> Tensor | None:
@@ -184,8 +169,8 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
         gradient = gradients.get(p)
         if gradient is None:
             return None
-        group = self._group[p]
-        rule = self._options(p)["graft"] or group["inner"]
+        group = self.table.group_of[p]
+        rule = self.plan.unit_of[p].group["graft"] or group["inner"]
         coupled = group["weight_decay_mode"] == "standard" and not options.is_decoupled(rule, group)
         if group["weight_decay"] and coupled:
             gradient = gradient.add(local(p), alpha=group["weight_decay"])
@@ -195,14 +180,14 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
     def refresh_due(self) -> list[int]:
         """Solve for the coefficients of all directions."""
         alike: dict[tuple[object, ...], list[Unit]] = {}
-        for unit in self._units:
+        for unit in self.units:
             if unit.inputs is not None and unit.held:
                 unit.source = self._source(unit)
-                alike.setdefault(self.solver.key(unit, self._t), []).append(unit)
+                alike.setdefault(self.solver.key(unit, self.step), []).append(unit)
         for units in _batches(alike.values()):
             parts = [unit.window.lower() for unit in units]
             lower = parts[0][None] if len(parts) == 1 else torch.stack(parts)
-            for unit, a in zip(units, self.solver.coefficients(units, lower, self._t), strict=True):
+            for unit, a in zip(units, self.solver.coefficients(units, lower, self.step), strict=True):
                 unit.a = a
         return []
 
@@ -231,27 +216,25 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
 
     def _decay_in_direction(self, unit: Unit) -> list[Tensor | None] | None:
         """The parameters whose decay is preconditioned but kept out of the window (``"reg"``, ``"both"``)."""
-        if not self._decays_outside(unit) or unit.inputs is None:
+        if not self.exchange.decays_outside(unit) or unit.inputs is None:
             return None
         pairs = zip(unit.params, unit.inputs, strict=True)
-        found = [real(local(p.detach())) if x is not None and self._decay_of(p) else None for p, x in pairs]
+        found = [real(local(p.detach())) if x is not None and self.exchange.decay_of(p) else None for p, x in pairs]
         return found if any(x is not None for x in found) else None
 
     def _scaled_decay(self, unit: Unit, own: Sequence[Tensor | None]) -> list[Tensor | None]:
         """``wd·p`` of this rank's part of a window, in its precision."""
         pairs = zip(unit.params, own, strict=True)
-        return [None if x is None else x.to(self._working(p)) * self._decay_of(p) for p, x in pairs]
+        return [None if x is None else x.to(self.structure.working(p)) * self.exchange.decay_of(p) for p, x in pairs]
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
     def propose(self, gradients: Directions, gate: Tensor | None) -> Proposal:
         """Directions of all windows."""
         directions: Directions = {}
-        adam = [p for p in gradients if p in self._unit_of and options.is_adam(self._options(p)["graft"])]
-        self._count_moments(adam, gradients, gate)
-        shared = self._exchange([self._combined(unit) for unit in self._units])
+        shared = self.exchange.directions([self._combined(unit) for unit in self.units])
         raw: Directions = {}
         sizes: list[tuple[str | None, list[nn.Parameter]]] = []
-        for unit, found in zip(self._units, shared, strict=True):
+        for unit, found in zip(self.units, shared, strict=True):
             if unit.inputs is None or found is None:
                 continue
             there = [(p, u, x) for p, u, x in zip(unit.params, found, unit.inputs, strict=True) if x is not None]
@@ -272,50 +255,25 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
                 u.addcmul_(r.to(u.dtype), torch.as_tensor(unit.outside, dtype=u.dtype, device=u.device))
         return found
 
-    # ------------------------------------------------------------------ stage 7: update
-    def _apply_rule(
-        self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
-    ) -> None:
-        if rule == "adam" and self._covers(params[0]):
-            group = {**group, "weight_decay": 0.0}  # it is in the window
-        if rule in ("sgd", "sized_adam", "sized_adamw") and self._covers(params[0]):
-            mode = group["weight_decay_mode"]
-            if mode in ("legacy", "both") and group["weight_decay"]:
-                kept = 1 - group["weight_decay"]
-                for p in params:
-                    local(p).mul_(gated(gate, kept, 1.0))
-            in_window = mode != "standard" or (rule == "sgd" and not group["decoupled_weight_decay"])
-            momentum, factor = self.solver.momentum_after(group)
-            if factor != 1 and rule == "sgd":
-                directions = list(torch._foreach_mul(directions, factor))
-            group = {**group, "momentum": momentum, "weight_decay": 0.0 if in_window else group["weight_decay"]}
-        super()._apply_rule(rule, params, group, directions, gate)
-
-    def state_dict(self) -> dict[str, Any]:
-        """State by parameter and group options, as ``torch.optim``; each parameter shows its part of the window."""
-        self._synchronize()
-        for unit in self._units:
-            self._momentum_if_wanted(unit)
+    # ------------------------------------------------------------------ reading
+    def settle(self) -> None:
+        """Have everything that state shows arrive."""
+        for unit in self.units:
+            self.plan.momentum_if_wanted(unit)
             for event in unit.arrivals.values():
                 event.synchronize()
-        return super().state_dict()
 
-    # ------------------------------------------------------------------ what it tells
-    def _summary(self) -> str:
-        return f"{len(self._units)} window{'s' if len(self._units) != 1 else ''}"
-
-    _sizes_are = "rows × entries"
-
-    def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        unit = self._unit_of.get(p)
+    def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
+        """What covers a parameter, its size, and who has it; the first empty if nothing does."""
+        unit = self.plan.unit_of.get(p)
         if unit is None:
             return "", "", ""
-        form = unit.window.form.describe(self._working(p))
+        form = unit.window.form.describe(self.structure.working(p))
         part = unit.part
-        owner = f"rank {self.comm.owner(self._units.index(unit))}" if part is None else f"in {part.size} parts"
+        owner = f"rank {self.comm.owner(self.plan.units.index(unit))}" if part is None else f"in {part.size} parts"
         return f"window '{unit.name}' ({form})", f"{unit.window.m} × {real(p).numel()}", owner
 
-    def dense_curvature(self, name: str) -> Tensor:
+    def dense(self, name: str) -> Tensor:
         """The undamped curvature of a layer or a parameter as a dense ``[n, n]`` matrix, float64.
 
         Args:
@@ -329,7 +287,7 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
             RuntimeError: If no step was taken yet, or if the rows are not all on this rank.
         """
         chosen = self._named(name)
-        unit = self._unit_of[chosen[0]]
+        unit = self.plan.unit_of[chosen[0]]
         if unit.part is not None or not unit.held:
             raise RuntimeError(
                 f"the rows of '{name}' are not all on rank {self.comm.rank}: use comm=CommOpt(), or load what "
@@ -350,44 +308,20 @@ class WindowOptimizer(ShardedWindows, SecondOrderOptimizer):
 
     def _named(self, name: str) -> list[nn.Parameter]:
         """Covered parameters of one window that a module or parameter name means."""
-        by_name = {self._names[p]: p for p in self._unit_of}
+        by_name = {self.table.names[p]: p for p in self.plan.unit_of}
         while True:
             wanted = [name] if name in by_name else [f"{name}.{own}" if name else own for own in ("weight", "bias")]
             found = [by_name[own] for own in wanted if own in by_name]
             if found:
-                return [p for p in found if self._unit_of[p] is self._unit_of[found[0]]]
+                return [p for p in found if self.plan.unit_of[p] is self.plan.unit_of[found[0]]]
             if not name.startswith("module."):
                 raise ValueError(
                     f"no parameter in a window is named '{name}'; there are: {', '.join(by_name) or 'none'}"
                 )
             name = name.removeprefix("module.")
 
-    def diagnostics(self) -> dict[str, Any]:
-        """Counters as plain numbers and, by window, how its last direction relates to the gradient.
-
-        Everything comes from the Gram matrix: no pass over the parameters, but one eigendecomposition ``[m, m]`` per
-        window. Reading waits for the device, and never for another rank: windows that are on other ranks only are left
-        out, and so is what is not sent of windows in parts.
-
-        Returns:
-            ``step``, ``skipped_steps``, ``stage_ms``, ``damping``, ``graft_factor``, ``solve_failures``, and ``units``:
-            by name of the window a dict of ``rows``, ``count`` (rows ever stored) and, once a step was taken,
-            ``damping``, ``condition_number`` and the entries of
-            :func:`secondorder.linalg.gram.metrics` (cosine, angle in degrees, norm ratio, amplification, effective
-            rank, ...) and for compressed rows ``sent_energy``, ``residual_norm`` and ``residual_ratio`` (to the norm of
-            the gradient).
-        """
-        found, held = super().diagnostics(), [unit for unit in self._units if unit.held]
-        if held:  # counted in the state, so that copies and checkpoints keep it
-            found["skipped_steps"] = max(int(unit.window.counters["skipped"]) for unit in held)
-        found["solve_failures"] = sum(int(unit.window.counters["solve_failures"]) for unit in held)
-        found["damping"] = [g.get("damping", g.get("eps")) for g in self.param_groups]
-        first = {unit.name: next((p for p in unit.params if p in self._graft_factors), None) for unit in held}
-        found["graft_factor"] = {name: float(self._graft_factors[p]) for name, p in first.items() if p is not None}
-        found["units"] = {unit.name: dict(self._unit_metrics(unit)) for unit in held}
-        return found
-
-    def _unit_metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:
+    def metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:
+        """Numbers of a window's last direction, by name."""
         window = unit.window
         yield "rows", window.filled
         yield "count", int(window.counters["count"])

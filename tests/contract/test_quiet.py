@@ -159,7 +159,10 @@ def test_bounds_of_rows_are_close_above_the_largest_eigenvalue(name):
         pairs = [(opt.bounds(block), opt.extremes(block)) for block in opt._blocks]
         pairs = [(bounds.undamped, truth.largest - truth.damping) for bounds, truth in pairs]
     else:
-        pairs = [(opt.solver.bounds(unit).extremes.undamped, opt.solver.extremes(unit)[1]) for unit in opt._units]
+        pairs = [
+            (opt.solver.bounds(unit).extremes.undamped, opt.solver.extremes(unit)[1])
+            for unit in opt.preconditioner.units
+        ]
     for bound, truth in pairs:
         assert (bound >= truth * (1 - 1e-5)).all()
         assert (bound <= truth * 1.5).all()

@@ -31,7 +31,7 @@ def batches(rank: int, world: int, run: Run, steps: int) -> Iterator[tuple[Tenso
 
 def owned(optimizer: Any) -> list[int]:
     """Owners of the blocks or windows."""
-    count = len(getattr(optimizer, "_blocks", None) or optimizer._units)
+    count = len(getattr(optimizer, "_blocks", None) or optimizer.preconditioner.units)
     return [optimizer.comm.owner(i) for i in range(count)]
 
 

@@ -1,0 +1,402 @@
+"""What the window methods have in common: options, and a :class:`WindowPreconditioner` behind the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from secondorder import options
+from secondorder.checkpoint.windows import WindowCheckpoint
+from secondorder.comm import CommStrategy
+from secondorder.comm.layout import local
+from secondorder.curvature.layer import unwrap
+from secondorder.curvature.schema import Schema
+from secondorder.curvature.solvers import WindowSolver
+from secondorder.curvature.window.form import Compression
+from secondorder.curvature.window.lowrank import LowRank
+from secondorder.curvature.window.rows import gated
+from secondorder.curvature.window.shards import plain
+from secondorder.curvature.window.topk import TopK
+from secondorder.curvature.window.window import SHARED, SLOT_DIM
+from secondorder.lifecycle import Directions, Group, module_of
+from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.preconditioners.base import ParameterTable
+from secondorder.preconditioners.window_plan import CATALOG, WindowOptions
+from secondorder.preconditioners.windows import WindowPreconditioner
+
+
+def window_betas(name: str, value: Any) -> None:
+    """A check for β₁ in [0, 1) and β₂ in (0, 1]."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(options.is_number(b) for b in value):
+        raise TypeError(f"{name} must be a pair of numbers, got {value!r}")
+    if not 0.0 <= value[0] < 1.0:
+        raise ValueError(f"{name}[0] must be in [0, 1), got {value[0]}")
+    if not 0.0 < value[1] <= 1.0:
+        raise ValueError(f"{name}[1] must be in (0, 1], got {value[1]}")
+
+
+#: Checks of the options that all window methods have.
+WINDOW_CHECKS: dict[str, options.Check] = {
+    "window_size": options.whole(1),
+    "weight_decay_mode": options.choice("standard", "legacy", "reg", "both"),
+    "checkpoint_curvature": options.choice("all", "none"),
+}
+
+
+class WindowOptimizer(SecondOrderOptimizer):
+    """Base of the methods that precondition with a window of past gradients.
+
+    A method supplies its ``solver``, a :class:`secondorder.curvature.solvers.WindowSolver`.
+
+    Args:
+        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
+        defaults: Group options.
+        module: The module, for names, layers and types of layers; not needed.
+        comm: Communication strategy; None: every rank has every window whole.
+        compression: Of the rows.
+        window_dtype: Of dense rows.
+        partition: Which parameters share a window.
+        skip_norm_layers: Whether the parameters of normalisation layers follow the fallback.
+        skip_biases: Whether biases do.
+        grad_scaler: Loss scaler of float16 training.
+        seed: Of the first warm starts of low-rank rows.
+
+    Raises:
+        ValueError: For a bad option.
+        TypeError: For one of a wrong kind.
+        RuntimeError: If the window does not fit into free memory.
+    """
+
+    #: The mathematics of the method.
+    solver: ClassVar[WindowSolver]
+    catalog: ClassVar[Schema] = CATALOG
+    #: Options on which the groups of one window must agree.
+    shared_options: ClassVar[tuple[str, ...]] = ("window_size", "graft", "weight_decay_mode")
+    _structural = ("window_size",)
+    _common: ClassVar[frozenset[str]] = SecondOrderOptimizer._common | {*SHARED}
+    _sizes_are = "rows × entries"
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module | Sequence[nn.Module],
+        defaults: dict[str, Any],
+        *,
+        module: nn.Module | Sequence[nn.Module] | None,
+        comm: CommStrategy | None,
+        compression: Compression,
+        window_dtype: torch.dtype | None,
+        partition: str,
+        skip_norm_layers: bool,
+        skip_biases: bool,
+        grad_scaler: Any,
+        seed: int,
+    ) -> None:
+        root, given = module_of(type(self).__name__, params, module)
+        if compression is not None and not isinstance(compression, (TopK, LowRank)):
+            raise TypeError(f"compression must be None, TopK(...) or LowRank(...), got {compression!r}")
+        if window_dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
+            kind = ValueError if isinstance(window_dtype, torch.dtype) else TypeError
+            raise kind(f"window_dtype must be None, float32, float64 or bfloat16, got {window_dtype!r}")
+        if isinstance(compression, TopK) and window_dtype is not None:
+            raise ValueError("window_dtype is for dense and low-rank rows; TopK has its own value_dtype")
+        options.choice("global", "group", "layer")("partition", partition)
+        options.flag("skip_norm_layers", skip_norm_layers)
+        options.flag("skip_biases", skip_biases)
+        options.whole(0)("deterministic_seed", seed)
+        self._begin_life(comm)
+        self._structure = WindowOptions(compression, window_dtype, partition, skip_norm_layers, skip_biases, seed)
+        super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
+
+    # ------------------------------------------------------------------ the windows
+    @property
+    def preconditioner(self) -> WindowPreconditioner:
+        """The windows."""
+        return self._windows
+
+    def _make_windows(self, kept: dict[str, Any] | None = None) -> None:
+        self._windows = WindowPreconditioner(self.solver, self._structure, self.comm, ParameterTable(), kept)
+        self._checkpoint = WindowCheckpoint(self._windows.plan, self._windows.exchange, self.comm, self._windows.table)
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        """Let the windows see the parameters as they are now."""
+        table = self._windows.table
+        table.groups, table.names, table.group_of = self.param_groups, self._names, self._group
+        table.state = cast("MutableMapping[nn.Parameter, dict[str, Any]]", self.state)
+        table.root, table.layouts = self._root, self._layouts
+
+    def _connect(self, root: nn.Module | None) -> None:
+        self._root = None if root is None else unwrap(root)
+        known = {p for group in self.param_groups for p in group["params"]}
+        if not hasattr(self, "_windows"):  # not before the strategy is known
+            self._make_windows()
+        elif not self._windows.plan.unit_of.keys() <= known:
+            self._windows.plan.units, self._windows.plan.unit_of = [], {}  # others took their place, with their state
+        self._closed = False
+        self._rebuild()
+
+    def _plan(self) -> bool:
+        for group in self.param_groups:
+            self.checks["window_size"]("window_size", group["window_size"])
+        self._name_parameters()
+        self._tabulate()
+        partition = self._windows.plan.partition
+        changed = self._windows.follow(self._place)
+        self._reasons = partition.reasons(self._windows.table)
+        self._skipped_by_user = set(partition.excluded)
+        return changed
+
+    def _prepare(self) -> None:
+        self._tabulate()
+        self._synchronize()  # a parameter may have been frozen, unfrozen or moved since the last step
+        for group in self.param_groups[1:]:
+            self._require_agreement(group)
+        self._windows.step = self._t
+
+    def _acceptable(self, gradients: Directions) -> Tensor:
+        return self._windows.acceptable(gradients, self._norms(list(gradients), list(gradients.values())))
+
+    def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
+        adam = [p for p in gradients if self._covers(p) and options.is_adam(self._options(p)["graft"])]
+        self._count_moments(adam, gradients, gate)
+        return super()._directions(gradients, gate)
+
+    def _facts(self) -> dict[str, list[str]]:
+        """Windows whose sums are due too: they are a message."""
+        stale = [unit.name for unit in self._windows.units if unit.window.stale]
+        return {**super()._facts(), "windows to sum anew": stale}
+
+    # ------------------------------------------------------------------ stage 7: update
+    def _apply_rule(
+        self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
+    ) -> None:
+        if rule == "adam" and self._covers(params[0]):
+            group = {**group, "weight_decay": 0.0}  # it is in the window
+        if rule in ("sgd", "sized_adam", "sized_adamw") and self._covers(params[0]):
+            mode = group["weight_decay_mode"]
+            if mode in ("legacy", "both") and group["weight_decay"]:
+                kept = 1 - group["weight_decay"]
+                for p in params:
+                    local(p).mul_(gated(gate, kept, 1.0))
+            in_window = mode != "standard" or (rule == "sgd" and not group["decoupled_weight_decay"])
+            momentum, factor = self.solver.momentum_after(group)
+            if factor != 1 and rule == "sgd":
+                directions = list(torch._foreach_mul(directions, factor))
+            group = {**group, "momentum": momentum, "weight_decay": 0.0 if in_window else group["weight_decay"]}
+        super()._apply_rule(rule, params, group, directions, gate)
+
+    # ------------------------------------------------------------------ life
+    def _covers(self, p: nn.Parameter) -> bool:
+        return p in self._windows.plan.unit_of
+
+    def _options(self, p: nn.Parameter) -> Group:
+        return self._windows.plan.unit_of[p].group
+
+    def _allocate(self, p: nn.Parameter) -> None:
+        """Done by the plan, for all parameters of a window at once."""
+
+    def _layout(self) -> list[tuple[object, ...]]:
+        sizes = [(group["window_size"],) for group in self.param_groups]
+        return [*super()._layout(), *sizes]
+
+    def _check_group(self, group: Group) -> None:
+        mode, decay = group["weight_decay_mode"], group["decoupled_weight_decay"]
+        if mode != "standard" and decay:
+            raise ValueError(f"weight_decay_mode={mode!r} and decoupled_weight_decay=True exclude each other")
+        if mode != "standard" and options.is_adam(group["graft"] or group["inner"]):
+            raise ValueError(f"weight_decay_mode={mode!r} is for SGD's rule and not for Adam's: drop it")
+        self._require_agreement(group)
+
+    def _require_agreement(self, group: Group) -> None:
+        """Refuse a group that differs from the first in what defines their common window."""
+        if self._structure.partition != "global" or not self.param_groups:
+            return
+        first = self.param_groups[0]
+        for key in self.shared_options:
+            if group[key] != first[key]:
+                raise ValueError(
+                    f"all groups share one window and must agree on {key}, got {first[key]!r} and {group[key]!r}; "
+                    "use partition='group' for one window per group"
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; their columns are zero in the rows that are there.
+
+        Raises:
+            RuntimeError: If the larger window does not fit into free memory; the group is not added then.
+        """
+        count = len(self.param_groups)
+        if self._structure.partition == "global" and self._group and isinstance(param_group, dict):
+            # What defines the common window may have been scheduled since: the new group takes it as it is now.
+            param_group = {key: self.param_groups[0][key] for key in self.shared_options} | param_group
+        try:
+            super().add_param_group(param_group)
+        except RuntimeError:
+            if self._group and len(self.param_groups) > count:
+                for p in self.param_groups.pop()["params"]:
+                    self._skipped_by_user.discard(p)
+                    self._windows.plan.forget(p)
+                    for known in (self._names, self.state, self._reasons):
+                        known.pop(p, None)
+                self._group = {p: g for g in self.param_groups for p in g["params"]}
+                self._tabulate()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles keep; each parameter gets its own part of the window, not a view of all of it."""
+        kept = super().__getstate__()
+        kept["state"] = type(self.state)(dict)
+        for p, found in self.state.items():
+            kept["state"][p] = {k: v.clone() if plain(k) in self.catalog else v for k, v in found.items()}
+        return kept
+
+    def _kept_by_copies(self) -> dict[str, Any]:
+        return {**super()._kept_by_copies(), "windows": self._windows.plan.kept()}
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        super()._restore(kept)
+        self._structure = kept["windows"]["options"]
+        self._make_windows(kept["windows"])
+        self._rebuild()
+
+    def _repoint(self, theirs: dict[str, nn.Parameter]) -> None:
+        before = [p for group in self.param_groups for p in group["params"]]
+        super()._repoint(theirs)
+        after = (p for group in self.param_groups for p in group["params"])
+        self._windows.plan.replace(dict(zip(before, after, strict=True)))
+
+    def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
+        keys = super()._rule_keys(p, group)
+        return (
+            ()
+            if keys == ("momentum_buffer",) and self._covers(p) and not self.solver.momentum_after(group)[0]
+            else keys
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        return self._checkpoint.schema(p, group)
+
+    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Schema:
+        return self._checkpoint.expected(p, super()._expected_state(p, group, theirs), theirs)
+
+    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
+        self._tabulate()
+        numbers = {p: i for p, i, _ in self._numbered({"param_groups": groups})}
+        states = {p: found.get(i, {}) for p, i in numbers.items()}
+        with self._frozen_members({p for p, state in states.items() if any(plain(k) in SLOT_DIM for k in state)}):
+            states = self._checkpoint.led_by_first(states)
+            untrained = {p for p, state in states.items() if self._was_never_trained(state)}
+            self._checkpoint.require_fitting(states, groups, untrained)
+            return super()._checked_state({i: states[p] for p, i in numbers.items()}, groups)
+
+    @contextmanager
+    def _frozen_members(self, saved: Set[nn.Parameter]) -> Iterator[None]:
+        """Let frozen parameters that are in a window of a checkpoint into those here; nothing stays if it is refused.
+
+        Args:
+            saved: Parameters with rows in the checkpoint.
+        """
+        plan = self._windows.plan
+        excluded = plan.partition.excluded
+        joining = {p for p in saved if not (p.requires_grad or self._covers(p) or p in excluded)}
+        if not joining:
+            yield
+            return
+        before = plan.units, plan.bounds
+        try:
+            plan.copied = plan.copied | joining
+            self._rebuild()
+            yield
+        except BaseException:
+            plan.retreat(*before, joining)
+            self._rebuild()
+            for unit in plan.units:
+                if unit.held:
+                    plan.expose(unit)
+            raise
+
+    def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
+        self._refuse(self._checkpoint.misfits(p, theirs))
+        rest = super()._private(p, {k: v for k, v in theirs.items() if plain(k) not in self.catalog}, schema)
+        return {**theirs, **rest}  # curvature is copied straight into the window
+
+    def _install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        self._checkpoint.install(loaded)
+
+    def _finish_load(self) -> None:
+        self._rebuild()
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter and group options, as ``torch.optim``; each parameter shows its part of the window.
+
+        Returns:
+            The state, with whole tensors in place of slices where they have been gathered.
+        """
+        self._tabulate()
+        self._synchronize()
+        self._windows.settle()
+        packed = super().state_dict()
+        for p, i, _ in self._numbered(packed):
+            if self._gathered.get(p):
+                packed["state"][i] = {k: v for k, v in packed["state"][i].items() if "@" not in k}
+        return packed
+
+    def _collect(self, to: int | None) -> dict[nn.Parameter, dict[str, Tensor]]:
+        if all(group["checkpoint_curvature"] == "none" for group in self.param_groups):
+            return {}
+        self._tabulate()
+        return self._checkpoint.gather(self._asks(to))
+
+    # ------------------------------------------------------------------ reading
+    def _summary(self) -> str:
+        count = len(self._windows.units)
+        return f"{count} window{'s' if count != 1 else ''}"
+
+    def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
+        return self._windows.coverage(p)
+
+    def dense_curvature(self, name: str) -> Tensor:
+        """The undamped curvature of a layer or a parameter as a dense ``[n, n]`` matrix, float64.
+
+        Args:
+            name: Module name (over row-major ``vec([W | b])``) or parameter name; wrapper prefixes may be left out.
+
+        Returns:
+            The matrix, ``n`` being the number of parameters.
+
+        Raises:
+            ValueError: If nothing covered has this name.
+            RuntimeError: If no step was taken yet, or if the rows are not all on this rank.
+        """
+        return self._windows.dense(name)
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Counters as plain numbers and, by window, how its last direction relates to the gradient.
+
+        Everything comes from the Gram matrix: no pass over the parameters, but one eigendecomposition ``[m, m]`` per
+        window. Reading waits for the device, and never for another rank: windows that are on other ranks only are left
+        out, and so is what is not sent of windows in parts.
+
+        Returns:
+            ``step``, ``skipped_steps``, ``stage_ms``, ``damping``, ``graft_factor``, ``solve_failures``, and ``units``:
+            by name of the window a dict of ``rows``, ``count`` (rows ever stored) and, once a step was taken,
+            ``damping``, ``condition_number`` and the entries of
+            :func:`secondorder.linalg.gram.metrics` (cosine, angle in degrees, norm ratio, amplification, effective
+            rank, ...) and for compressed rows ``sent_energy``, ``residual_norm`` and ``residual_ratio`` (to the norm of
+            the gradient).
+        """
+        found, held = super().diagnostics(), [unit for unit in self._windows.units if unit.held]
+        if held:  # counted in the state, so that copies and checkpoints keep it
+            found["skipped_steps"] = max(int(unit.window.counters["skipped"]) for unit in held)
+        found["solve_failures"] = sum(int(unit.window.counters["solve_failures"]) for unit in held)
+        found["damping"] = [g.get("damping", g.get("eps")) for g in self.param_groups]
+        first = {unit.name: next((p for p in unit.params if p in self._graft_factors), None) for unit in held}
+        found["graft_factor"] = {name: float(self._graft_factors[p]) for name, p in first.items() if p is not None}
+        found["units"] = {unit.name: dict(self._windows.metrics(unit)) for unit in held}
+        return found
