@@ -180,9 +180,8 @@ class WindowOptimizer(SecondOrderOptimizer):
         if rule in ("sgd", "sized_adam", "sized_adamw") and self._covers(params[0]):
             mode = group["weight_decay_mode"]
             if mode in ("legacy", "both") and group["weight_decay"]:
-                kept = 1 - group["weight_decay"]
                 for p in params:
-                    local(p).mul_(gated(gate, kept, 1.0))
+                    local(p).mul_(gated(gate, 1 - group["weight_decay"], 1.0))
             in_window = mode != "standard" or (rule == "sgd" and not group["decoupled_weight_decay"])
             momentum, factor = self.solver.momentum_after(group)
             if factor != 1 and rule == "sgd":
@@ -303,8 +302,7 @@ class WindowOptimizer(SecondOrderOptimizer):
             saved: Parameters with rows in the checkpoint.
         """
         plan = self._windows.plan
-        excluded = plan.partition.excluded
-        joining = {p for p in saved if not (p.requires_grad or self._covers(p) or p in excluded)}
+        joining = {p for p in saved if not (p.requires_grad or self._covers(p) or p in plan.partition.excluded)}
         if not joining:
             yield
             return
