@@ -36,7 +36,7 @@ def model():
 
 
 def compression_of(optimizer):
-    return optimizer._compression
+    return optimizer.preconditioner.structure.compression
 
 
 def train(optimizer, model, steps=3):

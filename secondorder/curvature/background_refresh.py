@@ -74,6 +74,7 @@ class OverlappingRefreshes(ObservingOptimizer):
         return self._layer_options.schedule.begins(self._t, interval, place, self._counters(block).refreshes)
 
     def refresh_due(self) -> list[int]:
+        """As in the base class; with ``overlap`` it adopts what was begun and begins what is due."""
         if not self._overlaps:
             return super().refresh_due()
         self._adopting = {b for b in self._blocks if self._ends(b)}

@@ -27,6 +27,9 @@ class Block:
         adapter: Shapes of the layer.
         owner: The parameter whose state holds the curvature.
         params: Weight and bias, as far as they are trained.
+        weight: Trained weight, or None when it is frozen.
+        bias: Trained bias, or None.
+        kind: Type of the module that holds the parameters, in words.
     """
 
     def __init__(self, layer: Layer, index: int, group: dict[str, Any], runtime: Runtime) -> None:
@@ -34,6 +37,7 @@ class Block:
         # Of the layer, which does not change; they are read many times in a step.
         self.name, self.label, self.adapter = layer.name, layer.label, layer.adapter
         self.owner, self.params = layer.owner, layer.params
+        self.weight, self.bias, self.kind = layer.weight, layer.bias, layer.kind
 
     def beside(self, runtime: Runtime) -> Block:
         """The same block with another state."""

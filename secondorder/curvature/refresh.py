@@ -21,6 +21,7 @@ class Refreshing(Reducing):
 
     # ------------------------------------------------------------------ stage 4: refresh
     def refresh_due(self) -> list[int]:
+        """Factorise the blocks that are due, here or on their owners; returns the indices of the refreshed ones."""
         due = [b for b in self._blocks if self._refresh_is_due(b) and self.comm.renews(b.index)]
         if not due:
             return []

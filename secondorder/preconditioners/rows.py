@@ -151,6 +151,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
         return block in self._census if self.comm.combines else super()._refresh_is_due(block)
 
     def refresh_due(self) -> list[int]:
+        """As in the base class, after the ranks have agreed on how many rows each of them has."""
         if self.comm.combines and self._seen:
             with full_precision(next(iter(self._seen)).owner.device), self._stage("select"):
                 self._census = self._take_census(list(self._seen))

@@ -67,7 +67,7 @@ def test_statistics_can_be_discarded(method: Method) -> None:
     optimizer: Any = method.build(model)
     MLP.loss(model, 0).backward()
     assert optimizer.capture.pending
-    optimizer.discard_statistics()
+    optimizer.preconditioner.discard()
     assert not optimizer.capture.pending
 
 

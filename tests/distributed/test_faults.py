@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, MemOpt
-from secondorder.linalg import dense
+from secondorder.curvature import factorization
 from tests.contract.tasks import assert_identical
 from tests.distributed.oracle import Run, flat
 from tests.distributed.pool import Pool
@@ -71,17 +71,17 @@ def broken_refresh(rank: int, world: int, strategy: str, method: str, broken: in
     run = Run(method=method, keywords=EAGER)
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 2)
-    right = dense.eigh_psd
+    right = factorization.eigh_psd
 
     def wrong(*args: Any) -> Any:
         raise ValueError(f"injected on rank {rank}")
 
     try:
         if rank == broken:
-            dense.eigh_psd = wrong
+            factorization.eigh_psd = wrong
         answer = raised(train, model, optimizer, rank, world, run, 2, 3)
     finally:
-        dense.eigh_psd = right
+        factorization.eigh_psd = right
     train(model, optimizer, rank, world, run, 3, 5)
     return answer, flat(model)
 
@@ -104,7 +104,7 @@ def failing_refresh(rank: int, world: int, strategy: str, most: int) -> tuple[li
     run = Run(keywords={**EAGER, "max_failures": most})
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 1)
-    right, victim = dense.eigh_psd, optimizer.comm.owner(0)
+    right, victim = factorization.eigh_psd, optimizer.comm.owner(0)
 
     def bad(*args: Any) -> Any:
         *found, ok = right(*args)
@@ -113,7 +113,7 @@ def failing_refresh(rank: int, world: int, strategy: str, most: int) -> tuple[li
     counts = []
     try:
         if rank == victim:
-            dense.eigh_psd = bad
+            factorization.eigh_psd = bad
         answer = ("", "")
         for step in range(1, 6):
             answer = raised(train, model, optimizer, rank, world, run, step, step + 1)
@@ -121,7 +121,7 @@ def failing_refresh(rank: int, world: int, strategy: str, most: int) -> tuple[li
                 break
             counts.append(optimizer.diagnostics()["refresh_failures"])
     finally:
-        dense.eigh_psd = right
+        factorization.eigh_psd = right
     return counts, answer, flat(model)
 
 
