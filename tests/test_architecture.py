@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(15, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(33260, 28500),
+    "lines":                                              Number(33280, 28500),
 }
 # fmt: on
 

@@ -28,7 +28,7 @@ class WindowCheckpoint:
 
     Args:
         plan: The windows.
-        exchange: What is sum over ranks.
+        exchange: Brings together what the ranks hold.
         comm: Who holds what.
         table: The parameters.
     """

@@ -200,7 +200,7 @@ class KroneckerBlock(FactoredBlock):
         return found | shaped(INVERSES, likes, dense)
 
     def statistic(self) -> KroneckerSums:
-        """Empty sums of a self."""
+        """Empty sums of the block."""
         return self.new_sums()
 
     def sums(self) -> Schema:

@@ -27,7 +27,6 @@ class RowCapture(Capture):
 
     Attributes:
         root: The module.
-        leader: The optimizer's own capture, None while it has none.
         blocks: What is tapped, a site each.
     """
 

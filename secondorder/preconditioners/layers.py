@@ -502,6 +502,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             ValueError: If no block has this name.
             RuntimeError: If nothing was captured for it yet.
         """
+        self._runtime.renew(self.state, self.param_groups)
         found = find_name(name, self.blocks)
         if found is None:
             known = ", ".join(b.name or f"'' (the {b.layer.kind} itself)" for b in self._blocks)
@@ -548,6 +549,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
         Returns:
             A dict that ``json.dumps`` takes; every key is explained on the page "Diagnostics" of the documentation.
         """
+        self._runtime.renew(self.state, self.param_groups)
         refreshed = {b.name: b for b in self._blocks if self._is_refreshed(b)}
         found = {name: e for name, b in refreshed.items() if (e := self.extremes(b)) is not None}
         dampings, conditions = numbers(found)

@@ -42,7 +42,7 @@ class WindowPreconditioner(Preconditioner):
         structure: What is the same in all groups.
         comm: Who holds what.
         table: The parameters.
-        kept: What ``WindowPlan.kept`` has said of the optimizer that this one is a copy of.
+        kept: What ``WindowPlan.kept`` returned for the optimizer of which this is a copy.
     """
 
     def __init__(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 
-from secondorder import KFAC, HyLo
+from secondorder import EKFAC, KFAC, HyLo
 from tests.contract.methods import METHODS, Method
 from tests.contract.tasks import MLP
 
@@ -69,6 +70,22 @@ def test_statistics_can_be_discarded(method: Method) -> None:
     assert optimizer.capture.pending
     optimizer.preconditioner.discard()
     assert not optimizer.capture.pending
+
+
+@pytest.mark.parametrize("make", [KFAC, EKFAC])
+def test_a_state_that_was_replaced_is_the_one_that_is_looked_at(make: Any) -> None:
+    model = MLP.model()
+    optimizer = make(model, lr=0.01, factor_update_steps=1)
+    MLP.loss(model, 0).backward()
+    optimizer.step()
+    before = optimizer.dense_curvature("first")
+    optimizer.state = defaultdict(dict, {p: copy.deepcopy(state) for p, state in optimizer.state.items()})
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name.startswith(("factor_", "scale")) and isinstance(value, torch.Tensor) and value.dim() > 0:
+                value.mul_(2)
+    factor = 4 if make is KFAC else 2
+    torch.testing.assert_close(optimizer.dense_curvature("first"), factor * before)
 
 
 @pytest.mark.parametrize(("make", "fisher"), [(KFAC, "mc"), (HyLo, "exact")])
