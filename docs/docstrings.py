@@ -1,7 +1,7 @@
 """Part of the site build: how docstrings that are written for readers of the source look on a page.
 
 ``Example:`` becomes the section that shows code as code, and the two colons before a block of code become one. A class
-whose docstring is completed by ``options.complete_docstring`` is imported, and shows what ``help()`` shows.
+whose docstring is completed by ``options.complete_docstring`` is imported, so that its page agrees with ``help()``.
 """
 
 import importlib
