@@ -1,4 +1,4 @@
-"""What the parts of one optimizer share."""
+"""The values that the parts of one optimizer share."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from secondorder.linalg.dense import Workspace
 
 @dataclass(eq=False)
 class Runtime:
-    """Facts of a run that all parts of an optimizer may read, and that the optimizer alone writes.
+    """Values that all parts of an optimizer may read and that only the optimizer writes.
 
     Attributes:
-        step: Steps taken.
-        seed_base: ``deterministic_seed``, which every random choice is derived from.
-        states: State of the optimizer by parameter. Loading replaces it, and the optimizer then renews it here.
-        observed_terms: Loss terms that ``observe`` has seen in this step, 0-dim.
-        workspace: Memory for temporaries.
+        step: Number of steps taken.
+        seed_base: The option ``deterministic_seed``, from which every random choice is derived.
+        states: State of the optimizer by parameter. When loading replaces it, the optimizer updates this reference.
+        observed_terms: Number of loss terms that ``observe`` has seen in this step, as a 0-dim tensor.
+        workspace: Memory for temporary tensors.
     """
 
     step: int = 0
@@ -31,12 +31,12 @@ class Runtime:
     workspace: Workspace = field(default_factory=Workspace)
 
     def renew(self, states: Mapping[Any, dict[str, Tensor | int]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what a user, or a load, may have replaced since the last step."""
+        """Update what the user or ``load_state_dict`` may have replaced since the last step."""
         self.states = states
         self.seed_base = groups[0].get("deterministic_seed", 0) if groups else 0
 
     def seed(self, stream: int, number: int | None = None) -> int:
-        """Seed of a random choice: the same after a resume, different in every stream and by number (or step)."""
+        """Return a seed that depends on the stream and the number (by default, the step), and is reproducible."""
         mixed = self.seed_base
         for part in (self.step if number is None else number, stream):
             mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)

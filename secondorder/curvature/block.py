@@ -1,4 +1,4 @@
-"""Blocks: one layer's curvature, what is kept of it, and the options it follows."""
+"""A block is the curvature of one layer, with its state and its options."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from secondorder.runtime import Runtime
 class Block:
     """The curvature of one layer.
 
-    What outlives a step is in ``state``. Options are read from ``group`` whenever they are used.
+    Everything that is kept between steps is in ``state``. Options are read from ``group`` whenever they are used.
 
     Args:
         layer: The layer.
         index: Position among the blocks of the optimizer.
         group: The parameter group of the owner, whose options the block follows.
-        runtime: What all parts of the optimizer share.
+        runtime: The values that all parts of the optimizer share.
 
     Attributes:
         name: Module name as in ``named_modules()``.
-        label: Its name in messages.
+        label: Name of the block in messages.
         adapter: Shapes of the layer.
         owner: The parameter whose state holds the curvature.
         params: Weight and bias, as far as they are trained.
@@ -34,22 +34,22 @@ class Block:
 
     def __init__(self, layer: Layer, index: int, group: dict[str, Any], runtime: Runtime) -> None:
         self.layer, self.index, self.group, self.runtime = layer, index, group, runtime
-        # Of the layer, which does not change; they are read many times in a step.
+        # These attributes of the layer never change, and are read many times in a step.
         self.name, self.label, self.adapter = layer.name, layer.label, layer.adapter
         self.owner, self.params = layer.owner, layer.params
         self.weight, self.bias, self.kind = layer.weight, layer.bias, layer.kind
 
     def beside(self, runtime: Runtime) -> Block:
-        """The same block with another state."""
+        """Return a copy of this block that uses the state of another ``Runtime``."""
         found = copy(self)
         found.runtime = runtime
         return found
 
     @property
     def state(self) -> dict[str, Any]:
-        """The state of the owner, as the optimizer has it now."""
+        """The current state of the owner."""
         return self.runtime.states[self.owner]
 
     def extremes(self) -> Extremes | None:
-        """λ and the extreme eigenvalues of the damped curvature; None where they are on other ranks."""
+        """λ and the extreme eigenvalues of the damped curvature; None if they are on other ranks."""
         return None

@@ -1,7 +1,7 @@
 """Kronecker factors A and G of a layer: dense matrices ``[(Γ,) n, n]``, or diagonals ``[(Γ,) n]``.
 
-A factor is diagonal by nature when rows are one-hot (an embedding's A), and by decision beyond ``max_factor_dim``. A
-dense one may be kept as its triangle, and either in fewer bits than products are taken in.
+A factor is diagonal by nature if its rows are one-hot (A of an embedding), and by choice beyond ``max_factor_dim``. A
+dense factor may be stored as a triangle. Both forms may be stored in a lower precision than that of products.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.schema import COUNTER, COUNTERS, ESTIMATE, FOUND, WEIGHT, Schema, shaped
 from secondorder.linalg import triangles
 
-#: State of a block with factors and bases: of each factor one of its two forms, copies of what a refresh under way
-#: factorises, and the step in which that is adopted.
+#: State of a block with factors and bases. It has one of the two forms of each factor, copies of what a refresh in the
+#: background factorizes, and the step in which the result is adopted.
 FACTORS: Schema = {
     **dict.fromkeys(("factor_a", "factor_g", "packed_a", "packed_g"), ESTIMATE),
     "factor_weight": WEIGHT,
@@ -29,18 +29,18 @@ FACTORS: Schema = {
     "adopt_at": COUNTER,
 }
 
-#: The widest side that is dense by default on a CPU, by what a refresh does with it: either takes about a second of two
-#: cores there, and eight times as long for twice the side (``python -m benchmarks linalg``).
+#: Largest size of a factor that is dense by default on a CPU, by the way it is factorized. Either takes about a second
+#: on two cores, and eight times as long for twice the size (``python -m benchmarks linalg``).
 _CPU_BOUNDS = {"eigen": 2048, "cholesky": 4096}
-#: The same on other devices, which factorise faster; and the widest that is worth a word where it is not dense.
+#: The same for other devices, which factorize faster. It is also the largest size whose diagonal form is reported.
 WIDEST = 8192
 
 
 def default_bound(device_type: str, way: str) -> int:
-    """``max_factor_dim="auto"``: the same on every rank, since it depends on nothing that is measured in a run.
+    """The bound for ``max_factor_dim="auto"``, which does not depend on measurements and so is equal on all ranks.
 
     Args:
-        device_type: Where the factors are.
+        device_type: Type of the device of the factors.
         way: ``"eigen"`` or ``"cholesky"``.
 
     Returns:
@@ -71,7 +71,7 @@ class Side(NamedTuple):
 
 
 def sides(adapter: Adapter, max_dim: int | None) -> tuple[Side, Side]:
-    """Forms of A and G of a layer, neither being dense beyond ``max_dim``."""
+    """Forms of A and G of a layer; neither is dense beyond ``max_dim``."""
     lead = (adapter.groups,) if adapter.groups > 1 else ()
 
     def side(n: int, by_nature: bool) -> Side:
@@ -110,11 +110,11 @@ def times(x: Tensor, factor: Tensor, *, left: bool) -> Tensor:
 
 
 class KroneckerFactors:
-    """How the state of a layer keeps A and G. States and options are arguments: nothing here can be out of date.
+    """How the state of a layer stores A and G. States and options are arguments, so that they are never out of date.
 
     Args:
         layer: The layer.
-        options: What is chosen for all layers.
+        options: The options that are the same for all layers.
     """
 
     def __init__(self, layer: Layer, options: LayerOptions) -> None:
@@ -130,16 +130,16 @@ class KroneckerFactors:
         return zip("ag", sides(self.layer.adapter, group["max_factor_dim"]), strict=True)
 
     def dense_keys(self, name: str, group: Mapping[str, Any]) -> list[str]:
-        """Keys of the dense ones of two matrices that go with the factors."""
+        """Keys ``{name}_a`` and ``{name}_g``, without those whose factor is diagonal."""
         return [f"{name}_{side}" for side, form in self.sides(group) if not form.diagonal]
 
     def kept_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The precision that is meant by a choice for all layers."""
+        """The precision in which this layer stores tensors if the option is ``dtype``."""
         return self.layer.precision if dtype == torch.float32 else dtype
 
     # ------------------------------------------------------------------ what a state holds
     def schema(self, group: Mapping[str, Any], step: int) -> Schema:
-        """Factors, their counters, and copies of what is being factorised; ``step`` is that of the last update."""
+        """Entries for factors, counters and copies under factorization; ``step`` is the step of the last update."""
         kept, likes = self.kept_in(self.options.factor_dtype), dict[str, Tensor | int]()
         for name, side in self.sides(group):
             if self.packs and not side.diagonal:
@@ -152,14 +152,14 @@ class KroneckerFactors:
         return found | self.begun(group) if self.options.overlap else found
 
     def begun(self, group: Mapping[str, Any]) -> Schema:
-        """Copies of what is being factorised, and the step in which the result is adopted."""
+        """Entries for copies under factorization, and for the step in which the result is adopted."""
         if (device := self.layer.owner.device.type) not in (*DEVICES, "meta"):
             raise ValueError(f"overlap=True needs a device that does two things at a time, and {device} does not")
         copies = {f"begun_{name}": self.layer.empty(side.shape) for name, side in self.sides(group)}
         return shaped(FACTORS, {**copies, "adopt_at": 0})
 
     def sums(self, group: Mapping[str, Any]) -> Schema:
-        """Factors of a batch, in the precision of their products."""
+        """Entries for the factors of a batch, in the precision of their products."""
         likes = {f"factor_{name}": self.layer.empty(side.shape) for name, side in self.sides(group)}
         return shaped(FACTORS, likes, self.dense_keys("factor", group))
 
@@ -187,7 +187,7 @@ class KroneckerFactors:
         return is_diagonal(factor, self.layer.adapter)
 
     def as_kept(self, state: Mapping[str, Any], side: str, total: Tensor) -> tuple[Tensor, Tensor]:
-        """A running factor as it is kept, and that of a batch in the same form."""
+        """A running factor as it is stored, and the factor of a batch in the same form."""
         kept: Tensor | None = state.get(f"packed_{side}")
         if kept is None:
             return state[f"factor_{side}"], total
@@ -196,7 +196,7 @@ class KroneckerFactors:
         return kept, packed
 
     def in_own_form(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """A loaded state with its factors in the form in which they are kept here."""
+        """Convert the factors of a loaded state to the form in which this optimizer stores them."""
         found, packs = dict(theirs), self.packs
         for name, side in self.sides(group):
             forms = {f"factor_{name}": side.shape, f"packed_{name}": (*side.lead, triangles.triangle(side.n))}
@@ -214,7 +214,7 @@ class KroneckerFactors:
 
 
 def form_of(key: str, value: Any) -> str:
-    """How a tensor of the state keeps a factor: ``"packed"``, ``"dense"``, or ``""`` for anything else."""
+    """The form of a factor in the state, ``"packed"`` or ``"dense"``; ``""`` for any other tensor."""
     if key.startswith("packed_"):
         return "packed"
     square = isinstance(value, Tensor) and value.dim() > 1 and value.shape[-1] == value.shape[-2]

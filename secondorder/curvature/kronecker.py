@@ -1,4 +1,4 @@
-"""Blocks with Kronecker factors: what they estimate, and the damping that goes with it."""
+"""Blocks with Kronecker factors, and their damping."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from secondorder.linalg import eigenbasis
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
 
-#: What a refresh finds of factors that are inverted one by one.
+#: What a refresh computes if the factors are inverted separately.
 INVERSES: Schema = {"inverse_a": FOUND, "inverse_g": FOUND}
 
 
@@ -33,8 +33,8 @@ class FactoredBlock(Block):
         layer: The layer.
         index: Position among the blocks of the optimizer.
         group: The parameter group of the owner.
-        runtime: What all parts of the optimizer share.
-        options: What is chosen for all layers.
+        runtime: The values that all parts of the optimizer share.
+        options: The options that are the same for all layers.
         fisher: Which Fisher is estimated.
     """
 
@@ -74,12 +74,12 @@ class FactoredBlock(Block):
         return self.factors.is_diagonal(self.state, self.group, side)
 
     def working(self, key: str) -> Tensor:
-        """A tensor of the state in the precision of products: itself where it is kept in it."""
+        """A tensor of the state in the precision of products; not copied if it is stored in that precision."""
         kept: Tensor = self.state[key]
         return kept.to(self.layer.precision)
 
     def basis(self, side: str) -> Tensor | None:
-        """Eigenvectors of a factor in the precision of products, None for the identity."""
+        """Eigenvectors of a factor in the precision of products; None stands for the identity."""
         return self.working(f"basis_{side}") if f"basis_{side}" in self.state else None
 
     # ------------------------------------------------------------------ statistics
@@ -95,9 +95,9 @@ class FactoredBlock(Block):
         return KroneckerSums(self.adapter, group["approx"], likes[0], likes[1], sampler, constant_g)
 
     def gradient_scale(self, examples: int) -> Any:
-        """Factor from sums over captured gradients to means over per-example ones; a 0-dim tensor on a device."""
+        """Factor that turns sums over captured gradients into means over examples; may be a 0-dim tensor."""
         group = self.group
-        if self.fisher.is_observed:  # vectors are of unit scale
+        if self.fisher.is_observed:  # the vectors have unit scale
             if group["loss_reduction"] == "sum":
                 return 1.0 / examples
             terms = self.runtime.observed_terms.clamp(min=1)
@@ -131,19 +131,19 @@ class FactoredBlock(Block):
         return finite
 
     def decay(self, decay: float, updates: int, last: str) -> float:
-        """β of the coming update of a running estimate, ``last`` being where the step of the last one is kept."""
+        """β of the next update of a running estimate; ``last`` is the state key with the step of the previous one."""
         group = self.group
         if updates < group["burnin_steps"]:
             return 1.0
         return float(decay ** (self.runtime.step - self.state[last])) if group["decay_per_step"] else decay
 
     def note_step(self, last: str) -> None:
-        """Keep the step of an update, where decay counts steps."""
+        """Store the step of an update if the decay is counted per step."""
         if self.group["decay_per_step"]:
             self.state[last] = self.runtime.step
 
     def batch_weight(self, examples: int) -> float:
-        """W of a batch in the running estimates."""
+        """Weight W of a batch in the running estimates."""
         return float(examples) if self.group["weighting"] == "samples" else 1.0
 
     # ------------------------------------------------------------------ damping
@@ -153,24 +153,24 @@ class FactoredBlock(Block):
         return damping + group["weight_decay"] if group["weight_decay_in_curvature"] else damping
 
     def tikhonov(self, mean_value: Tensor) -> Tensor:
-        """λ as the options give it, without weight decay."""
+        """λ according to the options, without weight decay."""
         if self.adapter.is_exact:
-            # Relative to the steepest of the units: one that hardly matters must not take the longest step.
+            # Relative to the steepest unit, so that a unit that hardly matters does not take the longest step.
             mean_value = mean_value.amax().expand_as(mean_value)
         return averages.effective_damping(self.group["damping"], self.group["damping_mode"], mean_value)
 
     def damping(self) -> Tensor:
-        """λ of a block as the damping of its quadratic model."""
+        """λ of a block in its quadratic model."""
         means = [factors.mean_diagonal(self.factor(side), self.is_diagonal(side)) for side in "ag"]
         return self.tikhonov(means[0] * means[1])
 
     # ------------------------------------------------------------------ refresh
     def to_factorise(self) -> tuple[Tensor, Tensor]:
-        """The matrices (or diagonals) that a refresh factorises now."""
+        """The matrices (or diagonals) that a refresh would factorize now."""
         return self.factor("a"), self.factor("g")
 
     def adopt_tensor(self, key: str, found: Tensor, good: Tensor) -> None:
-        """Take a result over if it is good."""
+        """Copy a result into the state where ``good`` is True."""
         current: Tensor = self.state[key]
         current.copy_(torch.where(good, found.reshape(current.shape), current))
 
@@ -188,7 +188,7 @@ class KroneckerBlock(FactoredBlock):
 
     # ------------------------------------------------------------------ estimate
     def schema(self, group: Mapping[str, Any]) -> Schema:
-        """Factors, what is derived from them, and counters."""
+        """Entries for the factors, for what is derived from them, and for the counters."""
         found = self.factor_schema(group)
         if group["inverse_method"] == "eigen":
             return found | self.basis_schema(group)
@@ -200,11 +200,11 @@ class KroneckerBlock(FactoredBlock):
         return found | shaped(INVERSES, likes, dense)
 
     def statistic(self) -> KroneckerSums:
-        """Empty sums of the block."""
+        """Empty sums for the statistics of a batch."""
         return self.new_sums()
 
     def sums(self) -> Schema:
-        """Both factors, at every step that captures."""
+        """Entries for both factors, which every captured batch contributes to."""
         return self.factors.sums(self.group)
 
     def measure(self, statistic: Statistic, examples: int) -> Measured:
@@ -218,11 +218,11 @@ class KroneckerBlock(FactoredBlock):
     # ------------------------------------------------------------------ refresh
     @property
     def is_entrywise(self) -> bool:
-        """Whether both factors are diagonal: then the damped product is too, and needs no inverse of its factors."""
+        """Whether both factors are diagonal, so that the damped product is diagonal and is inverted entry by entry."""
         return self.is_diagonal("a") and self.is_diagonal("g")
 
     def to_factorise(self) -> tuple[Tensor, Tensor]:
-        """The factors, for Cholesky with their damping."""
+        """The factors, including their damping if Cholesky is used."""
         return self.damped_factors() if self.group["inverse_method"] == "cholesky" else super().to_factorise()
 
     def damped_factors(self) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ class KroneckerBlock(FactoredBlock):
         return averages.add_to_diagonal(a, add_a, flat_a), averages.add_to_diagonal(g, add_g, flat_g)
 
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
-        """Take over what a refresh has found by side, if it is good: an inverse, or eigenvalues and a basis."""
+        """Adopt the inverses, or the eigenvalues and bases, that a refresh has found for each side if they are good."""
         for side, tensors_of_side in found.items():
             if self.group["inverse_method"] == "cholesky":
                 self.adopt_tensor(f"inverse_{side}", tensors_of_side[0], good)
@@ -263,7 +263,7 @@ class KroneckerBlock(FactoredBlock):
         return eigenbasis.precondition(gradient, *bases, values, damping, group["power"], self.runtime.workspace)
 
     def extremes(self) -> Extremes | None:
-        """λ of a block and the extreme eigenvalues of what is inverted; of factored inverses λ alone."""
+        """λ of a block and the extreme eigenvalues of the inverted matrix; only λ if the inverse is factored."""
         state, split = self.state, self.group["damping_split"] == "pi" and not self.adapter.is_exact
         if self.group["inverse_method"] == "eigen":
             found = self.extremes_of_product()

@@ -1,9 +1,9 @@
-"""When layers are captured and refreshed: numbers in, answers out.
+"""When layers are captured and refreshed, as pure functions of numbers.
 
 ::
 
-    step t         a refresh is due: it is done, or with overlap begun on copies of the factors
-    step t + lag   what was begun is adopted                             lag = max(1, interval // 10)
+    step t         a refresh is due and is done, or with overlap begun on copies of the factors
+    step t + lag   its result is adopted                                 lag = max(1, interval // 10)
 
 The first refresh of a block and those of a warm-up are done at once. All answers follow from the step counter and from
 counters of the state, so they are the same on every rank and after a resume.
@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 
 class Counters(NamedTuple):
-    """What has happened to a block.
+    """Counters of a block.
 
     Attributes:
-        updates: Updates of its estimate.
-        refreshes: Refreshes that succeeded.
-        failed_at: Updates there were when its last refresh failed.
-        adopt_at: Step that adopts what was begun; 0 if nothing was.
+        updates: Number of updates of its estimate.
+        refreshes: Number of refreshes that succeeded.
+        failed_at: Number of updates at the time of its last failed refresh.
+        adopt_at: Step that adopts the refresh in progress; 0 if there is none.
     """
 
     updates: int
@@ -33,15 +33,15 @@ class Counters(NamedTuple):
 
 @dataclass(frozen=True)
 class RefreshSchedule:
-    """Which steps capture, refresh, begin and adopt, for intervals that may change from step to step.
+    """Decides which steps capture, refresh, begin and adopt, for intervals that may change from step to step.
 
-    Everywhere ``t`` is the step, ``interval`` the steps between two refreshes, 0 for none at all, and ``place`` the
-    index of a block and the number of blocks.
+    In all methods, ``t`` is the step, ``interval`` the number of steps between two refreshes (0 turns them off), and
+    ``place`` the index of a block together with the number of blocks.
 
     Attributes:
-        stagger: Whether refreshes of the blocks are spread over the interval.
+        stagger: Whether the refreshes of the blocks are spread over the interval.
         warmup: Whether the steps 0, 1, 2, 4, 8, … of the first interval refresh, and all of them capture.
-        overlap: Whether refreshes run beside training.
+        overlap: Whether refreshes run in the background of training.
     """
 
     stagger: bool = False
@@ -50,15 +50,15 @@ class RefreshSchedule:
 
     @staticmethod
     def lag(interval: int) -> int:
-        """Steps between the beginning of an overlapped refresh and its adoption."""
+        """Return the number of steps from the beginning of an overlapped refresh to its adoption."""
         return max(1, interval // 10)
 
     def captures(self, t: int, every: int, interval: int, updates: int) -> bool:
-        """Whether a step captures statistics: every so many steps, and until there are some."""
+        """Whether a step captures statistics, which happens every ``every`` steps and until there are some."""
         return interval > 0 and (self._warms_up(t, interval) or t % every == 0 or updates == 0)
 
     def refreshes(self, t: int, interval: int, place: tuple[int, int], counters: Counters) -> bool:
-        """Whether a step refreshes a block: from the estimate of now, or by adopting what was begun."""
+        """Whether a step refreshes a block, from its current estimate or by adopting a refresh in progress."""
         if self.adopts(t, interval, counters):
             return True
         if interval == 0 or counters.updates == 0:
@@ -73,11 +73,11 @@ class RefreshSchedule:
         return later and self._is_scheduled(t, interval, place)
 
     def adopts(self, t: int, interval: int, counters: Counters) -> bool:
-        """Whether a step adopts what was begun: the step that was to adopt it, or the next one that is taken."""
+        """Whether a step adopts the refresh in progress, which the first step from ``adopt_at`` on does."""
         return self.overlap and interval > 0 and 0 < counters.adopt_at <= t and counters.refreshes > 0
 
     def adoption(self, t: int, interval: int, place: tuple[int, int]) -> int:
-        """The step itself if it adopts a refresh in a run that takes every step, and else 0."""
+        """Return the step if it adopts a refresh in a run that takes every step, and 0 otherwise."""
         begun = t - self.lag(interval)
         return t if begun > 0 and self.begins(begun, interval, place, 1) else 0
 
@@ -88,7 +88,7 @@ class RefreshSchedule:
         return not self.overlap or self._warms_up(t, interval)
 
     def _is_scheduled(self, t: int, interval: int, place: tuple[int, int]) -> bool:
-        """Whether the interval has a refresh of a block, not its first, in a step."""
+        """Whether a refresh of a block other than its first is scheduled for a step."""
         if self._warms_up(t, interval):
             return t & (t - 1) == 0
         index, count = place

@@ -1,11 +1,11 @@
-"""What a state holds, by key: shape and dtype, kind, place and symmetry of every tensor, each stated once.
+"""Contents of a state by key: shape and dtype, kind, place and symmetry of every tensor, each defined once.
 
 ::
 
-    catalog      key ─► what is the same in every state       kind, place, what a checkpoint may be without
-    schema       key ─► that, and what one layer makes of it  shape and dtype, symmetry
+    catalog      key ─► what is the same in every state       kind, place, what a checkpoint may lack
+    schema       key ─► that, and what depends on the layer   shape and dtype, symmetry
 
-Allocation, ``memory_usage()``, plans, checkpoints and messages between ranks are queries of it.
+Allocation, ``memory_usage()``, plans, checkpoints and messages between ranks all follow the schema.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from secondorder.curvature.window.shards import plain
 
 
 class Place(Enum):
-    """Ranks that have a tensor of the state of a block or a window; numbers are on all of them."""
+    """The ranks that store a tensor of the state of a block or a window. Numbers are stored on all ranks."""
 
-    #: Those that hold its running estimate.
+    #: The ranks that store the running estimate.
     ESTIMATE = "estimate"
-    #: Those that precondition with it.
+    #: The ranks that precondition with the tensor.
     CURVATURE = "curvature"
-    #: Those that capture it or precondition with it.
+    #: The ranks that capture the tensor or precondition with it.
     MEASURED = "measured"
-    #: All of them, with the same in it.
+    #: All ranks, with equal values.
     EVERYWHERE = "everywhere"
-    #: All of them, each with its own.
+    #: All ranks, each with values of its own.
     OWN = "own"
 
 
 class Entry(NamedTuple):
-    """What a state has under one key.
+    """Description of one key of a state.
 
     Attributes:
-        like: A ``meta`` tensor for what is allocated as zeros, or the first value of a number; in a catalog 0.
-        kind: What ``memory_usage()`` counts it as.
-        place: The ranks that have it.
-        symmetric: Whether it is made of symmetric matrices, whose triangles are all that ranks send.
-        derived: Whether it is found again from the running estimate: ``checkpoint_curvature="factors"`` leaves it out.
-        known: Whether every rank that has it finds it by itself, so that it does not travel after a refresh.
-        optional: Whether a checkpoint need not have it.
-        always: Whether it is no curvature, and in every checkpoint whatever ``checkpoint_curvature`` is.
+        like: A ``meta`` tensor like the one to allocate, or the initial value of a number. In a catalog it is 0.
+        kind: Category under which ``memory_usage()`` counts the entry.
+        place: The ranks that store the tensor.
+        symmetric: Whether the tensor consists of symmetric matrices, of which only triangles are sent.
+        derived: Whether it can be recomputed from the running estimate; ``checkpoint_curvature="factors"`` omits it.
+        known: Whether every rank that stores the tensor computes it, so that it is not sent after a refresh.
+        optional: Whether a checkpoint may lack the entry.
+        always: Whether every checkpoint has the entry, whatever ``checkpoint_curvature`` is, as it is not curvature.
     """
 
     like: Tensor | int
@@ -69,19 +69,19 @@ class Entry(NamedTuple):
         return tuple(self.like.shape) if isinstance(self.like, Tensor) else None
 
     def may_lack(self, kept: str) -> bool:
-        """Whether a checkpoint may be without it, ``checkpoint_curvature`` being ``kept``."""
+        """Whether a checkpoint that was saved with ``checkpoint_curvature=kept`` may lack this entry."""
         return not self.always and (self.optional or kept == "none" or (kept == "factors" and self.derived))
 
 
 Schema = dict[str, Entry]
 
-#: A running estimate, its weight, what a refresh finds from it, and what every rank counts by itself.
+#: Entries for a running estimate, its weight, the results of a refresh, and counters, which every rank maintains.
 ESTIMATE = Entry(0, "factors", Place.ESTIMATE)
 WEIGHT = Entry(0, "buffers", Place.ESTIMATE)
 FOUND = Entry(0, "second_order", Place.CURVATURE, derived=True)
 COUNTER = Entry(0, "buffers", Place.EVERYWHERE)
 
-#: What the state of every block with a running mean has: its weight, and how often it was updated and refreshed.
+#: Entries of every block with a running mean: its weight, and the numbers of its updates and refreshes.
 COUNTERS: Schema = {
     "factor_weight": WEIGHT._replace(like=torch.empty((), dtype=torch.float64, device="meta")),
     "factor_updates": COUNTER,
@@ -90,11 +90,11 @@ COUNTERS: Schema = {
 
 
 def shaped(catalog: Mapping[str, Entry], likes: Mapping[str, Tensor | int], symmetric: Container[str] = ()) -> Schema:
-    """Entries of a catalog as one state has them.
+    """Return entries of a catalog with the tensors of one state.
 
     Args:
         catalog: What is the same in every state.
-        likes: A ``meta`` tensor or the first value of a number, by key.
+        likes: By key, a ``meta`` tensor or the initial value of a number.
         symmetric: Keys of the tensors that are symmetric matrices.
 
     Returns:
@@ -104,51 +104,51 @@ def shaped(catalog: Mapping[str, Entry], likes: Mapping[str, Tensor | int], symm
 
 
 def likes(schema: Schema) -> dict[str, Tensor | int]:
-    """What a state begins with, by key."""
+    """Return the initial contents of a state by key."""
     return {key: entry.like for key, entry in schema.items()}
 
 
 def tensors(schema: Schema) -> dict[str, Tensor]:
-    """``meta`` tensors by key, without the numbers."""
+    """Return the ``meta`` tensors by key, without the numbers."""
     return {key: entry.like for key, entry in schema.items() if isinstance(entry.like, Tensor)}
 
 
 def held(schema: Schema, places: Container[Place]) -> Schema:
-    """What a rank has that is at some places: the tensors of these, and all numbers."""
+    """Return the entries of a rank at some places: the tensors of these places, and all numbers."""
     return {k: entry for k, entry in schema.items() if not isinstance(entry.like, Tensor) or entry.place in places}
 
 
 def keys(schema: Schema, place: Place, *, known: bool = True) -> list[str]:
-    """Tensors at a place, sorted: a loaded state may have another order on each rank.
+    """Return the sorted keys of the tensors at a place; the order of a loaded state may differ between ranks.
 
     Args:
-        schema: Of a block.
+        schema: The schema of a block.
         place: The place.
-        known: Whether those too that every rank there finds by itself.
+        known: Whether to include the tensors that every rank of the place computes itself.
 
     Returns:
-        Their keys.
+        The keys.
     """
     return sorted(k for k in tensors(schema) if schema[k].place is place and (known or not schema[k].known))
 
 
 def known(catalog: Mapping[str, Entry], key: str) -> Entry | None:
-    """What is known of a state key, whose tensor may be a part of a window; None if it is no curvature."""
+    """Return the entry of a state key, which may name a part of a window; None if it is not curvature."""
     return catalog.get(plain(key))
 
 
 def kinds(schema: Mapping[str, Entry]) -> list[str]:
-    """What ``memory_usage()`` counts entries as, each once."""
+    """Return the kinds of the entries, each once."""
     return list(dict.fromkeys(entry.kind for entry in schema.values()))
 
 
 def of_kinds(schema: Mapping[str, Entry], *wanted: str) -> set[str]:
-    """Keys of the entries of some kinds."""
+    """Return the keys of the entries of some kinds."""
     return {key for key, entry in schema.items() if entry.kind in wanted}
 
 
 def nbytes(schema: Schema) -> dict[str, int]:
-    """Bytes by kind."""
+    """Return the number of bytes by kind."""
     found = dict.fromkeys((entry.kind for entry in schema.values()), 0)
     for entry in schema.values():
         found[entry.kind] += entry.nbytes

@@ -1,8 +1,8 @@
-"""Solvers of windows: what M-FAC and GGT make of the Gram matrix of past gradients.
+"""Solvers for windows: the directions of M-FAC and GGT from the Gram matrix of past gradients.
 
-Both find coefficients ``a`` of the direction ``u = Gᵀ a + c·r`` for a vector ``x = Gᵀ b + r``, from S = G Gᵀ alone.
-What they compute is explained in ``secondorder/linalg/gram.py``. Solvers keep nothing: what a solve leaves for later
-steps is in the :class:`Unit`.
+For a vector ``x = Gᵀ b + r``, both find the coefficients ``a`` of the direction ``u = Gᵀ a + c·r`` from S = G Gᵀ only.
+The mathematics is explained in ``secondorder/linalg/gram.py``. Solvers have no state: the results that later steps need
+are stored in the :class:`Unit`.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ _LARGEST_ERROR = 2e-2
 
 
 class WindowSolver(ABC):
-    """The mathematics of a window method. A method supplies the first three verbs."""
+    """The mathematics of a window method. A method implements the three abstract methods."""
 
     @abstractmethod
     def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
-        """β of the method's own momentum on gradients, 0 for none."""
+        """Return β of the momentum that the method applies to gradients; 0 means that it applies none."""
 
     @abstractmethod
     def coefficients(self, units: Sequence[Unit], lower: Tensor, step: int) -> Tensor:
-        """Coefficients ``[k, t]`` of the directions of some units; sets ``outside`` of each.
+        """Return the coefficients ``[k, t]`` of the directions of some units, and set ``outside`` of each unit.
 
         Args:
-            units: Units whose windows hold equally many rows.
-            lower: Their lower triangles of S ``[k, t, t]``, which may be overwritten.
-            step: Steps taken before this one.
+            units: Units whose windows have the same number of rows.
+            lower: Lower triangles ``[k, t, t]`` of their Gram matrices S, which may be overwritten.
+            step: Number of steps taken before this one.
         """
 
     @abstractmethod
     def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
-        """Undamped curvature ``[n, n]`` of the columns ``[t, n]`` of a window, float64."""
+        """Return the undamped curvature ``[n, n]`` in float64 for the columns ``rows [t, n]`` of a window."""
 
     def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        """Momentum that follows the direction, and what the direction is multiplied with before it."""
+        """Return the momentum that is applied to the direction, and the factor of the direction before it."""
         return group["momentum"], 1.0
 
     def corrects_bias(self, group: Mapping[str, Any]) -> bool:
-        """Whether the momentum on gradients is divided by its total weight."""
+        """Whether to divide the momentum on gradients by its total weight."""
         return False
 
     def adam_beta(self, group: Mapping[str, Any]) -> float:
-        """β₁ of Adam's rule in a group."""
+        """Return β₁ of Adam's rule in a group."""
         return float(group["betas"][0])
 
     def flops(self, m: int) -> float:
-        """Of the solve with m rows."""
+        """Return the number of FLOPs of a solve with m rows."""
         return m**3 / 3 + 2 * m**2
 
     def key(self, unit: Unit, step: int) -> tuple[object, ...]:
-        """Units with equal keys are solved in one batch."""
+        """Return a key; units with equal keys are solved in one batch."""
         return unit.window.filled, unit.window.device, unit.source is not None and unit.source.q is None
 
     def extremes(self, unit: Unit) -> tuple[Tensor, Tensor] | None:
-        """λ of a window, and the largest eigenvalue of its undamped curvature, 0-dim; None if nobody knows."""
+        """λ of a window and the largest eigenvalue of its undamped curvature, 0-dim; None if they are unknown."""
         return None
 
     def bounds(self, unit: Unit) -> Damped | None:
@@ -135,7 +135,7 @@ class MFACSolver(WindowSolver):
         return torch.full_like(count, unit.window.m) if unit.group["scale"] == "window" else count
 
     def _filtered(self, units: Sequence[Unit], problem: tuple[Tensor, Tensor | None, Tensor, Tensor]) -> Tensor:
-        """Coefficients without the directions that are rounding; not finite if they cannot be found."""
+        """Coefficients without the directions that consist of rounding errors; not finite if the solve fails."""
         lower = torch.stack([unit.window.lower() for unit in units])
         try:
             return gram.mfac_filtered(lower, *problem, noise=units[0].window.noise)
@@ -143,12 +143,12 @@ class MFACSolver(WindowSolver):
             return torch.full_like(problem[0], torch.nan)
 
     def _filtering(self, units: Sequence[Unit], amplification: Tensor, step: int) -> Tensor | None:
-        """Which units take the answer without the directions that are rounding.
+        """Which units use the answer without the directions that consist of rounding errors.
 
-        A CPU looks at the amplification of this very step, a device at that of some steps ago.
+        A CPU uses the amplification of the current step; other devices use that of some steps before.
 
         Returns:
-            Flags ``[k]``; None for none of them.
+            Flags ``[k]``; None if no unit does.
         """
         solver, on_cpu = units[0].group["solver"], amplification.device.type == "cpu"
         if solver == "eigh":
@@ -160,17 +160,17 @@ class MFACSolver(WindowSolver):
         return None if all_true_on_cpu(fine) else ~fine
 
     def _filters(self, unit: Unit, step: int) -> bool:
-        """On a device, for ``"auto"``: whether a unit filters, from what was measured some steps ago."""
+        """Whether a unit filters under ``"auto"`` on a device, based on a measurement of some steps before."""
         if unit.window.device.type == "cpu" or unit.group["solver"] != "auto":
             return False
         arrival = unit.arrivals.pop(step % LAG, None)
         if arrival is not None:
             arrival.synchronize()
-        few = unit.window.filled <= LAG  # nothing was measured yet, and the eigenvalues of few rows cost little
+        few = unit.window.filled <= LAG  # nothing is measured yet, and few rows make eigenvalues cheap
         return few or bool(unit.lagged.numpy()[step % LAG] ** 2 * unit.window.noise > _LARGEST_ERROR)
 
     def _note(self, unit: Unit, amplification: Tensor, step: int) -> None:
-        """Send the amplification of this step to the host, which looks at it some steps later."""
+        """Start copying the amplification of this step to the host, which reads it some steps later."""
         i = step % LAG
         unit.lagged[i].copy_(amplification, non_blocking=True)
         if amplification.device.type != "cpu":
@@ -178,11 +178,11 @@ class MFACSolver(WindowSolver):
             unit.arrivals[i].record()
 
     def key(self, unit: Unit, step: int) -> tuple[object, ...]:
-        """With what decides how the spectrum is filtered."""
+        """The key also contains what determines how the spectrum is filtered."""
         return *super().key(unit, step), unit.group["solver"], self._filters(unit, step), unit.window.noise
 
     def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
-        """μ, and 1 − μ in mode ``"ema"``; nothing follows in mode ``"pre"``."""
+        """μ, and the factor 1 − μ in mode ``"ema"``; no momentum is applied in mode ``"pre"``."""
         momentum = 0.0 if group["momentum_mode"] == "pre" else group["momentum"]
         return momentum, 1 - momentum if group["momentum_mode"] == "ema" else 1.0
 
@@ -195,11 +195,11 @@ class GGTSolver(WindowSolver):
         return float(group["betas"][0])
 
     def corrects_bias(self, group: Mapping[str, Any]) -> bool:
-        """As ``bias_correction`` says."""
+        """The value of the option ``bias_correction``."""
         return bool(group["bias_correction"])
 
     def adam_beta(self, group: Mapping[str, Any]) -> float:
-        """That of the fallback: ``betas`` are GGT's own, but a β₁ above 0 is also that of a graft."""
+        """β₁ of the fallback. ``betas`` belong to GGT itself, but a β₁ above 0 there also applies to a graft."""
         own, beta = group["betas"][0], group["fallback_betas"][0]
         return float(own if own and options.is_adam(group["graft"]) else beta)
 
@@ -253,7 +253,7 @@ class GGTSolver(WindowSolver):
         return gram.decay(unit.group["betas"][1], window.counters["pos"], window.m, window.filled)
 
     def key(self, unit: Unit, step: int) -> tuple[object, ...]:
-        """With all that the spectrum is mapped with."""
+        """The key also contains all parameters of the function of the spectrum."""
         group = unit.group
         return *super().key(unit, step), tuple(group["betas"]), group["eps"], group["sgd_weight"], unit.window.noise
 
