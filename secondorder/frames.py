@@ -1,12 +1,12 @@
-"""Who is calling: all that the library reads from the frames of its callers, which depend on how others are written.
+"""The information that the library reads from the frames of its callers.
 
 ::
 
     warnings       the first frame that is neither of this library nor of PyTorch
     loss scale     a ``torch.amp.GradScaler`` whose ``step`` is running
-    checkpoints    the functions of ``torch.distributed.checkpoint.state_dict``, and what they have read
+    checkpoints    the functions of ``torch.distributed.checkpoint.state_dict``, and the state that they have read
 
-No other module looks at a frame. Where nothing is found, the answer is that of an ordinary call.
+No other module inspects frames, since they depend on the code of others. If nothing is found, the call is ordinary.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 
 from secondorder.comm.layout import is_cut
 
-#: Frames between the step of an optimizer and the scaler that calls it: torch's own wrappers, those of schedulers and
-#: of trainers.
+#: Largest number of frames between the step of an optimizer and the scaler that calls it, which are wrappers of torch,
+#: schedulers and trainers.
 _DEPTH = 32
-#: Where torch collects and distributes the state of optimizers.
+#: The module in which torch collects and distributes the state of optimizers.
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
 def depth_of_caller() -> int:
-    """``stacklevel`` of the first frame that is neither ours nor torch's, for a warning where this is called."""
+    """Return the ``stacklevel`` with which a warning by the caller names the first frame of other code."""
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "secondorder",
@@ -37,7 +37,7 @@ def depth_of_caller() -> int:
 
 
 def calling_scaler() -> torch.amp.GradScaler | None:
-    """The loss scaler whose ``step`` is running further up the stack, through the wrappers of any trainer.
+    """Return the loss scaler whose ``step`` is running further up the stack, through the wrappers of any trainer.
 
     Returns:
         The innermost scaler, or None if no scaler is stepping.
@@ -53,7 +53,7 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 
 def is_saved_in_parts() -> bool:
-    """Whether torch's distributed checkpoints ask, into which every rank writes its part."""
+    """Whether the caller is a distributed checkpoint of torch, to which every rank writes its part."""
     frame = sys._getframe(1).f_back
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and "info" in frame.f_locals:
@@ -63,19 +63,19 @@ def is_saved_in_parts() -> bool:
 
 
 def filled_in_by_torch() -> set[int]:
-    """Ids of the tensors that ``set_optimizer_state_dict``, if it calls, has not from the file but from the optimizer.
+    """Return the ids of tensors that ``set_optimizer_state_dict`` took from the optimizer and not from the file.
 
-    With ``full_state_dict=True`` it takes what a file lacks from the state of the optimizer that loads it, and drops
-    the mark of a partial state: the file of one rank of several would be taken for whole.
+    With ``full_state_dict=True`` it fills in what a file lacks from the state of the optimizer, and drops the
+    mark of a partial state, so that the file of one rank of several would pass for a complete one.
 
     Returns:
-        The ids, none where something else calls.
+        The ids; the set is empty if the caller is another function.
     """
     frame = sys._getframe(1).f_back
     while frame is not None:
         if frame.f_globals.get("__name__") == _CHECKPOINTS and "flatten_local_osd" in frame.f_locals:
             own = frame.f_locals.get("local_state_dict", {}).get("state", {})
             tensors = [v for state in own.values() for v in state.values() if isinstance(v, Tensor)]
-            return {id(v) for v in tensors if not is_cut(v)}  # into those that are cut, it copies the file's
+            return {id(v) for v in tensors if not is_cut(v)}  # it copies the file into sharded tensors
         frame = frame.f_back
     return set()

@@ -1,4 +1,4 @@
-"""The scale of a loss in float16 training: who multiplied it, and by what the gradients are divided."""
+"""The scale of the loss in float16 training, by which captured gradients are divided."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = (
 
 
 class Scaled(Protocol):
-    """What captures gradients that carry the scale of the loss."""
+    """An object that captures gradients of a scaled loss."""
 
     @property
     def pending(self) -> Sized:
@@ -27,10 +27,10 @@ class Scaled(Protocol):
 
     @property
     def scale_is_unknown(self) -> bool:
-        """Whether float16 gradients came of which nobody knows the scale."""
+        """Whether float16 gradients were captured whose scale is not known."""
 
     def follow_scale(self, changes: bool) -> None:
-        """Act on a scaler that was set.
+        """Respond to a new scaler.
 
         Args:
             changes: Whether gradients were captured at another scale before.
@@ -38,17 +38,17 @@ class Scaled(Protocol):
 
 
 class LossScale:
-    """What an optimizer knows about the scale of the loss: the loss scaler, and whether it was given or found.
+    """The loss scaler of an optimizer, which the user passes or the optimizer finds.
 
-    Copies of an optimizer keep nothing of it: the scaler belongs to the training loop of the original.
+    Copies of an optimizer do not copy it, because the scaler belongs to the training loop of the original.
 
     Attributes:
-        scaler: The loss scaler that gradients carry the scale of, if any.
+        scaler: The loss scaler that scales the gradients, if any.
     """
 
     def __init__(self) -> None:
         self.scaler: Any = None
-        #: Whether the scaler was found and not given.
+        #: Whether the scaler was found, and not passed by the user.
         self._is_found = False
         self._looked_for: set[str] = set()
         self._followers: weakref.WeakSet[Scaled] = weakref.WeakSet()
@@ -59,31 +59,31 @@ class LossScale:
         return _multiplies(self.scaler)
 
     def register(self, follower: Scaled) -> None:
-        """Have a capture follow every scaler that is set from now on; it is held weakly."""
+        """Notify ``follower``, of which only a weak reference is kept, of every scaler that is set from now on."""
         self._followers.add(follower)
 
     def set(self, scaler: Any, averages: bool) -> None:
-        """Take another loss scaler, or None.
+        """Set the loss scaler.
 
         Args:
-            scaler: The scaler.
+            scaler: The scaler, or None to remove the current one.
             averages: Whether the strategy averages gradients in the step.
 
         Raises:
-            TypeError: If it is no scaler.
+            TypeError: If ``scaler`` is not a loss scaler.
             NotImplementedError: If the ranks could not agree on which steps to leave out.
         """
         if scaler is not None and not (hasattr(scaler, "scale") and hasattr(scaler, "is_enabled")):
             raise TypeError(f"grad_scaler must be a torch.amp.GradScaler, got {scaler!r}")
         changes = scaler is not self.scaler and (_multiplies(scaler) or self.multiplies)
         self.scaler = scaler
-        self._is_found = False  # whoever sets one decides; it is noted below where this class does
+        self._is_found = False  # an explicit scaler has priority; ``infer`` sets the flag again
         self.require_common(averages)
         for follower in self._followers:
             follower.follow_scale(changes)
 
     def require_common(self, averages: bool) -> None:
-        """Refuse a scaler where the strategy averages gradients in the step.
+        """Raise an error if there is a scaler and the strategy averages gradients in the step.
 
         Raises:
             NotImplementedError: If that is so.
@@ -95,13 +95,13 @@ class LossScale:
             )
 
     def infer(self, batch: Scaled, averages: bool) -> None:
-        """Adopt the loss scaler that calls this step, where none was given; what was captured before is left out.
+        """Adopt the loss scaler that calls this step if none was passed; statistics captured before are left out.
 
-        The stack is looked through in the first step, in the first that finds float16 gradients, and in those that use
-        a scaler which was found: where it does not call any more, it does not multiply the loss either.
+        The stack is searched in the first step, in the first step with float16 gradients, and in every step while a
+        scaler that was found is in use: if it no longer calls the step, it no longer scales the loss either.
 
         Args:
-            batch: What was captured of the batch of this step.
+            batch: The capture of the batch of this step.
             averages: Whether the strategy averages gradients in the step.
         """
         if not (batch.pending or batch.scale_is_unknown):
@@ -119,10 +119,10 @@ class LossScale:
             self._is_found = True
 
     def inverse(self, device: torch.device) -> Tensor | None:
-        """What gradients are to be multiplied with now, 0-dim on the device; None for 1."""
+        """Return the factor that unscales gradients, 0-dim on the device; None stands for 1."""
         if not self.multiplies:
             return None
-        # `scale` is the public way to the loss scale as a device tensor: `get_scale` would wait for the device.
+        # `scale` gives the loss scale as a device tensor, whereas `get_scale` would wait for the device.
         scale: Tensor = self.scaler.scale(torch.ones((), device=device))
         return scale.reciprocal()
 

@@ -1,4 +1,4 @@
-"""What checkpoints hold of windows: slices, rows of another number, and windows that other ranks hold."""
+"""Windows in checkpoints, including slices, other numbers of rows, and windows of other ranks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MEND = "Call optimizer.consolidate_state_dict() on all ranks before saving: wha
 
 
 class WindowCheckpoint:
-    """Says what a state holds of windows, and brings what was saved into those that are here.
+    """Describes the windows in a state, loads them and gathers them.
 
     Args:
         plan: The windows.
-        exchange: Brings together what the ranks hold.
-        comm: Who holds what.
+        exchange: Exchanges values of windows between ranks.
+        comm: Communication strategy, which decides which ranks store which windows.
         table: The parameters.
     """
 
@@ -37,7 +37,7 @@ class WindowCheckpoint:
         self._plan, self._exchange, self._comm, self._table = plan, exchange, comm, table
 
     def schema(self, p: nn.Parameter, group: Mapping[str, Any]) -> Schema:
-        """What the state of a parameter holds of its window."""
+        """Return the entries of a window in the state of a parameter."""
         unit = self._plan.unit_of.get(p)
         if unit is None:
             return {}
@@ -47,12 +47,12 @@ class WindowCheckpoint:
         if p is unit.params[0]:
             likes |= {**window.shared_state(), "amplification": torch.zeros(LAG, dtype=torch.float64, device="meta")}
         found = shaped(CATALOG, likes)
-        if not self._plan.solver.momentum_of_gradients(group):  # it is there if it was ever turned on
+        if not self._plan.solver.momentum_of_gradients(group):  # only states that have used it contain it
             found |= {key: found[key]._replace(optional=True) for key in MOMENTUM_KEYS if key in found}
         return found
 
     def expected(self, p: nn.Parameter, schema: Schema, theirs: Mapping[str, Any]) -> Schema:
-        """Whole tensors, or the slices of this rank; nothing of a window that is elsewhere, if nothing is given."""
+        """Entries for whole tensors or this rank's slices; none if the window is elsewhere and not in the state."""
         unit = self._plan.unit_of.get(p)
         if unit is None or any(k in CATALOG and k not in SHARED for k in theirs):
             return schema
@@ -71,7 +71,7 @@ class WindowCheckpoint:
 
     # ------------------------------------------------------------------ load
     def led_by_first(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[nn.Parameter, Mapping[str, Any]]:
-        """Saved states, where what a window's parameters share is with the one that comes first here."""
+        """Move what the parameters of a window share into the saved state of its first parameter here."""
         found = dict(states)
         for unit in self._plan.units:
             found |= self._led_by_its_first(unit, found)
@@ -83,7 +83,7 @@ class WindowCheckpoint:
         groups: Sequence[Group],
         untrained: set[nn.Parameter],
     ) -> None:
-        """Refuse slices of other ranks, and a state that lacks windows which this rank holds.
+        """Raise an error for slices of other ranks, and for a state that lacks windows of this rank.
 
         Args:
             states: Saved states by parameter.
@@ -95,7 +95,7 @@ class WindowCheckpoint:
         self._require_all_windows(states, groups, untrained)
 
     def _led_by_its_first(self, unit: Unit, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[Any, Any]:
-        """Saved states of a unit's parameters, where another one than its first here had what they share."""
+        """Saved states that change because a parameter of the unit other than the first held the shared tensors."""
         first = unit.params[0]
         leader = next((p for p in unit.params if "gram" in states[p]), first)
         if leader is first or "gram" in states[first]:
@@ -107,7 +107,7 @@ class WindowCheckpoint:
         }
 
     def _require_own_part(self, p: nn.Parameter, theirs: Iterable[str]) -> None:
-        """Refuse slices of a window that another rank saved, or this one in another world."""
+        """Raise an error for slices that were saved by another rank, or by this one in another world."""
         part = self._plan.unit_of[p].part if p in self._plan.unit_of else None
         for key in theirs:
             name, _, saved = key.partition("@")
@@ -137,11 +137,11 @@ class WindowCheckpoint:
             )
 
     def misfits(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:
-        """What of a parameter's saved window cannot be loaded, a line each."""
+        """Return one line for each part of the saved window of a parameter that cannot be loaded."""
         return self._bad_offsets(p, theirs) + self._bad_slices(p, theirs)
 
     def _bad_offsets(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:
-        """Offsets of sparse rows that point out of their block: a damaged file must not be read past its end."""
+        """Offsets of sparse rows that are outside their block, which would cause reads out of bounds."""
         if not isinstance(self._plan.options.compression, TopK):
             return []
         block = self._plan.options.compression.block_size
@@ -158,7 +158,7 @@ class WindowCheckpoint:
         return lines
 
     def _bad_slices(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:
-        """Slices of another dtype: to round rows takes a new Gram matrix, and other ranks might not know of it."""
+        """Slices of another dtype. Rounding changes the Gram matrix, and other ranks might not notice."""
         unit = self._plan.unit_of.get(p)
         if unit is None or unit.part is None:
             return []
@@ -171,7 +171,7 @@ class WindowCheckpoint:
         ]
 
     def install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        """Bring checked values into the windows."""
+        """Copy checked values into the windows."""
         for p, found in loaded.items():
             live = {k: v for k, v in self._table.state[p].items() if plain(k) in CATALOG}
             self._table.state[p] = {k: v for k, v in found.items() if plain(k) not in CATALOG} | live
@@ -188,10 +188,10 @@ class WindowCheckpoint:
 
     # ------------------------------------------------------------------ save
     def gather(self, asks: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Whole tensors of what a rank holds in part or not at all; all ranks call it.
+        """Gather whole tensors of windows that a rank stores in part or not at all. All ranks must call it.
 
         Args:
-            asks: Whether this rank wants them.
+            asks: Whether this rank needs the tensors.
 
         Returns:
             The tensors, on the CPU.
@@ -214,7 +214,7 @@ class WindowCheckpoint:
         return found
 
     def _agreed_units(self, asks: bool) -> tuple[list[bool], list[bool]]:
-        """Which windows a rank lacks, and which have momentum where they are."""
+        """Agree on which windows some rank lacks, and which have momentum on the ranks that store them."""
         count, mine = len(self._plan.units), self._comm.rank
         words = torch.zeros(2, count, dtype=torch.float64)
         for i, unit in enumerate(self._plan.units):
@@ -224,7 +224,7 @@ class WindowCheckpoint:
         return lacks, has
 
     def _joined(self, unit: Unit, part: Slice) -> list[dict[str, Tensor]]:
-        """Whole tensors of a window in parts, from the ranks of a row."""
+        """Gather whole tensors of a divided window from the ranks of a row."""
         whole = self._plan.meta_window(unit.params, unit.window.form, unit.window.outside is not None)
         states = []
         for i in range(len(unit.params)):
@@ -242,7 +242,7 @@ class WindowCheckpoint:
         return states
 
     def _spread(self, index: int, unit: Unit, momentum: bool) -> list[dict[str, Tensor]]:
-        """Copies of a window that is whole, from its owner to all ranks."""
+        """Copy a whole window from its owner to all ranks."""
         whole = self._plan.meta_window(unit.params, unit.window.form, momentum)
         mine, states = self._comm.owner(index) == self._comm.rank, []
         for i, p in enumerate(unit.params):
@@ -251,7 +251,7 @@ class WindowCheckpoint:
                 spec |= {**whole.shared_state(), "amplification": torch.zeros(LAG, dtype=torch.float64, device="meta")}
             live = self._table.state[p] if mine else {k: torch.empty_like(v, device=p.device) for k, v in spec.items()}
             states.append({key: live[key].to(p.device) for key in spec})
-        # As bytes: not every backend knows 16-bit integers. The owner's are views of what is sent, not written to.
+        # Bytes are sent because not all backends support 16-bit integers. The owner sends views, which are only read.
         flat = [_bytes(value) for state in states for value in state.values()]
         self._comm.spread([Parcel(index, flat)])
         received = iter(flat)
@@ -262,12 +262,12 @@ class WindowCheckpoint:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A tensor as flat bytes, a view where it is contiguous."""
+    """Return a tensor as flat bytes, which are a view if it is contiguous."""
     return x.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _is_rounded(unit: Unit, states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether loaded rows of a window in parts are stored in another dtype here; whole ones tell it by themselves."""
+    """Whether loaded rows of a divided window are stored in another dtype here. Whole windows check it themselves."""
     pairs = zip(states, unit.dtypes, strict=True)
     return unit.part is not None and any(
         key in SLOT_DIM and key in state and state[key].dtype != dtype

@@ -1,7 +1,7 @@
 """Descriptions of the arguments that several methods share, each written once.
 
 ``options.complete_docstring`` puts them into the docstrings of the classes, in the order of the signature. A class
-describes what is its own, or differs there from the other methods.
+describes only the arguments that other methods do not have, or that mean something else there.
 """
 
 #: Every method.

@@ -1,11 +1,11 @@
-"""Windows of which this rank holds a part, or none: what travels in a step.
+"""Messages of a step for windows of which a rank stores a part, or nothing.
 
 ::
 
     window in parts    dots of the parts ──sum──► the same Gram row and solve on all ─► slices of u ──gather──► u
     whole windows      u on the ranks that hold it ──copy──► u on the others of their row
 
-Every window is in every message, with zeros where a rank has no gradient: what is sent follows from the plan alone.
+Every message contains every window, with zeros if a rank has no gradient, so that its size depends on the plan only.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Found = list[list[Tensor] | None]
 
 
 class WindowExchange:
-    """Exchanges what ranks hold of windows with those that hold the rest.
+    """Exchanges values of windows between the ranks that store parts of them.
 
     Args:
-        comm: Who sends.
-        device: Where room for directions of others is made; None: where the parameters are.
+        comm: Communication strategy.
+        device: Device of the buffers for directions of other ranks. If None, it is that of the parameters.
     """
 
     def __init__(self, comm: CommStrategy, device: torch.device | None = None) -> None:
@@ -47,25 +47,25 @@ class WindowExchange:
         groups: Mapping[nn.Parameter, dict[str, Any]],
         layouts: Mapping[nn.Parameter, Layout],
     ) -> None:
-        """Exchange these windows from now on.
+        """Set the windows to exchange.
 
         Args:
             units: The windows.
-            groups: Options of their parameters.
-            layouts: How parameters are cut over ranks; empty if they are not.
+            groups: Group of each of their parameters.
+            layouts: How parameters are sharded over ranks; empty if they are not sharded.
         """
         self.units, self.groups = units, groups
         self._cuts = WindowCuts(self.comm, units, layouts) if layouts else None
 
     # ------------------------------------------------------------------ stage 2: gradients
     def own(self, wanted: Sequence[Tensors | None]) -> Iterator[list[Tensor | None] | None]:
-        """What belongs to this rank's rows.
+        """Select the part of some tensors that belongs to the rows of this rank.
 
         Args:
-            wanted: By window a tensor or None per parameter, this rank's pieces of those that are cut; or None for all.
+            wanted: For each window, None or a list with a tensor or None per parameter; pieces if it is sharded.
 
         Yields:
-            By window the same, of this rank's part of it; None where it has none, and for None.
+            For each window, such a list for the part on this rank; None if there is no part or no list.
         """
         if self._cuts is not None:
             yield from self._cuts.own(wanted)
@@ -74,7 +74,7 @@ class WindowExchange:
 
     # ------------------------------------------------------------------ stage 3: dots
     def refresh_stale(self) -> None:
-        """Sum Gram matrices that were made anew from rows of which each rank has a part."""
+        """Sum the Gram matrices that were recomputed from rows of which each rank stores a part."""
         stale = [unit for unit in self.units if unit.window.stale]
         if stale:
             products = [unit.window.own_products() for unit in stale]
@@ -83,7 +83,7 @@ class WindowExchange:
                 unit.window.refresh(part.to(unit.window.device))
 
     def sum_dots(self, pushes: Mapping[Unit, Push]) -> None:
-        """Sum what is linear in the rows over the parts of all windows, in one message."""
+        """Sum all products with rows over the parts of all windows, in one message."""
         units = [unit for unit in self.units if unit.part is not None]
         if not units:
             return
@@ -95,7 +95,7 @@ class WindowExchange:
                 self._read(unit, pushes[unit], part.to(unit.window.device))
 
     def _words(self, unit: Unit, push: Push | None) -> Tensor:
-        """Dots of the new row with rows ``[m]`` and the momentum's rest ``[1]``, of weight decay with rows ``[m]``."""
+        """Dot products of the new row with rows ``[m]`` and with momentum ``[1]``, and of decay with rows ``[m]``."""
         window, decays = unit.window, self.decays_outside(unit)
         if push is None:
             size = window.m * (2 if decays else 1) + (window.outside is not None)
@@ -117,29 +117,29 @@ class WindowExchange:
             unit.decay_dots = words[-m:][:t]
 
     def decay_of(self, p: nn.Parameter) -> float:
-        """Weight decay of a parameter that is preconditioned but kept out of the window, as its options say."""
+        """The weight decay of a parameter that is preconditioned but does not enter the window, else 0."""
         group = self.groups[p]
         return float(group["weight_decay"]) if group["weight_decay_mode"] in ("reg", "both") else 0.0
 
     def decays_outside(self, unit: Unit) -> bool:
-        """Whether any of a unit's does."""
+        """Whether the weight decay of any parameter of a unit does not enter the window."""
         return any(self.decay_of(p) for p in unit.params)
 
     @property
     def decays_anywhere(self) -> bool:
-        """Whether that of any parameter does."""
+        """Whether the weight decay of any parameter does not enter its window."""
         return any(self.decays_outside(unit) for unit in self.units)
 
     # ------------------------------------------------------------------ stage 5: directions
     def directions(self, found: Found) -> Found:
-        """Whole directions of all windows on every rank; of parameters that are cut this rank's pieces.
+        """Return whole directions of all windows on every rank, or this rank's pieces of sharded parameters.
 
         Args:
-            found: What this rank has: by window a tensor per parameter, slices where the window is in parts; None
-                without gradients.
+            found: Directions on this rank: for each window, one tensor per parameter, which is a slice if the window is
+                divided; None without gradients.
 
         Returns:
-            The directions; None is left only in a world of one rank.
+            The directions, of which some may be None only in a world of one rank.
         """
         if self._cuts is not None:
             return self._cuts.directions(found)

@@ -1,4 +1,4 @@
-"""What ``step()`` asks of the curvature behind it, whatever that curvature is.
+"""The interface between ``step()`` and the curvature that it uses.
 
 ::
 
@@ -23,17 +23,17 @@ Directions = dict[nn.Parameter, Tensor]
 
 @dataclass
 class ParameterTable:
-    """Parameters, their options and their state, as the optimizer has them.
+    """The current parameters of an optimizer, with their options and their state.
 
-    torch and trainers replace these objects; the optimizer puts the new ones in here before anybody reads them.
+    torch and trainers replace these objects. The optimizer updates the table before anything reads it.
 
     Attributes:
         groups: The parameter groups.
         state: State by parameter.
-        names: By parameter.
+        names: Names by parameter.
         group_of: Group of each parameter.
-        root: The module, if there is one.
-        layouts: How parameters are cut over ranks; empty if they are not.
+        root: The module, or None if the optimizer has none.
+        layouts: How parameters are sharded over ranks; empty if they are not sharded.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -48,9 +48,9 @@ class Proposal(NamedTuple):
     """Preconditioned directions, before grafting and clipping.
 
     Attributes:
-        directions: By parameter, shaped as it; complex ones may be pairs of real numbers.
-        raw: What each was found from: the size of an SGD step.
-        sets: Parameters that are grafted together, and the rule whose size they take; None for no grafting.
+        directions: By parameter, in its shape. Complex directions may be pairs of real numbers.
+        raw: The gradient from which each direction was computed. It sets the size of a grafted SGD step.
+        sets: Sets of parameters that are grafted together, each with the rule of its size or None for no grafting.
     """
 
     directions: Directions
@@ -59,16 +59,16 @@ class Proposal(NamedTuple):
 
 
 class Preconditioner(Protocol):
-    """The stages of a step over all curvature that an optimizer has."""
+    """The stages of a step over all curvature of an optimizer."""
 
     def check_gradients(self) -> None:
-        """Look whether the gradients of this rank are those that something was captured of."""
+        """Check that the gradients of this rank belong to the captured statistics."""
 
     def collect(self) -> Any:
-        """Take what was captured since the last step, combined over the ranks."""
+        """Return the statistics captured since the last step, combined over the ranks."""
 
     def discard(self) -> None:
-        """Forget what was captured since the last step."""
+        """Discard what was captured since the last step."""
 
     def drop(self) -> None:
         """Count a batch that is left out because its gradients cannot be used."""
@@ -77,21 +77,21 @@ class Preconditioner(Protocol):
         """Update the running estimates.
 
         Args:
-            statistics: What ``collect`` has returned.
-            gradients: Of this step, by parameter.
+            statistics: The return value of ``collect``.
+            gradients: Gradients of this step by parameter.
             gate: None, or a 0-dim bool tensor: where it is False nothing changes.
         """
 
     def refresh_due(self) -> list[int]:
-        """Factorise what is due; returns the indices of what was."""
+        """Refresh the curvature that is due, and return the indices of what was refreshed."""
         ...
 
     def share(self, refreshed: list[int]) -> None:
-        """Bring what was refreshed to the ranks that precondition with it."""
+        """Send the refreshed curvature to the ranks that precondition with it."""
 
     def propose(self, gradients: Directions, gate: Tensor | None) -> Proposal:
-        """Preconditioned directions of the covered parameters."""
+        """Return the preconditioned directions of the covered parameters."""
         ...
 
     def damped(self) -> list[Damped] | None:
-        """What is to be compared with its damping in this step; None before there is enough to go by."""
+        """Return the curvature to compare with its damping in this step; None while there is not enough data."""

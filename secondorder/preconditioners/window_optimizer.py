@@ -1,4 +1,4 @@
-"""What the window methods have in common: options, and a :class:`WindowPreconditioner` behind the optimizer."""
+"""The base of the window methods: their options, and an optimizer that uses a :class:`WindowPreconditioner`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from secondorder.preconditioners.windows import WindowPreconditioner
 
 
 def window_betas(name: str, value: Any) -> None:
-    """A check for β₁ in [0, 1) and β₂ in (0, 1]."""
+    """Check that β₁ is in [0, 1) and β₂ in (0, 1]."""
     if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(options.is_number(b) for b in value):
         raise TypeError(f"{name} must be a pair of numbers, got {value!r}")
     if not 0.0 <= value[0] < 1.0:
@@ -51,24 +51,24 @@ WINDOW_CHECKS: dict[str, options.Check] = {
 class WindowOptimizer(SecondOrderOptimizer):
     """Base of the methods that precondition with a window of past gradients.
 
-    A method supplies its ``solver``, a :class:`secondorder.curvature.solvers.WindowSolver`.
+    A method sets ``solver`` to a :class:`secondorder.curvature.solvers.WindowSolver`.
 
     Args:
-        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
-        defaults: Group options.
-        module: The module, for names, layers and types of layers; not needed.
-        comm: Communication strategy; None: every rank has every window whole.
-        compression: Of the rows.
-        window_dtype: Of dense rows.
+        params: Anything that ``torch.optim`` accepts, a module, or a list of modules that are the parts of one model.
+        defaults: Default options of the groups.
+        module: The module, which provides names, layers and types of layers. It is optional.
+        comm: Communication strategy. If None, every rank stores every window as a whole.
+        compression: Compression of the rows.
+        window_dtype: Precision of dense rows and of low-rank factors.
         partition: Which parameters share a window.
-        skip_norm_layers: Whether the parameters of normalisation layers follow the fallback.
-        skip_biases: Whether biases do.
+        skip_norm_layers: Whether the parameters of normalization layers follow the fallback.
+        skip_biases: Whether biases follow the fallback.
         grad_scaler: Loss scaler of float16 training.
-        seed: Of the first warm starts of low-rank rows.
+        seed: Seed of the random bases from which low-rank rows start.
 
     Raises:
-        ValueError: For a bad option.
-        TypeError: For one of a wrong kind.
+        ValueError: If an option has an invalid value.
+        TypeError: If an option has an invalid type.
         RuntimeError: If the window does not fit into free memory.
     """
 
@@ -124,7 +124,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         self._tabulate()
 
     def _tabulate(self) -> None:
-        """Let the windows see the parameters as they are now."""
+        """Give the windows the current parameters."""
         table = self._windows.table
         table.groups, table.names, table.group_of = self.param_groups, self._names, self._group
         table.state = cast("MutableMapping[nn.Parameter, dict[str, Any]]", self.state)
@@ -136,7 +136,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         if not hasattr(self, "_windows"):  # not before the strategy is known
             self._make_windows()
         elif not self._windows.plan.unit_of.keys() <= known:
-            self._windows.plan.units, self._windows.plan.unit_of = [], {}  # others took their place, with their state
+            self._windows.plan.units, self._windows.plan.unit_of = [], {}  # others replaced them, with their state
         self._closed = False
         self._rebuild()
 
@@ -167,7 +167,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         return super()._directions(gradients, gate)
 
     def _facts(self) -> dict[str, list[str]]:
-        """Windows whose sums are due too: they are a message."""
+        """Add the windows whose sums are due, since they are sent in a message."""
         stale = [unit.name for unit in self._windows.units if unit.window.stale]
         return {**super()._facts(), "windows to sum anew": stale}
 
@@ -176,7 +176,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
     ) -> None:
         if rule == "adam" and self._covers(params[0]):
-            group = {**group, "weight_decay": 0.0}  # it is in the window
+            group = {**group, "weight_decay": 0.0}  # the window contains it
         if rule in ("sgd", "sized_adam", "sized_adamw") and self._covers(params[0]):
             mode = group["weight_decay_mode"]
             if mode in ("legacy", "both") and group["weight_decay"]:
@@ -197,7 +197,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         return self._windows.plan.unit_of[p].group
 
     def _allocate(self, p: nn.Parameter) -> None:
-        """Done by the plan, for all parameters of a window at once."""
+        """Do nothing, since the plan allocates all parameters of a window at once."""
 
     def _layout(self) -> list[tuple[object, ...]]:
         sizes = [(group["window_size"],) for group in self.param_groups]
@@ -212,7 +212,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         self._require_agreement(group)
 
     def _require_agreement(self, group: Group) -> None:
-        """Refuse a group that differs from the first in what defines their common window."""
+        """Raise an error if a group differs from the first one in an option that defines their common window."""
         if self._structure.partition != "global" or not self.param_groups:
             return
         first = self.param_groups[0]
@@ -224,14 +224,14 @@ class WindowOptimizer(SecondOrderOptimizer):
                 )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters; their columns are zero in the rows that are there.
+        """Add a group of parameters, whose columns are zero in the existing rows.
 
         Raises:
             RuntimeError: If the larger window does not fit into free memory; the group is not added then.
         """
         count = len(self.param_groups)
         if self._structure.partition == "global" and self._group and isinstance(param_group, dict):
-            # What defines the common window may have been scheduled since: the new group takes it as it is now.
+            # A schedule may have changed the options of the common window, so the new group takes the current ones.
             param_group = {key: self.param_groups[0][key] for key in self.shared_options} | param_group
         try:
             super().add_param_group(param_group)
@@ -247,7 +247,7 @@ class WindowOptimizer(SecondOrderOptimizer):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles keep; each parameter gets its own part of the window, not a view of all of it."""
+        """Contents of copies and pickles. Each parameter gets its part of the window, not a view of all of it."""
         kept = super().__getstate__()
         kept["state"] = type(self.state)(dict)
         for p, found in self.state.items():
@@ -296,7 +296,7 @@ class WindowOptimizer(SecondOrderOptimizer):
 
     @contextmanager
     def _frozen_members(self, saved: Set[nn.Parameter]) -> Iterator[None]:
-        """Let frozen parameters that are in a window of a checkpoint into those here; nothing stays if it is refused.
+        """Cover frozen parameters that are in a window of a checkpoint, and undo this if the load fails.
 
         Args:
             saved: Parameters with rows in the checkpoint.
@@ -331,10 +331,10 @@ class WindowOptimizer(SecondOrderOptimizer):
         self._rebuild()
 
     def state_dict(self) -> dict[str, Any]:
-        """State by parameter and group options, as ``torch.optim``; each parameter shows its part of the window.
+        """Return the state as ``torch.optim`` does. The state of each parameter shows its part of the window.
 
         Returns:
-            The state, with whole tensors in place of slices where they have been gathered.
+            The state. It has whole tensors instead of slices if they were gathered.
         """
         self._tabulate()
         self._synchronize()
@@ -369,17 +369,17 @@ class WindowOptimizer(SecondOrderOptimizer):
             The matrix, ``n`` being the number of parameters.
 
         Raises:
-            ValueError: If nothing covered has this name.
-            RuntimeError: If no step was taken yet, or if the rows are not all on this rank.
+            ValueError: If no covered layer or parameter has this name.
+            RuntimeError: If no step was taken yet, or if some rows are on other ranks.
         """
         return self._windows.dense(name)
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters as plain numbers and, by window, how its last direction relates to the gradient.
+        """Return counters as plain numbers and, for each window, how its last direction relates to the gradient.
 
-        Everything comes from the Gram matrix: no pass over the parameters, but one eigendecomposition ``[m, m]`` per
-        window. Reading waits for the device, and never for another rank: windows that are on other ranks only are left
-        out, and so is what is not sent of windows in parts.
+        Everything is computed from the Gram matrix, with one eigendecomposition ``[m, m]`` per window and no pass over
+        the parameters. The call waits for the device, but never for another rank: windows that are only on other ranks
+        are left out, and so are values of divided windows that ranks do not exchange.
 
         Returns:
             ``step``, ``skipped_steps``, ``stage_ms``, ``damping``, ``graft_factor``, ``solve_failures``, and ``units``:

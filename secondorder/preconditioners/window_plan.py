@@ -1,4 +1,4 @@
-"""Windows over parameters: which there are, where they are, and the state of each parameter that shows its part."""
+"""The plan of the windows: their parameters, their ranks, and the part that the state of each parameter shows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from secondorder.preconditioners.base import ParameterTable
 from secondorder.preconditioners.partition import Partition
 
 MOMENTUM_KEYS = ("gradient_momentum", "momentum_coefficients", "dots_momentum", "momentum_weight")
-#: What states may hold of windows, by key.
+#: Keys of windows in the state of a parameter.
 CATALOG: Schema = {
     key: Entry(0, kind, At.CURVATURE)
     for kind, keys in {
@@ -46,15 +46,15 @@ Portions = list[Portion]
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """What is the same in all groups of a window method.
+    """The options of a window method that are the same in all groups.
 
     Attributes:
-        compression: Of the rows.
-        dtype: Of dense rows and low-rank factors; None for the default.
+        compression: Compression of the rows.
+        dtype: Precision of dense rows and low-rank factors; None stands for the default.
         partition: Which parameters share a window.
-        skip_norm_layers: Whether the parameters of normalisation layers follow the fallback.
-        skip_biases: Whether biases do.
-        seed: Of the first warm starts of low-rank rows.
+        skip_norm_layers: Whether the parameters of normalization layers follow the fallback.
+        skip_biases: Whether biases follow the fallback.
+        seed: Seed of the random bases from which low-rank rows start.
     """
 
     compression: Compression
@@ -65,11 +65,11 @@ class WindowOptions:
     seed: int
 
     def form(self, m: int) -> Form:
-        """How m rows are stored."""
+        """Return the form in which m rows are stored."""
         return Form(m, self.compression, self.dtype, self.seed)
 
     def working(self, p: nn.Parameter) -> torch.dtype:
-        """Precision of products: the parameter's, or float64 where rows are kept in it."""
+        """Return the precision of products: that of the parameter, or float64 if rows are stored in float64."""
         return torch.float64 if self.dtype == torch.float64 else precision(p)
 
 
@@ -78,12 +78,12 @@ class WindowPlan:
 
     Args:
         solver: The mathematics of the method.
-        options: What is the same in all groups.
-        comm: Who holds what.
+        options: The options that are the same in all groups.
+        comm: Communication strategy, which decides which ranks store which windows.
         table: The parameters.
-        excluded: Parameters that were left out before, and why.
-        bounds: How parameters are cut already: that stays as long as they are covered, so that no row ever travels.
-        covered: What was covered before this was copied: its rows may be on other ranks.
+        excluded: Parameters that were left out before, with the reasons.
+        bounds: How parameters are already cut. This does not change while they are covered, so that rows never move.
+        covered: Parameters that the original of a copy covered. Their rows may be on other ranks.
     """
 
     def __init__(
@@ -102,17 +102,17 @@ class WindowPlan:
         self.unit_of: dict[nn.Parameter, Unit] = {}
         self.bounds: dict[nn.Parameter, Bounds] = bounds or {}
         self.copied: set[nn.Parameter] = set(covered)
-        #: What was placed; None before the first time.
+        #: The portions that were placed; None before the first placement.
         self.portions: Portions | None = None
-        #: Windows without cuts, where they are only laid out.
+        #: Windows before they are cut, if they are only laid out.
         self.wholes: list[GradientWindow] = []
 
     # ------------------------------------------------------------------ units
     def follow(self, place: Callable[[Portions], None]) -> bool:
-        """Plan anew, for the parameters as they are now; what still fits is kept.
+        """Make a new plan for the current parameters, and keep the windows that still fit.
 
         Args:
-            place: Lets the strategy decide who holds what.
+            place: Function with which the strategy assigns portions to ranks.
 
         Returns:
             Whether there are new windows.
@@ -138,12 +138,12 @@ class WindowPlan:
         parts = [(unit.params, unit.part.bounds) for unit in units if unit.part is not None]
         self.bounds = {p: own for params, bounds in parts for p, own in zip(params, bounds, strict=True)}
         self.copied = set()
-        for p in sources.keys() - self.unit_of.keys():  # it left; its columns must not keep the old rows alive
+        for p in sources.keys() - self.unit_of.keys():  # a removed one must not keep the old rows alive
             self.table.state[p] = {k: v for k, v in self.table.state[p].items() if plain(k) not in CATALOG}
         return bool(fresh)
 
     def has_rows(self, p: nn.Parameter) -> bool:
-        """Whether a parameter is in a window, or was before this was copied."""
+        """Whether a parameter is in a window, or was in a window of the original of a copy."""
         return p in self.unit_of or p in self.copied or any(plain(key) in SLOT_DIM for key in self.table.state[p])
 
     def named(self) -> dict[str, list[nn.Parameter]]:
@@ -222,7 +222,7 @@ class WindowPlan:
         return GradientWindow(self._places(unit.params, unit.part), form, momentum)
 
     def _fill(self, unit: Unit, sources: Mapping[nn.Parameter, Unit]) -> None:
-        """Allocate the window of a new unit and take over what its parameters had in those of before."""
+        """Allocate the window of a new unit, and copy what its parameters had in earlier windows."""
         states: list[dict[str, Tensor]] = [
             self.own_state(unit, i, self.table.state[p]) for i, p in enumerate(unit.params)
         ]
@@ -247,11 +247,11 @@ class WindowPlan:
         unit.lagged = torch.zeros(LAG, dtype=torch.float64, pin_memory=unit.params[0].device.type == "cuda")
         self.take_over(unit, states, shared, rounded)
         if old and (len(old) > 1 or not set(old[0].params) <= set(unit.params)):
-            unit.window.recompute_gram()  # columns left, or came with rows of their own
+            unit.window.recompute_gram()  # columns were removed, or added with rows of their own
         self.expose(unit)
 
     def own_state(self, unit: Unit, i: int, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Curvature in the state of a unit's parameter, as far as this rank's part of the window goes."""
+        """The curvature in the state of a parameter of a unit, limited to the part of the window on this rank."""
         found = {plain(k): v for k, v in state.items() if plain(k) in CATALOG}
         if unit.part is None or any("@" in key for key in state):
             return found
@@ -264,7 +264,7 @@ class WindowPlan:
     def take_over(
         self, unit: Unit, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor], rounded: bool = False
     ) -> None:
-        """Fill a window from the state of one that may have another number of slots; without state it is empty."""
+        """Fill a window from a state, which may have another number of slots. Without a state it stays empty."""
         window = unit.window
         if "amplification" in shared:
             unit.lagged.copy_(shared["amplification"])
@@ -283,7 +283,7 @@ class WindowPlan:
         window.adopt_resized(old)
 
     def expose(self, unit: Unit) -> None:
-        """Let the state of each parameter show its part of the window; slices under names of their own."""
+        """Let the state of each parameter show its part of the window. Slices have keys of their own."""
         for i, p in enumerate(unit.params):
             found = unit.window.state(i)
             if unit.part is not None:
@@ -292,7 +292,7 @@ class WindowPlan:
         self.table.state[unit.params[0]].update(unit.window.shared_state(), amplification=unit.lagged)
 
     def momentum_if_wanted(self, unit: Unit) -> float:
-        """β of a unit's momentum on gradients; its state is made when a schedule first turns it on."""
+        """Return β of the momentum on gradients, and create its state when a schedule first turns it on."""
         beta = self.solver.momentum_of_gradients(unit.group)
         if beta > 0 and unit.window.outside is None:
             unit.window.keep_outside()
@@ -301,7 +301,7 @@ class WindowPlan:
         return beta
 
     def _require_memory(self, units: Sequence[Unit]) -> None:
-        """Refuse windows that cannot fit, before anything is allocated."""
+        """Raise an error if the windows do not fit into memory, before anything is allocated."""
         needed: dict[torch.device, int] = {}
         units = [unit for unit in units if unit.held]
         for unit in units:
@@ -322,10 +322,10 @@ class WindowPlan:
                 )
 
     def lay_out(self, portions: Portions | None, *, keep: bool) -> None:
-        """Units that hold nothing, for a strategy that has placed them already.
+        """Create units without memory, for a strategy that has already placed them.
 
         Args:
-            portions: What it has placed.
+            portions: The portions that the strategy has placed.
             keep: Whether parameters stay cut as they are.
         """
         self.portions = portions
@@ -339,7 +339,7 @@ class WindowPlan:
 
     # ------------------------------------------------------------------ life
     def retreat(self, units: list[Unit], bounds: dict[nn.Parameter, Bounds], joined: Iterable[nn.Parameter]) -> None:
-        """Go back to earlier units, without parameters that have joined since."""
+        """Return to earlier units, without the parameters that have joined since."""
         self.units, self.bounds = units, bounds
         self.unit_of = {p: unit for unit in units for p in unit.params}
         for p in joined:
@@ -347,15 +347,15 @@ class WindowPlan:
         self.copied = set()
 
     def forget(self, p: nn.Parameter) -> None:
-        """A parameter was taken out of the optimizer again."""
+        """Forget a parameter that was removed from the optimizer."""
         self.partition.excluded.pop(p, None)
 
     def replace(self, after: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Other parameters have come in the place of those of before."""
+        """Replace the parameters by those that ``after`` maps them to."""
         self.bounds = {after[p]: bounds for p, bounds in self.bounds.items() if p in after}
         self.copied = {after[p] for p in (*self.unit_of, *self.copied) if p in after}
 
     def kept(self) -> dict[str, Any]:
-        """What copies keep."""
+        """Return the values from which the plan of a copy is constructed."""
         own = {"options": self.options, "excluded": dict(self.partition.excluded)}
         return {**own, "bounds": dict(self.bounds), "covered": list(self.unit_of)}

@@ -35,14 +35,14 @@ _BATCH = 1 << 20
 
 
 class WindowPreconditioner(Preconditioner):
-    """Windows of past gradients, with all that a step does with them.
+    """Windows of past gradients, and the stages of a step that use them.
 
     Args:
         solver: The mathematics of the method.
-        structure: What is the same in all groups.
-        comm: Who holds what.
+        structure: The options that are the same in all groups.
+        comm: Communication strategy, which decides which ranks store which windows.
         table: The parameters.
-        kept: What ``WindowPlan.kept`` returned for the optimizer of which this is a copy.
+        kept: If this is a copy, the return value of ``WindowPlan.kept`` for the original.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class WindowPreconditioner(Preconditioner):
         self.solver, self.structure, self.comm, self.table = solver, structure, comm, table
         self.plan = WindowPlan(solver, structure, comm, table, **known)
         self.exchange = WindowExchange(comm)
-        #: Steps taken, which the optimizer counts.
+        #: Number of steps taken, which the optimizer updates.
         self.step = 0
         self._norms: dict[nn.Parameter, Tensor] = {}
 
@@ -67,24 +67,24 @@ class WindowPreconditioner(Preconditioner):
         return self.plan.units
 
     def follow(self, place: Callable[[Portions], None]) -> bool:
-        """Plan anew, for the parameters as they are now; returns whether there are new windows."""
+        """Make a new plan for the current parameters, and return whether there are new windows."""
         changed = self.plan.follow(place)
         self.reconnect()
         return changed
 
     def reconnect(self) -> None:
-        """Exchange the windows that the plan has now."""
+        """Let the exchange use the current windows of the plan."""
         self.exchange.follow(self.plan.units, self.table.group_of, self.table.layouts)
 
     def imagined(self, comm: CommStrategy, *, is_real: bool) -> WindowPreconditioner:
-        """The same windows under another strategy, laid out as its first rank has them, but not allocated.
+        """Return the windows of the first rank under another strategy, laid out but not allocated.
 
         Args:
             comm: The strategy.
-            is_real: Whether parameters are cut there as they are now.
+            is_real: Whether parameters are sharded in the same way as they are now.
 
         Returns:
-            The windows; only what follows from shapes can be asked of them.
+            The windows, which only support queries that depend on shapes alone.
         """
         found = WindowPreconditioner(self.solver, self.structure, comm, self.table, self.plan.kept())
         found.plan.lay_out(self.plan.portions, keep=is_real)
@@ -94,13 +94,13 @@ class WindowPreconditioner(Preconditioner):
 
     # ------------------------------------------------------------------ stages 1 to 3: the window
     def check_gradients(self) -> None:
-        """Nothing was captured."""
+        """Do nothing, since window methods do not capture anything."""
 
     def discard(self) -> None:
-        """Nothing was captured."""
+        """Do nothing, since window methods do not capture anything."""
 
     def collect(self) -> None:
-        """Nothing was captured."""
+        """Do nothing, since window methods do not capture anything."""
 
     def drop(self) -> None:
         """Count a batch that is left out."""
@@ -109,7 +109,7 @@ class WindowPreconditioner(Preconditioner):
                 unit.window.counters["skipped"].add_(1)
 
     def damped(self) -> list[Damped] | None:
-        """The damping of all windows that this rank keeps, after a number of steps; None before and later."""
+        """The damping of all windows on this rank, in the one step that compares it; None in all other steps."""
         if self.step + 1 != _STEPS_BEFORE_WATCH:
             return None
         held = (unit for unit in self.units if unit.held and unit.part is None and unit.a is not None)
@@ -119,8 +119,8 @@ class WindowPreconditioner(Preconditioner):
         """Whether no product of gradients overflows, a 0-dim bool tensor.
 
         Args:
-            gradients: By parameter.
-            norms: Of each ``[len(gradients)]``.
+            gradients: Gradients by parameter.
+            norms: Norms of the gradients ``[len(gradients)]``.
 
         Returns:
             The flag.
@@ -157,7 +157,7 @@ class WindowPreconditioner(Preconditioner):
         self._norms = {}
 
     def _find_inputs(self, unit: Unit, gradients: Directions) -> None:
-        """What enters a window, and how long it is."""
+        """Find the input of a window and its norm."""
         inputs = [self._input(p, gradients) for p in unit.params]
         unit.inputs = inputs if any(x is not None for x in inputs) else None
         if unit.inputs is not None:
@@ -165,7 +165,7 @@ class WindowPreconditioner(Preconditioner):
             unit.norm = torch.linalg.vector_norm(torch.stack(there))
 
     def _input(self, p: nn.Parameter, gradients: Directions) -> Tensor | None:
-        """What enters the window: the gradient, with coupled weight decay."""
+        """The input of the window, which is the gradient with coupled weight decay."""
         gradient = gradients.get(p)
         if gradient is None:
             return None
@@ -192,7 +192,7 @@ class WindowPreconditioner(Preconditioner):
         return []
 
     def share(self, refreshed: list[int]) -> None:
-        """Every rank that holds rows has solved for their coefficients."""
+        """Do nothing, since every rank that stores rows has solved for their coefficients."""
 
     def _source(self, unit: Unit) -> Source:
         window, group, t = unit.window, unit.group, unit.window.filled
@@ -204,8 +204,8 @@ class WindowPreconditioner(Preconditioner):
                 weight = window.outside.weight
                 b, q, r = b / weight, q / weight, [x / weight.to(x.device, x.dtype) for x in window.outside.r]
         elif options.is_adam(group["graft"]):
-            # The direction of Adam's first moment, as far as the window remembers it: only the direction is wanted, and
-            # what has left the window would be multiplied with f(0), which is huge.
+            # This is Adam's first moment restricted to the rows of the window. Only its direction matters, and older
+            # gradients would be multiplied by f(0), which is huge.
             b = gram.decay(self.solver.adam_beta(group), window.counters["pos"], window.m, t)
             b = b / b.sum()
         decayed, dots = unit.decayed, unit.decay_dots
@@ -215,7 +215,7 @@ class WindowPreconditioner(Preconditioner):
         return Source(b, q, r)
 
     def _decay_in_direction(self, unit: Unit) -> list[Tensor | None] | None:
-        """The parameters whose decay is preconditioned but kept out of the window (``"reg"``, ``"both"``)."""
+        """Parameters whose weight decay is preconditioned but does not enter the window (``"reg"``, ``"both"``)."""
         if not self.exchange.decays_outside(unit) or unit.inputs is None:
             return None
         pairs = zip(unit.params, unit.inputs, strict=True)
@@ -257,14 +257,14 @@ class WindowPreconditioner(Preconditioner):
 
     # ------------------------------------------------------------------ reading
     def settle(self) -> None:
-        """Have everything that state shows arrive."""
+        """Wait for all copies of which the state shows the results."""
         for unit in self.units:
             self.plan.momentum_if_wanted(unit)
             for event in unit.arrivals.values():
                 event.synchronize()
 
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """What covers a parameter, its size, and who has it; the first empty if nothing does."""
+        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
         unit = self.plan.unit_of.get(p)
         if unit is None:
             return "", "", ""
@@ -307,7 +307,7 @@ class WindowPreconditioner(Preconditioner):
         return self.solver.curvature_of_rows(unit, torch.stack(rows))
 
     def _named(self, name: str) -> list[nn.Parameter]:
-        """Covered parameters of one window that a module or parameter name means."""
+        """The covered parameters of one window that a module or parameter name refers to."""
         by_name = {self.table.names[p]: p for p in self.plan.unit_of}
         while True:
             wanted = [name] if name in by_name else [f"{name}.{own}" if name else own for own in ("weight", "bias")]
@@ -321,7 +321,7 @@ class WindowPreconditioner(Preconditioner):
             name = name.removeprefix("module.")
 
     def metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:
-        """Numbers of a window's last direction, by name."""
+        """Metrics of the last direction of a window, by name."""
         window = unit.window
         yield "rows", window.filled
         yield "count", int(window.counters["count"])
@@ -342,7 +342,7 @@ class WindowPreconditioner(Preconditioner):
 
 
 def _batches(alike: Iterable[list[Unit]]) -> Iterator[list[Unit]]:
-    """Units to solve together: of one size, and few enough that their matrices stay a bounded temporary."""
+    """Batches of units of one size, which are solved together. Their size bounds the temporary memory."""
     for units in alike:
         count = max(1, _BATCH // max(units[0].window.filled, 1) ** 2)
         yield from (units[i : i + count] for i in range(0, len(units), count))
