@@ -39,7 +39,7 @@ class Block:
         self.owner, self.params = layer.owner, layer.params
         self.weight, self.bias, self.kind = layer.weight, layer.bias, layer.kind
 
-    def beside(self, runtime: Runtime) -> Block:
+    def with_runtime(self, runtime: Runtime) -> Block:
         """Return a copy of this block that uses the state of another ``Runtime``."""
         found = copy(self)
         found.runtime = runtime

@@ -130,7 +130,7 @@ class LayerOptions:
         factor_dtype: Precision in which factors are kept; float32 stands for float64 where parameters are float64.
         inv_dtype: Of what a refresh finds from them, likewise.
         factor_storage: ``"dense"``, or ``"packed"``: factors are kept as their triangles.
-        overlap: Factorise beside training, and adopt what comes out a fixed number of steps later.
+        overlap: Factorise while training goes on, and adopt the result a fixed number of steps later.
         orthogonal_dtype: Of the products that ``orthogonalize`` takes of large matrices.
     """
 

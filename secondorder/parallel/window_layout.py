@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from secondorder.comm import CommStrategy
 from secondorder.comm.layout import NOTHING, Layout, Route, Spans, local, route
 from secondorder.curvature.window.shards import Bounds, Cutting
-from secondorder.curvature.window.unit import Unit, precision
+from secondorder.curvature.window.unit import Unit
+from secondorder.linalg.dense import precision_of
 
 #: Bytes of whole tensors that travel together, for each rank.
 _PORTION = 32 * 2**20
@@ -68,7 +69,7 @@ class WindowCuts:
                 x = None if given is None else given[i]
                 sent.append(
                     self.layouts[p].flat(
-                        (torch.zeros_like(local(p), dtype=precision(p)) if x is None else x).to(p.dtype)
+                        (torch.zeros_like(local(p), dtype=precision_of(p)) if x is None else x).to(p.dtype)
                     )
                 )
                 ways.append(self._way_of_rows(index, i, False))

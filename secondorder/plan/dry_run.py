@@ -53,7 +53,7 @@ class Understudy(Lifecycle):
         states: Any = defaultdict(dict)
         runtime = replace(kept["_runtime"], states=states)
         own.__dict__.update(kept, state=states, _clock=None, _runtime=runtime)
-        if blocks := [block.beside(runtime) for block in kept.get("_blocks", ())]:
+        if blocks := [block.with_runtime(runtime) for block in kept.get("_blocks", ())]:
             own.__dict__.update(_blocks=blocks, _block_of={p: block for block in blocks for p in block.params})
         for p, state in optimizer.state.items():
             own.state[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
@@ -97,7 +97,7 @@ class Understudy(Lifecycle):
 
     # ------------------------------------------------------------------ what first-order rules keep
     def other_holdings(self) -> Iterator[Holding]:
-        """What every rank keeps beside curvature."""
+        """Yield the state other than curvature, which every rank keeps."""
         for p, group in self._group.items():
             yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
             for key in self._rule_keys(p, group) if p.requires_grad else ():

@@ -19,9 +19,10 @@ from secondorder.curvature.window.form import Compression, Form, Place
 from secondorder.curvature.window.memory import free_bytes
 from secondorder.curvature.window.shards import Bounds, Slice, plain
 from secondorder.curvature.window.topk import TopK
-from secondorder.curvature.window.unit import Unit, precision, real, stored_otherwise
+from secondorder.curvature.window.unit import Unit, real, stored_otherwise
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM, GradientWindow
 from secondorder.diagnostics.describe import human_bytes
+from secondorder.linalg.dense import precision_of
 from secondorder.linalg.gram import packed_size
 from secondorder.parallel.window_layout import wished_bounds
 from secondorder.preconditioners.base import ParameterTable
@@ -70,7 +71,7 @@ class WindowOptions:
 
     def working(self, p: nn.Parameter) -> torch.dtype:
         """Return the precision of products: that of the parameter, or float64 if rows are stored in float64."""
-        return torch.float64 if self.dtype == torch.float64 else precision(p)
+        return torch.float64 if self.dtype == torch.float64 else precision_of(p)
 
 
 class WindowPlan:

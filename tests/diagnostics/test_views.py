@@ -1,4 +1,4 @@
-"""What an optimizer tells those who observe it: its steps, its module, the names of its parameters, its capture."""
+"""Public members that observers of an optimizer read: steps, module, names of parameters, capture."""
 
 from __future__ import annotations
 

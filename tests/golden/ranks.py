@@ -150,7 +150,7 @@ def saved_and_loaded(run: Ranks, rank: int, world: int, training: Training, step
         found: dict[str, Any] = {}
         try:
             fresh.optimizer.load_state_dict(held)
-        except Exception as error:
+        except Exception as error:  # any error belongs to the trace
             found["error"] = text_of(error)
         else:
             path(fresh, step, run.steps, found)

@@ -236,7 +236,7 @@ def path(training: Training, first: int, last: int, trace: dict[str, Any]) -> No
 
 
 def tables(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer tells about itself."""
+    """Return the reports of an optimizer about itself."""
     return {
         "groups": [{**plain(g), "params": len(g["params"])} for g in optimizer.param_groups],
         "defaults": plain(optimizer.defaults),
@@ -248,12 +248,12 @@ def tables(optimizer: Any) -> dict[str, Any]:
 
 
 def plans_of(optimizer: Any, wanted: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Plans, or what is said where there is none."""
+    """Return the plans, or the text of the error where there is none."""
     found: dict[str, Any] = {}
     for name, arguments in wanted.items():
         try:
             found[name] = plain(optimizer.plan(*arguments).to_dict())
-        except Exception as error:
+        except Exception as error:  # any error belongs to the trace
             found[name] = text_of(error)
     return found
 
@@ -283,14 +283,14 @@ def trace_of(
 
 
 def watched(fill: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """A trace that a function fills, with what is said meanwhile, what is raised, and the random state at the end."""
+    """Return the trace that a function fills, with the warnings, the error and the random state at the end."""
     trace: dict[str, Any] = {}
     torch.manual_seed(0)
     said, logged = list[str](), list[str]()
     with warned(said, logged):
         try:
             fill(trace)
-        except Exception as error:
+        except Exception as error:  # any error belongs to the trace
             trace["error"] = text_of(error)
     return trace | {"warnings": said, "log": logged, "random": digest(torch.get_rng_state())}
 

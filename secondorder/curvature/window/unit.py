@@ -85,11 +85,6 @@ class Unit:
         return [None if x is None else self.part.slice(i, x) for i, x in enumerate(tensors)]
 
 
-def precision(p: Tensor) -> torch.dtype:
-    """In which a parameter's products are computed."""
-    return torch.float64 if p.dtype in (torch.float64, torch.complex128) else torch.float32
-
-
 def real(x: Tensor) -> Tensor:
     """A complex tensor as pairs of real numbers."""
     return torch.view_as_real(x) if x.is_complex() else x
