@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from inspect import signature
-from typing import Any, ClassVar, Protocol, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +23,14 @@ from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import precision_of
-from secondorder.runtime import Runtime
+from secondorder.parallel.shards import find_shards, require_separate_parameters
+from secondorder.preconditioners.base import ParameterTable
+from secondorder.runtime import Clock, Runtime
 
 Group = dict[str, Any]
 State = dict[str, Tensor | int]
 Directions = dict[nn.Parameter, Tensor]
 SelfT = TypeVar("SelfT", bound="Lifecycle")
-
-
-class Clock(Protocol):
-    """Times the stages of a step."""
-
-    def stage(self, name: str) -> AbstractContextManager[None]:
-        """Time what runs inside the ``with`` block."""
-
-    def end_step(self) -> None:
-        """A step is over."""
-
-    def last_step(self) -> dict[str, float]:
-        """Milliseconds by stage of the last step."""
 
 
 #: State of the first-order rules, shaped like the parameter.
@@ -103,11 +92,12 @@ class Lifecycle(Optimizer):
         if comm is not None and not isinstance(comm, CommStrategy):
             raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
         self.comm: CommStrategy = comm if comm is not None else default_strategy()
+        self._is_default_strategy = comm is None
         self._connected = self._compared = False
         #: The catalog, and what schemas have added: parameters that are frozen have no schema.
         self.entries: Schema = dict(self.catalog)
         self.loss_scale = LossScale()
-        self._runtime = Runtime()
+        self._runtime, self._table = Runtime(), ParameterTable(entries=self.entries)
         #: β₁ and β₂ of a group that does not give its own; the defaults have them only where Adam sets the step.
         self._default_betas: tuple[float, float] = options.DEFAULTS["betas"]
         self._root: nn.Module | None = None
@@ -123,7 +113,6 @@ class Lifecycle(Optimizer):
         self._skipped_on_device: Tensor | int = 0
         #: What the blocks of `keep_directions` that are open have kept, the innermost last.
         self._kept_directions: list[dict[str, Tensor]] = []
-        self._clock: Clock | None = None
         self._watch = DampingWatch()
         #: What grafting multiplied directions with in the last step, by the first parameter of those taken together.
         self._graft_factors: dict[nn.Parameter, Tensor] = {}
@@ -132,10 +121,24 @@ class Lifecycle(Optimizer):
         """Take :meth:`_kept_by_copies` back."""
         self._begin_life(kept["comm"])
         self._names, self._t, self._default_betas = kept["names"], kept["t"], kept["betas"]
-        self.entries = dict(kept["entries"])
+        self.entries.update(kept["entries"])
         self._group = {p: g for g in self.param_groups for p in g["params"]}
         self._first = next(iter(self._group), None)
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        """Give the parts what the user or ``load_state_dict`` may have replaced."""
         self._runtime.renew(self.state, self.param_groups)
+        table = self._table
+        table.groups, table.names, table.group_of, table.root = self.param_groups, self._names, self._group, self._root
+        table.state = cast("MutableMapping[nn.Parameter, dict[str, Any]]", self.state)
+
+    def _fit_strategy(self, module: nn.Module | None) -> None:
+        """Shard curvature as well if parameters are sharded and nobody chose a strategy."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        require_separate_parameters(type(self).__name__, module, params)
+        if self._is_default_strategy and any(is_cut(p) for p in params):
+            self.comm = default_strategy(cut=True)
 
     @property
     def _t(self) -> int:  # bridge
@@ -151,8 +154,11 @@ class Lifecycle(Optimizer):
         Returns:
             Whether the plan changed.
         """
-        self._runtime.renew(self.state, self.param_groups)
         self._group = {p: g for g in self.param_groups for p in g["params"]}
+        known = {**self._names, **self._inside()}
+        names = {p: known.get(p, f"of shape {tuple(p.shape)}") for p in self._group}
+        self._table.shards = find_shards(names, self.comm)
+        self._tabulate()
         changed = self._plan() if self._group else False
         self._first = next(iter(self._group), None)
         self._name_parameters()
@@ -166,8 +172,8 @@ class Lifecycle(Optimizer):
 
     @property
     def _is_cut(self) -> bool:
-        """Whether parameters are cut over ranks."""
-        return False
+        """Whether parameters are sharded over ranks."""
+        return self._table.shards.is_sharded
 
     def _forget_replaced(self) -> None:
         """Drop the state of parameters in whose place others have come under the same names (as a trainer may do)."""
@@ -258,7 +264,7 @@ class Lifecycle(Optimizer):
         Args:
             clock: The clock, or None to stop.
         """
-        self._clock = clock
+        self._runtime.clock = clock
 
     # ------------------------------------------------------------------ ranks
     def _place(self, units: Sequence[Unit]) -> None:
@@ -444,7 +450,7 @@ class Lifecycle(Optimizer):
         if kept is not None:
             self._restore(kept)
         else:
-            self._runtime.renew(self.state, self.param_groups)
+            self._tabulate()
 
     def _repoint(self, theirs: dict[str, nn.Parameter]) -> None:
         """Train a module's parameters of the same names and shapes instead."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
 from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
-from torch.profiler import record_function
 
 from secondorder import options, update
 from secondorder.capture.statistics.averages import all_finite
@@ -23,7 +22,6 @@ from secondorder.diagnostics.report import Reporting
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg.dense import all_true_on_cpu
-from secondorder.parallel.shards import Pieces
 from secondorder.plan.planner import Planning
 from secondorder.preconditioners.base import Preconditioner
 
@@ -43,7 +41,7 @@ def _outside_of_graphs(function: CallableT) -> CallableT:
     return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
 
 
-class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOptimizer):
+class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer):
     """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
 
     Two families fill the stages in: ``LayerOptimizer`` with statistics captured per layer, ``WindowOptimizer`` with a
@@ -76,7 +74,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
             self.grad_scaler = grad_scaler
             self._connect(module)
             self.loss_scale.require_common(self.comm.averages)
-            self._require_fitting_strategy()
+            self._table.shards.require_fitting_strategy()
             self.comm.admit(self)
             self._join_ranks()
         except BaseException:
@@ -182,24 +180,24 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
             self._require_live_parameters()
             curvature.discard()
             return returned
-        with self._stage("reduce"):
+        with self._runtime.stage("reduce"):
             statistics = curvature.collect()
-        with self._stage("statistics"):
+        with self._runtime.stage("statistics"):
             ok, gate = self._inspect(gradients)
             if ok:
                 curvature.learn(statistics, gradients, gate)
             else:
                 curvature.drop()
         if ok:
-            with self._stage("refresh"):
+            with self._runtime.stage("refresh"):
                 refreshed = curvature.refresh_due()
-            with self._stage("share"):
+            with self._runtime.stage("share"):
                 curvature.share(refreshed)
             with self._trial(gradients, gate):
                 self._count_updates(gradients)
-                with self._stage("precondition"):
+                with self._runtime.stage("precondition"):
                     directions = self._keep(self._directions(gradients, gate))
-                with self._stage("update"):
+                with self._runtime.stage("update"):
                     self._apply(gradients, directions, gate)
             self._watch_damping()
         self._advance()
@@ -225,21 +223,11 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         if self.comm.stopped:
             self.preconditioner.discard()
             return
-        with self._stage("reduce"):
+        with self._runtime.stage("reduce"):
             statistics = self.preconditioner.collect()
-        with self._stage("statistics"):
+        with self._runtime.stage("statistics"):
             self.preconditioner.learn(statistics, self._gradients(), None)
         self._advance()
-
-    @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
-        """Name a stage for the profiler, and time it where somebody asked for that."""
-        with record_function(f"secondorder.{name}"):
-            if self._clock is None:
-                yield
-                return
-            with self._clock.stage(name):
-                yield
 
     # ------------------------------------------------------------------ stages 0 and 1: gradients
     def _gradients(self) -> Directions:
@@ -265,7 +253,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
 
     def _acceptable(self, gradients: Directions) -> Tensor:
         """Whether a step can use the gradients, a 0-dim bool tensor."""
-        return self._everywhere(all_finite(_as_real(list(gradients.values()))))
+        return self._table.shards.everywhere(all_finite(_as_real(list(gradients.values()))))
 
     # ------------------------------------------------------------------ stages 5 and 6: directions and their size
     def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
@@ -312,7 +300,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         # One at a time: Adam's steps together would be as large as the model.
         wanted = (self._adam_step(p) if options.is_adam(rule) else raw[p] for rule, params in chosen for p in params)
         found = [directions[p] for p in members]
-        sizes, lengths = self._norms([*members, *members], chain(wanted, found)).chunk(2)
+        sizes, lengths = self._table.shards.norms([*members, *members], chain(wanted, found)).chunk(2)
         counts = [len(params) for _, params in chosen]
         parts = zip(chosen, _split(found, counts), sizes.split(counts), lengths.split(counts), strict=True)
         for (_, params), own, size, length in parts:
@@ -321,7 +309,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
     def _clip(self, directions: Directions) -> None:
         limited = [p for p in directions if self._group[p]["clip_norm"] is not None]
         if limited:
-            total = torch.linalg.vector_norm(self._norms(limited, [directions[p] for p in limited]))
+            total = torch.linalg.vector_norm(self._table.shards.norms(limited, [directions[p] for p in limited]))
             for p in limited:
                 factor = (self._group[p]["clip_norm"] / (total + 1e-12)).clamp(max=1)
                 directions[p].mul_(factor.to(directions[p].device, torch.float64))
@@ -405,8 +393,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, Pieces, JoiningOp
         if self._first is not None:
             self.state[self._first]["global_step"] = self._t
         self.comm.end_step()
-        if self._clock is not None:
-            self._clock.end_step()
+        if self._runtime.clock is not None:
+            self._runtime.clock.end_step()
         self._synchronize()
 
 

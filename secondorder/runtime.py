@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from secondorder.linalg.dense import Workspace
+
+
+class Clock(Protocol):
+    """Times the stages of a step."""
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """Time what runs inside the ``with`` block."""
+
+    def end_step(self) -> None:
+        """A step is over."""
+
+    def last_step(self) -> dict[str, float]:
+        """Return the milliseconds of the last step by stage."""
+        ...
 
 
 @dataclass(eq=False)
@@ -22,6 +38,7 @@ class Runtime:
         states: State of the optimizer by parameter. When loading replaces it, the optimizer updates this reference.
         observed_terms: Number of loss terms that ``observe`` has seen in this step, as a 0-dim tensor.
         workspace: Memory for temporary tensors.
+        clock: Times the stages of a step if the user asked for it.
     """
 
     step: int = 0
@@ -29,6 +46,7 @@ class Runtime:
     states: Mapping[Any, dict[str, Tensor | int]] = field(default_factory=dict)
     observed_terms: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
     workspace: Workspace = field(default_factory=Workspace)
+    clock: Clock | None = None
 
     def renew(self, states: Mapping[Any, dict[str, Tensor | int]], groups: Sequence[Mapping[str, Any]]) -> None:
         """Update what the user or ``load_state_dict`` may have replaced since the last step."""
@@ -41,3 +59,13 @@ class Runtime:
         for part in (self.step if number is None else number, stream):
             mixed = (mixed * 1_000_003 + part + 1) % (1 << 62)
         return mixed
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Name a stage of a step for the profiler, and time it if there is a clock."""
+        with record_function(f"secondorder.{name}"):
+            if self.clock is None:
+                yield
+                return
+            with self.clock.stage(name):
+                yield

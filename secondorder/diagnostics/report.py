@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from secondorder.comm.layout import local
 from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
-from secondorder.lifecycle import RULE_KEYS, Clock, Group, Lifecycle
+from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle
+from secondorder.runtime import Clock
 
 
 class Reporting(Lifecycle):
@@ -50,7 +51,7 @@ class Reporting(Lifecycle):
     @property
     def stage_clock(self) -> Clock | None:
         """The clock that ``time_stages`` was given; None if the stages are not timed."""
-        return self._clock
+        return self._runtime.clock
 
     def parameter_name(self, p: nn.Parameter) -> str:
         """Name of a parameter of the groups, as ``describe`` shows it and ``keep_directions`` uses it."""
@@ -122,5 +123,5 @@ class Reporting(Lifecycle):
         return {
             "step": self._t,
             "skipped_steps": self._skipped_steps + int(self._skipped_on_device),
-            "stage_ms": {} if self._clock is None else self._clock.last_step(),
+            "stage_ms": {} if self._runtime.clock is None else self._runtime.clock.last_step(),
         }

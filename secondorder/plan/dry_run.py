@@ -51,8 +51,8 @@ class Understudy(Lifecycle):
         own: Any = object.__new__(made)
         kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(optimizer).items()}
         states: Any = defaultdict(dict)
-        runtime = replace(kept["_runtime"], states=states)
-        own.__dict__.update(kept, state=states, _clock=None, _runtime=runtime)
+        runtime = replace(kept["_runtime"], states=states, clock=None)
+        own.__dict__.update(kept, state=states, _runtime=runtime)
         if blocks := [block.with_runtime(runtime) for block in kept.get("_blocks", ())]:
             own.__dict__.update(_blocks=blocks, _block_of={p: block for block in blocks for p in block.params})
         for p, state in optimizer.state.items():

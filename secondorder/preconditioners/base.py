@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from secondorder.comm.layout import Layout
 from secondorder.curvature.damping_watch import Damped
+from secondorder.curvature.schema import Schema
+from secondorder.parallel.shards import WholeParameters
 
 Group = dict[str, Any]
 Directions = dict[nn.Parameter, Tensor]
@@ -33,7 +34,8 @@ class ParameterTable:
         names: Names by parameter.
         group_of: Group of each parameter.
         root: The module, or None if the optimizer has none.
-        layouts: How parameters are sharded over ranks; empty if they are not sharded.
+        shards: How parameters are sharded over ranks.
+        entries: Entries of the states, as far as they have been planned.
     """
 
     groups: list[Group] = field(default_factory=list)
@@ -41,7 +43,8 @@ class ParameterTable:
     names: Mapping[nn.Parameter, str] = field(default_factory=dict)
     group_of: Mapping[nn.Parameter, Group] = field(default_factory=dict)
     root: nn.Module | None = None
-    layouts: Mapping[nn.Parameter, Layout] = field(default_factory=dict)
+    shards: WholeParameters = field(default_factory=WholeParameters)
+    entries: Schema = field(default_factory=dict)
 
 
 class Proposal(NamedTuple):

@@ -27,7 +27,8 @@ from secondorder.curvature.layer import (
     unwrap,
 )
 from secondorder.curvature.schema import Schema, held, nbytes
-from secondorder.lifecycle import Clock, Group, Lifecycle, shape_of
+from secondorder.lifecycle import Group, Lifecycle, shape_of
+from secondorder.runtime import Clock
 
 
 class Capturing(Lifecycle):
@@ -100,7 +101,7 @@ class Capturing(Lifecycle):
             self._capture = Capture(forwarded(self._root), chosen.batch_dim, chosen.batch_input, self.loss_scale)
             self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
             self._capture.owner = weakref.ref(self)
-            self._capture.clock = self._clock
+            self._capture.clock = self._runtime.clock
         sites = [self._site(b) for b in self._blocks]
         self._capture.set_sites(
             sites, watched_attention(self._root, {tap.module for b in self._blocks for tap in b.layer.taps})

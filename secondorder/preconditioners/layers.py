@@ -6,6 +6,7 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -31,6 +32,7 @@ from secondorder.lifecycle import Directions, Group, module_of, some_of
 from secondorder.linalg.dense import all_true_on_cpu, full_precision
 from secondorder.optimizer import SecondOrderOptimizer, rate
 from secondorder.parallel.roles import Serving
+from secondorder.parallel.shards import zeros_like_shard
 from secondorder.preconditioners.base import Preconditioner, Proposal
 
 #: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
@@ -110,6 +112,9 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
                 raise RuntimeError(f"this {type(self).__name__} was closed; call attach(module) to train on")
             raise RuntimeError(self._is_a_copy())
         return self._capture
+
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        return self._runtime.stage(name)
 
     def _prepare(self) -> None:
         _ = self.capture  # which raises without a module
@@ -293,14 +298,14 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
             wholes = self._whole_gradients(some, source)
             ours = [b for b in some if self.comm.preconditions(b.index)]
             done = {p: d for b in ours for p, d in zip(b.params, self._directions_of(b, wholes), strict=True)}
-            found |= self._cut(params, done, self._ranks_of(some))
+            found |= self._table.shards.scatter(params, done, self._ranks_of(some))
         return found
 
     def _whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
         """What to precondition of some blocks, whole on the ranks that precondition them."""
         params = [p for b in blocks for p in b.params]
-        pieces = {p: source[p] if p in source else self._room_of(p) for p in params}
-        return self._wholes(params, pieces, self._ranks_of(blocks))
+        pieces = {p: source[p] if p in source else zeros_like_shard(p) for p in params}
+        return self._table.shards.gather(params, pieces, self._ranks_of(blocks))
 
     def _ranks_of(self, blocks: Sequence[Block]) -> list[Sequence[int]]:
         """Where the parameters of some blocks are preconditioned."""
@@ -357,7 +362,7 @@ class LayerOptimizer(Serving, SecondOrderOptimizer):
                 p: update.inner_product(x, x) for p, x in ((p, source[p].to(d.dtype)) for p, d in directions.items())
             }
             found = torch.stack([x.to(torch.float64) for x in (*products.values(), *squares.values())])
-            sums = self._sum_pieces(found, [*products, *products]).chunk(2)
+            sums = self._table.shards.sum(found, [*products, *products]).chunk(2)
             products, squares = (dict(zip(products, own.unbind(), strict=True)) for own in sums)
         finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
         if finite.device.type == "cpu" and all_true_on_cpu(finite):

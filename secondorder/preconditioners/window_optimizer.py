@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from secondorder.curvature.window.topk import TopK
 from secondorder.curvature.window.window import SHARED, SLOT_DIM
 from secondorder.lifecycle import Directions, Group, module_of
 from secondorder.optimizer import SecondOrderOptimizer
-from secondorder.preconditioners.base import ParameterTable
 from secondorder.preconditioners.window_plan import CATALOG, WindowOptions
 from secondorder.preconditioners.windows import WindowPreconditioner
 
@@ -119,16 +118,9 @@ class WindowOptimizer(SecondOrderOptimizer):
         return self._windows
 
     def _make_windows(self, kept: dict[str, Any] | None = None) -> None:
-        self._windows = WindowPreconditioner(self.solver, self._structure, self.comm, ParameterTable(), kept)
+        self._windows = WindowPreconditioner(self.solver, self._structure, self.comm, self._table, kept)
         self._checkpoint = WindowCheckpoint(self._windows.plan, self._windows.exchange, self.comm, self._windows.table)
         self._tabulate()
-
-    def _tabulate(self) -> None:
-        """Give the windows the current parameters."""
-        table = self._windows.table
-        table.groups, table.names, table.group_of = self.param_groups, self._names, self._group
-        table.state = cast("MutableMapping[nn.Parameter, dict[str, Any]]", self.state)
-        table.root, table.layouts = self._root, self._layouts
 
     def _connect(self, root: nn.Module | None) -> None:
         self._root = None if root is None else unwrap(root)
@@ -159,7 +151,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         self._windows.step = self._t
 
     def _acceptable(self, gradients: Directions) -> Tensor:
-        return self._windows.acceptable(gradients, self._norms(list(gradients), list(gradients.values())))
+        return self._windows.acceptable(gradients, self._table.shards.norms(list(gradients), list(gradients.values())))
 
     def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
         adam = [p for p in gradients if self._covers(p) and options.is_adam(self._options(p)["graft"])]

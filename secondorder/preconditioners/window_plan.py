@@ -192,7 +192,7 @@ class WindowPlan:
             if any(b is not None and (len(b) != size + 1 or b[-1] != n) for b, n in zip(kept, sizes, strict=True)):
                 kept = [None] * len(params)  # another world
             kept = [
-                b or wished_bounds(p, self.table.layouts.get(p), self.comm.shards(index), cutting)
+                b or wished_bounds(p, self.table.shards.layouts.get(p), self.comm.shards(index), cutting)
                 for b, p in zip(kept, params, strict=True)
             ]
             part = Slice(rank, size, cutting.bounds(sizes, costs, size, kept), cutting)

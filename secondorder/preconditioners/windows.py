@@ -74,7 +74,7 @@ class WindowPreconditioner(Preconditioner):
 
     def reconnect(self) -> None:
         """Let the exchange use the current windows of the plan."""
-        self.exchange.follow(self.plan.units, self.table.group_of, self.table.layouts)
+        self.exchange.follow(self.plan.units, self.table.group_of, self.table.shards.layouts)
 
     def imagined(self, comm: CommStrategy, *, is_real: bool) -> WindowPreconditioner:
         """Return the windows of the first rank under another strategy, laid out but not allocated.

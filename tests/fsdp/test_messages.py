@@ -100,7 +100,7 @@ def of_windows(rank: int, world: int, case: Case) -> dict[str, Any]:
     for unit in optimizer.preconditioner.units:
         for i, p in enumerate(unit.params):
             start, stop = (0, p.numel() * unit.held) if unit.part is None else unit.part.span(i)
-            first = optimizer._layouts[p].spans[rank]
+            first = optimizer._table.shards.layouts[p].spans[rank]
             mine += stop - start
             stays += max(0, min(stop, first[1]) - max(start, first[0]))
     pieces = sum(p.to_local().numel() for p in model.parameters())
