@@ -85,7 +85,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "curvature.substitute": {"lifecycle"},
         "diagnostics.report": {"lifecycle"},
         "parallel.exchange": {"lifecycle"},
-        "parallel.shards": {"lifecycle"},
         "plan.dry_run": {"lifecycle"},
         "plan.planner": {"lifecycle"},
         "preconditioners.blocks": {"lifecycle"},
