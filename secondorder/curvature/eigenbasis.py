@@ -11,32 +11,36 @@ Where some ranks have examples of a layer and do not precondition it, every rank
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from secondorder import options
 from secondorder.curvature.factorization import Found, batched, joint_ok
 from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.kronecker_factors import FactoredOptimizer
-from secondorder.curvature.schema import Place, Schema, keys, shaped, tensors
+from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, keys, shaped, tensors
 from secondorder.lifecycle import Group
 from secondorder.linalg import eigenbasis
 
+#: State of a block with a scale, beside that of its factors. What belongs to the scale is where the scale is.
+SCALES: Schema = {
+    "off_diagonal": Entry(0, "buffers", Place.CURVATURE),
+    "scale": Entry(0, "scale", Place.CURVATURE),
+    "scale_weight": Entry(0, "buffers", Place.CURVATURE),
+    "scale_unit": Entry(0, "buffers", Place.CURVATURE),
+    "scale_updates": COUNTER,
+    "scale_step": COUNTER,
+    "gradient_momentum": Entry(0, "momentum", Place.OWN),
+    "gradient_updates": Entry(0, "momentum", Place.OWN),
+}
 #: Part of a factor off the diagonal of its basis above which the next QR refresh takes another sweep.
 _FAR_FROM_DIAGONAL = 0.1
 
 
-class RebasingOptimizer(FactoredOptimizer):
+class BasisPreconditioner(FactoredOptimizer):
     """Base of the methods that stay right in an approximate eigenbasis, as they measure curvature in it."""
-
-    checks: ClassVar[dict[str, options.Check]] = {
-        **FactoredOptimizer.checks,
-        "basis_update": options.choice("eigh", "qr"),
-        "full_every": options.whole(1),
-    }
 
     def _begin_bases(self) -> None:
         #: What QR refreshes left off the diagonal, on its way to the host.
@@ -54,7 +58,7 @@ class RebasingOptimizer(FactoredOptimizer):
             bases = {k: entry for k, entry in found.items() if k.startswith("basis_")}
             found |= {k: entry._replace(place=Place.MEASURED) for k, entry in bases.items()}
         if group["basis_update"] == "qr":
-            found |= shaped(self.catalog, {"off_diagonal": self.zeros(block, (2,))})
+            found |= shaped(SCALES, {"off_diagonal": self.zeros(block, (2,))})
         return found
 
     # ------------------------------------------------------------------ with other ranks

@@ -24,14 +24,11 @@ where SOAP (Vyas et al. 2024, arXiv 2409.11321) is Adam in that of gradient prod
 George et al. 2018 (arXiv 1806.03884); positions of an example: Eschenhagen et al. 2023 (2311.00636).
 """
 
-# bridge: verbs that take blocks with factors
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +37,17 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
-from secondorder.curvature.extremes import Extremes, of_values
-from secondorder.curvature.factorization import Found, joint_ok
-from secondorder.curvature.kronecker import FactoredBlock
+from secondorder.curvature.block import Block
+from secondorder.curvature.eigenbasis import SCALES
 from secondorder.curvature.layer import SkipRule
-from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped
+from secondorder.curvature.schema import Schema
 from secondorder.lifecycle import Directions, Group
-from secondorder.linalg import eigenbasis
 from secondorder.methods import documentation
-from secondorder.preconditioners.scale import ScalingOptimizer, is_adam
+from secondorder.preconditioners.scale import ScalePreconditioner, is_adam
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
-class EKFAC(ScalingOptimizer):
+class EKFAC(ScalePreconditioner):
     """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     With ``estimator="intra"`` every rank that has examples of a layer keeps its bases, whether or not it preconditions
@@ -95,7 +90,9 @@ class EKFAC(ScalingOptimizer):
     """
 
     checks: ClassVar[dict[str, options.Check]] = {
-        **ScalingOptimizer.checks,
+        **ScalePreconditioner.checks,
+        "basis_update": options.choice("eigh", "qr"),
+        "full_every": options.whole(1),
         "estimator": options.choice("intra", "running"),
         "scale_decay": options.number(0.0, 1.0, optional=True),
         "scale_update_steps": options.whole(1),
@@ -104,18 +101,7 @@ class EKFAC(ScalingOptimizer):
         "transport": options.choice("project", "kfac", "none", "recompute"),
         "momentum_mode": options.choice("post", "pre"),
     }
-    #: What belongs to the scale is where the scale is.
-    catalog: ClassVar[Schema] = {
-        **ScalingOptimizer.catalog,
-        "off_diagonal": Entry(0, "buffers", Place.CURVATURE),
-        "scale": Entry(0, "scale", Place.CURVATURE),
-        "scale_weight": Entry(0, "buffers", Place.CURVATURE),
-        "scale_unit": Entry(0, "buffers", Place.CURVATURE),
-        "scale_updates": COUNTER,
-        "scale_step": COUNTER,
-        "gradient_momentum": Entry(0, "momentum", Place.OWN),
-        "gradient_updates": Entry(0, "momentum", Place.OWN),
-    }
+    catalog: ClassVar[Schema] = {**ScalePreconditioner.catalog, **SCALES}
     allocating: ClassVar[tuple[str, ...]] = (
         "max_factor_dim", "decay_per_step", "basis_update", "momentum_mode", "transport", "estimator",
     )  # fmt: skip
@@ -202,14 +188,6 @@ class EKFAC(ScalingOptimizer):
         self._begin_scales()
         super().__init__(given)
 
-    def _restore(self, kept: dict[str, Any]) -> None:
-        super()._restore(kept)
-        self._begin_scales()
-        self._bases_to_send = set(kept["bases_to_send"])
-
-    def _kept_by_copies(self) -> dict[str, Any]:
-        return {**super()._kept_by_copies(), "bases_to_send": set(self._bases_to_send)}
-
     def _check_group(self, group: Group) -> None:
         super()._check_group(group)
         fisher, running = self._fisher.fisher, group["estimator"] == "running"
@@ -255,86 +233,13 @@ class EKFAC(ScalingOptimizer):
             if found:
                 raise ValueError(f"momentum_mode='pre' excludes {found}")
 
-    # ------------------------------------------------------------------ state
-    def schema(self, block: FactoredBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Factors, bases, scale and counters."""
-        adapter = block.adapter
-        lead = (adapter.groups,) if adapter.groups > 1 else ()
-        likes: dict[str, Tensor | int] = {
-            "scale": self.zeros(block, (*lead, adapter.n_g, adapter.n_a)),
-            "scale_weight": self.zeros(block, (), torch.float64),
-            "scale_updates": 0,
-        }
-        if group["decay_per_step"]:
-            likes["scale_step"] = max(self._t - 1, 0)
-        if group["transport"] == "kfac":
-            likes["scale_unit"] = self.zeros(block, (), torch.float64)
-        return block.factor_schema(group) | self.basis_schema(block, group) | shaped(self.catalog, likes)
-
-    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        found = super()._curvature_schema(p, group, held)
-        block = self._block_of.get(p)
-        if block is not None and group["momentum_mode"] == "pre":
-            mean = torch.empty(p.shape, dtype=self._precision(p), device="meta")
-            found = found | shaped(self.catalog, {"gradient_momentum": mean, "gradient_updates": 0})
-        return found
-
     def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
         if self._covers(p) and self._options(p)["momentum_mode"] == "pre":
             return ()
         return super()._rule_keys(p, group)
 
-    # ------------------------------------------------------------------ refresh
-    def refresh_some(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
-        """Bring the bases of some blocks up to date, and their scales into the new bases."""
-        found = self.new_bases(blocks, host_checks)
-        ok = joint_ok(found, blocks)
-        for block, good in zip(blocks, ok.unbind(), strict=True):
-            state = self.state[block.owner]
-            values = {side: self.eigenvalues_found(block, side, found) for side in "ag"}
-            product = values["g"][..., :, None] * values["a"][..., None, :]
-            if state["scale_updates"] == 0:
-                # A placeholder of weight 0: nothing of it survives the first measurement.
-                block.adopt_tensor("scale", product, good)
-            elif not self._loading:
-                self._carry_over(block, found, product, good)
-            for side in "ag":
-                block.adopt_tensor(f"eigenvalues_{side}", values[side], good)
-                for basis in found[block, side][0][1:2]:
-                    block.adopt_tensor(f"basis_{side}", basis, good)
-            if not self._loading:
-                state["scale"].copy_(self.pooled(block, state["scale"]))
-        for block, (sums, _) in self._late.items():
-            if block in blocks and not self.comm.combines:
-                self._measure_late(block, sums, ok[blocks.index(block)])
-        return ok
-
-    def _carry_over(
-        self, block: FactoredBlock, found: Mapping[tuple[FactoredBlock, str], Found], product: Tensor, good: Tensor
-    ) -> None:
-        """Bring the scale from the old bases into those that were found."""
-        state, mode = self.state[block.owner], block.group["transport"]
-        if mode == "kfac":
-            block.adopt_tensor("scale", product, good)
-            block.adopt_tensor("scale_weight", state["scale_unit"], good)  # as one update
-            return
-        if mode == "none":
-            moved = state["scale"]
-            for side, axis in (("a", -1), ("g", -2)):
-                for order in found[block, side][0][2:3]:  # the columns that a QR refresh sorted
-                    index = order.reshape(state[f"eigenvalues_{side}"].shape)
-                    index = index[..., None, :] if axis == -1 else index[..., :, None]
-                    moved = moved.gather(axis, index.expand_as(moved))
-        else:
-            overlaps = []
-            for side in "ag":
-                old, new = block.basis(side), found[block, side][0][1:2]
-                overlaps.append(eigenbasis.overlap(old, new[0].reshape(old.shape)) if old is not None and new else None)
-            moved = eigenbasis.transport(state["scale"], *overlaps)
-        block.adopt_tensor("scale", moved, good)
-
     # ------------------------------------------------------------------ stage 5: directions
-    def _sources(self, blocks: Sequence[FactoredBlock], gradients: Directions, gate: Tensor | None) -> Directions:
+    def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
         """What to precondition; with ``momentum_mode="pre"`` the bias-corrected running mean of gradients."""
         source = super()._sources(blocks, gradients, gate)
         for block in blocks:
@@ -350,55 +255,7 @@ class EKFAC(ScalingOptimizer):
                     source[p] = gradient.lerp(source[p], beta)
         return source
 
-    def precondition(self, block: FactoredBlock, gradient: Tensor) -> Tensor:
-        """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``."""
-        group, s = block.group, self.state[block.owner]["scale"]
-        rotated = self._rotated.get(block)
-        like_adam = is_adam(group)
-        mean = s.mean((-2, -1))
-        damping = torch.full_like(mean, group["eps"]) if like_adam else block.damping_of(mean)
-        chosen = self._layer_options
-        kept = block.factors.kept_in(chosen.factor_dtype), block.factors.kept_in(chosen.inv_dtype)
-        return eigenbasis.precondition(
-            gradient if rotated is None else rotated,
-            block.basis("a"),
-            block.basis("g"),
-            s,
-            damping,
-            group["power"],
-            self._runtime.workspace,
-            damp_root=like_adam,
-            is_rotated=rotated is not None,
-            silent=eigenbasis.is_rounding(s, *self.singular_values(block), kept) if like_adam else None,
-        )
-
     def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
         if preconditioned and self._options(p)["momentum_mode"] == "pre":
             return "plain"
         return super()._rule(p, group, preconditioned)
-
-    # ------------------------------------------------------------------ what it tells
-    def block_curvature(self, block: FactoredBlock) -> Tensor:
-        """``(Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ``; block-diagonal over the groups of a grouped convolution."""
-        found = eigenbasis.dense(self.state[block.owner]["scale"], block.basis("a"), block.basis("g"))
-        if block.adapter.groups > 1:
-            found = cast(Tensor, torch.block_diag(*found))
-        return block.adapter.natural_order(found)
-
-    def extremes(self, block: FactoredBlock) -> Extremes | None:
-        """λ of a block and the extreme entries of its damped scale; None if the scale is on other ranks."""
-        s: Tensor | None = self.state[block.owner].get("scale")
-        if s is None:
-            return None
-        if is_adam(block.group):  # ε is added to the root
-            return Extremes(torch.full_like(s.mean((-2, -1)), block.group["eps"]))
-        return of_values(s.amin((-2, -1)), s.amax((-2, -1)), block.damping_of(s.mean((-2, -1))))
-
-    def block_damping(self, block: FactoredBlock) -> Tensor:
-        """λ of a block as the damping of its quadratic model."""
-        return block.tikhonov(self.state[block.owner]["scale"].mean((-2, -1)))
-
-    def curvature_product(self, block: FactoredBlock, matrix: Tensor) -> Tensor:
-        """``Q_G ((Q_Gᵀ X Q_A) ∘ s) Q_Aᵀ`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
-        bases = block.basis("a"), block.basis("g")
-        return eigenbasis.rotate_back(eigenbasis.rotate(matrix, *bases) * self.state[block.owner]["scale"], *bases)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from secondorder.preconditioners.scale import ScalingOptimizer
+from secondorder.preconditioners.scale import ScalePreconditioner
 from tests.distributed import oracle
 from tests.distributed.oracle import (
     CLASSES,
@@ -235,10 +235,10 @@ def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
     def refuse(self: Any, block: Any, sums: Any) -> Any:
         raise ValueError("examples cannot be told apart")
 
-    measure = ScalingOptimizer._scales_of_calls
+    measure = ScalePreconditioner._scales_of_calls
     with optimizer_on(model, "mem", run) as optimizer:
         descend(model, optimizer, shard(run.batch(0), rank, world), run)
-        with mock.patch.object(ScalingOptimizer, "_scales_of_calls", refuse if rank == world - 1 else measure):
+        with mock.patch.object(ScalePreconditioner, "_scales_of_calls", refuse if rank == world - 1 else measure):
             descend(model, optimizer, shard(run.batch(1), rank, world), run)
         return {
             name: optimizer.state[block.owner]["scale"]
