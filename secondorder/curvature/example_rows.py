@@ -329,18 +329,6 @@ class RowOptimizer(Observing):
         self._gradients_now = {}
         super()._advance()
 
-    # ------------------------------------------------------------------ checkpoints and copies
-    def _finish_load(self) -> None:
-        self._forget_step()
-        super()._finish_load()
-
-    def _kept_by_copies(self) -> dict[str, Any]:
-        return {**super()._kept_by_copies(), "batch_size": self._batch_size}
-
-    def _restore(self, kept: dict[str, Any]) -> None:
-        self._begin_rows(kept["batch_size"])
-        super()._restore(kept)
-
     # ------------------------------------------------------------------ what it tells
     def _pending_bytes(self) -> int:
         return super()._pending_bytes() + sum(fresh.rows.nbytes for fresh in self._fresh.values())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics import averages
-from secondorder.capture.statistics.examples import ExampleRows, second_moments
+from secondorder.capture.statistics.examples import ExampleRows, as_rows_matrix, second_moments
 from secondorder.curvature import factors
 from secondorder.curvature.block import Block
 from secondorder.curvature.example_rows import Batch, Fresh, RowOptimizer
@@ -23,7 +23,7 @@ from secondorder.curvature.extremes import Extremes, bound_of_rows, bounds_where
 from secondorder.curvature.factorization import batched, pack
 from secondorder.curvature.schema import COUNTER, ESTIMATE, FOUND, WEIGHT, Schema, held, likes, shaped
 from secondorder.lifecycle import Group
-from secondorder.linalg import dense, eigenbasis, kernel
+from secondorder.linalg import dense, eigenbasis, kernel, woodbury
 
 #: Rows of which diagnostics find eigenvalues.
 _MOST_ROWS = 2048
@@ -44,14 +44,6 @@ class SubstitutingOptimizer(RowOptimizer):
     @abstractmethod
     def refresh_rows(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
         """Choose rows of this step and invert their kernel; returns by block whether that went well."""
-
-    @abstractmethod
-    def precondition_rows(self, block: Block, gradient: Tensor) -> Tensor:
-        """Apply the inverse curvature of the rows that are kept."""
-
-    @abstractmethod
-    def curvature_of_rows(self, block: Block) -> Tensor:
-        """The undamped curvature of the rows that are kept, ``[(Γ,) n, n]``."""
 
     # ------------------------------------------------------------------ the choice
     def is_factored(self, block: Block) -> bool:
@@ -130,12 +122,6 @@ class SubstitutingOptimizer(RowOptimizer):
     def _is_empty(self, block: Block) -> bool:
         """Factors of a block are made in the refresh itself."""
         return False
-
-    def _finish_load(self) -> None:
-        """Whether a block has rows or factors is told by what was loaded, not by what was there before."""
-        for block in self._blocks:
-            self._shapes.pop(block.owner, None)
-        super()._finish_load()
 
     # ------------------------------------------------------------------ statistics and refresh
     def new_statistic(self, block: Block, group: Group) -> Statistic:
@@ -237,6 +223,23 @@ class SubstitutingOptimizer(RowOptimizer):
             gradient, state["basis_a"], state["basis_g"], values, damping, 1.0, self._runtime.workspace
         )
         return found * damping[..., None, None] if block.group["normalize_damping"] else found
+
+    def precondition_rows(self, block: Block, gradient: Tensor) -> Tensor:
+        """``[V − Ĝᵀ diag(M ĵ) Â] / λ``, or without the division."""
+        state, rows = self.state[block.owner], self.kept_rows(block)
+        matrix = as_rows_matrix(rows, gradient)
+        found = woodbury.apply(rows, state["kernel"], state["kernel_damping"], matrix).reshape(gradient.shape)
+        if block.group["normalize_damping"]:
+            lead = state["kernel_damping"][..., None, None] if gradient.dim() > 2 else state["kernel_damping"]
+            found = found * lead.to(found.dtype)
+        return found
+
+    def curvature_of_rows(self, block: Block) -> Tensor:
+        """F̂ of the rows that are kept, ``[(Γ,) n, n]``."""
+        state, rows = self.state[block.owner], self.kept_rows(block)
+        if bool(state["interpolated"]):
+            return woodbury.curvature(rows, state["kernel"], state["kernel_damping"])
+        return woodbury.second_moment(rows)
 
     def block_curvature(self, block: Block) -> Tensor:
         """The undamped curvature of a block as a dense matrix; block-diagonal over groups."""

@@ -27,10 +27,7 @@ shared within an example: Eschenhagen et al. 2023 (2311.00636).
 
 from __future__ import annotations
 
-import copy
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -38,29 +35,22 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
-from secondorder.capture.fisher.heads import Head
-from secondorder.capture.statistics.examples import as_rows_matrix
 from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block
-from secondorder.curvature.example_rows import DOUBLE_ROWS, Fresh, Kept, filled
 from secondorder.curvature.layer import LayerOptions, SkipRule
-from secondorder.curvature.mode import SwitchedOptimizer
+from secondorder.curvature.mode import ModeSwitch
 from secondorder.lifecycle import Directions, Group
-from secondorder.linalg import kernel, selection, stacks, woodbury
-from secondorder.linalg.kernel import Rows
+from secondorder.linalg import selection
 from secondorder.methods import documentation
+from secondorder.plan.dry_run_rows import RehearsedRows
+from secondorder.preconditioners.rows import RowPreconditioner
 from secondorder.switching import GradNormChange, SwitchPolicy
 
 _MODES = ("auto", "kid", "kis", "sngd")
-#: Ranks that an energy asks for are rounded up to a multiple of this, so that few sizes occur.
-_RANK_STEP = 8
-
-#: Part of the trace of a kernel that is left to rounding.
-_ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS)
-class HyLo(SwitchedOptimizer):
+class HyLo(RowPreconditioner):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
@@ -145,6 +135,8 @@ class HyLo(SwitchedOptimizer):
         "deterministic_seed": options.whole(0),
     }
     _sizes_are = "rows × (a + g)"
+    understudy = RehearsedRows
+    _common: ClassVar[frozenset[str]] = RowPreconditioner._common | {"switch_state"}
 
     def __init__(
         self,
@@ -206,8 +198,7 @@ class HyLo(SwitchedOptimizer):
         options.optional_whole(1)("batch_size", batch_size)
         if switch is not None and not isinstance(switch, SwitchPolicy):
             raise TypeError(f"switch must be a policy of secondorder.switching, got {switch!r}")
-        # A policy counts what one optimizer does, so each has its own.
-        self._begin_switch(GradNormChange() if switch is None else copy.deepcopy(switch))
+        self._modes = ModeSwitch(GradNormChange() if switch is None else switch, type(self).__name__)
         if switch is not None and "auto" not in _modes(params, mode):
             raise ValueError(f"mode={mode!r} never asks the policy {switch!r}: drop switch, or mode")
         self._begin_rows(batch_size)
@@ -240,231 +231,46 @@ class HyLo(SwitchedOptimizer):
             if found := options.clashing(clashes):
                 raise ValueError(f"weight_decay_mode='reg' makes decay part of the gradient: drop {found}")
 
-    # ------------------------------------------------------------------ state
-    def rank_of(self, group: Mapping[str, Any], examples: int, ranks: int = 1) -> int:
-        """r, the rows to keep of so many examples on each of some ranks (at most, where an energy decides)."""
-        if self._mode_in(group) == "sngd":
-            return examples
-        fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
-        return selection.planned_rank(examples, fraction, max(1, group["max_rank"] // ranks))
-
-    def _exact_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        columns = sum(head.kind.columns(head.outputs) for head in heads)
-        if columns > 1:
-            raise ValueError(
-                f"fisher='exact' would make {columns} rows of each example, of which HyLo keeps one: use fisher='mc' "
-                "or 'curvature_prop'"
-            )
-        return super()._exact_vectors(heads, by_head)
-
-    def _facts(self) -> dict[str, list[str]]:
-        told = {"Fisher": [f"fisher={self._fisher.fisher!r}"]} if self._fisher.is_observed else {}
-        return {**super()._facts(), **told}
-
     # ------------------------------------------------------------------ which mode
-    def probe_errors(
-        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
-    ) -> list[Tensor]:
-        """How far KIS is from the exact direction, on a few layers; both from this rank's examples alone."""
-        asking = [b for b in blocks if b.group["mode"] == "auto"]
-        usable = [b for b in asking if all(p in self._gradients_now for p in b.params)]
-        count = min(self.switch.probes, len(usable))
-        chosen = [usable[round(i * (len(usable) - 1) / max(count - 1, 1))] for i in range(count)]
-        errors = []
-        for block in chosen:
-            rows, share, gradient = fresh[block].rows, fresh[block].share, self._gradient_of(block)
-            rows = rows if share == 1 else kernel.scaled(rows, share**-0.5)
-            matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
-            damping = self.damping_of(block, norms.sum(-1), fresh[block].examples)
-            group, n = block.group, fresh[block].examples
-            rank = ranks[block]
-            if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
-                most = max(1, group["max_rank"] // self.comm.sources(block.index))
-                rank = min(selection.planned_rank(n, group["rank_fraction"], most), rows.n)
-            kept = self._sampled(block, rows, norms, rank, "probe of ")
-            inverse, _ = woodbury.damped_inverse(_widened(kernel.gram(kept)), damping)
-            exact = woodbury.exact_update(rows, damping, matrix)
-            off = woodbury.apply(kept, inverse, damping, matrix) - exact
-            errors.append(torch.linalg.vector_norm(off) / torch.linalg.vector_norm(exact).clamp(min=1e-30))
-        return errors
+    @property
+    def switch(self) -> SwitchPolicy:
+        """The policy of ``mode="auto"``: a copy of the argument of this name."""
+        return self._modes.policy
 
-    def _gradient_of(self, block: Block) -> Tensor:
-        return block.layer.matrix([self._gradients_now[p].to(self._precision(p)) for p in block.params])
+    def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
+        ok, gate = super()._inspect(gradients)
+        if self._is_auto():
+            policy = self._modes.policy
+            lrs = [_number(g["lr"]) for g in self.param_groups] if policy.needs_rates else []
+            policy.observe(self._t, lrs, self._norm(gradients) if policy.needs_gradient_norm else None)
+        return ok, gate
 
-    # ------------------------------------------------------------------ stage 4: refresh
-    def refresh_rows(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
-        """Choose rows of this step and invert their kernel.
+    def _norm(self, gradients: Directions) -> Tensor | None:
+        """Norm of the gradient of all covered parameters."""
+        covered = [g for p, g in gradients.items() if self._covers(p)]
+        if not covered:
+            return None
+        double = any(g.dtype in (torch.float64, torch.complex128) for g in covered)
+        dtype = torch.float64 if double else torch.float32  # a norm in half precision may overflow
+        norms = torch._foreach_norm([torch.view_as_real(g) if g.is_complex() else g for g in covered], 2, dtype)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        return total
 
-        Args:
-            blocks: The blocks.
-            fresh: What this step captured for each.
+    # ------------------------------------------------------------------ state
+    def state_dict(self) -> dict[str, Any]:
+        """See the base class; the state of the first parameter also contains what the switching policy remembers."""
+        self.renew_switch_state()
+        return super().state_dict()
 
-        Returns:
-            Whether that went well, by block.
-        """
-        self.begin_rows(blocks)
-        with self._stage("select"):
-            limits = {b: self.rank_of(b.group, self._batch_size or fresh[b].examples) for b in blocks}
-            # Not every example need pass a layer.
-            ranks = self._by_energy(fresh, {b: min(r, fresh[b].rows.n) for b, r in limits.items()})
-            kept = self.choose_rows(blocks, fresh, ranks)
-            if self._batch_size is not None:
-                kept = {b: filled(k, self.rank_of(b.group, self._batch_size)) for b, k in kept.items()}
-        ok = self.invert_rows(kept, {b: fresh[b].ok for b in kept})
-        errors = self.probe_errors(blocks, fresh, ranks)
-        if errors:
-            self.hear_probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
-        return ok
+    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
+        first = next((i for group in groups for i in group["params"]), None)
+        if not self._modes.accepts(found.get(first, {}).get("switch_state")):
+            name = self._names[self._first] if self._first is not None else ""
+            todo = "build the optimizer with the same switch=, or delete that key, and the policy starts anew"
+            self._refuse([f"parameter '{name}': switch_state is of another policy than {self.switch!r}: {todo}"])
+        return super()._checked_state(found, groups)
 
-    def invert_rows(self, kept: Mapping[Block, Kept], good: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
-        """Invert the kernels of rows, and take over those that may be used.
-
-        Args:
-            kept: The rows.
-            good: Whether they may be used.
-
-        Returns:
-            Whether that went well, by block.
-        """
-        ok: dict[Block, Tensor] = {}
-        kinds: dict[tuple[Any, ...], list[Block]] = {}
-        for block, k in kept.items():
-            kinds.setdefault((k.rows.n, k.rows.g.dtype, k.rows.g.device, k.core is None), []).append(block)
-        for members in kinds.values():
-            for some in stacks.bounded(members, lambda b: _batch(kept[b].rows) * kept[b].rows.n ** 2):
-                ok |= self._invert({b: kept[b] for b in some}, good)
-        return ok
-
-    def _invert(self, kept: Mapping[Block, Kept], usable: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
-        """Invert the kernels of rows of one number, together, and take them over."""
-        with self._stage("kernel"):
-            kernels = [_widened(kernel.gram(k.rows)) for k in kept.values()]
-            stack, leads = stacks.joined(kernels, 2), [x.shape[:-2] for x in kernels]
-            del kernels
-        with self._stage("invert"):
-            cores = [k.core.to(stack.dtype) for k in kept.values() if k.core is not None]
-            if cores:
-                found = woodbury.interpolated_inverse(stacks.joined(cores, 2), stack)
-            else:
-                found = woodbury.damped_inverse(stack, stacks.joined([k.damping for k in kept.values()], 0))
-            ok = {}
-            for (block, k), inverse, good in zip(kept.items(), *(stacks.parted(t, leads) for t in found), strict=True):
-                ok[block] = good.all() & usable[block]
-                self.keep_rows(block, k.rows, inverse, k.damping, bool(cores), ok[block])
-        return ok
-
-    def choose_rows(
-        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
-    ) -> dict[Block, Kept]:
-        """The rows to keep, as the mode of each block says."""
-        kept: dict[Block, Kept] = {}
-        for block in blocks:
-            mode, rows = self._mode_in(block.group), fresh[block].rows
-            if mode == "kid":
-                continue
-            norms = kernel.norms(rows)
-            damping = self._damping_of(block, norms.sum(-1), fresh[block])
-            kept[block] = Kept(rows if mode == "sngd" else self._sampled(block, rows, norms, ranks[block]), damping)
-        kept.update(self._interpolated([b for b in blocks if b not in kept], fresh, ranks))
-        return kept
-
-    def _damping_of(self, block: Block, trace: Tensor, fresh: Fresh) -> Tensor:
-        """λ of a block from the trace of the kernel of its rows, unless other ranks have rows too."""
-        return self.damping_of(block, trace, fresh.examples) if fresh.damping is None else fresh.damping
-
-    def most_rows(self, blocks: Sequence[Block]) -> dict[Block, int]:
-        """r, the rows that every rank sends of each block: where an energy decides, as many as the neediest needs."""
-        limits = super().most_rows(blocks)
-        asked = [b for b in blocks if self._asks_energy(b)]
-        if asked:
-            needed = self._try_together("measuring its kernels", [len(asked), self.comm.data_world], partial(
-                self._needed, {b: limits[b] for b in asked}
-            ))  # fmt: skip
-            limits |= {b: min(int(by_rank.max()), limits[b]) for b, by_rank in zip(asked, needed, strict=True)}
-        return limits
-
-    def _needed(self, limits: Mapping[Block, int]) -> Tensor:
-        """Rows that the energies of this rank's kernels ask for, in its place ``[blocks, W]``."""
-        found = self._by_energy(
-            self._fresh, {b: min(r, self._fresh[b].rows.n) for b, r in limits.items() if b in self._fresh}
-        )
-        words = torch.zeros(len(limits), self.comm.data_world, dtype=torch.float64)
-        words[:, self.comm.rank] = torch.tensor([float(found.get(b, 0)) for b in limits])
-        return words
-
-    def _asks_energy(self, block: Block) -> bool:
-        return block.group["rank_energy"] is not None and self._mode_in(block.group) != "sngd"
-
-    def _by_energy(self, fresh: Mapping[Block, Fresh], limits: dict[Block, int]) -> dict[Block, int]:
-        """R of each block: the limit, or what the energy of its kernel asks for."""
-        kinds: dict[tuple[Any, ...], list[Block]] = {}
-        for block in limits:
-            if self._asks_energy(block):
-                share, rows = block.group["rank_energy"], fresh[block].rows
-                kinds.setdefault((rows.n, limits[block], share, rows.g.dtype, rows.g.device), []).append(block)
-        needed: dict[Block, Tensor] = {}
-        for (n, limit, share, *_), members in kinds.items():
-            for some in stacks.bounded(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
-                local, leads = self._local_kernels(some, fresh)
-                found = selection.interpolate(local, limit)
-                traces = local.diagonal(dim1=-2, dim2=-1).sum(-1)
-                counts = selection.energy_rank(found, traces, share, _ROUNDING[local.dtype])
-                needed.update(zip(some, (part.max() for part in stacks.parted(counts, leads)), strict=True))
-        if needed:  # one wait for the device
-            device = next(iter(needed.values())).device
-            found_ranks = torch.stack([count.to(device) for count in needed.values()]).tolist()
-            for block, count in zip(needed, found_ranks, strict=True):
-                limits[block] = min(-(-int(count) // _RANK_STEP) * _RANK_STEP, limits[block])
-        return limits
-
-    def _local_kernels(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> tuple[Tensor, list[torch.Size]]:
-        """Kernels of all examples of some blocks, stacked ``[k, n, n]``, and their leading shapes."""
-        grams = [kernel.gram(fresh[b].rows) for b in blocks]
-        return stacks.joined(grams, 2), [x.shape[:-2] for x in grams]
-
-    def _sampled(self, block: Block, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
-        """Rows drawn by their scores ``[(Γ,) n]``, weighted; a draw depends on layer, refresh and rank alone."""
-        place = f" on rank {self.comm.rank}" if self.comm.combines else ""
-        stream = zlib.crc32(f"{purpose}{block.name}{place}".encode())
-        refresh: int = self.state[block.owner]["refreshes"]
-        generator = torch.Generator().manual_seed(self._runtime.seed(stream, refresh))
-        drawn = selection.draw(scores, rank, block.group["kis_sampling"], generator)
-        return kernel.pick(rows, drawn.index, drawn.weight.to(rows.g.dtype))
-
-    def _interpolated(
-        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
-    ) -> dict[Block, Kept]:
-        """Rows that interpolate the others, with S."""
-        kept: dict[Block, Kept] = {}
-        kinds: dict[tuple[Any, ...], list[Block]] = {}
-        for block in blocks:
-            group, rows = block.group, fresh[block].rows
-            key = (rows.n, rows.g.dtype, rows.g.device, ranks[block], group["kid_pivoting"], group["kid_residual"])
-            kinds.setdefault(key, []).append(block)
-        for (n, *_, rank, pivoting, residual), members in kinds.items():
-            for some in stacks.bounded(members, lambda b, n=n: _batch(fresh[b].rows) * n * n):  # type: ignore[misc]
-                local, leads = self._local_kernels(some, fresh)
-                traces = stacks.parted(local.diagonal(dim1=-2, dim2=-1).sum(-1), leads)
-                dampings = [self._damping_of(b, t, fresh[b]) for b, t in zip(some, traces, strict=True)]
-                found = selection.interpolate(local, rank, order=selection.pivots(local, rank, pivoting))
-                core = selection.core(_widened(local), found, stacks.joined(dampings, 0), residual)
-                parts = [stacks.parted(t, leads) for t in (found.index, found.valid, core)]
-                for block, damping, index, valid, own in zip(some, dampings, *parts, strict=True):
-                    rows = fresh[block].rows
-                    kept[block] = Kept(kernel.pick(rows, index, valid.to(rows.g.dtype)), damping, own)
-        return kept
-
-    # ------------------------------------------------------------------ stages 5 to 7
-    def precondition_rows(self, block: Block, gradient: Tensor) -> Tensor:
-        """``[V − Ĝᵀ diag(M ĵ) Â] / λ``, or without the division."""
-        state, rows = self.state[block.owner], self.kept_rows(block)
-        matrix = as_rows_matrix(rows, gradient)
-        found = woodbury.apply(rows, state["kernel"], state["kernel_damping"], matrix).reshape(gradient.shape)
-        if block.group["normalize_damping"]:
-            lead = state["kernel_damping"][..., None, None] if gradient.dim() > 2 else state["kernel_damping"]
-            found = found * lead.to(found.dtype)
-        return found
-
+    # ------------------------------------------------------------------ directions and rules
     def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
         """What to precondition, with the decay of the parameter where that is part of it."""
         source = super()._sources(blocks, gradients, gate)
@@ -486,28 +292,29 @@ class HyLo(SwitchedOptimizer):
             rule, group = "sgd", {**group, "weight_decay": 0.0}
         super()._apply_rule(rule, params, group, directions, gate)
 
-    # ------------------------------------------------------------------ what it tells
-    def curvature_of_rows(self, block: Block) -> Tensor:
-        """F̂ of the rows that are kept, ``[(Γ,) n, n]``."""
-        state, rows = self.state[block.owner], self.kept_rows(block)
-        if bool(state["interpolated"]):
-            return woodbury.curvature(rows, state["kernel"], state["kernel_damping"])
-        return woodbury.second_moment(rows)
-
+    # ------------------------------------------------------------------ what it reports
     def diagnostics(self) -> dict[str, Any]:
         """Counters, modes and ranks as plain numbers; reading them may wait for the device."""
         factored = bool(self._blocks) and all(self.is_factored(b) for b in self._blocks)
-        modes = ["kfac" if factored else self._auto_mode] * len(self.param_groups)
+        mode_in = self._modes.mode_in
+        modes = ["kfac" if factored else self._modes.mode] * len(self.param_groups)
         modes = [g["mode"] if g["mode"] != "auto" else mode for g, mode in zip(self.param_groups, modes, strict=True)]
         ranks = {b.name: self.kept_rows(b).n for b in self._blocks if "rows_g" in self.state[b.owner]}
         return super().diagnostics() | {
             "damping": [group["damping"] for group in self.param_groups],
             "mode": modes[0],
             "modes": modes,
-            "mode_by_layer": {b.name: "kfac" if self.is_factored(b) else self._mode_in(b.group) for b in self._blocks},
-            "switches": [list(switch) for switch in self._switches],
+            "mode_by_layer": {b.name: "kfac" if self.is_factored(b) else mode_in(b.group) for b in self._blocks},
+            "switches": [list(switch) for switch in self._modes.history],
             "rank": ranks,
         }
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
+        usage = super().memory_usage()
+        usage["buffers"] += self.switch.nbytes
+        usage["total"] += self.switch.nbytes
+        return usage
 
 
 def _modes(params: Any, mode: str) -> set[str]:
@@ -516,11 +323,6 @@ def _modes(params: Any, mode: str) -> set[str]:
     return {str(group.get("mode", mode)) for group in groups} or {mode}
 
 
-def _batch(rows: Rows) -> int:
-    """Γ, or 1."""
-    return rows.g.shape[:-3].numel()
-
-
-def _widened(x: Tensor) -> Tensor:
-    """A kernel in the precision that it is factorised in."""
-    return x.double() if x.shape[-1] <= DOUBLE_ROWS else x
+def _number(lr: Any) -> float:
+    """A learning rate as a number; one on a device is waited for."""
+    return float(lr.cpu().numpy()) if isinstance(lr, Tensor) else float(lr)

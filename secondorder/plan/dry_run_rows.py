@@ -18,7 +18,7 @@ from secondorder.curvature.example_rows import Batch, Kept, Sizes
 from secondorder.curvature.schema import likes
 from secondorder.plan.dry_run import RehearsedLayers
 from secondorder.plan.rehearsal import Rehearsal
-from secondorder.preconditioners.rows import Census, GatheringOptimizer
+from secondorder.preconditioners.row_exchange import Census, GatheringOptimizer
 
 
 class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc]  # a narrower kind of strategy

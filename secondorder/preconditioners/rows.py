@@ -1,418 +1,220 @@
-"""Rows of examples that are spread over ranks: every rank chooses from its own, one factorises the kernel of all.
-
-::
-
-    agree     examples, rows and positions of every rank, trace of the kernel     one small message
-    choose    rows of own examples, scaled for those of all ranks                  every rank by itself
-    agree     failures, errors of probes                                           one small message
-    gather    rows, cores of interpolations ─► ranks that hold the estimate
-    refresh   the kernel of all rows                                               their owner
-    share     kernel, and rows where only the owner has them ─► ranks that precondition
-
-Every rank sends equally many rows, r of the largest batch, filled up with zeros; put together they have no fillings.
-Rows are drawn on each rank by its own scores: with r rows from every rank, these are the probabilities that sample the
-union with the least variance. One factor for all ranks would leave rows unsent where scores are low.
-
-Layers that take factors instead of rows add up second moments of rows, as K-FAC does.
-"""
+"""Curvature by rows of examples: which rows each layer keeps, in which mode, and what is done with them."""
 
 from __future__ import annotations
 
-import logging
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+import copy
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from secondorder.capture.sites import Captured
-from secondorder.capture.statistics.examples import keeps_indices, multiplied_out, second_moments
-from secondorder.comm import Parcel
+from secondorder.capture.fisher.heads import Head
+from secondorder.capture.statistics.examples import as_rows_matrix
+from secondorder.curvature import row_choice
 from secondorder.curvature.block import Block
-from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, Sizes, filled, inputs_of
-from secondorder.curvature.schema import tensors
-from secondorder.curvature.substitute import SubstitutingOptimizer
-from secondorder.linalg import kernel, woodbury
-from secondorder.linalg.dense import full_precision
-from secondorder.linalg.kernel import Rows, scaled
-
-log: logging.Logger = logging.getLogger("secondorder")
-
-#: Words that every rank has for itself, of every block: examples, rows, positions.
-_BY_RANK = 3
+from secondorder.curvature.example_rows import Fresh, Kept, filled
+from secondorder.curvature.mode import SWITCH
+from secondorder.curvature.row_choice import Pivots
+from secondorder.curvature.schema import Schema, shaped
+from secondorder.lifecycle import Group
+from secondorder.linalg import kernel, selection, stacks, woodbury
+from secondorder.linalg.kernel import Rows
+from secondorder.preconditioners.row_exchange import GatheringOptimizer
 
 
-class Census(NamedTuple):
-    """What the ranks captured of a block, the same on every rank.
+class RowPreconditioner(GatheringOptimizer):
+    """Layers with rows of examples, chosen in the mode of their group."""
 
-    Attributes:
-        examples: n by rank.
-        rows: Rows by rank: not every example need pass a layer, and not every rank uses it.
-        positions: S, the largest.
-        whole: Whether some rank has per-example gradients where others may have pairs of rows.
-        trace: Of the kernel of all rows, scaled per datum ``[(Γ)]``, float64 on the CPU.
-        real: Rows that are not padding ``[Γ or 1]``, float64 on the CPU.
-    """
+    catalog: ClassVar[Schema] = {**GatheringOptimizer.catalog, **SWITCH}
+    allocating = ("mode",)
 
-    examples: list[int]
-    rows: list[int]
-    positions: int
-    whole: bool
-    trace: Tensor
-    real: Tensor
+    # ------------------------------------------------------------------ which mode
+    def _is_auto(self) -> bool:
+        return any(group["mode"] == "auto" for group in self.param_groups)
 
-    @property
-    def total(self) -> int:
-        """N, examples of all ranks."""
-        return sum(self.examples)
+    def rank_of(self, group: Mapping[str, Any], examples: int, ranks: int = 1) -> int:
+        """r, the rows to keep of so many examples on each of some ranks (at most, where an energy decides)."""
+        if self._modes.mode_in(group) == "sngd":
+            return examples
+        fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
+        return selection.planned_rank(examples, fraction, max(1, group["max_rank"] // ranks))
 
+    def _exact_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        columns = sum(head.kind.columns(head.outputs) for head in heads)
+        if columns > 1:
+            raise ValueError(
+                f"fisher='exact' would make {columns} rows of each example, of which HyLo keeps one: use fisher='mc' "
+                "or 'curvature_prop'"
+            )
+        return super()._exact_vectors(heads, by_head)
 
-class GatheringOptimizer(SubstitutingOptimizer):
-    """Base of the methods whose rows may come from several ranks."""
-
-    def _begin_rows(self, batch_size: int | None) -> None:
-        super()._begin_rows(batch_size)
-        #: This rank's examples of the step, by block where it captured some, and of all its forwards.
-        self._own_examples: tuple[Mapping[int, int], int] = {}, 0
-        self._gate: Tensor | None = None
-        #: Blocks that some rank captured in this step, with what this rank did.
-        self._seen: dict[Block, Raw | None] = {}
-        self._census: dict[Block, Census] = {}
-        self._ranks_sent: dict[Block, int] = {}
-        #: Rows of all ranks, where they are.
-        self._union: dict[Block, Kept] = {}
-
-    # ------------------------------------------------------------------ what a method supplies
-    @abstractmethod
-    def begin_rows(self, blocks: Sequence[Block]) -> None:
-        """Settle in what mode the rows of some blocks are refreshed."""
-
-    @abstractmethod
-    def interpolates(self, block: Block) -> bool:
-        """Whether the rows of a block come with the core of an interpolation."""
-
-    @abstractmethod
-    def choose_rows(
-        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
-    ) -> dict[Block, Kept]:
-        """Choose so many rows of this step."""
-
-    @abstractmethod
-    def invert_rows(self, kept: Mapping[Block, Kept], good: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
-        """Invert kernels, and take over those that may be used; returns by block whether that went well."""
-
-    @abstractmethod
+    # ------------------------------------------------------------------ the error of few rows
     def probe_errors(
         self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
     ) -> list[Tensor]:
-        """What few rows of this rank's examples get wrong, on a few blocks."""
+        """The relative errors of KIS on a few layers; both directions are of this rank's examples alone."""
+        asking = [b for b in blocks if b.group["mode"] == "auto"]
+        usable = [b for b in asking if all(p in self._gradients_now for p in b.params)]
+        count = min(self._modes.policy.probes, len(usable))
+        chosen = [usable[round(i * (len(usable) - 1) / max(count - 1, 1))] for i in range(count)]
+        return [self._probe_error(block, fresh[block], ranks[block]) for block in chosen]
 
-    @abstractmethod
-    def hear_probe(self, error: Tensor) -> None:
-        """Hear the mean of these errors over all ranks."""
-
-    def device_of(self, block: Block) -> torch.device:
-        """Where the rows of a block are."""
-        return block.owner.device
-
-    def most_rows(self, blocks: Sequence[Block]) -> dict[Block, int]:
-        """r, the rows that every rank sends of each block; a rank that has fewer fills them up."""
-        return {block: self._most_rows(block) for block in blocks}
-
-    def _most_rows(self, block: Block) -> int:
-        census, ranks = self._census[block], self.comm.sources(block.index)
-        wanted = [
-            min(self.rank_of(block.group, self._batch_size or n, ranks), rows)
-            for n, rows in set(zip(census.examples, census.rows, strict=True))
-            if rows
-        ]
-        return max([*wanted, self.rank_of(block.group, self._batch_size, ranks) if self._batch_size else 0])
-
-    # ------------------------------------------------------------------ stages 2 and 3: what was captured
-    def _reduce(self, statistics: Captured) -> Captured:
-        self._own_examples = dict(statistics.examples), statistics.total
-        return super()._reduce(statistics)
-
-    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
-        if self.comm.combines:
-            found = sorted(captured.statistics.items())
-            self._seen = {self._blocks[i]: measured.rest for i, measured in found}  # type: ignore[attr-defined]
-            self._gate = gate
-        super()._update_estimates(captured, gate)
-
-    def _forget_step(self) -> None:
-        super()._forget_step()
-        self._own_examples, self._gate = ({}, 0), None
-        self._seen, self._census, self._ranks_sent, self._union = {}, {}, {}, {}
+    def _probe_error(self, block: Block, fresh: Fresh, rank: int) -> Tensor:
+        """The relative error of the direction that KIS finds for a layer."""
+        rows = fresh.rows if fresh.share == 1 else kernel.scaled(fresh.rows, fresh.share**-0.5)
+        gradient = block.layer.matrix([self._gradients_now[p].to(self._precision(p)) for p in block.params])
+        matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
+        damping = self.damping_of(block, norms.sum(-1), fresh.examples)
+        group = block.group
+        if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
+            most = max(1, group["max_rank"] // self.comm.sources(block.index))
+            rank = min(selection.planned_rank(fresh.examples, group["rank_fraction"], most), rows.n)
+        kept = self._sampled(block, rows, norms, rank, "probe of ")
+        inverse, _ = woodbury.damped_inverse(row_choice.widened(kernel.gram(kept)), damping)
+        exact = woodbury.exact_update(rows, damping, matrix)
+        off = woodbury.apply(kept, inverse, damping, matrix) - exact
+        error: Tensor = torch.linalg.vector_norm(off) / torch.linalg.vector_norm(exact).clamp(min=1e-30)
+        return error
 
     # ------------------------------------------------------------------ stage 4: refresh
-    def _refresh_is_due(self, block: Block) -> bool:
-        return block in self._census if self.comm.combines else super()._refresh_is_due(block)
-
-    def refresh_due(self) -> list[int]:
-        """As in the base class, after the ranks have agreed on how many rows each of them has."""
-        if self.comm.combines and self._seen:
-            with full_precision(next(iter(self._seen)).owner.device), self._stage("select"):
-                self._census = self._take_census(list(self._seen))
-                self._bring_together(list(self._census))
-        return super().refresh_due()
-
-    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
-        """Renew rows and factors; a block that fails keeps its last good ones."""
-        if not self.comm.combines:
-            return super().refresh(blocks, host_checks)
-        factored = [b for b in blocks if self.is_factored(b)]
-        ok = self.factorise(factored, {b: self._good(b) for b in factored}, host_checks)
-        others = [b for b in blocks if b not in ok]
-        ok |= self.invert_rows({b: self._union[b] for b in others}, {b: self._good(b) for b in others})
-        return torch.stack([ok[b] for b in blocks])
-
-    def _good(self, block: Block) -> Tensor:
-        """Whether this step may be used."""
-        return torch.ones((), dtype=torch.bool, device=self.device_of(block)) if self._gate is None else self._gate
-
-    def _try_together(self, what: str, shape: Sequence[int], attempt: Callable[[], Tensor]) -> Tensor:
-        """Work on every rank that ends in words, which are added up.
+    def refresh_rows(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
+        """Choose rows of this step and invert their kernel.
 
         Args:
-            what: What is tried.
-            shape: Of the words.
-            attempt: The work.
+            blocks: The blocks.
+            fresh: What this step captured for each.
 
         Returns:
-            The sums, float64 on the CPU.
-
-        Raises:
-            RuntimeError: On every rank, if one of them failed.
+            Whether that succeeded, by block.
         """
-        words, error = torch.zeros(*shape, dtype=torch.float64), None
-        try:
-            words = attempt()
-        except Exception as found:  # the others wait for this rank: they must hear of it
-            error = f"rank {self.comm.rank}: {what} failed: {type(found).__name__}: {found}"
-            log.exception("%s failed", what)
-        flag = torch.tensor([float(error is not None)], dtype=torch.float64)
-        agreed = self.comm.agree(torch.cat([words.cpu().flatten(), flag]))
-        self.comm.fail_together(error, bool(agreed[-1]))
-        return agreed[:-1].view(*shape)
+        self.begin_rows(blocks)
+        with self._stage("select"):
+            limits = {b: self.rank_of(b.group, self._batch_size or fresh[b].examples) for b in blocks}
+            # Not every example need pass a layer.
+            limits = {b: min(r, fresh[b].rows.n) for b, r in limits.items()}
+            ranks = limits | self._by_energy(fresh, limits)
+            kept = self.choose_rows(blocks, fresh, ranks)
+            if self._batch_size is not None:
+                kept = {b: filled(k, self.rank_of(b.group, self._batch_size)) for b, k in kept.items()}
+        ok = self.invert_rows(kept, {b: fresh[b].ok for b in kept})
+        errors = self.probe_errors(blocks, fresh, ranks)
+        if errors:
+            self._modes.policy.probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
+        return ok
 
-    # ------------------------------------------------------------------ who has what
-    def _take_census(self, blocks: Sequence[Block]) -> dict[Block, Census]:
-        """What all ranks captured of some blocks, of those that have rows."""
-        sizes = [self._words_of(b) for b in blocks]
-        agreed = self._try_together("looking at its rows", [sum(sizes)], lambda: self._own_words(blocks))
-        found = {}
-        for block, words in zip(blocks, agreed.split(sizes), strict=True):
-            lead, world = self.lead_of(block), self.comm.data_world
-            by_rank, tail = words.split([_BY_RANK * world, len(words) - _BY_RANK * world])
-            examples, rows, positions = by_rank.view(_BY_RANK, world).long().tolist()
-            whole, trace, real = tail.split([1, lead[0] if lead else 1, self._count_size(block)])
-            if any(rows):
-                trace = trace.reshape(lead) / sum(examples)
-                found[block] = Census(examples, rows, max(positions), bool(whole), trace, real)
-        return found
+    def invert_rows(self, kept: Mapping[Block, Kept], good: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+        """Invert the kernels of rows, and adopt those that may be used.
 
-    def _words_of(self, block: Block) -> int:
-        lead = self.lead_of(block)
-        return _BY_RANK * self.comm.data_world + 1 + (lead[0] if lead else 1) + self._count_size(block)
+        Args:
+            kept: The rows.
+            good: Whether they may be used.
 
-    def _own_words(self, blocks: Sequence[Block]) -> Tensor:
-        """``[examples, rows, positions]`` in the places of this rank, whether rows are whole, trace, real rows."""
-        found, looked_at = {}, dict[Block, Tensor]()
+        Returns:
+            Whether that succeeded, by block.
+        """
+        ok: dict[Block, Tensor] = {}
+        kinds: dict[tuple[Any, ...], list[Block]] = {}
+        for block, k in kept.items():
+            kinds.setdefault((k.rows.n, k.rows.g.dtype, k.rows.g.device, k.core is None), []).append(block)
+        for members in kinds.values():
+            for some in stacks.bounded(members, lambda b: row_choice.batch(kept[b].rows) * kept[b].rows.n ** 2):
+                ok |= self._invert({b: kept[b] for b in some}, good)
+        return ok
+
+    def _invert(self, kept: Mapping[Block, Kept], usable: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+        """Invert the kernels of equally many rows together, and adopt them."""
+        with self._stage("kernel"):
+            kernels = [row_choice.widened(kernel.gram(k.rows)) for k in kept.values()]
+            stack, leads = stacks.joined(kernels, 2), [x.shape[:-2] for x in kernels]
+            del kernels
+        with self._stage("invert"):
+            cores = [k.core.to(stack.dtype) for k in kept.values() if k.core is not None]
+            if cores:
+                found = woodbury.interpolated_inverse(stacks.joined(cores, 2), stack)
+            else:
+                found = woodbury.damped_inverse(stack, stacks.joined([k.damping for k in kept.values()], 0))
+            ok = {}
+            for (block, k), inverse, good in zip(kept.items(), *(stacks.parted(t, leads) for t in found), strict=True):
+                ok[block] = good.all() & usable[block]
+                self.keep_rows(block, k.rows, inverse, k.damping, bool(cores), ok[block])
+        return ok
+
+    # ------------------------------------------------------------------ the choice
+    def choose_rows(
+        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
+    ) -> dict[Block, Kept]:
+        """The rows to keep, as the mode of each block says."""
+        kept: dict[Block, Kept] = {}
+        pivots: dict[Block, Pivots] = {}
         for block in blocks:
-            if (raw := self._seen[block]) is not None:
-                traces = kernel.norms(raw.rows).sum(-1).double().reshape(-1)
-                assert raw.finite is not None
-                looked_at[block] = torch.cat([raw.finite.to(traces).reshape(1), traces])
-        host = torch.cat([x.to(self.device_of(blocks[0])) for x in looked_at.values()]).cpu() if looked_at else None
-        if host is not None:  # one wait for the device
-            found = dict(zip(looked_at, host.split([len(x) for x in looked_at.values()]), strict=True))
-        return torch.cat([self._words(block, found.get(block)) for block in blocks])
+            mode, rows, group = self._modes.mode_in(block.group), fresh[block].rows, block.group
+            damping = partial(self._damping_of, block, fresh[block])
+            if mode == "kid":
+                pivots[block] = Pivots(rows, ranks[block], group["kid_pivoting"], group["kid_residual"], damping)
+                continue
+            norms = kernel.norms(rows)
+            found = rows if mode == "sngd" else self._sampled(block, rows, norms, ranks[block])
+            kept[block] = Kept(found, damping(norms.sum(-1)))
+        return kept | row_choice.interpolated(pivots)
 
-    def _words(self, block: Block, looked_at: Tensor | None) -> Tensor:
-        raw, world = self._seen[block], self.comm.data_world
-        by_rank = torch.zeros(_BY_RANK, world, dtype=torch.float64)
-        tail = torch.zeros(self._words_of(block) - by_rank.numel(), dtype=torch.float64)
-        captured, total = self._own_examples
-        n = captured.get(block.index, total) if self.comm.captures(block.index) else 0
-        if raw is not None and looked_at is not None and not looked_at[0]:
-            self._seen[block] = None  # not to be used, and counts for none
-        elif raw is not None and looked_at is not None:
-            by_rank[:, self.comm.rank] = torch.tensor([n, raw.rows.n, raw.rows.g.shape[-2]], dtype=torch.float64)
-            tail[0] = float(raw.rows.a is None and not block.adapter.constant_input)
-            tail[1 : len(looked_at)] = looked_at[1:] * (n * float(self.gradient_scale(block, n)))
-            tail[len(looked_at) :] = torch.as_tensor(raw.real, dtype=torch.float64).cpu()
-        else:
-            by_rank[0, self.comm.rank] = n
-        return torch.cat([by_rank.flatten(), tail])
+    def _damping_of(self, block: Block, fresh: Fresh, trace: Tensor) -> Tensor:
+        """λ of a block from the trace of the kernel of its rows, unless other ranks have rows too."""
+        return self.damping_of(block, trace, fresh.examples) if fresh.damping is None else fresh.damping
 
-    # ------------------------------------------------------------------ what everybody has chosen
-    def _bring_together(self, blocks: Sequence[Block]) -> None:
-        """Factors of all ranks' rows where they belong, and rows that all ranks chose."""
-        for block in blocks:
-            self._take_own(block)
-        factored = [b for b in blocks if self.is_factored(b)]
-        others = [b for b in blocks if b not in factored]
-        if others:
-            self.begin_rows(others)
-        ranks = self._ranks_sent = self.most_rows(others)
-        mine = [b for b in others if b in self._fresh]
-        own = {b: min(ranks[b], self._fresh[b].rows.n) for b in mine}
-        moments, kept = dict[Block, list[Tensor]](), dict[Block, Kept]()
+    def _sampled(self, block: Block, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
+        """Rows drawn by their scores ``[(Γ,) n]``; a draw depends on layer, refresh and rank alone."""
+        place = f" on rank {self.comm.rank}" if self.comm.combines else ""
+        refresh: int = self.state[block.owner]["refreshes"]
+        seed = self._runtime.seed(zlib.crc32(f"{purpose}{block.name}{place}".encode()), refresh)
+        return row_choice.sampled(rows, scores, rank, block.group["kis_sampling"], seed)
 
-        def attempt() -> Tensor:
-            moments.update({b: self._own_moments(b) for b in factored})
-            kept.update(self.choose_rows(mine, self._fresh, own))
-            errors = [float(error) for error in self.probe_errors(mine, self._fresh, own)]
-            return torch.tensor([sum(errors), len(errors)], dtype=torch.float64)
+    # ------------------------------------------------------------------ state of the policy
+    @property
+    def _switch_holder(self) -> nn.Parameter | None:
+        """The parameter whose state contains that of the policy: the first one."""
+        return next(iter(self._group), None)
 
-        error, count = self._try_together("choosing rows", [2], attempt)
-        if count:
-            self.hear_probe(error / count)
-        self._add_moments(moments)
-        self._gather({b: kept.get(b) for b in others})
+    def _rebuild(self) -> bool:
+        changed = super()._rebuild()
+        if (first := self._switch_holder) is not None:
+            self.state[first].pop("switch_state", None)
+            if self._is_auto() or self._modes.mode is not None:
+                self.state[first]["switch_state"] = self._modes.vector()
+        return changed
 
-    def _damping(self, block: Block) -> Tensor:
-        """λ, from the examples of all ranks."""
-        census = self._census[block]
-        return self.damping_of(block, census.trace, census.total).to(self.device_of(block))
+    def renew_switch_state(self) -> None:
+        """Bring the state of the policy up to date if the state of the first parameter contains it."""
+        if (first := self._switch_holder) is not None and "switch_state" in self.state[first]:
+            self.state[first]["switch_state"] = self._modes.vector()
 
-    def _settle_form(self, block: Block, census: Census) -> Census:
-        """Decide between rows and factors, and between pairs of rows and gradients."""
-        rows = self.planned_rows(block, block.group, self._batch_size or max(census.examples))
-        pairs = not census.whole and not block.adapter.constant_input
-        if self.choose_form(block, rows, census.positions, pairs):
-            self._census[block] = census._replace(whole=True)
-        return self._census[block]
+    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Schema:
+        expected = super()._expected_state(p, group, theirs)
+        if p is self._switch_holder and "switch_state" in theirs:
+            expected |= shaped(self.catalog, {"switch_state": self._modes.vector()})
+        return expected
 
-    def _take_own(self, block: Block) -> None:
-        """Settle the form of a block, and scale this rank's rows for the examples of all ranks."""
-        census, raw = self._settle_form(block, self._census[block]), self._seen[block]
-        self._last_batch[block.name] = Batch(max(census.examples), max(census.rows), census.positions, census.whole)
-        if raw is None:
-            return
-        n = census.examples[self.comm.rank]
-        share = n / census.total
-        found = scaled(raw.rows, (self.gradient_scale(block, n) * share) ** 0.5)
-        found = multiplied_out(found) if census.whole else found
-        self._fresh[block] = Fresh(found, n, raw.real, self._good(block), share, self._damping(block))
+    def _finish_load(self) -> None:
+        first = self._switch_holder
+        self._modes.load(None if first is None else self.state[first].get("switch_state"), self._t)
+        for block in self._blocks:  # whether a block has rows or factors depends only on what was loaded
+            self._shapes.pop(block.owner, None)
+        self._forget_step()
+        super()._finish_load()
 
-    # ------------------------------------------------------------------ factors
-    def _own_moments(self, block: Block) -> list[Tensor]:
-        """This rank's part of A and G."""
-        fresh, likes = self._fresh.get(block), tensors(self.live_schema(block))
-        if fresh is None:
-            return [torch.zeros_like(likes[key], device=self.device_of(block)) for key in ("factor_a", "factor_g")]
-        a, g = second_moments(fresh.rows, fresh.real)
-        part = torch.as_tensor(fresh.real, dtype=torch.float64).cpu() / self._census[block].real.clamp(min=1)
-        return [a * part.to(a.device, a.dtype).reshape(*self.lead_of(block), 1, 1), g]
+    # ------------------------------------------------------------------ copies and facts
+    def _facts(self) -> dict[str, list[str]]:
+        own = {"batch size and switch": [str(self._batch_size), type(self._modes.policy).__name__]}
+        if self._fisher.is_observed:
+            own["Fisher"] = [f"fisher={self._fisher.fisher!r}"]
+        return {**super()._facts(), **own}
 
-    def _add_moments(self, moments: Mapping[Block, list[Tensor]]) -> None:
-        """Add up second moments, and fold them into factors."""
-        if not moments:
-            return
-        self.comm.reduce_statistics([Parcel(b.index, m, (True, True)) for b, m in moments.items()]).wait()
-        for block, found in moments.items():
-            good = self._good(block)
-            if self.comm.estimates(block.index):
-                self.fold_moments(block, found, self._census[block].total, good)
-            if self.comm.preconditions(block.index):
-                self.keep_damping(block, self._damping(block), good)
+    def _kept_by_copies(self) -> dict[str, Any]:
+        return {**super()._kept_by_copies(), "batch_size": self._batch_size, "modes": self._modes}
 
-    # ------------------------------------------------------------------ rows
-    def _gather(self, chosen: Mapping[Block, Kept | None]) -> None:
-        """Bring the rows of all ranks to those that hold the estimate."""
-        if not chosen:
-            return
-        stacks = self.comm.gather_statistics([self._parcel(block, kept) for block, kept in chosen.items()])
-        for block, stack in zip(chosen, stacks, strict=True):
-            if stack.tensors and self.comm.preconditions(block.index):
-                self._union[block] = self._put_together(block, stack.tensors)
-
-    def _counts(self, block: Block) -> list[int]:
-        """Rows of the ranks that send some."""
-        counts = [min(self._ranks_sent[block], n) for n in self._census[block].rows]
-        return counts if self.comm.sources(block.index) > 1 else [counts[self.comm.owner(block.index)]]
-
-    def _total_rows(self, block: Block) -> int:
-        """R, of all ranks."""
-        fixed = self.planned_rows(block, block.group, self._batch_size) if self._batch_size else 0
-        return max(sum(self._counts(block)), fixed)
-
-    def _form(self, block: Block, rows: int) -> Sizes:
-        """Sizes of so many rows as they travel."""
-        census, adapter = self._census[block], block.adapter
-        wide = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
-        if adapter.constant_input:
-            return Sizes(rows, census.positions, 0, wide)
-        if census.whole:
-            return Sizes(rows, 1, 0, wide * adapter.n_a)
-        return Sizes(rows, census.positions, adapter.n_a, wide, keeps_indices(adapter, block.group["approx"]))
-
-    def _parcel(self, block: Block, kept: Kept | None) -> Parcel:
-        """This rank's rows, filled up to r and S."""
-        if not self.comm.captures(block.index):
-            return Parcel(block.index, [])
-        rank = self._ranks_sent[block]
-        likes = tensors(self.sized_schema(block, self._form(block, rank)))
-        parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
-        sent = []
-        for key in ("rows_a", "rows_g"):
-            room = torch.zeros_like(likes[key], device=self.device_of(block))
-            if key in parts:
-                room[tuple(slice(size) for size in parts[key].shape)] = parts[key]
-            if room.numel():
-                sent.append(room)
-        if self.interpolates(block):
-            core = torch.eye(rank, dtype=torch.float64, device=self.device_of(block)).repeat(*self.lead_of(block), 1, 1)
-            if kept is not None and kept.core is not None:
-                r = kept.core.shape[-1]
-                core[..., :r, :] = 0
-                core[..., :r, :r] = kept.core
-            sent.append(core)
-        return Parcel(block.index, sent)
-
-    def _put_together(self, block: Block, stacks: Sequence[Tensor]) -> Kept:
-        """Rows of all ranks, in their order, without what they were filled up with."""
-        counts = self._counts(block)
-        sizes, core = self._form(block, sum(counts)), None
-        if self.interpolates(block):
-            *stacks, cores = stacks
-            core = woodbury.block_diagonal([c[..., :n, :n] for c, n in zip(cores, counts, strict=True) if n])
-        parts = [
-            torch.cat([part.narrow(-dims, 0, n) for part, n in zip(stack, counts, strict=True)], -dims)
-            for stack, dims in zip(stacks, [2 if sizes.by_index else 3, 3][-len(stacks) :], strict=True)
-        ]
-        a = parts[0] if len(parts) == 2 else None
-        rows = Rows(a, parts[-1], columns=block.adapter.d_in if sizes.by_index else 0)
-        return filled(Kept(rows, self._damping(block), core), self._total_rows(block))
-
-    # ------------------------------------------------------------------ stage 4: share
-    def share(self, refreshed: list[int]) -> None:
-        if self.comm.combines:  # the others keep what they have, of whatever size
-            refreshed = [i for i in refreshed if self._blocks[i].name not in self._failures]
-            for block in (self._blocks[i] for i in refreshed):
-                if self.comm.preconditions(block.index) and not self.comm.refreshes(block.index):
-                    self._make_room(block)
-        super().share(refreshed)
-
-    def _make_room(self, block: Block) -> None:
-        """Have tensors of the sizes of what the owner will send, and what is known without it."""
-        if self.is_factored(block):
-            return
-        state, kept = self.state[block.owner], self._union.get(block)
-        schema = self.sized_schema(block, self._form(block, self._total_rows(block)))
-        known = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
-        known |= {
-            "kernel_damping": self._damping(block),
-            "interpolated": torch.full((), int(self.interpolates(block)), device=self.device_of(block)),
-        }
-        for key, like in tensors(schema).items():
-            if key not in known:
-                known[key] = torch.empty_like(like, device=self.device_of(block))
-        state.update(known)
-
-    # ------------------------------------------------------------------ what it tells
-    def _pending_bytes(self) -> int:
-        return super()._pending_bytes() + sum(kept.rows.nbytes for kept in self._union.values())
+    def _restore(self, kept: dict[str, Any]) -> None:
+        self._begin_rows(kept["batch_size"])
+        self._modes = copy.copy(kept["modes"])
+        super()._restore(kept)

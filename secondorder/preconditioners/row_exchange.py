@@ -1,0 +1,446 @@
+"""Rows of examples that are spread over ranks: every rank chooses from its own, one factorises the kernel of all.
+
+::
+
+    agree     examples, rows and positions of every rank, trace of the kernel     one small message
+    choose    rows of own examples, scaled for those of all ranks                  every rank by itself
+    agree     failures, errors of probes                                           one small message
+    gather    rows, cores of interpolations ─► ranks that hold the estimate
+    refresh   the kernel of all rows                                               their owner
+    share     kernel, and rows where only the owner has them ─► ranks that precondition
+
+Every rank sends equally many rows, r of the largest batch, filled up with zeros; put together they have no fillings.
+Rows are drawn on each rank by its own scores: with r rows from every rank, these are the probabilities that sample the
+union with the least variance. One factor for all ranks would leave rows unsent where scores are low.
+
+Layers that take factors instead of rows add up second moments of rows, as K-FAC does.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from secondorder.capture.sites import Captured
+from secondorder.capture.statistics.examples import keeps_indices, multiplied_out, second_moments
+from secondorder.comm import Parcel
+from secondorder.curvature import row_choice
+from secondorder.curvature.block import Block
+from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, Sizes, filled, inputs_of
+from secondorder.curvature.mode import ModeSwitch
+from secondorder.curvature.row_choice import Energy
+from secondorder.curvature.schema import tensors
+from secondorder.curvature.substitute import SubstitutingOptimizer
+from secondorder.linalg import kernel, woodbury
+from secondorder.linalg.dense import full_precision
+from secondorder.linalg.kernel import Rows, scaled
+
+log: logging.Logger = logging.getLogger("secondorder")
+
+#: Words that every rank has for itself, of every block: examples, rows, positions.
+_BY_RANK = 3
+
+
+class Census(NamedTuple):
+    """What the ranks captured of a block, the same on every rank.
+
+    Attributes:
+        examples: n by rank.
+        rows: Rows by rank: not every example need pass a layer, and not every rank uses it.
+        positions: S, the largest.
+        whole: Whether some rank has per-example gradients where others may have pairs of rows.
+        trace: Of the kernel of all rows, scaled per datum ``[(Γ)]``, float64 on the CPU.
+        real: Rows that are not padding ``[Γ or 1]``, float64 on the CPU.
+    """
+
+    examples: list[int]
+    rows: list[int]
+    positions: int
+    whole: bool
+    trace: Tensor
+    real: Tensor
+
+    @property
+    def total(self) -> int:
+        """N, examples of all ranks."""
+        return sum(self.examples)
+
+
+class GatheringOptimizer(SubstitutingOptimizer):
+    """Base of the methods whose rows may come from several ranks."""
+
+    #: What ``mode="auto"`` means.
+    _modes: ModeSwitch
+
+    def _begin_rows(self, batch_size: int | None) -> None:
+        super()._begin_rows(batch_size)
+        #: This rank's examples of the step, by block where it captured some, and of all its forwards.
+        self._own_examples: tuple[Mapping[int, int], int] = {}, 0
+        self._gate: Tensor | None = None
+        #: Blocks that some rank captured in this step, with what this rank did.
+        self._seen: dict[Block, Raw | None] = {}
+        self._census: dict[Block, Census] = {}
+        self._ranks_sent: dict[Block, int] = {}
+        #: Rows of all ranks, where they are.
+        self._union: dict[Block, Kept] = {}
+
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def choose_rows(
+        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
+    ) -> dict[Block, Kept]:
+        """Choose so many rows of this step."""
+
+    @abstractmethod
+    def invert_rows(self, kept: Mapping[Block, Kept], good: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+        """Invert kernels, and take over those that may be used; returns by block whether that went well."""
+
+    @abstractmethod
+    def probe_errors(
+        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
+    ) -> list[Tensor]:
+        """What few rows of this rank's examples get wrong, on a few blocks."""
+
+    # ------------------------------------------------------------------ which mode
+    def begin_rows(self, blocks: Sequence[Block]) -> None:
+        """Ask the policy for the mode of this refresh if any of the blocks depends on it."""
+        if any(block.group["mode"] == "auto" for block in blocks):
+            self._modes.decide(self._t)
+
+    def interpolates(self, block: Block) -> bool:
+        """Whether the mode of a block is KID."""
+        return self._modes.mode_in(block.group) == "kid"
+
+    def device_of(self, block: Block) -> torch.device:
+        """Where the rows of a block are."""
+        return block.owner.device
+
+    def most_rows(self, blocks: Sequence[Block]) -> dict[Block, int]:
+        """r, the rows that every rank sends of each block: where an energy decides, as many as the neediest needs."""
+        limits = {block: self._most_rows(block) for block in blocks}
+        asked = [b for b in blocks if self._asks_energy(b)]
+        if asked:
+            needed = self._try_together("measuring its kernels", [len(asked), self.comm.data_world], partial(
+                self._needed, {b: limits[b] for b in asked}
+            ))  # fmt: skip
+            limits |= {b: min(int(by_rank.max()), limits[b]) for b, by_rank in zip(asked, needed, strict=True)}
+        return limits
+
+    def _needed(self, limits: Mapping[Block, int]) -> Tensor:
+        """Rows that the energies of this rank's kernels ask for, in its place ``[blocks, W]``."""
+        own = {b: min(r, self._fresh[b].rows.n) for b, r in limits.items() if b in self._fresh}
+        found = own | self._by_energy(self._fresh, own)
+        words = torch.zeros(len(limits), self.comm.data_world, dtype=torch.float64)
+        words[:, self.comm.rank] = torch.tensor([float(found.get(b, 0)) for b in limits])
+        return words
+
+    def _asks_energy(self, block: Block) -> bool:
+        return block.group["rank_energy"] is not None and self._modes.mode_in(block.group) != "sngd"
+
+    def _by_energy(self, fresh: Mapping[Block, Fresh], limits: Mapping[Block, int]) -> dict[Block, int]:
+        """R of the blocks for which the energy of their kernels decides."""
+        asking = [b for b in limits if self._asks_energy(b)]
+        return row_choice.by_energy({b: Energy(fresh[b].rows, limits[b], b.group["rank_energy"]) for b in asking})
+
+    def _most_rows(self, block: Block) -> int:
+        census, ranks = self._census[block], self.comm.sources(block.index)
+        wanted = [
+            min(self.rank_of(block.group, self._batch_size or n, ranks), rows)
+            for n, rows in set(zip(census.examples, census.rows, strict=True))
+            if rows
+        ]
+        return max([*wanted, self.rank_of(block.group, self._batch_size, ranks) if self._batch_size else 0])
+
+    # ------------------------------------------------------------------ stages 2 and 3: what was captured
+    def _reduce(self, statistics: Captured) -> Captured:
+        self._own_examples = dict(statistics.examples), statistics.total
+        return super()._reduce(statistics)
+
+    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
+        if self.comm.combines:
+            found = sorted(captured.statistics.items())
+            self._seen = {self._blocks[i]: measured.rest for i, measured in found}  # type: ignore[attr-defined]
+            self._gate = gate
+        super()._update_estimates(captured, gate)
+
+    def _forget_step(self) -> None:
+        super()._forget_step()
+        self._own_examples, self._gate = ({}, 0), None
+        self._seen, self._census, self._ranks_sent, self._union = {}, {}, {}, {}
+
+    # ------------------------------------------------------------------ stage 4: refresh
+    def _refresh_is_due(self, block: Block) -> bool:
+        return block in self._census if self.comm.combines else super()._refresh_is_due(block)
+
+    def refresh_due(self) -> list[int]:
+        """As in the base class, after the ranks have agreed on how many rows each of them has."""
+        if self.comm.combines and self._seen:
+            with full_precision(next(iter(self._seen)).owner.device), self._stage("select"):
+                self._census = self._take_census(list(self._seen))
+                self._bring_together(list(self._census))
+        return super().refresh_due()
+
+    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Renew rows and factors; a block that fails keeps its last good ones."""
+        if not self.comm.combines:
+            return super().refresh(blocks, host_checks)
+        factored = [b for b in blocks if self.is_factored(b)]
+        ok = self.factorise(factored, {b: self._good(b) for b in factored}, host_checks)
+        others = [b for b in blocks if b not in ok]
+        ok |= self.invert_rows({b: self._union[b] for b in others}, {b: self._good(b) for b in others})
+        return torch.stack([ok[b] for b in blocks])
+
+    def _good(self, block: Block) -> Tensor:
+        """Whether this step may be used."""
+        return torch.ones((), dtype=torch.bool, device=self.device_of(block)) if self._gate is None else self._gate
+
+    def _try_together(self, what: str, shape: Sequence[int], attempt: Callable[[], Tensor]) -> Tensor:
+        """Work on every rank that ends in words, which are added up.
+
+        Args:
+            what: What is tried.
+            shape: Of the words.
+            attempt: The work.
+
+        Returns:
+            The sums, float64 on the CPU.
+
+        Raises:
+            RuntimeError: On every rank, if one of them failed.
+        """
+        words, error = torch.zeros(*shape, dtype=torch.float64), None
+        try:
+            words = attempt()
+        except Exception as found:  # the others wait for this rank: they must hear of it
+            error = f"rank {self.comm.rank}: {what} failed: {type(found).__name__}: {found}"
+            log.exception("%s failed", what)
+        flag = torch.tensor([float(error is not None)], dtype=torch.float64)
+        agreed = self.comm.agree(torch.cat([words.cpu().flatten(), flag]))
+        self.comm.fail_together(error, bool(agreed[-1]))
+        return agreed[:-1].view(*shape)
+
+    # ------------------------------------------------------------------ who has what
+    def _take_census(self, blocks: Sequence[Block]) -> dict[Block, Census]:
+        """What all ranks captured of some blocks, of those that have rows."""
+        sizes = [self._words_of(b) for b in blocks]
+        agreed = self._try_together("looking at its rows", [sum(sizes)], lambda: self._own_words(blocks))
+        found = {}
+        for block, words in zip(blocks, agreed.split(sizes), strict=True):
+            lead, world = self.lead_of(block), self.comm.data_world
+            by_rank, tail = words.split([_BY_RANK * world, len(words) - _BY_RANK * world])
+            examples, rows, positions = by_rank.view(_BY_RANK, world).long().tolist()
+            whole, trace, real = tail.split([1, lead[0] if lead else 1, self._count_size(block)])
+            if any(rows):
+                trace = trace.reshape(lead) / sum(examples)
+                found[block] = Census(examples, rows, max(positions), bool(whole), trace, real)
+        return found
+
+    def _words_of(self, block: Block) -> int:
+        lead = self.lead_of(block)
+        return _BY_RANK * self.comm.data_world + 1 + (lead[0] if lead else 1) + self._count_size(block)
+
+    def _own_words(self, blocks: Sequence[Block]) -> Tensor:
+        """``[examples, rows, positions]`` in the places of this rank, whether rows are whole, trace, real rows."""
+        found, looked_at = {}, dict[Block, Tensor]()
+        for block in blocks:
+            if (raw := self._seen[block]) is not None:
+                traces = kernel.norms(raw.rows).sum(-1).double().reshape(-1)
+                assert raw.finite is not None
+                looked_at[block] = torch.cat([raw.finite.to(traces).reshape(1), traces])
+        host = torch.cat([x.to(self.device_of(blocks[0])) for x in looked_at.values()]).cpu() if looked_at else None
+        if host is not None:  # one wait for the device
+            found = dict(zip(looked_at, host.split([len(x) for x in looked_at.values()]), strict=True))
+        return torch.cat([self._words(block, found.get(block)) for block in blocks])
+
+    def _words(self, block: Block, looked_at: Tensor | None) -> Tensor:
+        raw, world = self._seen[block], self.comm.data_world
+        by_rank = torch.zeros(_BY_RANK, world, dtype=torch.float64)
+        tail = torch.zeros(self._words_of(block) - by_rank.numel(), dtype=torch.float64)
+        captured, total = self._own_examples
+        n = captured.get(block.index, total) if self.comm.captures(block.index) else 0
+        if raw is not None and looked_at is not None and not looked_at[0]:
+            self._seen[block] = None  # not to be used, and counts for none
+        elif raw is not None and looked_at is not None:
+            by_rank[:, self.comm.rank] = torch.tensor([n, raw.rows.n, raw.rows.g.shape[-2]], dtype=torch.float64)
+            tail[0] = float(raw.rows.a is None and not block.adapter.constant_input)
+            tail[1 : len(looked_at)] = looked_at[1:] * (n * float(self.gradient_scale(block, n)))
+            tail[len(looked_at) :] = torch.as_tensor(raw.real, dtype=torch.float64).cpu()
+        else:
+            by_rank[0, self.comm.rank] = n
+        return torch.cat([by_rank.flatten(), tail])
+
+    # ------------------------------------------------------------------ what everybody has chosen
+    def _bring_together(self, blocks: Sequence[Block]) -> None:
+        """Factors of all ranks' rows where they belong, and rows that all ranks chose."""
+        for block in blocks:
+            self._take_own(block)
+        factored = [b for b in blocks if self.is_factored(b)]
+        others = [b for b in blocks if b not in factored]
+        if others:
+            self.begin_rows(others)
+        ranks = self._ranks_sent = self.most_rows(others)
+        mine = [b for b in others if b in self._fresh]
+        own = {b: min(ranks[b], self._fresh[b].rows.n) for b in mine}
+        moments, kept = dict[Block, list[Tensor]](), dict[Block, Kept]()
+
+        def attempt() -> Tensor:
+            moments.update({b: self._own_moments(b) for b in factored})
+            kept.update(self.choose_rows(mine, self._fresh, own))
+            errors = [float(error) for error in self.probe_errors(mine, self._fresh, own)]
+            return torch.tensor([sum(errors), len(errors)], dtype=torch.float64)
+
+        error, count = self._try_together("choosing rows", [2], attempt)
+        if count:
+            self._modes.policy.probe(error / count)
+        self._add_moments(moments)
+        self._gather({b: kept.get(b) for b in others})
+
+    def _damping(self, block: Block) -> Tensor:
+        """λ, from the examples of all ranks."""
+        census = self._census[block]
+        return self.damping_of(block, census.trace, census.total).to(self.device_of(block))
+
+    def _settle_form(self, block: Block, census: Census) -> Census:
+        """Decide between rows and factors, and between pairs of rows and gradients."""
+        rows = self.planned_rows(block, block.group, self._batch_size or max(census.examples))
+        pairs = not census.whole and not block.adapter.constant_input
+        if self.choose_form(block, rows, census.positions, pairs):
+            self._census[block] = census._replace(whole=True)
+        return self._census[block]
+
+    def _take_own(self, block: Block) -> None:
+        """Settle the form of a block, and scale this rank's rows for the examples of all ranks."""
+        census, raw = self._settle_form(block, self._census[block]), self._seen[block]
+        self._last_batch[block.name] = Batch(max(census.examples), max(census.rows), census.positions, census.whole)
+        if raw is None:
+            return
+        n = census.examples[self.comm.rank]
+        share = n / census.total
+        found = scaled(raw.rows, (self.gradient_scale(block, n) * share) ** 0.5)
+        found = multiplied_out(found) if census.whole else found
+        self._fresh[block] = Fresh(found, n, raw.real, self._good(block), share, self._damping(block))
+
+    # ------------------------------------------------------------------ factors
+    def _own_moments(self, block: Block) -> list[Tensor]:
+        """This rank's part of A and G."""
+        fresh, likes = self._fresh.get(block), tensors(self.live_schema(block))
+        if fresh is None:
+            return [torch.zeros_like(likes[key], device=self.device_of(block)) for key in ("factor_a", "factor_g")]
+        a, g = second_moments(fresh.rows, fresh.real)
+        part = torch.as_tensor(fresh.real, dtype=torch.float64).cpu() / self._census[block].real.clamp(min=1)
+        return [a * part.to(a.device, a.dtype).reshape(*self.lead_of(block), 1, 1), g]
+
+    def _add_moments(self, moments: Mapping[Block, list[Tensor]]) -> None:
+        """Add up second moments, and fold them into factors."""
+        if not moments:
+            return
+        self.comm.reduce_statistics([Parcel(b.index, m, (True, True)) for b, m in moments.items()]).wait()
+        for block, found in moments.items():
+            good = self._good(block)
+            if self.comm.estimates(block.index):
+                self.fold_moments(block, found, self._census[block].total, good)
+            if self.comm.preconditions(block.index):
+                self.keep_damping(block, self._damping(block), good)
+
+    # ------------------------------------------------------------------ rows
+    def _gather(self, chosen: Mapping[Block, Kept | None]) -> None:
+        """Bring the rows of all ranks to those that hold the estimate."""
+        if not chosen:
+            return
+        stacks = self.comm.gather_statistics([self._parcel(block, kept) for block, kept in chosen.items()])
+        for block, stack in zip(chosen, stacks, strict=True):
+            if stack.tensors and self.comm.preconditions(block.index):
+                self._union[block] = self._put_together(block, stack.tensors)
+
+    def _counts(self, block: Block) -> list[int]:
+        """Rows of the ranks that send some."""
+        counts = [min(self._ranks_sent[block], n) for n in self._census[block].rows]
+        return counts if self.comm.sources(block.index) > 1 else [counts[self.comm.owner(block.index)]]
+
+    def _total_rows(self, block: Block) -> int:
+        """R, of all ranks."""
+        fixed = self.planned_rows(block, block.group, self._batch_size) if self._batch_size else 0
+        return max(sum(self._counts(block)), fixed)
+
+    def _form(self, block: Block, rows: int) -> Sizes:
+        """Sizes of so many rows as they travel."""
+        census, adapter = self._census[block], block.adapter
+        wide = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
+        if adapter.constant_input:
+            return Sizes(rows, census.positions, 0, wide)
+        if census.whole:
+            return Sizes(rows, 1, 0, wide * adapter.n_a)
+        return Sizes(rows, census.positions, adapter.n_a, wide, keeps_indices(adapter, block.group["approx"]))
+
+    def _parcel(self, block: Block, kept: Kept | None) -> Parcel:
+        """This rank's rows, filled up to r and S."""
+        if not self.comm.captures(block.index):
+            return Parcel(block.index, [])
+        rank = self._ranks_sent[block]
+        likes = tensors(self.sized_schema(block, self._form(block, rank)))
+        parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
+        sent = []
+        for key in ("rows_a", "rows_g"):
+            room = torch.zeros_like(likes[key], device=self.device_of(block))
+            if key in parts:
+                room[tuple(slice(size) for size in parts[key].shape)] = parts[key]
+            if room.numel():
+                sent.append(room)
+        if self.interpolates(block):
+            core = torch.eye(rank, dtype=torch.float64, device=self.device_of(block)).repeat(*self.lead_of(block), 1, 1)
+            if kept is not None and kept.core is not None:
+                r = kept.core.shape[-1]
+                core[..., :r, :] = 0
+                core[..., :r, :r] = kept.core
+            sent.append(core)
+        return Parcel(block.index, sent)
+
+    def _put_together(self, block: Block, stacks: Sequence[Tensor]) -> Kept:
+        """Rows of all ranks, in their order, without what they were filled up with."""
+        counts = self._counts(block)
+        sizes, core = self._form(block, sum(counts)), None
+        if self.interpolates(block):
+            *stacks, cores = stacks
+            core = woodbury.block_diagonal([c[..., :n, :n] for c, n in zip(cores, counts, strict=True) if n])
+        parts = [
+            torch.cat([part.narrow(-dims, 0, n) for part, n in zip(stack, counts, strict=True)], -dims)
+            for stack, dims in zip(stacks, [2 if sizes.by_index else 3, 3][-len(stacks) :], strict=True)
+        ]
+        a = parts[0] if len(parts) == 2 else None
+        rows = Rows(a, parts[-1], columns=block.adapter.d_in if sizes.by_index else 0)
+        return filled(Kept(rows, self._damping(block), core), self._total_rows(block))
+
+    # ------------------------------------------------------------------ stage 4: share
+    def share(self, refreshed: list[int]) -> None:
+        if self.comm.combines:  # the others keep what they have, of whatever size
+            refreshed = [i for i in refreshed if self._blocks[i].name not in self._failures]
+            for block in (self._blocks[i] for i in refreshed):
+                if self.comm.preconditions(block.index) and not self.comm.refreshes(block.index):
+                    self._make_room(block)
+        super().share(refreshed)
+
+    def _make_room(self, block: Block) -> None:
+        """Have tensors of the sizes of what the owner will send, and what is known without it."""
+        if self.is_factored(block):
+            return
+        state, kept = self.state[block.owner], self._union.get(block)
+        schema = self.sized_schema(block, self._form(block, self._total_rows(block)))
+        known = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
+        known |= {
+            "kernel_damping": self._damping(block),
+            "interpolated": torch.full((), int(self.interpolates(block)), device=self.device_of(block)),
+        }
+        for key, like in tensors(schema).items():
+            if key not in known:
+                known[key] = torch.empty_like(like, device=self.device_of(block))
+        state.update(known)
+
+    # ------------------------------------------------------------------ what it tells
+    def _pending_bytes(self) -> int:
+        return super()._pending_bytes() + sum(kept.rows.nbytes for kept in self._union.values())
