@@ -59,7 +59,7 @@ class Number(NamedTuple):
 
 # fmt: off
 NUMBERS = {
-    "KFAC: classes":                                      Number(19, 2),
+    "KFAC: classes":                                      Number(20, 2),
     "EKFAC: classes":                                     Number(21, 2),
     "HyLo: classes":                                      Number(18, 2),
     "MFAC: classes":                                      Number(9, 2),
@@ -77,8 +77,8 @@ NUMBERS = {
     "MFAC: attributes written":                           Number(34, 15),
     "SparseMFAC: attributes written":                     Number(34, 15),
     "GGT: attributes written":                            Number(34, 15),
-    "methods: bodies in chains of 2 or more":             Number(251, 8),
-    "methods: bodies in chains of 3 or more":             Number(90, 0),
+    "methods: bodies in chains of 2 or more":             Number(261, 8),
+    "methods: bodies in chains of 3 or more":             Number(89, 0),
     "others: bodies in chains of 2 or more":              Number(233, 80),
     "others: bodies in chains of 3 or more":              Number(49, 0),
     "others: most names on one object":                   Number(381, 75),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(15, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(33280, 28500),
+    "lines":                                              Number(33340, 28500),
 }
 # fmt: on
 

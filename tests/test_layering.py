@@ -106,7 +106,7 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "comm": {"plan.plan"},
     },
     "Options stand next to the mix-in that reads them": {
-        "curvature.kronecker_factors": {"adaptation.trial"},
+        "methods.kronecker": {"adaptation.trial"},
     },
     "What the functions of torch's checkpoints have read may be sharded": {
         "frames": {"comm.layout"},

@@ -31,7 +31,7 @@ from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, Ste
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from benchmarks.workloads.random_data import random_workload
 from secondorder import HyLo
-from secondorder.curvature.kronecker_factors import FactoredOptimizer
+from secondorder.methods.kronecker import FactoredOptimizer
 
 CLASSES: tuple[StepClass, ...] = get_args(StepClass)
 TIME_COLUMNS = (

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
+from torch import Tensor
+
+from secondorder.capture.sites import Statistic
+from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.layer import Layer
+from secondorder.curvature.schema import Schema
 from secondorder.runtime import Runtime
 
 
@@ -50,6 +57,44 @@ class Block:
         """The current state of the owner."""
         return self.runtime.states[self.owner]
 
+    # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return the entries of the state.
+
+        Args:
+            group: The options.
+            held: The state, current or loaded, which decides sizes that follow from data alone.
+        """
+
+    @abstractmethod
+    def statistic(self) -> Statistic:
+        """Return empty sums for the statistics of a batch."""
+
+    @abstractmethod
+    def sums(self) -> Schema:
+        """Return the entries for what this step measures, as ranks add it up."""
+
+    @abstractmethod
+    def measure(self, statistic: Statistic, examples: int) -> Measured:
+        """Return what this rank's batch says about the estimate, scaled per datum."""
+
+    @abstractmethod
+    def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold what was measured into the running estimate, and return whether it was finite."""
+
+    @abstractmethod
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """Apply the inverse of the damped curvature to a gradient matrix ``[(Γ,) n_g, n_a]``."""
+
     def extremes(self) -> Extremes | None:
         """λ and the extreme eigenvalues of the damped curvature; None if they are on other ranks."""
         return None
+
+    @abstractmethod
+    def product(self, matrix: Tensor) -> Tensor:
+        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Return the undamped curvature as a dense matrix, block-diagonal over the groups of a convolution."""

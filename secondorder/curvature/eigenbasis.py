@@ -19,7 +19,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from secondorder.curvature.factorization import Found, batched, joint_ok
 from secondorder.curvature.kronecker import FactoredBlock
-from secondorder.curvature.kronecker_factors import FactoredOptimizer
+from secondorder.curvature.kronecker_factors import FactoredPreconditioner
 from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, keys, shaped, tensors
 from secondorder.lifecycle import Group
 from secondorder.linalg import eigenbasis
@@ -39,7 +39,7 @@ SCALES: Schema = {
 _FAR_FROM_DIAGONAL = 0.1
 
 
-class BasisPreconditioner(FactoredOptimizer):
+class BasisPreconditioner(FactoredPreconditioner):
     """Base of the methods that stay right in an approximate eigenbasis, as they measure curvature in it."""
 
     def _begin_bases(self) -> None:

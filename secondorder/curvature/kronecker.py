@@ -187,7 +187,7 @@ class KroneckerBlock(FactoredBlock):
     """``F = G ⊗ A``, inverted by eigenvalues or factor by factor."""
 
     # ------------------------------------------------------------------ estimate
-    def schema(self, group: Mapping[str, Any]) -> Schema:
+    def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Entries for the factors, for what is derived from them, and for the counters."""
         found = self.factor_schema(group)
         if group["inverse_method"] == "eigen":

@@ -6,101 +6,38 @@
 from __future__ import annotations
 
 import math
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from secondorder import options
-from secondorder.adaptation.trial import Adaptation
+from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature import factors
 from secondorder.curvature.background_refresh import OverlappingRefreshes
-from secondorder.curvature.kronecker import FactoredBlock
-from secondorder.curvature.layer import Layer, LayerOptions
-from secondorder.frames import depth_of_caller
-from secondorder.lifecycle import Group, some_of
-from secondorder.linalg import polar
-
-#: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
-_RELATIVE, _ABSOLUTE = 10.0, 1e-3
-#: Intervals when none is given.
-INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
+from secondorder.curvature.extremes import Extremes
+from secondorder.curvature.factorization import joint_ok
+from secondorder.curvature.kronecker import INVERSES, FactoredBlock, KroneckerBlock
+from secondorder.curvature.layer import Layer
+from secondorder.curvature.schema import Schema
+from secondorder.lifecycle import Group
+from secondorder.linalg import dense, polar
 
 #: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
 REFRESH_PORTION = 1 << 24
-#: ``max_factor_dim`` where the constructor chooses the bound.
-AUTO = "auto"
-_PLAIN = (bool, int, float, str, type(None))
 
 
-class FactoredOptimizer(OverlappingRefreshes):
-    """Base of the methods with factors A and G per layer, and an eigenbasis of each."""
+class FactoredPreconditioner(OverlappingRefreshes):
+    """The blocks of methods with factors A and G per layer, and an eigenbasis or an inverse of each."""
 
-    checks: ClassVar[dict[str, options.Check]] = {
-        "damping": options.number(0.0, low_open=True),
-        "damping_mode": options.choice("absolute", "relative"),
-        "factor_decay": options.number(0.0, 1.0),
-        "factor_update_steps": options.whole(1),
-        "inv_update_steps": options.whole(0),
-        "approx": options.choice("expand", "reduce"),
-        "loss_reduction": options.choice("mean", "sum"),
-        "loss_terms": options.number(0.0, low_open=True),
-        "kl_clip": options.number(0.0, low_open=True, optional=True),
-        "power": options.number(0.0, 1.0, low_open=True),
-        "orthogonalize": options.flag,
-        "max_factor_dim": options.optional_whole(1),
-        "weighting": options.choice("samples", "update"),
-        "burnin_steps": options.whole(0),
-        "decay_per_step": options.flag,
-        "factor_batch_size": options.optional_whole(1),
-        "factor_positions": options.optional_whole(1),
-        "weight_decay_in_curvature": options.flag,
-        "deterministic_seed": options.whole(0),
-    }
-    #: What a layer gets.
-    block_type: ClassVar[type[FactoredBlock]] = FactoredBlock
-    #: Whether `max_factor_dim` was left to the constructor, and the type of device for which it chooses.
-    _chooses_bound = False
-    _device_type = "cpu"
-    #: Whether `damping_mode` was left to the constructor.
-    _mode_by_default = False
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        """Take the arguments of a method's constructor, by name."""
-        layer_options = LayerOptions(**_chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
-        self._begin_adaptation(Adaptation(**_chosen(Adaptation, given)))
-        super().__init__(
-            given["params"],
-            self._default_options(given),
-            module=given["module"],
-            comm=given["comm"],
-            layer_options=layer_options,
-            grad_scaler=given["grad_scaler"],
-        )
-        self._warn_intervals()
-        self._warn_wide()
-
-    def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Group options from the arguments of a constructor, with what is unset resolved."""
-        defaults = options.from_arguments(given, self.checks)
-        for name, steps in INTERVALS.items():
-            defaults[name] = steps if defaults[name] is None else defaults[name]
-        self._mode_by_default = given["damping_mode"] is None  # before the base class adds the groups
-        self._device_type, self._chooses_bound = _device_type(given), given["max_factor_dim"] == AUTO
-        if self._chooses_bound:
-            defaults["max_factor_dim"] = self._default_bound(given)
-        defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
-        self._fisher = options.FisherOptions(given["fisher"], given["fisher_samples"])
-        return defaults
+    #: The class of the blocks.
+    block_type: ClassVar[type[FactoredBlock]] = FactoredBlock  # type: ignore[type-abstract]
 
     # ------------------------------------------------------------------ blocks
     def new_block(self, layer: Layer, index: int, group: Group) -> FactoredBlock:
-        """The block of a layer."""
+        """Return the block of a layer."""
         return self.block_type(layer, index, group, self._runtime, self._layer_options, self._fisher)
 
     def count_update(self, block: FactoredBlock, measured: Measured) -> None:
@@ -108,8 +45,41 @@ class FactoredOptimizer(OverlappingRefreshes):
         super().count_update(block, measured)
         block.note_step("factor_step")
 
+    # ------------------------------------------------------------------ verbs of blocks
+    def schema(self, block: FactoredBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return the entries of the state of a block."""
+        return block.schema(group, held)
+
+    def new_statistic(self, block: FactoredBlock, group: Group) -> Statistic:
+        """Return empty sums of a block."""
+        return block.statistic()
+
+    def sums(self, block: FactoredBlock) -> Schema:
+        """Return what this step measures of a block, as ranks add it up."""
+        return block.sums()
+
+    def measure(self, block: FactoredBlock, statistic: Statistic, examples: int) -> Measured:
+        """Return what this rank's batch says about the estimate, scaled per datum."""
+        return block.measure(statistic, examples)
+
+    def fold(self, block: FactoredBlock, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold what was measured into the running estimate, and return whether it was finite."""
+        return block.fold(measured, gate)
+
+    def precondition(self, block: FactoredBlock, gradient: Tensor) -> Tensor:
+        """Apply the inverse of the damped curvature of a block to a gradient matrix ``[(Γ,) n_g, n_a]``."""
+        return block.precondition(gradient)
+
+    def block_curvature(self, block: FactoredBlock) -> Tensor:
+        """Return the undamped curvature of a block as a dense matrix."""
+        return block.dense()
+
+    def curvature_product(self, block: FactoredBlock, matrix: Tensor) -> Tensor:
+        """Apply the undamped curvature of a block to a matrix ``[(Γ,) n_g, n_a]``."""
+        return block.product(matrix)
+
     def block_damping(self, block: FactoredBlock) -> Tensor:
-        """λ of a block as the damping of its quadratic model."""
+        """Return λ of a block as the damping of its quadratic model."""
         return block.damping()
 
     # ------------------------------------------------------------------ refresh
@@ -144,26 +114,6 @@ class FactoredOptimizer(OverlappingRefreshes):
         ]
         return treatment, lead + ", ".join(names), owner
 
-    # ------------------------------------------------------------------ groups and copies
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see the base class.
-
-        Raises:
-            ValueError: If options of the group exclude each other.
-        """
-        if isinstance(param_group, dict):
-            param_group = dict(param_group)
-            for name in ("damping", "damping_mode", *INTERVALS):
-                if name in param_group and param_group[name] is None:
-                    del param_group[name]
-            if self._mode_by_default and "damping" in param_group:
-                # A number given as damping is λ itself unless a mode is given with it.
-                param_group.setdefault("damping_mode", "absolute")
-            another_way = self._chooses_bound and "inverse_method" in param_group
-            if param_group.get("max_factor_dim", AUTO if another_way else None) == AUTO:
-                param_group["max_factor_dim"] = self._default_bound({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-
     # ------------------------------------------------------------------ directions
     def shape_direction(self, block: FactoredBlock, direction: Tensor) -> Tensor:
         """The matrix itself, or with ``orthogonalize`` its polar factor."""
@@ -186,96 +136,41 @@ class FactoredOptimizer(OverlappingRefreshes):
     def _sets_length(self, p: torch.nn.Parameter) -> bool:
         return self.is_orthogonalized(self._block_of[p])
 
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        if group["orthogonalize"]:
-            chosen = self._adaptation
-            judged = {
-                "adaptive_damping=True": chosen.adaptive_damping,
-                "calibrate_damping=True": chosen.calibrate_damping,
-                "quadratic_model=True": chosen.quadratic_model,
-            }
-            if options.is_adam(group["inner"]):
-                raise ValueError(
-                    f"orthogonalize=True gives all directions one length, inner={group['inner']!r} undoes it: drop one"
-                )
-            if found := options.clashing(judged):
-                raise ValueError(f"orthogonalize=True takes steps that no quadratic model describes: drop {found}")
-        if group["approx"] == "reduce" and group["factor_positions"] is not None:
-            raise ValueError(
-                "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"
-            )
 
-    def _facts(self) -> dict[str, list[str]]:
-        chosen = {**vars(self._fisher), **vars(self._adaptation)}
-        told = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in chosen.items()]
-        return {**super()._facts(), "Fisher and adaptation": told}
+class KroneckerPreconditioner(FactoredPreconditioner):
+    """Blocks that are inverted by eigenvalues, or factor by factor."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies keep."""
-        own = ("_mode_by_default", "_chooses_bound", "_device_type")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+    catalog: ClassVar[Schema] = {**FactoredPreconditioner.catalog, **INVERSES}
+    block_type: ClassVar[type[FactoredBlock]] = KroneckerBlock
+    allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step", "inverse_method")
 
-    def _warn_intervals(self) -> None:
-        pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups)
-        odd = [
-            f"inv_update_steps={refresh} is not a multiple of factor_update_steps={update}"
-            for refresh, update in pairs
-            if refresh % update
-        ]
-        if odd:
-            warnings.warn(
-                f"{'; '.join(odd)}: some refreshes will use factors that are a few steps old. Make it a multiple",
-                stacklevel=depth_of_caller(),
-            )
+    def _needs_estimate_everywhere(self, block: KroneckerBlock, group: Mapping[str, Any]) -> bool:
+        # Both factors diagonal: there are no inverses, and the factors themselves precondition.
+        return group["inverse_method"] == "cholesky" and block.is_entrywise
 
-    def _default_bound(self, group: Mapping[str, Any]) -> int:
-        """What ``max_factor_dim="auto"`` stands for."""
-        return factors.default_bound(self._device_type, str(group.get("inverse_method", "eigen")))
+    def refresh_some(self, blocks: Sequence[KroneckerBlock], host_checks: bool) -> Tensor:
+        """Factorise the factors of some blocks; one that fails keeps its last good result."""
+        ok: dict[KroneckerBlock, Tensor] = {}
+        for method in ("eigen", "cholesky"):
+            chosen = [b for b in blocks if b.group["inverse_method"] == method]
+            if chosen:
+                ok.update(zip(chosen, self._refresh_alike(chosen, host_checks).unbind(), strict=True))
+        return torch.stack([ok[b] for b in blocks])
 
-    def _warn_wide(self) -> None:
-        """Name once the sides that the default has made diagonal although they could be dense."""
-        if not self._chooses_bound:
-            return
-        bounds = {block: self._default_bound(block.group) for block in self._blocks}
-        sides = [
-            f"{block.label} ({what}, {side.n})"
-            for block, bound in bounds.items()
-            if block.group["max_factor_dim"] == bound
-            for what, side in zip(("inputs", "outputs"), factors.sides(block.adapter, bound), strict=True)
-            if side.diagonal and not side.by_nature and side.n <= factors.WIDEST
-        ]
-        if sides:
-            bound = min(bounds.values())
-            warnings.warn(
-                f"{type(self).__name__}: factors of more than {bound} rows are kept as their diagonal, since a refresh "
-                f"of a matrix that wide takes seconds on this device: {some_of(sides)}. Give max_factor_dim={bound} to "
-                f"keep it so without this warning, or max_factor_dim={factors.WIDEST} for dense factors",
-                stacklevel=depth_of_caller(),
-            )
+    def _refresh_alike(self, blocks: Sequence[KroneckerBlock], host_checks: bool) -> Tensor:
+        """The same for blocks of one method."""
+        results = self.factorised(blocks, host_checks)
+        ok = joint_ok(results, blocks)
+        for block, good in zip(blocks, ok.unbind(), strict=True):
+            inverts = block.group["inverse_method"] == "cholesky"
+            found = {side: results[block, side][0] for side in ("" if inverts and block.is_entrywise else "ag")}
+            for side, tensors in found.items():
+                if inverts and self.comm.combines and not block.is_diagonal(side):
+                    # Others get a triangle, and all must have the same.
+                    found[side] = (dense.mirror_upper_(tensors[0].clone()),)
+            block.adopt(found, good)
+        return ok
 
-
-def _device_type(given: Mapping[str, Any]) -> str:
-    """Type of the device of the first parameter of the module."""
-    root = given["params"] if given["module"] is None else given["module"]
-    parts = [root] if isinstance(root, torch.nn.Module) else root if isinstance(root, (list, tuple)) else []
-    modules = (part for part in parts if isinstance(part, torch.nn.Module))
-    first = next((p for module in modules for p in module.parameters()), None)
-    return "cpu" if first is None else first.device.type
-
-
-def _chosen(options_of: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are fields of a dataclass."""
-    return {field.name: given[field.name] for field in fields(options_of)}
-
-
-def _warms_up(given: Mapping[str, Any]) -> bool:
-    """Whether refreshes are frequent at first: as asked for, else unless an interval was given."""
-    asked = given["refresh_warmup"]
-    return all(given[name] is None for name in INTERVALS) if asked is None else asked
-
-
-def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:
-    if damping is None:
-        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
-    return damping, "absolute" if mode is None else mode
+    def bounds(self, block: KroneckerBlock) -> Extremes | None:
+        """Return λ of a block and upper bounds of the largest eigenvalues, without waiting for the device."""
+        return block.bounds()

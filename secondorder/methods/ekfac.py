@@ -43,11 +43,12 @@ from secondorder.curvature.layer import SkipRule
 from secondorder.curvature.schema import Schema
 from secondorder.lifecycle import Directions, Group
 from secondorder.methods import documentation
+from secondorder.methods.kronecker import FactoredOptimizer
 from secondorder.preconditioners.scale import ScalePreconditioner, is_adam
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
-class EKFAC(ScalePreconditioner):
+class EKFAC(FactoredOptimizer, ScalePreconditioner):
     """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     With ``estimator="intra"`` every rank that has examples of a layer keeps its bases, whether or not it preconditions
@@ -90,7 +91,7 @@ class EKFAC(ScalePreconditioner):
     """
 
     checks: ClassVar[dict[str, options.Check]] = {
-        **ScalePreconditioner.checks,
+        **FactoredOptimizer.checks,
         "basis_update": options.choice("eigh", "qr"),
         "full_every": options.whole(1),
         "estimator": options.choice("intra", "running"),

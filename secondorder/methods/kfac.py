@@ -18,13 +18,10 @@ Martens & Grosse 2015 (arXiv 1503.05671); convolutions: Grosse & Martens 2016 (1
 example: Eschenhagen et al. 2023 (2311.00636); ``ν``: Pauloski et al. 2020 (2007.00784).
 """
 
-# bridge: verbs that take blocks with factors
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,22 +30,16 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.capture.fisher.likelihood import Likelihood
-from secondorder.capture.sites import Statistic
-from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import CommStrategy
-from secondorder.curvature.extremes import Extremes
-from secondorder.curvature.factorization import joint_ok
-from secondorder.curvature.kronecker import INVERSES, FactoredBlock, KroneckerBlock
-from secondorder.curvature.kronecker_factors import FactoredOptimizer
+from secondorder.curvature.kronecker_factors import KroneckerPreconditioner
 from secondorder.curvature.layer import SkipRule
-from secondorder.curvature.schema import Schema
 from secondorder.lifecycle import Group
-from secondorder.linalg import dense
 from secondorder.methods import documentation
+from secondorder.methods.kronecker import FactoredOptimizer
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
-class KFAC(FactoredOptimizer):
+class KFAC(FactoredOptimizer, KroneckerPreconditioner):
     """K-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
@@ -78,9 +69,6 @@ class KFAC(FactoredOptimizer):
         "damping_split": options.choice(None, "exact", "pi"),
         "inverse_method": options.choice("eigen", "cholesky"),
     }
-    catalog: ClassVar[Schema] = {**FactoredOptimizer.catalog, **INVERSES}
-    block_type: ClassVar[type[FactoredBlock]] = KroneckerBlock
-    allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step", "inverse_method")
 
     def __init__(
         self,
@@ -155,71 +143,6 @@ class KFAC(FactoredOptimizer):
     ) -> None:
         given = locals()
         super().__init__(given)
-
-    # ------------------------------------------------------------------ verbs of blocks: bridge
-    def schema(self, block: KroneckerBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Factors, what is derived from them, and counters."""
-        return block.schema(group)
-
-    def new_statistic(self, block: KroneckerBlock, group: Group) -> Statistic:
-        """Empty sums of a block."""
-        return block.statistic()
-
-    def sums(self, block: KroneckerBlock) -> Schema:
-        """Both factors, at every step that captures."""
-        return block.sums()
-
-    def measure(self, block: KroneckerBlock, statistic: Statistic, examples: int) -> Measured:
-        """The factors of this rank's batch, scaled per datum."""
-        return block.measure(statistic, examples)
-
-    def fold(self, block: KroneckerBlock, measured: Measured, gate: Tensor | None) -> Tensor:
-        """Fold the factors of the batch into the running ones."""
-        return block.fold(measured, gate)
-
-    def precondition(self, block: KroneckerBlock, gradient: Tensor) -> Tensor:
-        """``(G ⊗ A + λI)^(-p) vec(∇)``, or its factored form."""
-        return block.precondition(gradient)
-
-    def block_curvature(self, block: KroneckerBlock) -> Tensor:
-        """``G ⊗ A``; block-diagonal over the groups of a grouped convolution."""
-        return block.dense()
-
-    def bounds(self, block: KroneckerBlock) -> Extremes | None:
-        """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
-        return block.bounds()
-
-    def curvature_product(self, block: KroneckerBlock, matrix: Tensor) -> Tensor:
-        """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
-        return block.product(matrix)
-
-    # ------------------------------------------------------------------ with other blocks, and other ranks
-    def _needs_estimate_everywhere(self, block: KroneckerBlock, group: Mapping[str, Any]) -> bool:
-        # Both factors diagonal: there are no inverses, and the factors themselves precondition.
-        return group["inverse_method"] == "cholesky" and block.is_entrywise
-
-    def refresh_some(self, blocks: Sequence[KroneckerBlock], host_checks: bool) -> Tensor:
-        """Factorise the factors of some blocks; one that fails keeps its last good result."""
-        ok: dict[KroneckerBlock, Tensor] = {}
-        for method in ("eigen", "cholesky"):
-            chosen = [b for b in blocks if b.group["inverse_method"] == method]
-            if chosen:
-                ok.update(zip(chosen, self._refresh_alike(chosen, host_checks).unbind(), strict=True))
-        return torch.stack([ok[b] for b in blocks])
-
-    def _refresh_alike(self, blocks: Sequence[KroneckerBlock], host_checks: bool) -> Tensor:
-        """The same for blocks of one method."""
-        results = self.factorised(blocks, host_checks)
-        ok = joint_ok(results, blocks)
-        for block, good in zip(blocks, ok.unbind(), strict=True):
-            inverts = block.group["inverse_method"] == "cholesky"
-            found = {side: results[block, side][0] for side in ("" if inverts and block.is_entrywise else "ag")}
-            for side, tensors in found.items():
-                if inverts and self.comm.combines and not block.is_diagonal(side):
-                    # Others get a triangle, and all must have the same.
-                    found[side] = (dense.mirror_upper_(tensors[0].clone()),)
-            block.adopt(found, good)
-        return ok
 
     def reason_against_roles(self) -> str | None:
         """Factors and their inverses may be found by other ranks; what is judged by trial steps may not."""

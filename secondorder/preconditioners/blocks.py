@@ -145,7 +145,7 @@ class Capturing(Lifecycle):
 
     def new_block(self, layer: Layer, index: int, group: Group) -> Block:
         """The block of a layer."""
-        return Block(layer, index, group, self._runtime)
+        return Block(layer, index, group, self._runtime)  # type: ignore[abstract]
 
     def _unit(self, block: Block) -> Unit:
         """What a strategy needs to know of a block."""

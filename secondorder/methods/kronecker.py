@@ -1,0 +1,200 @@
+"""Options of the methods with Kronecker factors: their defaults, their exclusions, and warnings about them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+
+from secondorder import options
+from secondorder.adaptation.trial import Adaptation
+from secondorder.capture.fisher.fisher import ObservingOptimizer
+from secondorder.curvature import factors
+from secondorder.curvature.layer import LayerOptions
+from secondorder.frames import depth_of_caller
+from secondorder.lifecycle import Group, some_of
+
+#: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
+_RELATIVE, _ABSOLUTE = 10.0, 1e-3
+#: Intervals when none is given.
+INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
+
+#: ``max_factor_dim`` where the constructor chooses the bound.
+AUTO = "auto"
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class FactoredOptimizer(ObservingOptimizer):
+    """Base of the methods with factors A and G per layer: what the user chooses."""
+
+    checks: ClassVar[dict[str, options.Check]] = {
+        "damping": options.number(0.0, low_open=True),
+        "damping_mode": options.choice("absolute", "relative"),
+        "factor_decay": options.number(0.0, 1.0),
+        "factor_update_steps": options.whole(1),
+        "inv_update_steps": options.whole(0),
+        "approx": options.choice("expand", "reduce"),
+        "loss_reduction": options.choice("mean", "sum"),
+        "loss_terms": options.number(0.0, low_open=True),
+        "kl_clip": options.number(0.0, low_open=True, optional=True),
+        "power": options.number(0.0, 1.0, low_open=True),
+        "orthogonalize": options.flag,
+        "max_factor_dim": options.optional_whole(1),
+        "weighting": options.choice("samples", "update"),
+        "burnin_steps": options.whole(0),
+        "decay_per_step": options.flag,
+        "factor_batch_size": options.optional_whole(1),
+        "factor_positions": options.optional_whole(1),
+        "weight_decay_in_curvature": options.flag,
+        "deterministic_seed": options.whole(0),
+    }
+    #: Whether `max_factor_dim` was left to the constructor, and the type of device for which it chooses.
+    _chooses_bound = False
+    _device_type = "cpu"
+    #: Whether `damping_mode` was left to the constructor.
+    _mode_by_default = False
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """Take the arguments of a method's constructor, by name."""
+        layer_options = LayerOptions(**_chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
+        self._begin_adaptation(Adaptation(**_chosen(Adaptation, given)))
+        super().__init__(
+            given["params"],
+            self._default_options(given),
+            module=given["module"],
+            comm=given["comm"],
+            layer_options=layer_options,
+            grad_scaler=given["grad_scaler"],
+        )
+        self._warn_intervals()
+        self._warn_wide()
+
+    def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Group options from the arguments of a constructor, with what is unset resolved."""
+        defaults = options.from_arguments(given, self.checks)
+        for name, steps in INTERVALS.items():
+            defaults[name] = steps if defaults[name] is None else defaults[name]
+        self._mode_by_default = given["damping_mode"] is None  # before the base class adds the groups
+        self._device_type, self._chooses_bound = _device_type(given), given["max_factor_dim"] == AUTO
+        if self._chooses_bound:
+            defaults["max_factor_dim"] = self._default_bound(given)
+        defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
+        self._fisher = options.FisherOptions(given["fisher"], given["fisher_samples"])
+        return defaults
+
+    # ------------------------------------------------------------------ groups and copies
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see the base class.
+
+        Raises:
+            ValueError: If options of the group exclude each other.
+        """
+        if isinstance(param_group, dict):
+            param_group = dict(param_group)
+            for name in ("damping", "damping_mode", *INTERVALS):
+                if name in param_group and param_group[name] is None:
+                    del param_group[name]
+            if self._mode_by_default and "damping" in param_group:
+                # A number given as damping is λ itself unless a mode is given with it.
+                param_group.setdefault("damping_mode", "absolute")
+            another_way = self._chooses_bound and "inverse_method" in param_group
+            if param_group.get("max_factor_dim", AUTO if another_way else None) == AUTO:
+                param_group["max_factor_dim"] = self._default_bound({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: Group) -> None:
+        super()._check_group(group)
+        if group["orthogonalize"]:
+            chosen = self._adaptation
+            judged = {
+                "adaptive_damping=True": chosen.adaptive_damping,
+                "calibrate_damping=True": chosen.calibrate_damping,
+                "quadratic_model=True": chosen.quadratic_model,
+            }
+            if options.is_adam(group["inner"]):
+                raise ValueError(
+                    f"orthogonalize=True gives all directions one length, inner={group['inner']!r} undoes it: drop one"
+                )
+            if found := options.clashing(judged):
+                raise ValueError(f"orthogonalize=True takes steps that no quadratic model describes: drop {found}")
+        if group["approx"] == "reduce" and group["factor_positions"] is not None:
+            raise ValueError(
+                "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"
+            )
+
+    def _facts(self) -> dict[str, list[str]]:
+        chosen = {**vars(self._fisher), **vars(self._adaptation)}
+        told = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in chosen.items()]
+        return {**super()._facts(), "Fisher and adaptation": told}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies keep."""
+        own = ("_mode_by_default", "_chooses_bound", "_device_type")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def _warn_intervals(self) -> None:
+        pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups)
+        odd = [
+            f"inv_update_steps={refresh} is not a multiple of factor_update_steps={update}"
+            for refresh, update in pairs
+            if refresh % update
+        ]
+        if odd:
+            warnings.warn(
+                f"{'; '.join(odd)}: some refreshes will use factors that are a few steps old. Make it a multiple",
+                stacklevel=depth_of_caller(),
+            )
+
+    def _default_bound(self, group: Mapping[str, Any]) -> int:
+        """What ``max_factor_dim="auto"`` stands for."""
+        return factors.default_bound(self._device_type, str(group.get("inverse_method", "eigen")))
+
+    def _warn_wide(self) -> None:
+        """Name once the sides that the default has made diagonal although they could be dense."""
+        if not self._chooses_bound:
+            return
+        bounds = {block: self._default_bound(block.group) for block in self._blocks}
+        sides = [
+            f"{block.label} ({what}, {side.n})"
+            for block, bound in bounds.items()
+            if block.group["max_factor_dim"] == bound
+            for what, side in zip(("inputs", "outputs"), factors.sides(block.adapter, bound), strict=True)
+            if side.diagonal and not side.by_nature and side.n <= factors.WIDEST
+        ]
+        if sides:
+            bound = min(bounds.values())
+            warnings.warn(
+                f"{type(self).__name__}: factors of more than {bound} rows are kept as their diagonal, since a refresh "
+                f"of a matrix that wide takes seconds on this device: {some_of(sides)}. Give max_factor_dim={bound} to "
+                f"keep it so without this warning, or max_factor_dim={factors.WIDEST} for dense factors",
+                stacklevel=depth_of_caller(),
+            )
+
+
+def _device_type(given: Mapping[str, Any]) -> str:
+    """Type of the device of the first parameter of the module."""
+    root = given["params"] if given["module"] is None else given["module"]
+    parts = [root] if isinstance(root, torch.nn.Module) else root if isinstance(root, (list, tuple)) else []
+    modules = (part for part in parts if isinstance(part, torch.nn.Module))
+    first = next((p for module in modules for p in module.parameters()), None)
+    return "cpu" if first is None else first.device.type
+
+
+def _chosen(options_of: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are fields of a dataclass."""
+    return {field.name: given[field.name] for field in fields(options_of)}
+
+
+def _warms_up(given: Mapping[str, Any]) -> bool:
+    """Whether refreshes are frequent at first: as asked for, else unless an interval was given."""
+    asked = given["refresh_warmup"]
+    return all(given[name] is None for name in INTERVALS) if asked is None else asked
+
+
+def _resolve_damping(damping: float | None, mode: str | None) -> tuple[float, str]:
+    if damping is None:
+        return (_ABSOLUTE, mode) if mode == "absolute" else (_RELATIVE, "relative" if mode is None else mode)
+    return damping, "absolute" if mode is None else mode
