@@ -52,10 +52,6 @@ class OverlappingRefreshes(ObservingOptimizer):
         self._jobs: dict[FactoredBlock, Job] = {}
         self._background = Background()
 
-    def way_of(self, block: FactoredBlock) -> str:
-        """``"eigen"`` or ``"cholesky"``."""
-        return str(block.group.get("inverse_method", "eigen"))
-
     @property
     def _overlaps(self) -> bool:
         return self._layer_options.overlap
@@ -117,17 +113,11 @@ class OverlappingRefreshes(ObservingOptimizer):
             if job.is_here:
                 found.update(job.result(_tensors_of))
         rest = [b for b in blocks if (b, "a") not in found]
-        return found | factorise(self._tasks(rest), host_checks)
+        return found | factorise(self._tasks(rest), host_checks, self.comm.combines)
 
     def _tasks(self, blocks: Iterable[FactoredBlock]) -> dict[_Key, Task]:
-        tasks: dict[_Key, Task] = {}
-        for block in blocks:
-            state = self.state[block.owner]
-            begun = block in self._adopting
-            pair = (state["begun_a"], state["begun_g"]) if begun else block.to_factorise()
-            for side, matrix in zip("ag", pair, strict=True):
-                tasks[block, side] = Task(matrix, self.way_of(block), block.is_diagonal(side))
-        return tasks
+        found = ((b, b.tasks(begun=b in self._adopting)) for b in blocks)
+        return {(block, side): task for block, tasks in found for side, task in tasks.items()}
 
     def _begin(self, blocks: Sequence[FactoredBlock]) -> None:
         """Copy what a refresh of some blocks factorises, and start on the copies: on what is wanted first, first."""
@@ -141,7 +131,7 @@ class OverlappingRefreshes(ObservingOptimizer):
             job.wait()
         for (_, device), some in sorted(together.items(), key=lambda item: item[0][0]):
             try:
-                job = self._background.submit(partial(factorise, self._copies(some), True), device)
+                job = self._background.submit(partial(factorise, self._copies(some), True, self.comm.combines), device)
             except (RuntimeError, MemoryError) as error:  # no memory, or no thread: raised where ranks hear of it
                 job = Job.failed(error, device)
             self._jobs.update(dict.fromkeys(some, job))

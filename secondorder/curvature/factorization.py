@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from secondorder.linalg.dense import eigh_psd, inverse_pd
+from secondorder.linalg.dense import eigh_psd, inverse_pd, mirror_upper_
 
 #: Matrices above this size are factorised one by one: a batch would only cost memory.
 _BATCH_LIMIT = 512
@@ -32,18 +32,20 @@ class Task(NamedTuple):
     diagonal: bool
 
 
-def factorise(tasks: Mapping[KeyT, Task], host_checks: bool) -> dict[KeyT, Found]:
+def factorise(tasks: Mapping[KeyT, Task], host_checks: bool, mirrors: bool = False) -> dict[KeyT, Found]:
     """Do all tasks, those of one method and size together.
 
     Args:
         tasks: Matrices by name.
         host_checks: As in :func:`secondorder.linalg.dense.eigh_psd`.
+        mirrors: Whether inverses are symmetric bit by bit, so that ranks that receive a triangle have the same.
 
     Returns:
         By name, eigenvalues and basis, or the inverse; of a diagonal no basis.
     """
     found: dict[KeyT, Found] = {}
-    for method, dense in (("eigen", eigh_psd), ("cholesky", inverse_pd)):
+    invert = _inverse_mirrored if mirrors else inverse_pd
+    for method, dense in (("eigen", eigh_psd), ("cholesky", invert)):
         some = {k: t.matrix for k, t in tasks.items() if t.method == method and not t.diagonal}
         results = batched(list(some.values()), lambda stack, dense=dense: pack(dense(stack, host_checks)))  # type: ignore[misc]
         found.update(zip(some, results, strict=True))
@@ -52,6 +54,11 @@ def factorise(tasks: Mapping[KeyT, Task], host_checks: bool) -> dict[KeyT, Found
             result = task.matrix.clamp(min=0) if task.method == "eigen" else task.matrix.reciprocal()
             found[key] = (result,), torch.isfinite(result).all()
     return found
+
+
+def _inverse_mirrored(stack: Tensor, host_checks: bool) -> tuple[Tensor, Tensor]:
+    inverse, ok = inverse_pd(stack, host_checks)
+    return mirror_upper_(inverse), ok
 
 
 def pack(results: tuple[Tensor, ...]) -> Found:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.layers.adapter import Adapter
+from secondorder.capture.statistics import averages
 from secondorder.curvature.background import DEVICES
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.schema import COUNTER, COUNTERS, ESTIMATE, FOUND, WEIGHT, Schema, shaped
@@ -175,6 +176,20 @@ class KroneckerFactors:
         triangles.unpack(kept, matrix)
         return matrix
 
+    def pair(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Both running factors, as :meth:`whole` returns them."""
+        return self.whole(state, group, "a"), self.whole(state, group, "g")
+
+    def means(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """Mean eigenvalues of both running factors."""
+        a, g = (mean_diagonal(self.whole(state, group, s), self.is_diagonal(state, group, s)) for s in "ag")
+        return a, g
+
+    def working(self, state: Mapping[str, Any], key: str) -> Tensor:
+        """A tensor of the state in the precision of products; not copied if it is stored in that precision."""
+        kept: Tensor = state[key]
+        return kept.to(self.layer.precision)
+
     def are_in(self, state: Mapping[str, Any]) -> bool:
         """Whether the running factors are on this rank."""
         return all(f"factor_{side}" in state or f"packed_{side}" in state for side in "ag")
@@ -186,6 +201,20 @@ class KroneckerFactors:
             return dict(self.sides(group))[side].diagonal
         return is_diagonal(factor, self.layer.adapter)
 
+    # ------------------------------------------------------------------ damping
+    def damping_of(self, mean_value: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """λ for the mean eigenvalue ``mean_value [...]`` of ``G ⊗ A``, including weight decay if it is curvature."""
+        damping = self.tikhonov(mean_value, group)
+        return damping + group["weight_decay"] if group["weight_decay_in_curvature"] else damping
+
+    def tikhonov(self, mean_value: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """λ according to the options, without weight decay."""
+        if self.layer.adapter.is_exact:
+            # Relative to the steepest unit, so that a unit that hardly matters does not take the longest step.
+            mean_value = mean_value.amax().expand_as(mean_value)
+        return averages.effective_damping(group["damping"], group["damping_mode"], mean_value)
+
+    # ------------------------------------------------------------------ forms
     def as_kept(self, state: Mapping[str, Any], side: str, total: Tensor) -> tuple[Tensor, Tensor]:
         """A running factor as it is stored, and the factor of a batch in the same form."""
         kept: Tensor | None = state.get(f"packed_{side}")

@@ -14,16 +14,14 @@ from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
 from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.curvature import factors
 from secondorder.curvature.block import Block
-from secondorder.curvature.extremes import Extremes, of_product
-from secondorder.curvature.factors import FACTORS, KroneckerFactors
+from secondorder.curvature.extremes import Extremes
+from secondorder.curvature.factorization import Task
+from secondorder.curvature.factors import KroneckerFactors
+from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise, Inverse, adopt_tensor
 from secondorder.curvature.layer import Layer, LayerOptions
-from secondorder.curvature.schema import FOUND, Schema, shaped, tensors
-from secondorder.linalg import eigenbasis
+from secondorder.curvature.schema import Schema, tensors
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
-
-#: What a refresh computes if the factors are inverted separately.
-INVERSES: Schema = {"inverse_a": FOUND, "inverse_g": FOUND}
 
 
 class FactoredBlock(Block):
@@ -50,6 +48,7 @@ class FactoredBlock(Block):
         super().__init__(layer, index, group, runtime)
         self.options, self.fisher = options, fisher
         self.factors = KroneckerFactors(layer, options)
+        self.eigen = Eigen(self.factors)
 
     # ------------------------------------------------------------------ what the state holds
     def factor_schema(self, group: Mapping[str, Any]) -> Schema:
@@ -58,12 +57,7 @@ class FactoredBlock(Block):
 
     def basis_schema(self, group: Mapping[str, Any]) -> Schema:
         """Eigenbases and eigenvalues; a diagonal factor has no basis."""
-        likes, kept = dict[str, Tensor | int](), self.factors.kept_in(self.options.inv_dtype)
-        for name, side in self.factors.sides(group):
-            if not side.diagonal:
-                likes[f"basis_{name}"] = self.layer.empty(side.shape, kept)
-            likes[f"eigenvalues_{name}"] = self.layer.empty((*side.lead, side.n))
-        return shaped(FACTORS, likes)
+        return self.eigen.schema(group)
 
     def factor(self, side: str) -> Tensor:
         """A running factor as a matrix, or its diagonal, in the precision of products."""
@@ -75,12 +69,11 @@ class FactoredBlock(Block):
 
     def working(self, key: str) -> Tensor:
         """A tensor of the state in the precision of products; not copied if it is stored in that precision."""
-        kept: Tensor = self.state[key]
-        return kept.to(self.layer.precision)
+        return self.factors.working(self.state, key)
 
     def basis(self, side: str) -> Tensor | None:
         """Eigenvectors of a factor in the precision of products; None stands for the identity."""
-        return self.working(f"basis_{side}") if f"basis_{side}" in self.state else None
+        return self.eigen.basis(self.state, side)
 
     # ------------------------------------------------------------------ statistics
     def new_sums(self) -> KroneckerSums:
@@ -149,38 +142,38 @@ class FactoredBlock(Block):
     # ------------------------------------------------------------------ damping
     def damping_of(self, mean_value: Tensor) -> Tensor:
         """λ of a block whose mean eigenvalue is ``mean_value [...]``."""
-        damping, group = self.tikhonov(mean_value), self.group
-        return damping + group["weight_decay"] if group["weight_decay_in_curvature"] else damping
+        return self.factors.damping_of(mean_value, self.group)
 
     def tikhonov(self, mean_value: Tensor) -> Tensor:
         """λ according to the options, without weight decay."""
-        if self.adapter.is_exact:
-            # Relative to the steepest unit, so that a unit that hardly matters does not take the longest step.
-            mean_value = mean_value.amax().expand_as(mean_value)
-        return averages.effective_damping(self.group["damping"], self.group["damping_mode"], mean_value)
+        return self.factors.tikhonov(mean_value, self.group)
 
     def damping(self) -> Tensor:
         """λ of a block in its quadratic model."""
-        means = [factors.mean_diagonal(self.factor(side), self.is_diagonal(side)) for side in "ag"]
-        return self.tikhonov(means[0] * means[1])
+        mean_a, mean_g = self.factors.means(self.state, self.group)
+        return self.tikhonov(mean_a * mean_g)
 
     # ------------------------------------------------------------------ refresh
-    def to_factorise(self) -> tuple[Tensor, Tensor]:
-        """The matrices (or diagonals) that a refresh would factorize now."""
-        return self.factor("a"), self.factor("g")
+    @property
+    def inverse(self) -> Inverse:
+        """What a refresh finds of the factors."""
+        return self.eigen
+
+    def tasks(self, begun: bool = False) -> dict[str, Task]:
+        """Return what a refresh factorizes for each side.
+
+        Args:
+            begun: Whether to take the copies with which a refresh in the background was begun.
+        """
+        return self.inverse.tasks(self.state, self.group, begun)
+
+    def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
+        """Adopt what a refresh has found for each side where ``good`` is True."""
+        self.inverse.adopt(self.state, found, good)
 
     def adopt_tensor(self, key: str, found: Tensor, good: Tensor) -> None:
         """Copy a result into the state where ``good`` is True."""
-        current: Tensor = self.state[key]
-        current.copy_(torch.where(good, found.reshape(current.shape), current))
-
-    def extremes_of_product(self) -> Extremes | None:
-        """λ of a block and the extreme eigenvalues of ``G ⊗ A + λI``; None if its eigenvalues are on other ranks."""
-        state = self.state
-        if "eigenvalues_a" not in state or "eigenvalues_g" not in state:
-            return None
-        values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
-        return of_product(values_a, values_g, self.damping_of(values_a.mean(-1) * values_g.mean(-1)))
+        adopt_tensor(self.state, key, found, good)
 
 
 class KroneckerBlock(FactoredBlock):
@@ -189,15 +182,8 @@ class KroneckerBlock(FactoredBlock):
     # ------------------------------------------------------------------ estimate
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Entries for the factors, for what is derived from them, and for the counters."""
-        found = self.factor_schema(group)
-        if group["inverse_method"] == "eigen":
-            return found | self.basis_schema(group)
-        dense = self.factors.dense_keys("inverse", group)
-        if not dense:
-            return found
-        kept = self.factors.kept_in(self.options.inv_dtype)
-        likes = {f"inverse_{name}": self.layer.empty(side.shape, kept) for name, side in self.factors.sides(group)}
-        return found | shaped(INVERSES, likes, dense)
+        inverse = self.eigen if group["inverse_method"] == "eigen" else Cholesky(self.factors)
+        return self.factor_schema(group) | inverse.schema(group)
 
     def statistic(self) -> KroneckerSums:
         """Empty sums for the statistics of a batch."""
@@ -215,82 +201,31 @@ class KroneckerBlock(FactoredBlock):
         """Fold the factors of the batch into the running ones."""
         return self.fold_factors(measured, gate)
 
-    # ------------------------------------------------------------------ refresh
+    # ------------------------------------------------------------------ inverse
     @property
     def is_entrywise(self) -> bool:
         """Whether both factors are diagonal, so that the damped product is diagonal and is inverted entry by entry."""
         return self.is_diagonal("a") and self.is_diagonal("g")
 
-    def to_factorise(self) -> tuple[Tensor, Tensor]:
-        """The factors, including their damping if Cholesky is used."""
-        return self.damped_factors() if self.group["inverse_method"] == "cholesky" else super().to_factorise()
-
-    def damped_factors(self) -> tuple[Tensor, Tensor]:
-        """``A + π√λ I`` and ``G + √λ/π I``."""
-        a, g = self.factor("a"), self.factor("g")
-        flat_a, flat_g = self.is_diagonal("a"), self.is_diagonal("g")
-        mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
-        damping = self.damping_of(mean_a * mean_g)
-        add_a, add_g = (0 * damping, damping) if self.adapter.is_exact else averages.pi_damping(mean_a, mean_g, damping)
-        return averages.add_to_diagonal(a, add_a, flat_a), averages.add_to_diagonal(g, add_g, flat_g)
-
-    def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
-        """Adopt the inverses, or the eigenvalues and bases, that a refresh has found for each side if they are good."""
-        for side, tensors_of_side in found.items():
-            if self.group["inverse_method"] == "cholesky":
-                self.adopt_tensor(f"inverse_{side}", tensors_of_side[0], good)
-                continue
-            for key, tensor in zip(("eigenvalues", "basis"), tensors_of_side, strict=False):
-                self.adopt_tensor(f"{key}_{side}", tensor, good)
+    @property
+    def inverse(self) -> Inverse:
+        """How the block is inverted, according to the options and to the form of the factors."""
+        if self.group["inverse_method"] == "eigen":
+            return self.eigen
+        return (Entrywise if self.is_entrywise else Cholesky)(self.factors)
 
     # ------------------------------------------------------------------ use
     def precondition(self, gradient: Tensor) -> Tensor:
         """``(G ⊗ A + λI)^(-p) vec(∇)``, or its factored form."""
-        state, group = self.state, self.group
-        if group["inverse_method"] == "cholesky":
-            if self.is_entrywise:
-                values = self.factor("g")[..., :, None] * self.factor("a")[..., None, :]
-                return gradient / (values + self.damping_of(values.mean((-2, -1)))[..., None, None])
-            inverses = self.working("inverse_a"), self.working("inverse_g")
-            return averages.solve_factored(gradient, *inverses, self.runtime.workspace)
-        values_a, values_g = state["eigenvalues_a"], state["eigenvalues_g"]
-        damping: Tensor | None = self.damping_of(values_a.mean(-1) * values_g.mean(-1))
-        if group["damping_split"] == "pi" and not self.adapter.is_exact:
-            values_a, values_g = averages.split_eigenvalues(values_a, values_g, cast(Tensor, damping))
-            damping = None
-        values = values_g[..., :, None] * values_a[..., None, :]
-        bases = self.basis("a"), self.basis("g")
-        return eigenbasis.precondition(gradient, *bases, values, damping, group["power"], self.runtime.workspace)
+        return self.inverse.apply(self.state, self.group, gradient, self.runtime.workspace)
 
     def extremes(self) -> Extremes | None:
         """λ of a block and the extreme eigenvalues of the inverted matrix; only λ if the inverse is factored."""
-        state, split = self.state, self.group["damping_split"] == "pi" and not self.adapter.is_exact
-        if self.group["inverse_method"] == "eigen":
-            found = self.extremes_of_product()
-            if found is None or not split:
-                return found
-            values = averages.split_eigenvalues(state["eigenvalues_a"], state["eigenvalues_g"], found.damping)
-            (small_a, large_a), (small_g, large_g) = (v.aminmax(dim=-1) for v in values)
-            return Extremes(found.damping, small_a * small_g, large_a * large_g, found.undamped)
-        if not self.factors.are_in(self.state):
-            return None
-        if self.is_entrywise:
-            a, g = self.factor("a"), self.factor("g")
-            return of_product(a, g, self.damping_of(a.mean(-1) * g.mean(-1)))
-        means = [factors.mean_diagonal(self.factor(side), self.is_diagonal(side)) for side in "ag"]
-        return Extremes(self.damping_of(means[0] * means[1]))
+        return self.inverse.extremes(self.state, self.group)
 
     def bounds(self) -> Extremes | None:
         """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
-        found = self.extremes()
-        if found is None or found.largest is not None:
-            return found
-        sides = [(self.factor(side), self.is_diagonal(side)) for side in "ag"]
-        mean_a, mean_g = (factors.mean_diagonal(*side) for side in sides)
-        add_a, add_g = averages.pi_damping(mean_a, mean_g, found.damping)
-        # A Frobenius norm is at least the largest eigenvalue.
-        a, g = (x.abs().amax(-1) if diagonal else torch.linalg.matrix_norm(x) for x, diagonal in sides)
-        return Extremes(found.damping, largest=(a + add_a) * (g + add_g), undamped=a * g)
+        return self.inverse.bounds(self.state, self.group)
 
     def product(self, matrix: Tensor) -> Tensor:
         """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""

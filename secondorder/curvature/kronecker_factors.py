@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -19,11 +18,12 @@ from secondorder.curvature import factors
 from secondorder.curvature.background_refresh import OverlappingRefreshes
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import joint_ok
-from secondorder.curvature.kronecker import INVERSES, FactoredBlock, KroneckerBlock
+from secondorder.curvature.inverse import INVERSES
+from secondorder.curvature.kronecker import FactoredBlock, KroneckerBlock
 from secondorder.curvature.layer import Layer
 from secondorder.curvature.schema import Schema
 from secondorder.lifecycle import Group
-from secondorder.linalg import dense, polar
+from secondorder.linalg import polar
 
 #: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
 REFRESH_PORTION = 1 << 24
@@ -83,13 +83,17 @@ class FactoredPreconditioner(OverlappingRefreshes):
         return block.damping()
 
     # ------------------------------------------------------------------ refresh
-    @abstractmethod
-    def refresh_some(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
-        """Factorise the factors of some blocks; one that fails keeps its last good result. Returns ``ok [len]``."""
-
     def refresh(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
         """Factorise the factors of some blocks, a portion at a time: temporaries do not grow with the model."""
         return torch.cat([self.refresh_some(some, host_checks) for some in self._refresh_portions(blocks)])
+
+    def refresh_some(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
+        """Factorize the factors of some blocks; one that fails keeps its last good result. Returns ``ok [len]``."""
+        results = self.factorised(blocks, host_checks)
+        ok = joint_ok(results, blocks)
+        for block, good in zip(blocks, ok.unbind(), strict=True):
+            block.adopt({side: results[block, side][0] for side in "ag"}, good)
+        return ok
 
     def _refresh_portions(self, blocks: Sequence[FactoredBlock]) -> Iterator[Sequence[FactoredBlock]]:
         start = size = 0
@@ -147,29 +151,6 @@ class KroneckerPreconditioner(FactoredPreconditioner):
     def _needs_estimate_everywhere(self, block: KroneckerBlock, group: Mapping[str, Any]) -> bool:
         # Both factors diagonal: there are no inverses, and the factors themselves precondition.
         return group["inverse_method"] == "cholesky" and block.is_entrywise
-
-    def refresh_some(self, blocks: Sequence[KroneckerBlock], host_checks: bool) -> Tensor:
-        """Factorise the factors of some blocks; one that fails keeps its last good result."""
-        ok: dict[KroneckerBlock, Tensor] = {}
-        for method in ("eigen", "cholesky"):
-            chosen = [b for b in blocks if b.group["inverse_method"] == method]
-            if chosen:
-                ok.update(zip(chosen, self._refresh_alike(chosen, host_checks).unbind(), strict=True))
-        return torch.stack([ok[b] for b in blocks])
-
-    def _refresh_alike(self, blocks: Sequence[KroneckerBlock], host_checks: bool) -> Tensor:
-        """The same for blocks of one method."""
-        results = self.factorised(blocks, host_checks)
-        ok = joint_ok(results, blocks)
-        for block, good in zip(blocks, ok.unbind(), strict=True):
-            inverts = block.group["inverse_method"] == "cholesky"
-            found = {side: results[block, side][0] for side in ("" if inverts and block.is_entrywise else "ag")}
-            for side, tensors in found.items():
-                if inverts and self.comm.combines and not block.is_diagonal(side):
-                    # Others get a triangle, and all must have the same.
-                    found[side] = (dense.mirror_upper_(tensors[0].clone()),)
-            block.adopt(found, good)
-        return ok
 
     def bounds(self, block: KroneckerBlock) -> Extremes | None:
         """Return λ of a block and upper bounds of the largest eigenvalues, without waiting for the device."""

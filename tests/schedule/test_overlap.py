@@ -342,7 +342,7 @@ def test_blocks_of_short_intervals_do_not_wait_for_those_of_long_ones(monkeypatc
     opt = KFAC(groups, module=model, lr=0.02, damping=0.1, factor_update_steps=1, overlap=True)
     done: list[int] = []
     plain = module.factorise
-    monkeypatch.setattr(module, "factorise", lambda tasks, checks: done.append(len(tasks)) or plain(tasks, checks))
+    monkeypatch.setattr(module, "factorise", lambda tasks, *rest: done.append(len(tasks)) or plain(tasks, *rest))
     _train(model, opt, 0, 41)
     jobs = [opt._jobs[block] for block in opt.blocks.values()]
     assert jobs[0] is not jobs[1]
