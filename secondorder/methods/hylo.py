@@ -295,16 +295,16 @@ class HyLo(RowPreconditioner):
     # ------------------------------------------------------------------ what it reports
     def diagnostics(self) -> dict[str, Any]:
         """Counters, modes and ranks as plain numbers; reading them may wait for the device."""
-        factored = bool(self._blocks) and all(self.is_factored(b) for b in self._blocks)
+        factored = bool(self._blocks) and all(b.is_factored for b in self._blocks)
         mode_in = self._modes.mode_in
         modes = ["kfac" if factored else self._modes.mode] * len(self.param_groups)
         modes = [g["mode"] if g["mode"] != "auto" else mode for g, mode in zip(self.param_groups, modes, strict=True)]
-        ranks = {b.name: self.kept_rows(b).n for b in self._blocks if "rows_g" in self.state[b.owner]}
+        ranks = {b.name: b.rows().n for b in self._blocks if "rows_g" in b.state}
         return super().diagnostics() | {
             "damping": [group["damping"] for group in self.param_groups],
             "mode": modes[0],
             "modes": modes,
-            "mode_by_layer": {b.name: "kfac" if self.is_factored(b) else mode_in(b.group) for b in self._blocks},
+            "mode_by_layer": {b.name: "kfac" if b.is_factored else mode_in(b.group) for b in self._blocks},
             "switches": [list(switch) for switch in self._modes.history],
             "rank": ranks,
         }

@@ -78,7 +78,7 @@ def test_factors_that_replace_rows(pool: Pool, task: str, approx: str) -> None:
     optimizer = case.build(model)
     case.backward(model, TASKS["cnn"].batch(0), 0)
     optimizer.step()
-    factored = [optimizer.is_factored(b) for b in optimizer.blocks.values()]
+    factored = [b.is_factored for b in optimizer.blocks.values()]
     assert any(factored)
     assert task != "groups" or not all(factored)
     assert_like_one_process(pool, case, 3, ("comm", "mem", "hybrid_third", "comm_owner"), same_bits=False)
