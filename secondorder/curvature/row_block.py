@@ -23,8 +23,7 @@ from secondorder.curvature.factorization import Task
 from secondorder.curvature.layer import Layer
 from secondorder.curvature.row_forms import FactorForm, RowForm, factors_are_cheaper
 from secondorder.curvature.schema import Schema
-from secondorder.linalg import kernel
-from secondorder.linalg.kernel import Rows, scaled
+from secondorder.linalg.kernel import scaled
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
 
@@ -66,11 +65,6 @@ class RowBlock(Block):
         assert self.fresh is not None
         return self.fresh
 
-    @property
-    def lead(self) -> tuple[int, ...]:
-        """Leading shape of the tensors of a block: Γ if the layer has groups."""
-        return self.with_rows.lead
-
     # ------------------------------------------------------------------ what the state holds
     def schema(
         self, group: Mapping[str, Any], held: Mapping[str, Any], planned: int = 0, known: bool = False
@@ -103,11 +97,6 @@ class RowBlock(Block):
     def is_undecided(self) -> bool:
         """Whether the next refresh may give the block factors instead of rows."""
         return self.group["kfac_when_cheaper"] and self.state["refreshes"] == 0 and not self.is_factored
-
-    def multiplies_out(self, positions: int) -> bool:
-        """Whether pairs of rows of so many positions become per-example gradients, as no factors are made of them."""
-        adapter = self.adapter
-        return not adapter.one_hot and kernel.prefers_whole(positions, adapter.n_a, adapter.n_g)
 
     def changes_layout(self, rows: int) -> bool:
         """Whether the rows of this step have other sizes than those in the state, if so many are kept."""
@@ -163,10 +152,6 @@ class RowBlock(Block):
         fresh = self.captured
         return self.damping_of(trace, fresh.examples) if fresh.damping is None else fresh.damping
 
-    def rows(self) -> Rows:
-        """The rows in the state."""
-        return self.with_rows.rows_in(self.state)
-
     def adopt_rows(self, kept: Kept, inverse: Tensor, good: Tensor) -> None:
         """Store rows and the inverse of their kernel if they are good."""
         self.with_rows.adopt(self.state, kept, inverse, good)
@@ -175,24 +160,22 @@ class RowBlock(Block):
         """Fold the second moments of the rows of a step into the factors."""
         self.with_factors.fold(self.state, self.group, moments, examples, good)
 
-    def keep_damping(self, damping: Tensor, good: Tensor) -> None:
-        """Store λ of the factors if it is good."""
-        kept: Tensor = self.state["kernel_damping"]
-        kept.copy_(torch.where(good, damping, kept))
-
     def tasks(self) -> dict[str, Task]:
         """The factors to bring into their eigenbases, by side."""
-        return {side: Task(self.state[f"factor_{side}"], "eigen", diagonal=False) for side in "ag"}
+        return self.with_factors.tasks(self.state)
 
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
         """Store the eigenvalues and bases that a refresh has found for the factors if they are good."""
-        for side, tensors in found.items():
-            self.with_factors.adopt(self.state, side, tensors, good)
+        self.with_factors.eigen.adopt(self.state, found, good)
 
     # ------------------------------------------------------------------ use
     def precondition(self, gradient: Tensor) -> Tensor:
         """``(F̂ + λI)⁻¹ vec(∇)``."""
         return self.form.precondition(self.state, self.group, gradient, self.runtime.workspace)
+
+    def product(self, matrix: Tensor) -> Tensor:
+        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``."""
+        return self.form.product(self.state, matrix)
 
     def dense(self) -> Tensor:
         """The undamped curvature as a dense matrix; block-diagonal over groups."""

@@ -18,7 +18,9 @@ from secondorder.capture.statistics.examples import as_rows_matrix, keeps_indice
 from secondorder.curvature import factors
 from secondorder.curvature.example_rows import DOUBLE_ROWS, Kept, Sizes, inputs_of, owned
 from secondorder.curvature.extremes import Extremes, bound_of_rows, bounds_where, of_product, of_rows
+from secondorder.curvature.factorization import Task
 from secondorder.curvature.factors import KroneckerFactors
+from secondorder.curvature.inverse import Eigen, adopt_tensor
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.schema import COUNTER, ESTIMATE, FOUND, WEIGHT, Entry, Place, Schema, shaped
 from secondorder.linalg import eigenbasis, kernel, woodbury
@@ -146,15 +148,23 @@ class RowForm:
             found = found * lead.to(found.dtype)
         return found
 
-    def dense(self, state: Mapping[str, Any]) -> Tensor:
-        """F̂ of the rows as a dense matrix; block-diagonal over groups."""
+    def _curvature(self, state: Mapping[str, Any]) -> Tensor:
+        """F̂ of the rows, ``[(Γ,) n, n]``."""
         rows = self.rows_in(state)
         if bool(state["interpolated"]):
-            found = woodbury.curvature(rows, state["kernel"], state["kernel_damping"])
-        else:
-            found = woodbury.second_moment(rows)
-        found = found.to(self.layer.precision)
+            return woodbury.curvature(rows, state["kernel"], state["kernel_damping"])
+        return woodbury.second_moment(rows)
+
+    def dense(self, state: Mapping[str, Any]) -> Tensor:
+        """F̂ of the rows as a dense matrix; block-diagonal over groups."""
+        found = self._curvature(state).to(self.layer.precision)
         return self.layer.adapter.natural_order(torch.block_diag(*found) if found.dim() > 2 else found)
+
+    def product(self, state: Mapping[str, Any], matrix: Tensor) -> Tensor:
+        """F̂ times a matrix ``[(Γ,) n_g, n_a]``; forms F̂."""
+        found = self._curvature(state).to(matrix.dtype)
+        vectors = as_rows_matrix(self.rows_in(state), matrix).reshape(*found.shape[:-1], 1)
+        return (found @ vectors).reshape(matrix.shape)
 
     def extremes(self, state: Mapping[str, Any]) -> Extremes | None:
         """λ and the extreme eigenvalues of the damped curvature; None if they are on other ranks."""
@@ -195,19 +205,17 @@ class FactorForm:
 
     def __init__(self, layer: Layer) -> None:
         self.layer, self.factors = layer, KroneckerFactors(layer, LayerOptions())
+        self.eigen = Eigen(self.factors)
 
     def schema(self, rows: int, positions: int) -> Schema:
         """Entries for factors in place of so many rows of so many positions, and for their bases."""
-        sides = dict(self.factors.sides(_STORAGE))
+        side = dict(self.factors.sides(_STORAGE))["a"]
         likes: dict[str, Tensor | int] = {
-            "kernel_damping": self.layer.empty(sides["a"].lead, torch.float64),
+            "kernel_damping": self.layer.empty(side.lead, torch.float64),
             "rows_instead": rows,
             "positions_instead": positions,
         }
-        for name, side in sides.items():
-            likes[f"basis_{name}"] = self.layer.empty(side.shape)
-            likes[f"eigenvalues_{name}"] = self.layer.empty((*side.lead, side.n))
-        found = self.factors.schema(_STORAGE, 0) | shaped(ROWS_OR_FACTORS, likes)
+        found = self.factors.schema(_STORAGE, 0) | self.eigen.schema(_STORAGE) | shaped(ROWS_OR_FACTORS, likes)
         return {key: found[key] for key in _WITH_FACTORS}
 
     def fold(
@@ -217,11 +225,13 @@ class FactorForm:
         running, decay = [state["factor_a"], state["factor_g"]], group["factor_decay"]
         averages.ratio_ema_(running, state["factor_weight"], moments, [1.0, 1.0], float(examples), decay, good)
 
-    def adopt(self, state: Mapping[str, Any], side: str, found: Sequence[Tensor], good: Tensor) -> None:
-        """Store the eigenvalues and the basis of a factor if they are good."""
-        for key, tensor in zip((f"eigenvalues_{side}", f"basis_{side}"), found, strict=True):
-            current: Tensor = state[key]
-            current.copy_(torch.where(good, tensor.reshape(current.shape), current))
+    def keep_damping(self, state: Mapping[str, Any], damping: Tensor, good: Tensor) -> None:
+        """Store λ if it is good."""
+        adopt_tensor(state, "kernel_damping", damping, good)
+
+    def tasks(self, state: Mapping[str, Any]) -> dict[str, Task]:
+        """The factors to bring into their eigenbases, by side."""
+        return self.eigen.tasks(state, _STORAGE)
 
     # ------------------------------------------------------------------ use
     def precondition(
@@ -235,8 +245,13 @@ class FactorForm:
 
     def dense(self, state: Mapping[str, Any]) -> Tensor:
         """``G ⊗ A`` as a dense matrix; block-diagonal over groups."""
-        a, g = (self.factors.whole(state, _STORAGE, side) for side in "ag")
+        a, g = self.factors.pair(state, _STORAGE)
         return self.layer.adapter.natural_order(factors.kron(a, g))
+
+    def product(self, state: Mapping[str, Any], matrix: Tensor) -> Tensor:
+        """``G X A`` of a matrix ``X [(Γ,) n_g, n_a]``."""
+        a, g = self.factors.pair(state, _STORAGE)
+        return factors.times(factors.times(matrix, g, left=True), a, left=False)
 
     def extremes(self, state: Mapping[str, Any]) -> Extremes | None:
         """λ and the extreme eigenvalues of the damped curvature; None if they are on other ranks."""
@@ -270,3 +285,8 @@ def factors_are_cheaper(adapter: Adapter, group: Mapping[str, Any], rows: int, p
         return False
     memory, time = costs(adapter, rows, positions)
     return memory[0] >= memory[1] or time[0] >= time[1]
+
+
+def products_are_smaller(adapter: Adapter, positions: int) -> bool:
+    """Whether per-example gradients are smaller and faster than pairs of rows of so many positions."""
+    return not adapter.one_hot and kernel.prefers_whole(positions, adapter.n_a, adapter.n_g)

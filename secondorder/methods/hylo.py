@@ -299,7 +299,7 @@ class HyLo(RowPreconditioner):
         mode_in = self._modes.mode_in
         modes = ["kfac" if factored else self._modes.mode] * len(self.param_groups)
         modes = [g["mode"] if g["mode"] != "auto" else mode for g, mode in zip(self.param_groups, modes, strict=True)]
-        ranks = {b.name: b.rows().n for b in self._blocks if "rows_g" in b.state}
+        ranks = {b.name: b.with_rows.rows_in(b.state).n for b in self._blocks if "rows_g" in b.state}
         return super().diagnostics() | {
             "damping": [group["damping"] for group in self.param_groups],
             "mode": modes[0],

@@ -90,7 +90,7 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
             [batch.rows * here for here in there],
             batch.positions,
             batch.whole,
-            torch.zeros(block.lead, dtype=torch.float64),
+            torch.zeros(block.with_rows.lead, dtype=torch.float64),
             torch.ones(self._count_size(block), dtype=torch.float64),
         )
 

@@ -231,7 +231,7 @@ class GatheringOptimizer(RowLayers):
         agreed = self._try_together("looking at its rows", [sum(sizes)], lambda: self._own_words(blocks))
         found = {}
         for block, words in zip(blocks, agreed.split(sizes), strict=True):
-            lead, world = block.lead, self.comm.data_world
+            lead, world = block.with_rows.lead, self.comm.data_world
             by_rank, tail = words.split([_BY_RANK * world, len(words) - _BY_RANK * world])
             examples, rows, positions = by_rank.view(_BY_RANK, world).long().tolist()
             whole, trace, real = tail.split([1, lead[0] if lead else 1, self._count_size(block)])
@@ -241,7 +241,7 @@ class GatheringOptimizer(RowLayers):
         return found
 
     def _words_of(self, block: RowBlock) -> int:
-        lead = block.lead
+        lead = block.with_rows.lead
         return _BY_RANK * self.comm.data_world + 1 + (lead[0] if lead else 1) + self._count_size(block)
 
     def _own_words(self, blocks: Sequence[RowBlock]) -> Tensor:
@@ -333,7 +333,7 @@ class GatheringOptimizer(RowLayers):
             return [torch.zeros_like(likes[key], device=self.device_of(block)) for key in ("factor_a", "factor_g")]
         a, g = second_moments(fresh.rows, fresh.real)
         part = torch.as_tensor(fresh.real, dtype=torch.float64).cpu() / self._census[block].real.clamp(min=1)
-        return [a * part.to(a.device, a.dtype).reshape(*block.lead, 1, 1), g]
+        return [a * part.to(a.device, a.dtype).reshape(*block.with_rows.lead, 1, 1), g]
 
     def _add_moments(self, moments: Mapping[RowBlock, list[Tensor]]) -> None:
         """Add up second moments, and fold them into factors."""
@@ -345,7 +345,7 @@ class GatheringOptimizer(RowLayers):
             if self.comm.estimates(block.index):
                 block.fold_moments(found, self._census[block].total, good)
             if self.comm.preconditions(block.index):
-                block.keep_damping(self._damping(block), good)
+                block.with_factors.keep_damping(block.state, self._damping(block), good)
 
     # ------------------------------------------------------------------ rows
     def _gather(self, chosen: Mapping[RowBlock, Kept | None]) -> None:
@@ -392,7 +392,9 @@ class GatheringOptimizer(RowLayers):
             if room.numel():
                 sent.append(room)
         if self.interpolates(block):
-            core = torch.eye(rank, dtype=torch.float64, device=self.device_of(block)).repeat(*block.lead, 1, 1)
+            core = torch.eye(rank, dtype=torch.float64, device=self.device_of(block)).repeat(
+                *block.with_rows.lead, 1, 1
+            )
             if kept is not None and kept.core is not None:
                 r = kept.core.shape[-1]
                 core[..., :r, :] = 0

@@ -22,7 +22,7 @@ from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import factorise, joint_ok
 from secondorder.curvature.layer import Layer
 from secondorder.curvature.row_block import RowBlock
-from secondorder.curvature.row_forms import ROWS, ROWS_OR_FACTORS, factors_are_cheaper
+from secondorder.curvature.row_forms import ROWS, ROWS_OR_FACTORS, factors_are_cheaper, products_are_smaller
 from secondorder.curvature.schema import Schema, held, likes
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import kernel
@@ -166,7 +166,7 @@ class RowLayers(Observing):
         if factors_are_cheaper(block.adapter, block.group, rows, positions):
             self._take_factors(block, rows, positions)
             return False
-        return are_pairs and block.multiplies_out(positions)
+        return are_pairs and products_are_smaller(block.adapter, positions)
 
     def _take_factors(self, block: RowBlock, rows: int, positions: int) -> None:
         """Replace the rows of a block by factors, on every rank by what it stores of them."""
@@ -189,7 +189,7 @@ class RowLayers(Observing):
         for block, found in factored.items():
             damping = block.damping_of(kernel.norms(found.rows).sum(-1), found.examples)
             block.fold_moments(list(second_moments(found.rows, found.real)), found.examples, found.ok)
-            block.keep_damping(damping, found.ok)
+            block.with_factors.keep_damping(block.state, damping, found.ok)
         ok = self.factorise({b: found.ok for b, found in factored.items()}, host_checks)
         ok |= self.refresh_rows([b for b in blocks if b not in ok])
         return torch.stack([ok[b] for b in blocks])
