@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from secondorder import TopK
 from secondorder.curvature.window.window import GradientWindow
-from secondorder.preconditioners.window_optimizer import WindowOptimizer
+from secondorder.methods.window_optimizer import WindowOptimizer
 
 
 def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:

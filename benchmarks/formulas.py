@@ -29,7 +29,7 @@ from benchmarks.filling import windows_of
 from benchmarks.flops import LayerShape, factor_bytes
 from benchmarks.footprint import footprint
 from secondorder import EKFAC, KFAC, HyLo
-from secondorder.preconditioners.window_optimizer import WindowOptimizer
+from secondorder.methods.window_optimizer import WindowOptimizer
 
 _FLOAT = 4
 _DOUBLE = 8

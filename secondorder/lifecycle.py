@@ -24,8 +24,8 @@ from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import precision_of
 from secondorder.parallel.shards import find_shards, require_separate_parameters
-from secondorder.preconditioners.base import ParameterTable
-from secondorder.runtime import Clock, Runtime
+from secondorder.preconditioners.base import ParameterTable, words_of_options
+from secondorder.runtime import Clock, Runtime, some_of
 
 Group = dict[str, Any]
 State = dict[str, Tensor | int]
@@ -42,10 +42,13 @@ class Lifecycle(Optimizer):
 
     #: Checks of the options that only this method has.
     checks: ClassVar[dict[str, options.Check]] = {}
-    #: What states may hold of curvature, by key, as far as it is the same in every state.
-    catalog: ClassVar[Schema] = {}
 
     # ------------------------------------------------------------------ what a family of methods supplies
+    @property
+    @abstractmethod
+    def catalog(self) -> Schema:
+        """Entries of the states of curvature, by key, as far as they are the same in every state."""
+
     @abstractmethod
     def _plan(self) -> bool:
         """Find what curvature covers, for the groups as they are now; returns whether that changed."""
@@ -296,12 +299,10 @@ class Lifecycle(Optimizer):
 
     def _facts(self) -> dict[str, list[str]]:
         """What must be equal on all ranks, in words."""
-        options_of = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in self.param_groups]
-        plain = [{k: float(v) if isinstance(v, Tensor) else v for k, v in found.items()} for found in options_of]
         return {
             "the method": [type(self).__name__],
             "parameters": [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in self._group],
-            "options of the groups": [f"{k}={v!r}" for found in plain for k, v in found.items()],
+            "options of the groups": words_of_options(self.param_groups),
             "steps taken": [str(self._t)],
         }
 
@@ -569,14 +570,3 @@ def _sum_of(x: Tensor) -> str:
     """What tells two tensors apart, if not every two: their sum."""
     real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     return repr(float(real.sum(dtype=torch.float64)))
-
-
-def shape_of(value: Any) -> tuple[int, ...] | None:
-    """Shape of a tensor, None for anything else."""
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def some_of(names: Sequence[str]) -> str:
-    """The first few of some names, and how many more there are."""
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -23,7 +23,7 @@ from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Directions, Group
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.plan.planner import Planning
-from secondorder.preconditioners.base import Preconditioner
+from secondorder.preconditioners.base import Preconditioner, Proposal
 
 ReturnedT = TypeVar("ReturnedT")
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
@@ -106,6 +106,10 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
     @abstractmethod
     def preconditioner(self) -> Preconditioner:
         """The stages of a step over all curvature."""
+
+    @abstractmethod
+    def _proposal(self, gradients: Directions, gate: Tensor | None) -> Proposal:
+        """Preconditioned directions, before grafting and clipping."""
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -258,7 +262,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
     # ------------------------------------------------------------------ stages 5 and 6: directions and their size
     def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
         """Preconditioned directions of the covered parameters, bounded and sized."""
-        proposal = self.preconditioner.propose(gradients, gate)
+        proposal = self._proposal(gradients, gate)
         self._graft(proposal.sets, proposal.directions, proposal.raw)
         directions = {p: _like(d, p) for p, d in proposal.directions.items()}
         self._clip(directions)

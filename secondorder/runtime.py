@@ -69,3 +69,9 @@ class Runtime:
                 return
             with self.clock.stage(name):
                 yield
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first few of some names, and how many more there are."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -73,28 +73,17 @@ INSIDE = {
 KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Mix-ins of one class: groups, names, state and the step counter are attributes of the optimizer": {
         "adaptation.damping": {"lifecycle"},
-        "adaptation.model": {"lifecycle", "optimizer"},
-        "capture.coverage": {"lifecycle"},
+        "adaptation.model": {"optimizer"},
         "checkpoint.checkpoint": {"lifecycle"},
         "checkpoint.comparison": {"lifecycle"},
-        "curvature.background_refresh": {"lifecycle"},
-        "curvature.eigenbasis": {"lifecycle"},
-        "curvature.kronecker_factors": {"lifecycle"},
         "diagnostics.report": {"lifecycle"},
-        "parallel.exchange": {"lifecycle"},
-        "plan.dry_run": {"lifecycle"},
+        "methods.window_optimizer": {"checkpoint.windows"},
         "plan.planner": {"lifecycle"},
-        "preconditioners.blocks": {"lifecycle"},
-        "preconditioners.layers": {"lifecycle", "optimizer"},
-        "preconditioners.row_layers": {"lifecycle"},
-        "preconditioners.rows": {"lifecycle"},
-        "preconditioners.scale": {"lifecycle"},
-        "preconditioners.window_optimizer": {"checkpoint.windows", "lifecycle", "optimizer"},
     },
     "Mix-ins of one class: a stage extends that of another folder by inheritance": {
-        "capture.fisher.fisher": {"adaptation.damping", "curvature.layer", "preconditioners.layers"},
+        "capture.fisher.fisher": {"curvature.layer", "preconditioners.layers"},
+        "curvature.example_rows": {"comm"},
         "curvature.refresh": {"parallel.exchange"},
-        "methods.hylo": {"plan.dry_run_rows"},
         "parallel.exchange": {"preconditioners.blocks"},
     },
     "Copies of a model must come without the hooks of attention": {
@@ -112,6 +101,18 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Each mix-in adds its own rows to describe()": {
         "preconditioners.window_plan": {"diagnostics.describe"},
     },
+    "Classes over blocks and windows are not yet all in the folder of preconditioners": {
+        "adaptation.model": {"methods.layer_optimizer"},
+        "curvature.background_refresh": {"preconditioners.base", "preconditioners.blocks"},
+        "curvature.eigenbasis": {"comm", "preconditioners.blocks"},
+        "curvature.example_rows": {"preconditioners.base", "preconditioners.blocks"},
+        "curvature.kronecker_factors": {"preconditioners.base"},
+        "curvature.substitute": {"preconditioners.base"},
+        "methods.kronecker": {"adaptation.damping"},
+        "methods.layer_optimizer": {"parallel.roles"},
+        "parallel.exchange": {"preconditioners.base"},
+        "plan.dry_run": {"linalg.dense"},
+    },
 }
 
 # A constructor's signature names the type of `comm=` so that tools can resolve it; what a strategy does is for
@@ -126,7 +127,6 @@ PURE = {
     "curvature/refresh_schedule.py": set(),
     "curvature/window/rows.py": set(),
     "curvature/window/shards.py": set(),
-    "curvature/row_choice.py": {"curvature", "linalg"},
     "curvature/schema.py": {"curvature"},
 } | {path.relative_to(PACKAGE).as_posix(): {"linalg"} for path in FILES if path.parent == PACKAGE / "linalg"}
 PURE_FORBIDDEN = {"Module", "Parameter", "Optimizer", "param_groups"}
@@ -227,7 +227,10 @@ def test_exceptions_name_modules_that_exist() -> None:
     assert named <= MODULES, f"delete {sorted(named - MODULES)} from KNOWN_EXCEPTIONS"
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if f.parent == PACKAGE / "methods"], ids=ids)
+_METHODS = [f for f in FILES if f.parent == PACKAGE / "methods" and not f.stem.endswith("_optimizer")]
+
+
+@pytest.mark.parametrize("path", _METHODS, ids=ids)
 def test_methods_leave_communication_to_the_optimizer(path: Path) -> None:
     named = {n for n in imports(tree(path)) if n.startswith("secondorder.comm")}
     assert named <= METHODS_MAY_NAME, f"{ids(path)} imports {sorted(named - METHODS_MAY_NAME)}"

@@ -38,8 +38,7 @@ GRID = (1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3)
 class AdaptiveOptimizer(ModelledOptimizer):
     """Base of the layer methods that have a damping λ.
 
-    A method calls :meth:`_begin_adaptation` before the constructor of its base, and adds the verb
-    :meth:`curvature_product`.
+    A method calls :meth:`_begin_adaptation` before the constructor of its base.
     """
 
     def _begin_adaptation(self, adaptation: Adaptation) -> None:
@@ -91,8 +90,9 @@ class AdaptiveOptimizer(ModelledOptimizer):
             f"gradients, computes the loss, calls backward and returns the loss, or (loss, outputs).{hint}"
         )
 
-    def _moves_damping(self) -> bool:
-        return self._adaptation.adaptive_damping
+    def _watch_damping(self) -> None:
+        if not self._adaptation.adaptive_damping:  # λ may begin far too large
+            super()._watch_damping()
 
     def _adapts(self) -> bool:
         """Whether λ is judged at the end of this step: the next one may begin with a refresh."""
@@ -138,7 +138,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
     def _trial(self, gradients: Directions, gate: Tensor | None) -> Iterator[None]:
         evaluation = self._evaluation
         try:
-            if evaluation is None or not any(self._active(b, gradients) for b in self._blocks):
+            if evaluation is None or not self._curvature.active(gradients):
                 yield
                 return
             if self._calibrates():
@@ -238,9 +238,13 @@ class AdaptiveOptimizer(ModelledOptimizer):
                 group["damping"] = value
                 changed.append(group)
         # Factored inverses hold the damping of their refresh, and would answer to a change many steps too late.
-        late = [b for b in self._blocks if any(b.group is g for g in changed) and self._is_damped_at_refresh(b)]
+        late = [
+            b
+            for b in self._curvature.all_blocks
+            if any(b.group is g for g in changed) and self._is_damped_at_refresh(b)
+        ]
         if late:
-            self._renew(late)
+            self._curvature.renew(late)
 
     def _is_damped_at_refresh(self, block: Block) -> bool:
         return block.group.get("inverse_method") == "cholesky" and self.state[block.owner]["refreshes"] > 0

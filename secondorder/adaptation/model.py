@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
@@ -14,10 +13,11 @@ from secondorder import options, update
 from secondorder.adaptation.replay import exact_products
 from secondorder.adaptation.trial import Adaptation, Evaluation
 from secondorder.curvature.block import Block
-from secondorder.lifecycle import Directions, Group
+from secondorder.linalg.dense import precision_of
 from secondorder.linalg.quadratic import QuadraticModel
+from secondorder.methods.layer_optimizer import LayerOptimizer
 from secondorder.optimizer import rate
-from secondorder.preconditioners.layers import LayerOptimizer
+from secondorder.preconditioners.base import Directions, Group
 
 
 class ModelledOptimizer(LayerOptimizer):
@@ -27,15 +27,6 @@ class ModelledOptimizer(LayerOptimizer):
         self._adaptation = adaptation
         self._evaluation: Evaluation | None = None
         self._coefficients: Tensor | None = None
-
-    # ------------------------------------------------------------------ what a method supplies
-    @abstractmethod
-    def curvature_product(self, block: Block, matrix: Tensor) -> Tensor:
-        """The undamped curvature of a block times a matrix ``[(Γ,) n_g, n_a]``."""
-
-    def block_damping(self, block: Block) -> Tensor | float:
-        """λ of a block as preconditioning adds it: a number or ``[(Γ)]``."""
-        return float(block.group["damping"])
 
     # ------------------------------------------------------------------ the quadratic model
     def _model(self, directions: Sequence[Directions], gradients: Directions, at: Directions) -> QuadraticModel:
@@ -68,7 +59,7 @@ class ModelledOptimizer(LayerOptimizer):
         """``⟨d_i, C d_j⟩ [k, k]``: of the loss where the closure returned its outputs, else of the method's blocks."""
         evaluation, likelihood = self._evaluation, self._adaptation.loss_model
         if evaluation is None or likelihood is None or not evaluation.exact:
-            return self._block_products(directions, self.curvature_product)
+            return self._block_products(directions, self._curvature.curvature_product)
         assert self._root is not None
         with self._unseen():
             own = exact_products(self._root, evaluation.exact, likelihood, directions, at, mean=self._is_mean())
@@ -85,10 +76,8 @@ class ModelledOptimizer(LayerOptimizer):
         """``Σ ⟨D_i, product(D_j)⟩ [k, k]`` over the blocks that precondition, ``D [(Γ,) n_g, n_a]``."""
         k, first = len(directions), next(iter(directions[0].values()))
         total = torch.zeros(k, k, dtype=torch.float64, device=first.device)
-        for block in self._blocks:
-            if not self._active(block, directions[0]):
-                continue
-            matrices = [block.layer.matrix([d[p].to(self._precision(p)) for p in block.params]) for d in directions]
+        for block in self._curvature.active(directions[0]):
+            matrices = [block.layer.matrix([d[p].to(precision_of(p)) for p in block.params]) for d in directions]
             images = [product(block, m) for m in matrices]
             rows = [torch.stack([(m * image).sum() for image in images]) for m in matrices]
             total += torch.stack(rows).to(total)
@@ -119,7 +108,11 @@ class ModelledOptimizer(LayerOptimizer):
                 "or use DistributedDataParallel"
             )
         if chosen.quadratic_model or chosen.adaptive_damping:
-            away = [b for b in self._blocks if not (self.comm.estimates(b.index) and self.comm.preconditions(b.index))]
+            away = [
+                b
+                for b in self.blocks.values()
+                if not (self.comm.estimates(b.index) and self.comm.preconditions(b.index))
+            ]
             if away:
                 raise NotImplementedError(
                     f"the quadratic model multiplies with the curvature of all layers, and under {self.comm!r} that of "
@@ -130,14 +123,14 @@ class ModelledOptimizer(LayerOptimizer):
     @contextmanager
     def _unseen(self) -> Iterator[None]:
         """Pause capture, without the next step taking this for the user's own pause."""
-        assert self._capture is not None
-        before = self._capture.was_paused
+        capture = self.capture
+        before = capture.was_paused
         with self.pause_capture():
             yield
-        self._capture.was_paused = before
+        capture.was_paused = before
 
     def _damping_product(self, block: Block, matrix: Tensor) -> Tensor:
-        damping = self.block_damping(block)
+        damping = self._curvature.block_damping(block)
         return matrix * (damping[..., None, None] if isinstance(damping, Tensor) else damping)
 
     def _coupled_decay(self, p: nn.Parameter) -> float:
@@ -164,7 +157,7 @@ class ModelledOptimizer(LayerOptimizer):
             along = [directions]
             if any(self._group[p]["momentum"] and self._steps_of(p) > 1 for p in directions):
                 along.append({p: self._previous(p) for p in directions})
-            tolerance = torch.finfo(self._precision(next(iter(directions)))).eps ** 0.5
+            tolerance = torch.finfo(precision_of(next(iter(directions)))).eps ** 0.5
             found = self._model(along, {p: gradients[p] for p in directions}, {}).minimum(tolerance)
             self._coefficients = torch.nn.functional.pad(found, (0, 2 - len(found)))
         super()._apply(gradients, directions, gate)

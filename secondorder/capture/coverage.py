@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from secondorder.capture.loss_scale import UNKNOWN
-from secondorder.lifecycle import some_of
+from secondorder.runtime import some_of
 
 #: The reason where nothing else is known.
 NO_HOOKS = "its hooks did not run"

@@ -229,14 +229,14 @@ class Pass:
     @property
     def examples(self) -> int | None:
         """N, or None if nothing tells: each layer then counts its own."""
-        return self._judge().examples
+        return self.judge().examples
 
     @property
     def doubt(self) -> str:
         """What speaks against that number, in words; empty if nothing does."""
-        return self._judge().doubt
+        return self.judge().doubt
 
-    def _judge(self) -> _Judged:
+    def judge(self) -> _Judged:
         if self._judged is None:
             uses, dim = list(self._uses.values()), self._batch_dim
             count = count_examples(self._inputs, self._heads, uses, dim)
@@ -254,15 +254,15 @@ class Pass:
 
     @property
     def _layouts(self) -> _Layouts:
-        return self._judge().layouts
+        return self.judge().layouts
 
     @property
     def _shape(self) -> tuple[int, ...]:
-        return self._judge().given.shape
+        return self.judge().given.shape
 
     @property
     def _holds_indices(self) -> bool:
-        return self._judge().given.holds_indices
+        return self.judge().given.holds_indices
 
     @property
     def is_open(self) -> bool:

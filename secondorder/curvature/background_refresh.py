@@ -15,21 +15,22 @@ in between factorises the same matrices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.capture.fisher.fisher import ObservingOptimizer
+from secondorder.capture.fisher.fisher import Observing
 from secondorder.curvature.background import Background, Job
 from secondorder.curvature.factorization import Found, Task, factorise
 from secondorder.curvature.factors import FACTORS, form_of
 from secondorder.curvature.kronecker import FactoredBlock
-from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema
-from secondorder.lifecycle import Group
+from secondorder.linalg.dense import precision_of
+from secondorder.preconditioners.base import Group
+from secondorder.preconditioners.blocks import Setting
 
 _Key = tuple[FactoredBlock, str]
 #: State of what was begun.
@@ -38,15 +39,15 @@ _BEGUN = ("begun_a", "begun_g", "adopt_at")
 _FOUND = ("basis_", "eigenvalues_", "inverse_")
 
 
-class OverlappingRefreshes(ObservingOptimizer):
+class OverlappingRefreshes(Observing):
     """Methods that factorise factors, at once or beside training."""
 
     catalog: ClassVar[Schema] = FACTORS
     _blocks: list[FactoredBlock]  # type: ignore[assignment]
     _block_of: dict[nn.Parameter, FactoredBlock]  # type: ignore[assignment]
 
-    def _begin_capture(self, layer_options: LayerOptions) -> None:
-        super()._begin_capture(layer_options)
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
         #: Blocks whose refresh of this step was begun earlier.
         self._adopting: set[FactoredBlock] = set()
         self._jobs: dict[FactoredBlock, Job] = {}
@@ -89,13 +90,14 @@ class OverlappingRefreshes(ObservingOptimizer):
         self._begin([b for b in self._blocks if self._begins(b) and b not in at_once])
         return sorted(refreshed)
 
-    def _renew(self, blocks: list[FactoredBlock]) -> Tensor:
-        ok = super()._renew(list(blocks))
+    def renew(self, blocks: list[FactoredBlock]) -> Tensor:
+        """Refresh and share some blocks outside of their schedule."""
+        ok = super().renew(list(blocks))
         self._forget(blocks)  # what was begun is older
         return ok
 
     def _renew_loaded(self, blocks: list[FactoredBlock]) -> Tensor:
-        return super()._renew(list(blocks))  # what was begun is newer
+        return super().renew(list(blocks))  # what was begun is newer
 
     def _forget(self, blocks: Iterable[FactoredBlock]) -> None:
         """Adopt nothing of what was begun for some blocks."""
@@ -144,13 +146,8 @@ class OverlappingRefreshes(ObservingOptimizer):
         return tasks
 
     # ------------------------------------------------------------------ checkpoints and ends
-    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[Any, dict[str, Any]]:
-        numbered = self._numbered({"param_groups": groups})
-        ours = {i: self._kept_alike(p, group, found[i]) for p, i, group in numbered if i in found}
-        return super()._checked_state({**found, **ours}, groups)
-
-    def _kept_alike(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A loaded state in the form that this optimizer has, with copies of what is begun where refreshes overlap."""
+    def translated(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the state of a parameter in a checkpoint in the form in which this optimizer keeps it."""
         found = dict(self._with_own_factors(p, group, theirs))
         if not self._overlaps:
             return {k: v for k, v in found.items() if k not in _BEGUN}
@@ -175,14 +172,14 @@ class OverlappingRefreshes(ObservingOptimizer):
             job.wait()
         self._jobs.clear()
 
-    def _rebuild(self) -> bool:
-        changed = super()._rebuild()
+    def rebuilt(self) -> None:
+        """Act on a new plan, whose state has been allocated."""
         self._forget_jobs()  # parameters may have moved, or be of another dtype
-        return changed
 
-    def _finish_load(self) -> None:
+    def loaded(self, rebuild: Callable[[], bool]) -> None:
+        """Complete what a checkpoint may leave out; see the base class."""
         self._forget_jobs()
-        super()._finish_load()
+        super().loaded(rebuild)
 
     def detach(self) -> None:
         """See the base class."""
@@ -192,12 +189,13 @@ class OverlappingRefreshes(ObservingOptimizer):
             self._forget_jobs()
             self._background.close()
 
-    def _pending_bytes(self) -> int:
-        states = [(self._precision(block.owner), self.state[block.owner]) for block in self._jobs]
+    def pending_bytes(self) -> int:
+        """Return the bytes of statistics, and of refreshes in progress, that wait for a coming step."""
+        states = [(precision_of(block.owner), self.state[block.owner]) for block in self._jobs]
         found: list[int] = []
         for dtype, state in states:
             found += [v.numel() * dtype.itemsize for k, v in state.items() if k.startswith(_FOUND)]
-        return super()._pending_bytes() + sum(found)
+        return super().pending_bytes() + sum(found)
 
 
 def _tensors_of(found: Mapping[_Key, Found]) -> Iterable[Tensor]:

@@ -10,19 +10,21 @@ Where some ranks have examples of a layer and do not precondition it, every rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
+from secondorder.comm import Unit
 from secondorder.curvature.factorization import Found, batched, joint_ok
 from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.kronecker_factors import FactoredPreconditioner
 from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, keys, shaped, tensors
-from secondorder.lifecycle import Group
 from secondorder.linalg import eigenbasis
+from secondorder.preconditioners.blocks import Setting
 
 #: State of a block with a scale, beside that of its factors. What belongs to the scale is where the scale is.
 SCALES: Schema = {
@@ -42,7 +44,8 @@ _FAR_FROM_DIAGONAL = 0.1
 class BasisPreconditioner(FactoredPreconditioner):
     """Base of the methods that stay right in an approximate eigenbasis, as they measure curvature in it."""
 
-    def _begin_bases(self) -> None:
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
         #: What QR refreshes left off the diagonal, on its way to the host.
         self._off_diagonal: dict[FactoredBlock, Tensor] = {}
         #: Whether bases are recomputed for a checkpoint without them.
@@ -73,8 +76,9 @@ class BasisPreconditioner(FactoredPreconditioner):
     def _sends_measured(self, block: FactoredBlock) -> bool:
         return super()._sends_measured(block) and not self._lacks_bases(block)
 
-    def _plan(self) -> bool:
-        changed = super()._plan()
+    def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
+        """Find the blocks for the current parameters; see the base class."""
+        changed = super().follow(place)
         names = {b.name for b in self._blocks if self._loading or b.group["estimator"] != "intra"}
         self._bases_to_send |= names
         return changed
@@ -88,7 +92,7 @@ class BasisPreconditioner(FactoredPreconditioner):
             for key in keys(schema, Place.MEASURED):
                 if key not in state:
                     state[key] = torch.zeros_like(tensors(schema)[key], device=block.owner.device)
-        known = [self._parcel_of(b, Place.MEASURED) for b in blocks if self.state[b.owner]["refreshes"] > 0]
+        known = [self.parcel_of(b, Place.MEASURED) for b in blocks if self.state[b.owner]["refreshes"] > 0]
         if parcels := [parcel for parcel in known if parcel.tensors]:
             self.comm.spread(parcels)
 
@@ -169,11 +173,12 @@ class BasisPreconditioner(FactoredPreconditioner):
         return (self.state[block.owner]["off_diagonal"].cpu() if arrived is None else arrived).numpy()
 
     # ------------------------------------------------------------------ checkpoints
-    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
-        """As in the base class; bases that the owners will send need not be in the checkpoint of every rank."""
+    @contextmanager
+    def while_loading(self) -> Iterator[None]:
+        """Compare a checkpoint with schemas in which bases that the owners will send may be missing."""
         before, self._bases_to_send = self._bases_to_send, {block.name for block in self._blocks}
         try:
-            return super()._checked_state(found, groups)
+            yield
         finally:
             self._bases_to_send = before
 
@@ -184,11 +189,12 @@ class BasisPreconditioner(FactoredPreconditioner):
         finally:
             self._loading = False
 
-    def _finish_load(self) -> None:
+    def loaded(self, rebuild: Callable[[], bool]) -> None:
+        """Complete what a checkpoint may leave out; see the base class."""
         self._off_diagonal.clear()
         self._loading = True
         try:
-            super()._finish_load()
+            super().loaded(rebuild)
         finally:
             self._loading = False
 

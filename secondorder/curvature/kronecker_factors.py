@@ -22,8 +22,8 @@ from secondorder.curvature.inverse import INVERSES
 from secondorder.curvature.kronecker import FactoredBlock, KroneckerBlock
 from secondorder.curvature.layer import Layer
 from secondorder.curvature.schema import Schema
-from secondorder.lifecycle import Group
 from secondorder.linalg import polar
+from secondorder.preconditioners.base import Group
 
 #: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
 REFRESH_PORTION = 1 << 24
@@ -106,8 +106,8 @@ class FactoredPreconditioner(OverlappingRefreshes):
         yield blocks[start:]
 
     # ------------------------------------------------------------------ what it tells
-    def _coverage(self, p: Any) -> tuple[str, str, str]:
-        treatment, sizes, owner = super()._coverage(p)
+    def coverage(self, p: Any) -> tuple[str, str, str]:
+        treatment, sizes, owner = super().coverage(p)
         block = self._block_of.get(p)
         if block is None:
             return treatment, sizes, owner
@@ -137,7 +137,8 @@ class FactoredPreconditioner(OverlappingRefreshes):
         each = polar.flops(adapter.n_g, adapter.n_a) if self.is_orthogonalized(block) else 0.0
         return adapter.groups * each
 
-    def _sets_length(self, p: torch.nn.Parameter) -> bool:
+    def sets_length(self, p: torch.nn.Parameter) -> bool:
+        """Whether directions of a parameter have a length that no clip shall change."""
         return self.is_orthogonalized(self._block_of[p])
 
 
@@ -148,7 +149,7 @@ class KroneckerPreconditioner(FactoredPreconditioner):
     block_type: ClassVar[type[FactoredBlock]] = KroneckerBlock
     allocating: ClassVar[tuple[str, ...]] = ("max_factor_dim", "decay_per_step", "inverse_method")
 
-    def _needs_estimate_everywhere(self, block: KroneckerBlock, group: Mapping[str, Any]) -> bool:
+    def needs_estimate_everywhere(self, block: KroneckerBlock, group: Mapping[str, Any]) -> bool:
         # Both factors diagonal: there are no inverses, and the factors themselves precondition.
         return group["inverse_method"] == "cholesky" and block.is_entrywise
 

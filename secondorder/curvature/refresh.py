@@ -27,11 +27,11 @@ class Refreshing(Reducing):
             return []
         if self.comm.combines:
             due, fine = self._refresh_together(due)
-            self._judge(due, fine)
+            self.judge(due, fine)
             return self._count_refreshes(due)
         for blocks, outcome, arrived in self._unjudged:
             arrived.synchronize()
-            self._judge(blocks, outcome)
+            self.judge(blocks, outcome)
         self._unjudged.clear()
         due, look = self._with_estimates(due)
         if not due:
@@ -39,7 +39,7 @@ class Refreshing(Reducing):
         with full_precision(due[0].owner.device):
             ok = self.refresh(due, look)
         if look:
-            self._judge(due, ok.cpu())
+            self.judge(due, ok.cpu())
         else:
             # Judged at the next refresh, when the answer has long arrived and nobody waits for it.
             arrived = torch.Event(ok.device)
@@ -86,7 +86,7 @@ class Refreshing(Reducing):
         updates, refreshes, adopt_at = (state.get(key, 0) for key in ("factor_updates", "refreshes", "adopt_at"))
         return Counters(updates, refreshes, self._failed_at.get(block.name, 0), adopt_at)
 
-    def _judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
+    def judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
         """Count refreshes that failed in a row, and give up at ``max_failures``."""
         for block, good in zip(blocks, ok.numpy(), strict=True):
             if good:

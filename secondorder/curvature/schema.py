@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +101,11 @@ def shaped(catalog: Mapping[str, Entry], likes: Mapping[str, Tensor | int], symm
         The schema, in the order of ``likes``.
     """
     return {key: catalog[key]._replace(like=like, symmetric=key in symmetric) for key, like in likes.items()}
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of a tensor, and None for anything else."""
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def likes(schema: Schema) -> dict[str, Tensor | int]:

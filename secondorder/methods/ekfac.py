@@ -38,17 +38,15 @@ from secondorder import options
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block
-from secondorder.curvature.eigenbasis import SCALES
 from secondorder.curvature.layer import SkipRule
-from secondorder.curvature.schema import Schema
-from secondorder.lifecycle import Directions, Group
 from secondorder.methods import documentation
 from secondorder.methods.kronecker import FactoredOptimizer
+from secondorder.preconditioners.base import Directions, Group
 from secondorder.preconditioners.scale import ScalePreconditioner, is_adam
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
-class EKFAC(FactoredOptimizer, ScalePreconditioner):
+class EKFAC(FactoredOptimizer):
     """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     With ``estimator="intra"`` every rank that has examples of a layer keeps its bases, whether or not it preconditions
@@ -90,6 +88,7 @@ class EKFAC(FactoredOptimizer, ScalePreconditioner):
         >>> optimizer.step()
     """
 
+    curvature = ScalePreconditioner
     checks: ClassVar[dict[str, options.Check]] = {
         **FactoredOptimizer.checks,
         "basis_update": options.choice("eigh", "qr"),
@@ -102,10 +101,6 @@ class EKFAC(FactoredOptimizer, ScalePreconditioner):
         "transport": options.choice("project", "kfac", "none", "recompute"),
         "momentum_mode": options.choice("post", "pre"),
     }
-    catalog: ClassVar[Schema] = {**ScalePreconditioner.catalog, **SCALES}
-    allocating: ClassVar[tuple[str, ...]] = (
-        "max_factor_dim", "decay_per_step", "basis_update", "momentum_mode", "transport", "estimator",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -186,7 +181,6 @@ class EKFAC(FactoredOptimizer, ScalePreconditioner):
         deterministic_seed: int = 0,
     ) -> None:
         given = locals()
-        self._begin_scales()
         super().__init__(given)
 
     def _check_group(self, group: Group) -> None:

@@ -29,7 +29,7 @@ from secondorder.curvature.solvers import GGTSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.lifecycle import Group
 from secondorder.methods import documentation
-from secondorder.preconditioners.window_optimizer import WINDOW_CHECKS, WindowOptimizer, window_betas
+from secondorder.methods.window_optimizer import WINDOW_CHECKS, WindowOptimizer, window_betas
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)

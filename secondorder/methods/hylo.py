@@ -27,8 +27,8 @@ shared within an example: Eschenhagen et al. 2023 (2311.00636).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,10 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block
 from secondorder.curvature.layer import LayerOptions, SkipRule
 from secondorder.curvature.mode import ModeSwitch
-from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import selection
 from secondorder.methods import documentation
-from secondorder.plan.dry_run_rows import RehearsedRows
+from secondorder.methods.layer_optimizer import LayerOptimizer
+from secondorder.preconditioners.base import Directions, Group
 from secondorder.preconditioners.rows import RowPreconditioner
 from secondorder.switching import GradNormChange, SwitchPolicy
 
@@ -50,7 +50,7 @@ _MODES = ("auto", "kid", "kis", "sngd")
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS)
-class HyLo(RowPreconditioner):
+class HyLo(LayerOptimizer):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
@@ -111,6 +111,7 @@ class HyLo(RowPreconditioner):
         >>> optimizer.step()
     """
 
+    curvature = RowPreconditioner
     checks: ClassVar[dict[str, options.Check]] = {
         "damping": options.number(0.0, low_open=True),
         "damping_mode": options.choice("absolute", "relative"),
@@ -135,8 +136,7 @@ class HyLo(RowPreconditioner):
         "deterministic_seed": options.whole(0),
     }
     _sizes_are = "rows × (a + g)"
-    understudy = RehearsedRows
-    _common: ClassVar[frozenset[str]] = RowPreconditioner._common | {"switch_state"}
+    _common: ClassVar[frozenset[str]] = LayerOptimizer._common | {"switch_state"}
 
     def __init__(
         self,
@@ -194,20 +194,20 @@ class HyLo(RowPreconditioner):
     ) -> None:
         given = locals()
         options.choice("empirical", "mc", "exact", "curvature_prop")("fisher", fisher)
-        self._fisher = options.FisherOptions(fisher)
         options.optional_whole(1)("batch_size", batch_size)
         if switch is not None and not isinstance(switch, SwitchPolicy):
             raise TypeError(f"switch must be a policy of secondorder.switching, got {switch!r}")
-        self._modes = ModeSwitch(GradNormChange() if switch is None else switch, type(self).__name__)
+        modes = ModeSwitch(GradNormChange() if switch is None else switch, type(self).__name__)
+        self._own = {"batch_size": batch_size, "modes": modes}
         if switch is not None and "auto" not in _modes(params, mode):
             raise ValueError(f"mode={mode!r} never asks the policy {switch!r}: drop switch, or mode")
-        self._begin_rows(batch_size)
         defaults = options.from_arguments(given, self.checks)
         chosen = LayerOptions(
             skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim, batch_input=batch_input
         )
         super().__init__(
-            params, defaults, module=module, comm=comm, layer_options=chosen, grad_scaler=grad_scaler
+            params, defaults, module=module, comm=comm, layer_options=chosen, grad_scaler=grad_scaler,
+            fisher=options.FisherOptions(fisher),
         )  # fmt: skip
 
     def _check_group(self, group: Group) -> None:
@@ -235,12 +235,20 @@ class HyLo(RowPreconditioner):
     @property
     def switch(self) -> SwitchPolicy:
         """The policy of ``mode="auto"``: a copy of the argument of this name."""
-        return self._modes.policy
+        return self.preconditioner.modes.policy
+
+    @property
+    def preconditioner(self) -> RowPreconditioner:
+        """The blocks."""
+        return cast("RowPreconditioner", self._curvature)
+
+    def _own_arguments(self) -> dict[str, Any]:
+        return self._own
 
     def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
         ok, gate = super()._inspect(gradients)
-        if self._is_auto():
-            policy = self._modes.policy
+        if self.preconditioner.is_auto():
+            policy = self.switch
             lrs = [_number(g["lr"]) for g in self.param_groups] if policy.needs_rates else []
             policy.observe(self._t, lrs, self._norm(gradients) if policy.needs_gradient_norm else None)
         return ok, gate
@@ -255,20 +263,6 @@ class HyLo(RowPreconditioner):
         norms = torch._foreach_norm([torch.view_as_real(g) if g.is_complex() else g for g in covered], 2, dtype)
         total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         return total
-
-    # ------------------------------------------------------------------ state
-    def state_dict(self) -> dict[str, Any]:
-        """See the base class; the state of the first parameter also contains what the switching policy remembers."""
-        self.renew_switch_state()
-        return super().state_dict()
-
-    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
-        first = next((i for group in groups for i in group["params"]), None)
-        if not self._modes.accepts(found.get(first, {}).get("switch_state")):
-            name = self._names[self._first] if self._first is not None else ""
-            todo = "build the optimizer with the same switch=, or delete that key, and the policy starts anew"
-            self._refuse([f"parameter '{name}': switch_state is of another policy than {self.switch!r}: {todo}"])
-        return super()._checked_state(found, groups)
 
     # ------------------------------------------------------------------ directions and rules
     def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
@@ -291,30 +285,6 @@ class HyLo(RowPreconditioner):
         if rule == "decayed":
             rule, group = "sgd", {**group, "weight_decay": 0.0}
         super()._apply_rule(rule, params, group, directions, gate)
-
-    # ------------------------------------------------------------------ what it reports
-    def diagnostics(self) -> dict[str, Any]:
-        """Counters, modes and ranks as plain numbers; reading them may wait for the device."""
-        factored = bool(self._blocks) and all(b.is_factored for b in self._blocks)
-        mode_in = self._modes.mode_in
-        modes = ["kfac" if factored else self._modes.mode] * len(self.param_groups)
-        modes = [g["mode"] if g["mode"] != "auto" else mode for g, mode in zip(self.param_groups, modes, strict=True)]
-        ranks = {b.name: b.with_rows.rows_in(b.state).n for b in self._blocks if "rows_g" in b.state}
-        return super().diagnostics() | {
-            "damping": [group["damping"] for group in self.param_groups],
-            "mode": modes[0],
-            "modes": modes,
-            "mode_by_layer": {b.name: "kfac" if b.is_factored else mode_in(b.group) for b in self._blocks},
-            "switches": [list(switch) for switch in self._modes.history],
-            "rank": ranks,
-        }
-
-    def memory_usage(self) -> dict[str, int]:
-        """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
-        usage = super().memory_usage()
-        usage["buffers"] += self.switch.nbytes
-        usage["total"] += self.switch.nbytes
-        return usage
 
 
 def _modes(params: Any, mode: str) -> set[str]:

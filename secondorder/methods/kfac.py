@@ -33,13 +33,13 @@ from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
 from secondorder.curvature.kronecker_factors import KroneckerPreconditioner
 from secondorder.curvature.layer import SkipRule
-from secondorder.lifecycle import Group
 from secondorder.methods import documentation
 from secondorder.methods.kronecker import FactoredOptimizer
+from secondorder.preconditioners.base import Group
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
-class KFAC(FactoredOptimizer, KroneckerPreconditioner):
+class KFAC(FactoredOptimizer):
     """K-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
@@ -64,6 +64,7 @@ class KFAC(FactoredOptimizer, KroneckerPreconditioner):
         >>> optimizer.step()
     """
 
+    curvature = KroneckerPreconditioner
     checks: ClassVar[dict[str, options.Check]] = {
         **FactoredOptimizer.checks,
         "damping_split": options.choice(None, "exact", "pi"),

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from secondorder import options
+from secondorder.adaptation.damping import AdaptiveOptimizer
 from secondorder.adaptation.trial import Adaptation
-from secondorder.capture.fisher.fisher import ObservingOptimizer
 from secondorder.curvature import factors
 from secondorder.curvature.layer import LayerOptions
 from secondorder.frames import depth_of_caller
-from secondorder.lifecycle import Group, some_of
+from secondorder.preconditioners.base import Group
+from secondorder.runtime import some_of
 
 #: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
 _RELATIVE, _ABSOLUTE = 10.0, 1e-3
@@ -27,7 +28,7 @@ AUTO = "auto"
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class FactoredOptimizer(ObservingOptimizer):
+class FactoredOptimizer(AdaptiveOptimizer):
     """Base of the methods with factors A and G per layer: what the user chooses."""
 
     checks: ClassVar[dict[str, options.Check]] = {
@@ -68,6 +69,7 @@ class FactoredOptimizer(ObservingOptimizer):
             comm=given["comm"],
             layer_options=layer_options,
             grad_scaler=given["grad_scaler"],
+            fisher=options.FisherOptions(given["fisher"], given["fisher_samples"]),
         )
         self._warn_intervals()
         self._warn_wide()
@@ -82,7 +84,6 @@ class FactoredOptimizer(ObservingOptimizer):
         if self._chooses_bound:
             defaults["max_factor_dim"] = self._default_bound(given)
         defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
-        self._fisher = options.FisherOptions(given["fisher"], given["fisher_samples"])
         return defaults
 
     # ------------------------------------------------------------------ groups and copies
@@ -156,7 +157,7 @@ class FactoredOptimizer(ObservingOptimizer):
         """Name once the sides that the default has made diagonal although they could be dense."""
         if not self._chooses_bound:
             return
-        bounds = {block: self._default_bound(block.group) for block in self._blocks}
+        bounds = {block: self._default_bound(block.group) for block in self.blocks.values()}
         sides = [
             f"{block.label} ({what}, {side.n})"
             for block, bound in bounds.items()

@@ -33,7 +33,7 @@ from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.topk import TopK
 from secondorder.lifecycle import Group
 from secondorder.methods import documentation
-from secondorder.preconditioners.window_optimizer import WINDOW_CHECKS, WindowOptimizer
+from secondorder.methods.window_optimizer import WINDOW_CHECKS, WindowOptimizer
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)

@@ -27,8 +27,8 @@ from secondorder.capture.statistics.measurement import Estimate, Measured, count
 from secondorder.comm import Parcel
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, keys, tensors
-from secondorder.lifecycle import Directions
 from secondorder.linalg.dense import full_precision
+from secondorder.preconditioners.base import Directions, words_of_options
 from secondorder.preconditioners.blocks import Capturing
 
 log: logging.Logger = logging.getLogger("secondorder")
@@ -65,7 +65,7 @@ class Reducing(Capturing):
         return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
 
     # ------------------------------------------------------------------ stage 2: statistics
-    def _reduce(self, statistics: Captured) -> Captured:
+    def reduce(self, statistics: Captured) -> Captured:
         """Measure what was captured, and combine it over the ranks."""
         measured = {
             i: self.measure(self._blocks[i], s, statistics.examples[i])
@@ -97,7 +97,7 @@ class Reducing(Capturing):
 
     def _options_word(self) -> float:
         """A number of 20 bits for the options of the groups: its square and sums of them are exact."""
-        return float(zlib.crc32("\n".join(self._facts()["options of the groups"]).encode()) & 0xFFFFF)
+        return float(zlib.crc32("\n".join(words_of_options(self.param_groups)).encode()) & 0xFFFFF)
 
     def _refuse_options(self) -> None:
         rates = [float(group["lr"]) for group in self.param_groups]
@@ -203,7 +203,7 @@ class Reducing(Capturing):
         mine = [b for b in due if self.comm.refreshes(b.index)]
         failed, empty, error = {}, set(), None
         try:
-            empty = {b for b in mine if self._is_empty(b)}
+            empty = {b for b in mine if self.is_empty(b)}
             todo = [b for b in mine if b not in empty]
             if todo:
                 with full_precision(todo[0].owner.device):
@@ -224,7 +224,7 @@ class Reducing(Capturing):
         kept = [b for b, without in zip(due, none.tolist(), strict=True) if not without]
         return kept, ~bad[~none]
 
-    def _is_empty(self, block: Block) -> bool:
+    def is_empty(self, block: Block) -> bool:
         """Whether nothing was folded into the estimate of a new block."""
         state = self.state[block.owner]
         weight = state.get("factor_weight")
@@ -237,15 +237,15 @@ class Reducing(Capturing):
         mine = [self._blocks[i] for i in refreshed if self.comm.preconditions(i)]
         wide = {self._blocks[i] for i in refreshed if self._sends_measured(self._blocks[i])}
         near = {b: [Place.CURVATURE] if b in wide else [Place.CURVATURE, Place.MEASURED] for b in mine}
-        self.comm.share_curvature([self._parcel_of(b, *places, known=False) for b, places in near.items()])
-        measured = [self._parcel_of(self._blocks[i], Place.MEASURED) for i in refreshed if self._blocks[i] in wide]
+        self.comm.share_curvature([self.parcel_of(b, *places, known=False) for b, places in near.items()])
+        measured = [self.parcel_of(self._blocks[i], Place.MEASURED) for i in refreshed if self._blocks[i] in wide]
         self.comm.spread([parcel for parcel in measured if parcel.tensors])
 
     def _sends_measured(self, block: Block) -> bool:
         """Whether what is at ``Place.MEASURED`` is now on ranks that do not precondition, too."""
         return self.comm.captures_elsewhere(block.index)
 
-    def _parcel_of(self, block: Block, *places: Place, known: bool = True) -> Parcel:
+    def parcel_of(self, block: Block, *places: Place, known: bool = True) -> Parcel:
         """The tensors of a block's state that are at some places, as far as they are here."""
         schema = self.live_schema(block)
         return self._shared(block, schema, sorted(k for place in places for k in keys(schema, place, known=known)))
@@ -256,7 +256,7 @@ class Reducing(Capturing):
         here = [k for k in names if k in state]
         return Parcel(block.index, [state[k] for k in here], tuple(schema[k].symmetric for k in here))
 
-    def _renew(self, blocks: list[Block]) -> Tensor:
+    def renew(self, blocks: list[Block]) -> Tensor:
         """Refresh and share some blocks outside of their schedule."""
         if not self.comm.combines:
             with full_precision(blocks[0].owner.device):
@@ -267,15 +267,15 @@ class Reducing(Capturing):
         return torch.tensor([good.get(b, False) for b in blocks])
 
     # ------------------------------------------------------------------ what this rank holds
-    def _placed(self) -> list[tuple[int, nn.Parameter]]:
+    def placed(self) -> list[tuple[int, nn.Parameter]]:
         """Blocks, and the parameter whose state theirs is."""
         return [(b.index, b.owner) for b in self._blocks]
 
-    def _places_here(self, p: nn.Parameter) -> frozenset[Place]:
-        """Where this rank is, of the places at which tensors of a parameter's state are."""
-        block = self._block_of.get(p)
+    def places_here(self, p: nn.Parameter) -> frozenset[Place]:
+        """Return where this rank is, of the places at which tensors of a parameter's state are."""
+        block, everywhere = self._block_of.get(p), frozenset(Place)
         if block is None or not self.comm.combines:
-            return super()._places_here(p)
+            return everywhere
         i, away = block.index, set()
         if not self.comm.estimates(i):
             away.add(Place.ESTIMATE)
@@ -283,4 +283,4 @@ class Reducing(Capturing):
             away.add(Place.CURVATURE)
             if not (self.comm.captures(i) and self._sends_measured(block)):
                 away.add(Place.MEASURED)
-        return super()._places_here(p) - away
+        return everywhere - away

@@ -1,8 +1,9 @@
-"""What layer methods do for ranks of other roles: estimates, and what is found from them, travel."""
+"""What ranks of other roles ask of a layer method: estimates, and what is found from them, travel between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,41 +12,47 @@ from torch import Tensor
 from secondorder.capture.sites import Captured
 from secondorder.comm import Parcel
 from secondorder.curvature.block import Block
-from secondorder.curvature.refresh import Refreshing
 from secondorder.curvature.schema import Place, keys
 from secondorder.linalg.dense import full_precision
 
+if TYPE_CHECKING:
+    from secondorder.preconditioners.layers import LayerPreconditioner
+
 #: Options that a refresh reads, and that a schedule may change where a training loop runs.
-_SPOKEN = ("damping", "weight_decay")
+_SENT_OPTIONS = ("damping", "weight_decay")
 
 
-class Serving(Refreshing):
-    """The verbs that a strategy calls where gradients, estimates and inverses are found by different ranks."""
+class RoleWorker:
+    """Serves a strategy by which gradients, estimates and inverses are found on different ranks.
 
-    def reason_against_roles(self) -> str | None:
-        """Why that cannot be; None if it can."""
-        return (
-            "what preconditions is found from more than running sums over examples, and could not be passed on from "
-            "rank to rank. Use KFAC, or comm=MemOpt()"
-        )
+    Args:
+        curvature: The blocks.
+        advance: Ends a step of the optimizer. A plan has none.
+    """
+
+    def __init__(
+        self, curvature: LayerPreconditioner, advance: weakref.WeakMethod[Callable[[], None]] | None = None
+    ) -> None:
+        self._curvature, self._table, self._advance = curvature, curvature.table, advance
 
     # ------------------------------------------------------------------ what travels
     def parameters_now(self) -> list[Tensor]:
-        """All parameters, in order."""
-        return [p.detach() for group in self.param_groups for p in group["params"]]
+        """Return all parameters, in order."""
+        return [p.detach() for group in self._table.groups for p in group["params"]]
 
-    def spoken_options(self) -> dict[str, Any]:
-        """Options of the groups that a refresh depends on."""
-        return {name: [float(g[name]) for g in self.param_groups] for name in _SPOKEN if name in self.defaults}
+    def sent_options(self) -> dict[str, Any]:
+        """Return the options of the groups that a refresh depends on."""
+        groups = self._table.groups
+        return {name: [float(g[name]) for g in groups] for name in _SENT_OPTIONS if all(name in g for g in groups)}
 
-    def heed_options(self, spoken: dict[str, Any]) -> None:
-        """Take them over."""
-        for name, values in spoken.items():
-            for group, value in zip(self.param_groups, values, strict=True):
+    def adopt_options(self, sent: dict[str, Any]) -> None:
+        """Use the options of another rank."""
+        for name, values in sent.items():
+            for group, value in zip(self._table.groups, values, strict=True):
                 group[name] = value
 
     def live_parcel(self, index: int, place: str) -> Parcel:
-        """The tensors of the estimate of a block, or of the curvature that is found from it, as they are kept.
+        """Return the tensors of the estimate of a block, or of the curvature that is found from it, without copies.
 
         Args:
             index: The block.
@@ -54,42 +61,41 @@ class Serving(Refreshing):
         Returns:
             The parcel, in the same order on every rank.
         """
-        block = self._blocks[index]
-        also = place == "curvature" and self._needs_estimate_everywhere(block, block.group)
-        return self._parcel_of(block, Place(place), *([Place.ESTIMATE] if also else []))
+        block = self._block(index)
+        also = place == "curvature" and self._curvature.needs_estimate_everywhere(block, block.group)
+        return self._curvature.parcel_of(block, Place(place), *([Place.ESTIMATE] if also else []))
 
     def updates_of(self, index: int) -> int:
-        """How often something was folded into the estimate of a block."""
-        return int(self._state_of(index)["factor_updates"])
+        """Return how often something was folded into the estimate of a block."""
+        return int(self._block(index).state["factor_updates"])
 
     def has_curvature(self, index: int) -> bool:
         """Whether a block preconditions."""
-        return bool(self._state_of(index)["refreshes"] > 0)
+        return bool(self._block(index).state["refreshes"] > 0)
 
-    def _state_of(self, index: int) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[self._blocks[index].owner]
-        return state
+    def _block(self, index: int) -> Block:
+        return self._curvature.all_blocks[index]
 
     # ------------------------------------------------------------------ what arrives
-    def heed_estimate(self, index: int, updates: int) -> None:
-        """The estimate of a block was overwritten by one that was updated so often."""
-        self._state_of(index)["factor_updates"] = updates
+    def note_estimate(self, index: int, updates: int) -> None:
+        """Note that the estimate of a block was overwritten by one that was updated so often."""
+        self._block(index).state["factor_updates"] = updates
 
     def adopt_curvature(self, index: int, tensors: Sequence[Tensor]) -> None:
-        """Precondition a block with these from now on."""
+        """Precondition a block with some tensors from now on."""
         for kept, new in zip(self.live_parcel(index, "curvature").tensors, tensors, strict=True):
             kept.copy_(new)
-        self._state_of(index)["refreshes"] += 1
-        self._refreshed_at[self._blocks[index].name] = self._t - 1  # between the last step and the coming one
+        self._block(index).state["refreshes"] += 1
+        self._curvature.note_refresh(index, -1)  # between the last step and the coming one
 
     def forget_curvature(self, index: int) -> None:
         """Begin anew with a block, as if nothing had ever been known of it."""
-        block, state = self._blocks[index], self._state_of(index)
-        for key in keys(self.live_schema(block), Place.ESTIMATE):
+        block, state = self._block(index), self._block(index).state
+        for key in keys(self._curvature.live_schema(block), Place.ESTIMATE):
             if key in state:
                 state[key].zero_()
         state["factor_updates"] = state["refreshes"] = 0
-        self._failed_at.pop(block.name, None)
+        self._curvature.forget_failures(index)
 
     # ------------------------------------------------------------------ work
     @torch.no_grad()
@@ -100,32 +106,28 @@ class Serving(Refreshing):
             indices: The blocks.
 
         Returns:
-            Whether each has something new; not where its estimate is empty or could not be factorised.
+            Whether each has something new, which is False if its estimate is empty or could not be factorized.
 
         Raises:
             RuntimeError: If a block failed ``max_failures`` times in a row.
         """
-        todo = [b for b in (self._blocks[i] for i in indices) if self._can_refresh(b)]
+        todo = [b for b in map(self._block, indices) if self._can_refresh(b)]
         if not todo:
             return [False] * len(indices)
         with full_precision(todo[0].owner.device):
-            ok = self.refresh(todo, True).cpu()
-        self._judge(todo, ok)
+            ok = self._curvature.refresh(todo, True).cpu()
+        self._curvature.judge(todo, ok)
         good = dict(zip((b.index for b in todo), ok.tolist(), strict=True))
         for index, fine in good.items():
-            self._state_of(index)["refreshes"] += fine
+            self._block(index).state["refreshes"] += fine
         return [bool(good.get(index, False)) for index in indices]
 
     def _can_refresh(self, block: Block) -> bool:
-        return self.updates_of(block.index) > 0 and not self._is_empty(block)
+        return self.updates_of(block.index) > 0 and not self._curvature.is_empty(block)
 
     @torch.no_grad()
     def idle(self) -> None:
         """Take a step without data, so that ranks that have some do not wait for this one."""
-        self.learn(self._reduce(Captured({}, {})), {}, None)
-        self._advance()
-
-    if TYPE_CHECKING:
-
-        def _advance(self) -> None:
-            """Count the step: of the optimizer, which comes after this class."""
+        self._curvature.learn(self._curvature.reduce(Captured({}, {})), {}, None)
+        if self._advance is not None and (advance := self._advance()) is not None:
+            advance()

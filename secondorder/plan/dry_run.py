@@ -11,23 +11,25 @@ from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import Parcel, Unit
 from secondorder.curvature.block import Block
-from secondorder.curvature.refresh import Refreshing
 from secondorder.curvature.schema import Place, Schema, likes, tensors
 from secondorder.curvature.window.unit import Unit as Window
 from secondorder.curvature.window.window import LAG, GradientWindow
-from secondorder.lifecycle import Directions, Lifecycle
+from secondorder.linalg.dense import precision_of
 from secondorder.parallel.exchange import _WORDS, Sums
+from secondorder.parallel.roles import RoleWorker
 from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
+from secondorder.preconditioners.base import Directions
+from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.window_plan import CATALOG
 from secondorder.preconditioners.windows import WindowPreconditioner
 
@@ -35,29 +37,10 @@ from secondorder.preconditioners.windows import WindowPreconditioner
 _EIGEN, _CHOLESKY = 9.0, 1.0
 
 
-class Understudy(Lifecycle):
+class Understudy:
     """What all understudies have."""
 
     comm: Rehearsal
-
-    if TYPE_CHECKING:  # it is one of the optimizer's own class, too
-
-        def _kind(self, p: nn.Parameter, key: str) -> str: ...
-
-    @classmethod
-    def of(cls, optimizer: Lifecycle) -> Any:
-        """The understudy of an optimizer; it has no strategy yet."""
-        made = type(f"Rehearsed{type(optimizer).__name__}", (cls, type(optimizer)), {})
-        own: Any = object.__new__(made)
-        kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(optimizer).items()}
-        states: Any = defaultdict(dict)
-        runtime = replace(kept["_runtime"], states=states, clock=None)
-        own.__dict__.update(kept, state=states, _runtime=runtime)
-        if blocks := [block.with_runtime(runtime) for block in kept.get("_blocks", ())]:
-            own.__dict__.update(_blocks=blocks, _block_of={p: block for block in blocks for p in block.params})
-        for p, state in optimizer.state.items():
-            own.state[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
-        return own
 
     def suppose(self, batch_size: int | None) -> None:
         """Suppose that steps have so many examples per rank."""
@@ -95,19 +78,26 @@ class Understudy(Lifecycle):
     def work(self) -> Iterator[Work]:
         """FLOPs per step."""
 
-    # ------------------------------------------------------------------ what first-order rules keep
-    def other_holdings(self) -> Iterator[Holding]:
-        """Yield the state other than curvature, which every rank keeps."""
-        for p, group in self._group.items():
-            yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
-            for key in self._rule_keys(p, group) if p.requires_grad else ():
-                yield Holding(None, self._kind(p, key), p.numel() * p.element_size())
 
-
-class RehearsedLayers(Understudy, Refreshing):
+class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  # a narrower kind of strategy
     """A layer method."""
 
     _batch_size_supposed: int | None = None
+
+    @classmethod
+    def of(cls, curvature: LayerPreconditioner) -> Any:
+        """The understudy of the blocks of an optimizer; it has no strategy yet."""
+        made = type(f"Rehearsed{type(curvature).__name__}", (cls, type(curvature)), {})
+        own: Any = object.__new__(made)
+        kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(curvature).items()}
+        states: Any = defaultdict(dict)
+        runtime = replace(kept["_runtime"], states=states, clock=None)
+        blocks = [block.with_runtime(runtime) for block in kept["_blocks"]]
+        own.__dict__.update(kept, table=replace(curvature.table, state=states), _runtime=runtime)
+        own.__dict__.update(_blocks=blocks, _block_of={p: block for block in blocks for p in block.params})
+        for p, state in curvature.table.state.items():
+            states[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
+        return own
 
     def suppose(self, batch_size: int | None) -> None:
         """Suppose that steps have so many examples per rank."""
@@ -145,7 +135,7 @@ class RehearsedLayers(Understudy, Refreshing):
     # ------------------------------------------------------------------ steps
     def _go_to(self, t: int) -> None:
         """Come to a step; what overlaps is adopted by the schedule, as nothing was begun."""
-        self._t, schedule, count = t, self._layer_options.schedule, len(self._blocks)
+        self._runtime.step, schedule, count = t, self._layer_options.schedule, len(self._blocks)
         for b in self._blocks:
             adopt_at = schedule.adoption(t, b.group[self.refresh_interval], (b.index, count))
             self.state[b.owner]["adopt_at"] = adopt_at
@@ -165,11 +155,11 @@ class RehearsedLayers(Understudy, Refreshing):
         me = cast(Any, self)
         self._go_to(t)
         self._due = {b.index for b in self._blocks if self._capture_is_due(b)}
-        self.comm.average_gradients(list(self._group))
-        me.learn(self._reduce(Captured({}, {})), {}, None)
+        self.comm.average_gradients(list(self.table.group_of))
+        me.learn(self.reduce(Captured({}, {})), {}, None)
         self.share(me.refresh_due())
-        me.propose({}, None)
-        self.comm.after(self, t)
+        me.propose({}, {}, None)
+        self.comm.after(RoleWorker(self), t)
 
     def _exchange(
         self, blocks: Sequence[Block], measured: Mapping[int, Measured], sums: Sums, tail: Sequence[float]
@@ -193,7 +183,7 @@ class RehearsedLayers(Understudy, Refreshing):
         """Nothing was captured, and nobody is surprised."""
 
     def _directions_of(self, block: Block, source: Directions) -> list[Tensor]:
-        return [torch.empty(p.shape, dtype=self._precision(p), device="meta") for p in block.params]
+        return [torch.empty(p.shape, dtype=precision_of(p), device="meta") for p in block.params]
 
     # ------------------------------------------------------------------ what ranks keep and compute
     def holdings(self) -> Iterator[Holding]:
@@ -202,7 +192,7 @@ class RehearsedLayers(Understudy, Refreshing):
             index, near = self._block_of[p].index, {Place.ESTIMATE: "estimate", Place.CURVATURE: "curvature"}
             if not self._sends_measured(self._block_of[p]):
                 near[Place.MEASURED] = "curvature"
-            for entry in self._curvature_schema(p, self._group[p], self.state[p]).values():
+            for entry in self.schema_of(p, self.table.group_of[p], self.state[p]).values():
                 if isinstance(entry.like, Tensor):
                     whose = self.comm.holders(index, near[entry.place]) if entry.place in near else None
                     yield Holding(whose, entry.kind, entry.nbytes)
@@ -273,9 +263,14 @@ def _flops_of_rows(g: Tensor, a: Any, n_a: int, n_g: int) -> tuple[float, float]
 
 
 class RehearsedWindows(Understudy):
-    """A window method."""
+    """A window method.
 
-    _windows: WindowPreconditioner
+    Args:
+        windows: The windows of the optimizer.
+    """
+
+    def __init__(self, windows: WindowPreconditioner) -> None:
+        self._windows = windows
 
     def units(self) -> Sequence[Unit]:
         """Windows."""
@@ -296,7 +291,7 @@ class RehearsedWindows(Understudy):
 
     def rehearse(self, t: int) -> None:
         """Dots and directions of a step."""
-        self.comm.average_gradients(list(self._group))
+        self.comm.average_gradients(list(self._windows.table.group_of))
         self._windows.exchange.sum_dots({})
         self._windows.exchange.directions([None] * len(self._windows.units))
 

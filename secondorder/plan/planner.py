@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import chain
-from typing import Any, ClassVar, cast
+from typing import Any, cast
+
+import torch
 
 from secondorder import options
 from secondorder.comm import CommOpt, CommStrategy, DedicatedWorkers, Local, RankGrid, Unit
@@ -13,9 +14,11 @@ from secondorder.comm.layout import is_cut
 from secondorder.curvature.schema import kinds
 from secondorder.lifecycle import Lifecycle
 from secondorder.plan.dry_run import RehearsedLayers, RehearsedWindows, Understudy
-from secondorder.plan.plan import Plan, RankPlan, Sum, Traffic, Work, means, spread
+from secondorder.plan.dry_run_rows import RehearsedRows
+from secondorder.plan.plan import Holding, Plan, RankPlan, Sum, Traffic, Work, means, spread
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.plan.roles import RoleRehearsal
+from secondorder.preconditioners.rows import RowPreconditioner
 from secondorder.preconditioners.windows import WindowPreconditioner
 
 #: Most steps that are looked at, where the intervals of groups have no small common multiple.
@@ -24,9 +27,6 @@ _LONGEST = 10_000
 
 class Planning(Lifecycle):
     """A dry run of the steps of an optimizer."""
-
-    #: Who plays the steps, unless they are those of windows.
-    understudy: ClassVar[type[Understudy]] = RehearsedLayers  # type: ignore[type-abstract]
 
     def plan(
         self, world_size: int | None = None, comm: CommStrategy | None = None, batch_size: int | None = None
@@ -56,17 +56,14 @@ class Planning(Lifecycle):
                 "plan() counts parameters that every rank holds: ask an optimizer of the model before fully_shard"
             )
         world, strategy, told = self._supposed_world(world_size, comm)
-        family = (
-            RehearsedWindows if isinstance(cast(Any, self).preconditioner, WindowPreconditioner) else self.understudy
-        )
-        actor = family.of(self)
+        actor = _understudy_of(cast(Any, self).preconditioner)
         actor.suppose(batch_size)
         is_real = world == self.comm.world and comm in (None, self.comm)
         rehearsal = self._stage_for(strategy, actor.units(), world, is_real)
         actor.begin(rehearsal)
         traffic, padding = _rehearse(actor, rehearsal)
         return Plan(
-            _by_rank(actor, rehearsal, traffic),
+            _by_rank(actor, rehearsal, traffic, list(self._other_holdings()), kinds(self.entries)),
             world,
             type(self).__name__,
             told,
@@ -74,6 +71,14 @@ class Planning(Lifecycle):
             padding,
             [*_notes(rehearsal), *_note_of_period(actor, rehearsal), *actor.notes()],
         )
+
+    def _other_holdings(self) -> Iterator[Holding]:
+        """Yield the state other than curvature, which every rank keeps."""
+        kind_of = cast(Any, self)._kind
+        for p, group in self._group.items():
+            yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
+            for key in self._rule_keys(p, group) if p.requires_grad else ():
+                yield Holding(None, kind_of(p, key), p.numel() * p.element_size())
 
     def _stage_for(self, strategy: CommStrategy, units: Sequence[Unit], world: int, is_real: bool) -> Rehearsal:
         """The strategy in an imagined world.
@@ -110,6 +115,12 @@ class Planning(Lifecycle):
         return world_size, chosen, repr(chosen)
 
 
+def _understudy_of(curvature: Any) -> Any:
+    if isinstance(curvature, WindowPreconditioner):
+        return RehearsedWindows(curvature)
+    return (RehearsedRows if isinstance(curvature, RowPreconditioner) else RehearsedLayers).of(curvature)
+
+
 def _period(actor: Understudy, rehearsal: Rehearsal) -> int:
     """Steps after which everything comes again."""
     return math.lcm(1, *actor.intervals(), *rehearsal.intervals())
@@ -140,11 +151,13 @@ def _rehearse(actor: Understudy, rehearsal: Rehearsal) -> tuple[list[Traffic], f
     return found, padded / wanted if wanted else 0.0
 
 
-def _by_rank(actor: Understudy, rehearsal: Rehearsal, traffic: list[Traffic]) -> list[RankPlan]:
+def _by_rank(
+    actor: Understudy, rehearsal: Rehearsal, traffic: list[Traffic], others: list[Holding], of_curvature: list[str]
+) -> list[RankPlan]:
     world, width = rehearsal.grid.world, rehearsal.grid.width
-    holdings = list(chain(actor.holdings(), actor.other_holdings()))
+    holdings = [*actor.holdings(), *others]
     work = list(actor.work())
-    stored = spread(holdings, dict.fromkeys((*kinds(actor.entries), "momentum", "fallback", "buffers")), world)
+    stored = spread(holdings, dict.fromkeys((*of_curvature, "momentum", "fallback", "buffers")), world)
     flops = spread(work, dict.fromkeys(_stages(work)), world)
     sent = means(traffic, width)
     return [

@@ -244,7 +244,7 @@ class Rehearsal(CommStrategy):
         """Steps with equal keys send the same messages of the strategy itself."""
         return None
 
-    def after(self, optimizer: Any, t: int) -> None:
+    def after(self, worker: Any, t: int) -> None:
         """Count what the strategy itself sends after step t."""
 
     # ------------------------------------------------------------------ the interface: everybody is here

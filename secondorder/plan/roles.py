@@ -156,20 +156,19 @@ class RoleRehearsal(Rehearsal):
         """Whether an epoch ends with this step."""
         return ends_epoch(t + 1, self.period)
 
-    def after(self, optimizer: Any, t: int) -> None:
+    def after(self, worker: Any, t: int) -> None:
         """Count what roles pass on at the end of an epoch."""
         if not self.key(t):
             return
         roles = self.roles
         self._copy("gradients", [_words(1 + 2 * len(roles.inverse))], stage="words")
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        self._copy("parameters", [torch.empty_like(p, device="meta") for p in params])
+        self._copy("parameters", [torch.empty_like(p, device="meta") for p in worker.parameters_now()])
         for j in roles.inverse:
             units = [index for index, owner in enumerate(self.owners) if owner == j]
             if not roles.colocated:
-                tensors, flags = contents([optimizer.live_parcel(index, "estimate") for index in units])
+                tensors, flags = contents([worker.live_parcel(index, "estimate") for index in units])
                 self._copy(f"estimate {j}", [_words(len(units)), *tensors], [False, *flags])
-            tensors, flags = contents([optimizer.live_parcel(index, "curvature") for index in units])
+            tensors, flags = contents([worker.live_parcel(index, "curvature") for index in units])
             self._copy(f"curvature {j}", [_words(2 + len(units)), *tensors], [False, *flags])
             if self._arguments.on_loss == "degrade":
                 collectives, group = self._in("gradients")

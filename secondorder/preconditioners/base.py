@@ -92,9 +92,25 @@ class Preconditioner(Protocol):
     def share(self, refreshed: list[int]) -> None:
         """Send the refreshed curvature to the ranks that precondition with it."""
 
-    def propose(self, gradients: Directions, gate: Tensor | None) -> Proposal:
-        """Return the preconditioned directions of the covered parameters."""
+    def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
+        """Return the preconditioned directions of the covered parameters.
+
+        Args:
+            gradients: Gradients of this step by parameter.
+            source: What is preconditioned: gradients, or means of them. Windows contain it already.
+            gate: None, or a 0-dim bool tensor that is False if the step is not to be taken.
+
+        Returns:
+            The directions.
+        """
         ...
 
     def damped(self) -> list[Damped] | None:
         """Return the curvature to compare with its damping in this step; None while there is not enough data."""
+
+
+def words_of_options(groups: Sequence[Group]) -> list[str]:
+    """Return the options of some groups in words, for a comparison between ranks."""
+    options_of = ({k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups)
+    plain = ({k: float(v) if isinstance(v, Tensor) else v for k, v in found.items()} for found in options_of)
+    return [f"{k}={v!r}" for found in plain for k, v in found.items()]

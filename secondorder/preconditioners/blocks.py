@@ -1,12 +1,12 @@
-"""Blocks of a module, their hooks and their state: what the layer methods add to the life of an optimizer."""
+"""The blocks of a module: which layers they cover, their hooks, and their state."""
 
 from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from secondorder.capture.capture import Capture
 from secondorder.capture.layers.parts import watched_attention
+from secondorder.capture.loss_scale import LossScale
 from secondorder.capture.sites import Site, Statistic
-from secondorder.comm import Unit
+from secondorder.comm import CommStrategy, Unit
 from secondorder.comm.layout import is_cut
 from secondorder.curvature.block import Block
 from secondorder.curvature.layer import (
@@ -26,14 +27,46 @@ from secondorder.curvature.layer import (
     plan_layers,
     unwrap,
 )
-from secondorder.curvature.schema import Schema, held, nbytes
-from secondorder.lifecycle import Group, Lifecycle, shape_of
-from secondorder.runtime import Clock
+from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
+from secondorder.options import FisherOptions
+from secondorder.preconditioners.base import Group, ParameterTable, Preconditioner
+from secondorder.runtime import Clock, Runtime
 
 
-class Capturing(Lifecycle):
-    """Plans blocks over the layers of a module, and has captured what the coming step will use."""
+@dataclass(frozen=True)
+class Setting:
+    """What the preconditioner of a layer method shares with the optimizer that owns it.
 
+    Attributes:
+        method: Name of the optimizer's class, for messages.
+        comm: Communication strategy.
+        table: The parameters.
+        runtime: Step counter, seeds and temporary memory.
+        loss_scale: The loss scale of float16 training.
+        layers: What is chosen for all layers.
+        fisher: Which Fisher is estimated.
+        before_forward: Called before each forward pass of the module, if the optimizer still exists.
+    """
+
+    method: str
+    comm: CommStrategy
+    table: ParameterTable
+    runtime: Runtime
+    loss_scale: LossScale
+    layers: LayerOptions
+    fisher: FisherOptions
+    before_forward: weakref.WeakMethod[Callable[[], None]]
+
+
+class Capturing(Preconditioner):
+    """Plans blocks over the layers of a module, and has captured what the coming step will use.
+
+    Args:
+        setting: What it shares with the optimizer.
+    """
+
+    #: Entries of the states of blocks, by key, as far as they are the same in every state.
+    catalog: ClassVar[Schema] = {}
     #: Options that decide what the state of a block holds.
     allocating: ClassVar[tuple[str, ...]] = ()
     #: Options that say how many steps lie between two updates of the estimates, and between two refreshes.
@@ -58,9 +91,15 @@ class Capturing(Lifecycle):
     def new_statistic(self, block: Block, group: Group) -> Statistic:
         """An empty pending statistic of a block."""
 
-    # ------------------------------------------------------------------ birth
-    def _begin_capture(self, layer_options: LayerOptions) -> None:
-        self._layer_options = layer_options
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.comm, self.table = setting, setting.comm, setting.table
+        self._fisher = setting.fisher
+        self.loss_scale, self._runtime, self._layer_options = setting.loss_scale, setting.runtime, setting.layers
+        #: Whether hooks were removed.
+        self.is_closed = False
+        #: Why parameters have no block, and those for which the user asked for none.
+        self.reasons: dict[nn.Parameter, str] = {}
+        self.skipped_by_user: set[nn.Parameter] = set()
         self._capture: Capture | None = None
         self._blocks: list[Block] = []
         self._block_of: dict[nn.Parameter, Block] = {}
@@ -69,7 +108,6 @@ class Capturing(Lifecycle):
         self._failed_at: dict[str, int] = {}
         self._failed_refreshes = 0
         self._skipped_statistics: dict[str, int | Tensor] = {}
-        self._kl_factor: Tensor | None = None
         self._warned: set[str] = set()
         #: The gradient of the first layer in the last step, and its version: the same again means no backward pass.
         self._last_gradient: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
@@ -86,62 +124,103 @@ class Capturing(Lifecycle):
         #: Blocks whose statistics the coming step uses, on any rank.
         self._due: set[int] = set()
 
-    def _connect(self, root: nn.Module | None) -> None:
-        """Plan the blocks of a module and hook them."""
-        assert root is not None
-        self._root = unwrap(root)
-        self._blocks = []
-        self._rebuild()
-        self._hook()
+    # ------------------------------------------------------------------ what the optimizer shares
+    @property
+    def state(self) -> Mapping[nn.Parameter, dict[str, Any]]:
+        """State of the optimizer by parameter."""
+        return self.table.state
 
-    def _hook(self) -> None:
-        assert self._root is not None
+    @property
+    def param_groups(self) -> list[Group]:
+        """The groups of the optimizer."""
+        return self.table.groups
+
+    @property
+    def entries(self) -> Schema:
+        """Entries of the states that were planned so far, by key."""
+        return self.table.entries
+
+    @property
+    def _t(self) -> int:
+        return self._runtime.step
+
+    @property
+    def _is_cut(self) -> bool:
+        return self.table.shards.is_sharded
+
+    def _stage(self, name: str) -> AbstractContextManager[None]:
+        return self._runtime.stage(name)
+
+    # ------------------------------------------------------------------ hooks
+    def is_a_copy(self) -> str:
+        """Return what to do where a copy has no module."""
+        return f"this {self.setting.method} is a copy and has no module to capture from: call attach(module) first"
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether the layers of the module are hooked."""
+        return self._capture is not None
+
+    def hook(self) -> None:
+        """Hook the layers of the blocks."""
+        root = self.table.root
+        assert root is not None
         if self._capture is None:
             chosen = self._layer_options
-            self._capture = Capture(forwarded(self._root), chosen.batch_dim, chosen.batch_input, self.loss_scale)
-            self._capture.before_forward = weakref.WeakMethod(self._follow_schedule)
+            self._capture = Capture(forwarded(root), chosen.batch_dim, chosen.batch_input, self.loss_scale)
+            self._capture.before_forward = self.setting.before_forward
             self._capture.owner = weakref.ref(self)
             self._capture.clock = self._runtime.clock
         sites = [self._site(b) for b in self._blocks]
         self._capture.set_sites(
-            sites, watched_attention(self._root, {tap.module for b in self._blocks for tap in b.layer.taps})
+            sites, watched_attention(root, {tap.module for b in self._blocks for tap in b.layer.taps})
         )
-        self._closed = False
-        self._arm()
+        self.is_closed = False
+        self.arm()
 
     def _site(self, block: Block) -> Site:
-        reference = weakref.ref(self)  # the hooks must not keep the optimizer alive
+        reference = weakref.ref(self)  # the hooks must not keep blocks and their state alive
 
         def new_statistic() -> Statistic:
-            optimizer = reference()
-            assert optimizer is not None
-            return optimizer.new_statistic(block, block.group)
+            own = reference()
+            assert own is not None
+            return own.new_statistic(block, block.group)
 
         return Site(block.label, block.layer.taps, block.owner, new_statistic)
 
     # ------------------------------------------------------------------ blocks
-    def _plan(self) -> bool:
-        """Find the blocks. Hooks of equal blocks stay: a compiled model would not see new ones.
+    def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
+        """Find the blocks for the current parameters.
+
+        Hooks of equal blocks stay, because a compiled model would not see new ones.
+
+        Args:
+            place: Called with what the strategy has to place, if the blocks have changed.
 
         Returns:
             Whether the blocks changed.
         """
-        assert self._root is not None
-        plan = plan_layers(self._root, [p for p in self._group if p.requires_grad], self._layer_options.choices)
-        _refuse_tensor_parallel(self._root, plan.layers)
+        root, group_of = self.table.root, self.table.group_of
+        assert root is not None
+        plan = plan_layers(root, [p for p in group_of if p.requires_grad], self._layer_options.choices)
+        _refuse_tensor_parallel(root, plan.layers)
         changed = [layer.signature for layer in plan.layers] != [b.layer.signature for b in self._blocks]
         if changed:
-            self._blocks = [self.new_block(layer, i, self._group[layer.owner]) for i, layer in enumerate(plan.layers)]
+            self._blocks = [self.new_block(layer, i, group_of[layer.owner]) for i, layer in enumerate(plan.layers)]
             self._block_of = {p: b for b in self._blocks for p in b.params}
         for block in self._blocks:
-            block.group = self._group[block.owner]
+            block.group = group_of[block.owner]
         if changed:
-            self._place([self._unit(block) for block in self._blocks])
-        inside = self._inside()
-        self._reasons, self._skipped_by_user = plan.reasons, plan.skipped_by_user
-        self._reasons |= {p: "frozen" for p in self._group if not p.requires_grad}
-        self._reasons |= {p: "not a parameter of the hooked module" for p in self._group if p not in inside}
+            place([self._unit(block) for block in self._blocks])
+        inside = set(root.parameters())
+        self.reasons, self.skipped_by_user = plan.reasons, plan.skipped_by_user
+        self.reasons |= {p: "frozen" for p in group_of if not p.requires_grad}
+        self.reasons |= {p: "not a parameter of the hooked module" for p in group_of if p not in inside}
         return changed
+
+    def forget_blocks(self) -> None:
+        """Have the next plan make all blocks anew."""
+        self._blocks = []
 
     def new_block(self, layer: Layer, index: int, group: Group) -> Block:
         """The block of a layer."""
@@ -160,30 +239,26 @@ class Capturing(Lifecycle):
             step_flops=2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g) + self.shaping_flops(block),
             nbytes=sum(nbytes(schema).values()),
             interval=max(1, int(group[self.refresh_interval])),
-            everywhere=self._needs_estimate_everywhere(block, group),
+            everywhere=self.needs_estimate_everywhere(block, group),
         )
 
     def shaping_flops(self, block: Block) -> float:
         """FLOPs of what a method does to a direction that is preconditioned."""
         return 0.0
 
-    def _needs_estimate_everywhere(self, block: Block, group: Mapping[str, Any]) -> bool:
+    def needs_estimate_everywhere(self, block: Block, group: Mapping[str, Any]) -> bool:
         """Whether preconditioning uses the running estimate itself."""
         return False
 
-    def _rebuild(self) -> bool:
-        """As in the base class; a copy without its module waits for :meth:`attach`."""
-        return self._root is not None and super()._rebuild()
+    def rebuilt(self) -> None:
+        """Act on a new plan, whose state has been allocated."""
 
-    def _follow(self, replanned: bool) -> None:
-        if replanned and self._capture is not None:
-            self._hook()
-        self._arm()
-
-    def _covers(self, p: nn.Parameter) -> bool:
+    def covers(self, p: nn.Parameter) -> bool:
+        """Whether a block covers a parameter."""
         return p in self._block_of
 
-    def _options(self, p: nn.Parameter) -> Group:
+    def options_of(self, p: nn.Parameter) -> Group:
+        """Return the group whose options the block of a covered parameter follows."""
         return self._block_of[p].group
 
     def live_schema(self, block: Block) -> Schema:
@@ -194,16 +269,18 @@ class Capturing(Lifecycle):
         """A ``meta`` tensor in the precision of a block's curvature."""
         return block.layer.empty(shape, dtype)
 
-    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return what the state of a parameter holds of curvature, as ``Preconditioner`` describes it."""
         block = self._block_of.get(p)
         return self.schema(block, group, held) if block is not None and block.owner is p else {}
 
-    def _allocate(self, p: nn.Parameter) -> None:
+    def allocate(self, p: nn.Parameter) -> None:
+        """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""
         state, before = self.state[p], self._shapes.get(p, {})
-        schema = self._curvature_schema(p, self._group[p], state)
-        wanted = held(schema, self._places_here(p))
+        schema = self.schema_of(p, self.table.group_of[p], state)
+        wanted = held(schema, self.places_here(p))
         self._shapes[p] = {k: entry.shape for k, entry in schema.items()}
-        self.entries |= {k: entry._replace(like=0) for k, entry in schema.items() if k not in self.entries}
+        self.entries.update({k: entry._replace(like=0) for k, entry in schema.items() if k not in self.entries})
         stale = any(k in state and shape_of(state[k]) != entry.shape for k, entry in wanted.items())
         # What another rank holds may have changed too: what is counted of it must not differ from rank to rank.
         stale |= any(k in before and k not in wanted and before[k] != shape for k, shape in self._shapes[p].items())
@@ -225,25 +302,28 @@ class Capturing(Lifecycle):
                 state[key] = state[key].to(p.device, value.dtype)
 
     @property
+    def all_blocks(self) -> Sequence[Block]:
+        """All blocks, in the order of their indices."""
+        return self._blocks
+
+    @property
     def blocks(self) -> dict[str, Block]:
         """Blocks by module name."""
         return {b.name: b for b in self._blocks}
 
-    def _facts(self) -> dict[str, list[str]]:
+    @abstractmethod
+    def places_here(self, p: nn.Parameter) -> frozenset[Place]:
+        """Return where this rank is, of the places at which tensors of a parameter's state are."""
+
+    def facts(self) -> dict[str, list[str]]:
+        """Return what must be equal on all ranks, in words."""
         chosen = {f.name: getattr(self._layer_options, f.name) for f in fields(LayerOptions) if f.name != "skip_layers"}
         if callable(chosen["batch_input"]):
             chosen["batch_input"] = "a function"  # its representation has an address
-        return {**super()._facts(), "options of all layers": [f"{k}={v!r}" for k, v in chosen.items()]}
+        return {"options of all layers": [f"{k}={v!r}" for k, v in chosen.items()]}
 
     # ------------------------------------------------------------------ capture
-    def _require_loadable(self) -> None:
-        if self._root is None:
-            raise RuntimeError(self._is_a_copy())
-
-    def _is_a_copy(self) -> str:
-        return f"this {type(self).__name__} is a copy and has no module to capture from: call attach(module) first"
-
-    def _arm(self) -> None:
+    def arm(self) -> None:
         """Have captured what the coming step will use."""
         capture = self._capture
         if capture is not None:
@@ -255,21 +335,10 @@ class Capturing(Lifecycle):
         names = (self.refresh_interval, self.capture_interval, "scale_update_steps", "estimator")
         return [tuple(g.get(name) for name in names) for g in self.param_groups]
 
-    def _follow_schedule(self) -> None:
-        """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
-        self._check_changed_options()
-        self._runtime.renew(self.state, self.param_groups)
-        if not self._is_gathered():
-            self._synchronize()
+    def follow_schedule(self) -> None:
+        """Let intervals that changed since the last step act on the forward that begins."""
         if self._schedule() != self._armed_for:
-            self._arm()
-
-    def _is_gathered(self) -> bool:
-        """Whether the module has whole parameters now, in the place of those that ``fully_shard`` has cut."""
-        if not self._is_cut or self._layout() == self._signature:
-            return False
-        inside = self._inside()
-        return any(is_cut(p) and p not in inside for p in self._group)
+            self.arm()
 
     def _capture_is_due(self, block: Block) -> bool:
         every, interval = block.group[self.capture_interval], block.group[self.refresh_interval]
@@ -277,16 +346,16 @@ class Capturing(Lifecycle):
         return self._layer_options.schedule.captures(self._t, every, interval, updates)
 
     def time_stages(self, clock: Clock | None) -> None:
-        super().time_stages(clock)
+        """Have a clock time what is captured, or none."""
         if self._capture is not None:
             self._capture.clock = clock
 
     def detach(self) -> None:
-        """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
+        """Remove all hooks. Idempotent."""
         if self._capture is not None:
             self._capture.close()
             self._capture = None
-            self._closed = True
+            self.is_closed = True
 
     @contextmanager
     def pause_capture(self) -> Iterator[None]:
@@ -323,31 +392,26 @@ class Capturing(Lifecycle):
         with self._capture.masked(None if keep is None else keep.bool()):
             yield
 
-    # ------------------------------------------------------------------ what may change between steps
-    def _layout(self) -> list[tuple[object, ...]]:
-        chosen = [tuple(g.get(name) for name in self.allocating) for g in self.param_groups]
-        return [*super()._layout(), *chosen]
-
     # ------------------------------------------------------------------ copies
-    def _kept_by_copies(self) -> dict[str, Any]:
+    def kept(self) -> dict[str, Any]:
+        """Return what copies and pickles keep, apart from the state."""
         rules = [self._name_of(r) if isinstance(r, nn.Module) else r for r in self._layer_options.choices.skip]
-        kept = {
+        return {
+            "own": {},
             "layer_options": replace(self._layer_options, skip_layers=rules),
             "to_renew": set(self._to_renew),
             "refreshed_at": dict(self._refreshed_at),
             "learned_at": dict(self._learned_at),
         }
-        return {**super()._kept_by_copies(), **kept}
 
-    def _restore(self, kept: dict[str, Any]) -> None:
-        super()._restore(kept)
-        self._begin_capture(kept["layer_options"])
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Take what :meth:`kept` returned for the original."""
         self._to_renew = set(kept["to_renew"])
         self._refreshed_at, self._learned_at = dict(kept["refreshed_at"]), dict(kept["learned_at"])
 
     def _name_of(self, module: nn.Module) -> str:
-        assert self._root is not None
-        return next(clean_name(name) for name, m in self._root.named_modules() if m is unwrap(module))
+        assert self.table.root is not None
+        return next(clean_name(name) for name, m in self.table.root.named_modules() if m is unwrap(module))
 
 
 def _refuse_tensor_parallel(root: nn.Module, layers: Sequence[Layer]) -> None:

@@ -14,8 +14,8 @@ the new bases were shared, and share the scale then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,22 @@ from secondorder.curvature.extremes import Extremes, of_values
 from secondorder.curvature.factorization import Found, joint_ok
 from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.schema import Schema, shaped, tensors
-from secondorder.lifecycle import Directions, Group
 from secondorder.linalg import dense, eigenbasis
-from secondorder.preconditioners.base import Proposal
+from secondorder.linalg.dense import precision_of
+from secondorder.preconditioners.base import Directions, Group, Proposal
+from secondorder.preconditioners.blocks import Setting
 
 
 class ScalePreconditioner(BasisPreconditioner):
     """Base of the methods that divide by a scale which is measured in the eigenbases."""
 
-    def _begin_scales(self) -> None:
-        self._begin_bases()
+    catalog: ClassVar[Schema] = {**BasisPreconditioner.catalog, **SCALES}
+    allocating: ClassVar[tuple[str, ...]] = (
+        "max_factor_dim", "decay_per_step", "basis_update", "momentum_mode", "transport", "estimator",
+    )  # fmt: skip
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
         #: Examples of this step.
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
@@ -67,11 +73,12 @@ class ScalePreconditioner(BasisPreconditioner):
             likes["scale_unit"] = self.zeros(block, (), torch.float64)
         return block.factor_schema(group) | self.basis_schema(block, group) | shaped(SCALES, likes)
 
-    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        found = super()._curvature_schema(p, group, held)
+    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return what the state of a parameter holds of curvature."""
+        found = super().schema_of(p, group, held)
         block = self._block_of.get(p)
         if block is not None and group["momentum_mode"] == "pre":
-            mean = torch.empty(p.shape, dtype=self._precision(p), device="meta")
+            mean = torch.empty(p.shape, dtype=precision_of(p), device="meta")
             found = found | shaped(SCALES, {"gradient_momentum": mean, "gradient_updates": 0})
         return found
 
@@ -295,15 +302,15 @@ class ScalePreconditioner(BasisPreconditioner):
         block.adopt_tensor("scale", moved, good)
 
     # ------------------------------------------------------------------ of the mean gradient
-    def propose(self, gradients: Directions, gate: Tensor | None) -> Proposal:
+    def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
         """Preconditioned directions, by scales that have seen this step's mean gradient where they are of that."""
-        running = [b for b in self._blocks if b.group["estimator"] == "running" and self._active(b, gradients)]
-        due = [b for b in running if self._scale_is_due(b)]
+        active = cast("list[FactoredBlock]", self.active(gradients))
+        due = [b for b in active if b.group["estimator"] == "running" and self._scale_is_due(b)]
         if due and self._is_cut:
             self._wholes_now, self._sent = super()._whole_gradients(due, gradients), {b.index for b in due}
         for block in due:
             self._measure_running(block, self._wholes_now if self._is_cut else gradients, gate)
-        proposal = super().propose(gradients, gate)
+        proposal = super().propose(gradients, source, gate)
         self._rotated.clear()
         self._wholes_now, self._sent = {}, set()
         return proposal
@@ -349,7 +356,7 @@ class ScalePreconditioner(BasisPreconditioner):
         with dense.full_precision(block.owner.device):
             workspace = self._runtime.workspace
             workspace.reset()
-            matrix = block.layer.matrix([gradients[p].to(self._precision(p)) for p in block.params], workspace)
+            matrix = block.layer.matrix([gradients[p].to(precision_of(p)) for p in block.params], workspace)
             rotated = eigenbasis.rotate(matrix, block.basis("a"), block.basis("g"), workspace).clone()
         ok = averages.all_finite([rotated])
         weight = 1.0 if like_adam(group) else block.batch_weight(int(examples))
@@ -364,12 +371,12 @@ class ScalePreconditioner(BasisPreconditioner):
             self._rotated[block] = rotated
 
     # ------------------------------------------------------------------ with other ranks
-    def _reduce(self, statistics: Captured) -> Captured:
+    def reduce(self, statistics: Captured) -> Captured:
         self._late_due = {i for i in self._due if self._measures_late(self._blocks[i])}
         if self.comm.combines:
             self._send_bases()
             statistics = self._measure_kept(statistics)
-        reduced = super()._reduce(statistics)
+        reduced = super().reduce(statistics)
         if self.comm.combines:
             found = ((self._blocks[i], cast(Measured, m)) for i, m in reduced.statistics.items())
             self._late = {b: (m.rest, m.examples) for b, m in found if b.index in self._late_due and m.rest is not None}
@@ -433,22 +440,24 @@ class ScalePreconditioner(BasisPreconditioner):
         return eigenbasis.rotate_back(eigenbasis.rotate(matrix, *bases) * self.state[block.owner]["scale"], *bases)
 
     # ------------------------------------------------------------------ ends
-    def _restore(self, kept: dict[str, Any]) -> None:
-        super()._restore(kept)
-        self._begin_scales()
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Take what :meth:`kept` returned for the original."""
+        super().restore(kept)
         self._bases_to_send = set(kept["bases_to_send"])
 
-    def _kept_by_copies(self) -> dict[str, Any]:
-        return {**super()._kept_by_copies(), "bases_to_send": set(self._bases_to_send)}
+    def kept(self) -> dict[str, Any]:
+        return {**super().kept(), "bases_to_send": set(self._bases_to_send)}
 
-    def _advance(self) -> None:
+    def end_step(self) -> None:
+        """Prepare for the coming step."""
         self._late.clear()
-        super()._advance()
+        super().end_step()
 
-    def _finish_load(self) -> None:
+    def loaded(self, rebuild: Callable[[], bool]) -> None:
+        """Complete what a checkpoint may leave out; see the base class."""
         self._late.clear()
         self._late_due.clear()
-        super()._finish_load()
+        super().loaded(rebuild)
 
 
 def preconditions_gradient(group: Mapping[str, Any]) -> bool:

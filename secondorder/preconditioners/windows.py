@@ -228,7 +228,7 @@ class WindowPreconditioner(Preconditioner):
         return [None if x is None else x.to(self.structure.working(p)) * self.exchange.decay_of(p) for p, x in pairs]
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
-    def propose(self, gradients: Directions, gate: Tensor | None) -> Proposal:
+    def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
         """Directions of all windows."""
         directions: Directions = {}
         shared = self.exchange.directions([self._combined(unit) for unit in self.units])

@@ -197,7 +197,7 @@ def test_cholesky_answers_at_once() -> None:
     other = kfac(model, inverse_method="cholesky", damping=damping(optimizer))
     other.load_state_dict({**optimizer.state_dict(), "param_groups": other.state_dict()["param_groups"]})
     with torch.no_grad():
-        other.refresh(list(other.blocks.values()), True)
+        other.preconditioner.refresh(list(other.blocks.values()), True)
     expected = [s["inverse_a"] for p in model.parameters() if "inverse_a" in (s := other.state[p])]
     assert damping(optimizer) != 0.1
     for a, b in zip(found, expected, strict=True):
@@ -272,7 +272,7 @@ def test_damping_is_judged_in_the_step_before_a_refresh(monkeypatch: pytest.Monk
         inv_update_steps=4,
     )  # fmt: skip
     events: list[tuple[str, float]] = []
-    refresh = optimizer.refresh
+    refresh = optimizer.preconditioner.refresh
 
     def watched(blocks: Any, look: bool) -> Tensor:
         events.append(("refresh", damping(optimizer)))

@@ -112,7 +112,7 @@ class Delayed:
                 if key.startswith("factor"):
                     target[key] = value.clone() if isinstance(value, Tensor) else value
         with torch.no_grad():
-            ok = self.inverting.refresh(list(self.inverting.blocks.values()), True)
+            ok = self.inverting.preconditioner.refresh(list(self.inverting.blocks.values()), True)
         assert ok.all()
         return [{k: target[k].clone() for k in _preconditions(target)} for _, target in pairs]
 

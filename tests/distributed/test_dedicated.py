@@ -259,12 +259,12 @@ def train_with_a_death(rank: int, world: int, dies: str, at: int, steps: int, co
     if strategy.role == "inverse":
         if dies == "inverse" and last:
             count = iter(range(at))
-            refresh = optimizer.refresh
+            refresh = optimizer.preconditioner.refresh
 
             def last_refresh(*given: Any) -> Tensor:
                 return refresh(*given) if next(count, None) is not None else os._exit(3)
 
-            optimizer.refresh = last_refresh  # type: ignore[method-assign]
+            optimizer.preconditioner.refresh = last_refresh  # type: ignore[method-assign]
         strategy.serve(optimizer)
         optimizer.close()
         return "inverse"
@@ -455,7 +455,7 @@ def fail_in(rank: int, world: int, where: str) -> None:
     comm = DedicatedWorkers(timeout=20.0)
     with secondorder.KFAC(model, comm=comm, max_failures=1, **OPTIONS) as optimizer:
         if where == "refresh" and comm.role == "inverse":
-            optimizer.refresh = lambda blocks, host: torch.zeros(len(blocks), dtype=torch.bool)  # type: ignore[method-assign]
+            optimizer.preconditioner.refresh = lambda blocks, host: torch.zeros(len(blocks), dtype=torch.bool)  # type: ignore[method-assign]
         if comm.role == "inverse":
             comm.serve(optimizer)
             return
@@ -537,7 +537,7 @@ def resume(rank: int, world: int, steps: int) -> Any:
             if saved is not None:
                 model.load_state_dict(saved[0])
                 optimizer.load_state_dict(saved[1])
-                active = [comm.role != "gradient" or optimizer.has_curvature(i) for i in range(3)]
+                active = [comm.role != "gradient" or optimizer.role_worker.has_curvature(i) for i in range(3)]
             if comm.role == "inverse":
                 comm.serve(optimizer)
             else:

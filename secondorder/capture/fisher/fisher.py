@@ -9,32 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondorder.adaptation.damping import AdaptiveOptimizer
 from secondorder.capture.fisher.heads import Head
 from secondorder.capture.fisher.likelihood import Likelihood, resolve
 from secondorder.capture.sites import Captured
 from secondorder.curvature.layer import forwarded
-from secondorder.options import FisherOptions
-from secondorder.preconditioners.layers import LayerOptimizer
+from secondorder.preconditioners.layers import LayerPreconditioner
 
 #: Backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000
 
 
-class Observing(LayerOptimizer):
+class Observing(LayerPreconditioner):
     """A layer method with a choice of Fishers."""
 
-    _fisher = FisherOptions()
     #: Calls of `observe` since the last step.
     _observations = 0
 
-    @property
-    def fisher(self) -> str:
-        """Which Fisher is estimated: the argument of this name."""
-        return self._fisher.fisher
-
-    def _hook(self) -> None:
-        super()._hook()
+    def hook(self) -> None:
+        """Hook the layers of the blocks."""
+        super().hook()
         assert self._capture is not None
         self._capture.observes = self._fisher.is_observed
 
@@ -91,7 +84,8 @@ class Observing(LayerOptimizer):
         self._observations += 1
 
     def _trains(self) -> bool:
-        return self._root is None or any(part.training for part in forwarded(self._root))
+        root = self.table.root
+        return root is None or any(part.training for part in forwarded(root))
 
     def _is_sum(self) -> bool:
         return bool(self.param_groups[0]["loss_reduction"] == "sum")
@@ -121,22 +115,15 @@ class Observing(LayerOptimizer):
             for column in range(count):
                 yield [head.column(column, factor) if other is head else other.nothing() for other in heads]
 
-    def _reduce(self, statistics: Captured) -> Captured:
+    def reduce(self, statistics: Captured) -> Captured:
         if statistics.terms is not None:
             self._runtime.observed_terms = statistics.terms
-        return super()._reduce(statistics)
+        return super().reduce(statistics)
 
-    def _advance(self) -> None:
+    def end_step(self) -> None:
+        """Prepare for the coming step."""
         self._observations = 0
-        super()._advance()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies keep."""
-        return {**super().__getstate__(), "_fisher": self._fisher}
-
-
-class ObservingOptimizer(Observing, AdaptiveOptimizer):
-    """Base of the methods that choose a Fisher, and a damping that watches the loss."""
+        super().end_step()
 
 
 def _one_each(given: Any, heads: int) -> list[Any]:

@@ -50,7 +50,7 @@ class ExampleRows:
 
     def __init__(self, adapter: Adapter, approx: str, dtype: torch.dtype, *, conv_scale: str = "exact") -> None:
         self._adapter, self._dtype = adapter, dtype
-        self._reduce = approx == "reduce"
+        self.reduce = approx == "reduce"
         self._divide = conv_scale == "hylo" and isinstance(adapter, ConvAdapter)
         self.as_pairs = False
         self._parts: list[Rows] = []
@@ -86,11 +86,11 @@ class ExampleRows:
         if adapter.is_exact:
             return self._joined(calls, examples)
         if isinstance(adapter, EmbeddingAdapter):
-            if isinstance(adapter, EmbeddingBagAdapter) and not self._reduce:
+            if isinstance(adapter, EmbeddingBagAdapter) and not self.reduce:
                 raise ValueError("its bags hold different numbers of indices; approx='reduce' covers them")
-            if keeps_indices(adapter, "reduce" if self._reduce else "expand"):
+            if keeps_indices(adapter, "reduce" if self.reduce else "expand"):
                 return self._looked_up(adapter, calls, examples)
-        return self._reduced(calls, examples) if self._reduce else self._expanded(calls, examples)
+        return self._reduced(calls, examples) if self.reduce else self._expanded(calls, examples)
 
     def _joined(self, calls: list[Call], examples: int) -> Rows:
         """All units of a normalisation layer as one vector ``[n, 1, Γ·k]``."""

@@ -100,7 +100,7 @@ class KroneckerSums:
     ) -> None:
         self._adapter = adapter
         # An exact block is of whole examples, whatever happens to their positions.
-        self._reduce = approx == "reduce" or adapter.is_exact
+        self.reduce = approx == "reduce" or adapter.is_exact
         self._sampler = sampler
         self._constant_g = constant_g
         self.a: Tensor = torch.zeros_like(like_a)
@@ -113,7 +113,7 @@ class KroneckerSums:
     @property
     def wants_whole_pass(self) -> bool:
         """Whether all calls of a forward pass must come in one :meth:`add` (reduce averages over them)."""
-        return self._reduce
+        return self.reduce
 
     @property
     def nbytes(self) -> int:
@@ -127,7 +127,7 @@ class KroneckerSums:
             ValueError: If reduce cannot tell the examples apart in an input.
         """
         with full_precision(self.a.device):
-            if self._reduce:
+            if self.reduce:
                 self._add_reduced(calls, examples)
             else:
                 for call in calls:

@@ -38,10 +38,10 @@ class Worker(Protocol):
     def parameters_now(self) -> list[Tensor]:
         """All parameters, in order."""
 
-    def spoken_options(self) -> dict[str, Any]:
+    def sent_options(self) -> dict[str, Any]:
         """Options of the groups that a refresh depends on, as JSON can hold them."""
 
-    def heed_options(self, spoken: dict[str, Any]) -> None:
+    def adopt_options(self, spoken: dict[str, Any]) -> None:
         """Take them over."""
 
     def live_parcel(self, index: int, place: str) -> Parcel:
@@ -50,7 +50,7 @@ class Worker(Protocol):
     def updates_of(self, index: int) -> int:
         """How often something was folded into the estimate of a unit."""
 
-    def heed_estimate(self, index: int, updates: int) -> None:
+    def note_estimate(self, index: int, updates: int) -> None:
         """The estimate of a unit was overwritten by one that was updated so often."""
 
     def has_curvature(self, index: int) -> bool:

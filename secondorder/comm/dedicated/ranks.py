@@ -191,7 +191,7 @@ class GradientRank(Rank):
             return
         finish(self._publication)
         self._turn += 1
-        options = self.worker().spoken_options()
+        options = self.worker().sent_options()
         self.links.words.write(f"turn/{self._turn}", code=GO, step=self.steps, lost=sorted(self.lost), options=options)
         now = [p.detach().clone() for p in self.worker().parameters_now()]
         self._publication = self.links.copy("parameters", self.links.rank, now)

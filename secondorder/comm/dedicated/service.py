@@ -81,13 +81,13 @@ class InverseRank(Rank):
         word = links.words.wait(f"send/{links.rank}/{inverter.number}")
         if word["code"] == STOP:
             return False
-        worker.heed_options(word["options"])
+        worker.adopt_options(word["options"])
         units = self.plan.units_of(links.rank)
         updates = torch.zeros(len(units), dtype=torch.float64, device=links.device)
         tensors, flags = _estimates(worker, units)
         finish(links.copy(f"estimate {links.rank}", links.roles.server, [updates, *tensors], [False, *flags]))
         for index, number in zip(units, updates.tolist(), strict=True):
-            worker.heed_estimate(index, int(number))
+            worker.note_estimate(index, int(number))
         inverter.invert(word["version"], word["step"])
         return inverter.hand_over()
 
@@ -149,7 +149,7 @@ class FactorRank(Rank):
             self._send_all(version, word)
         finish(self.links.copy("parameters", self.links.roles.chief, self.worker().parameters_now()))
         if self.inverter is not None and self._inverts(version):
-            self.worker().heed_options(word["options"])
+            self.worker().adopt_options(word["options"])
             self.inverter.invert(version, self._since)
         self._since = word["step"]
 

@@ -109,7 +109,7 @@ class DedicatedWorkers(CommStrategy):
         self._rank = 0
         self._units: list[Unit] = []
         self._owners: list[int] = []
-        self._worker: Any = lambda: None
+        self._served: Any = lambda: None
         self._links: Links | None = None
         self._part: Rank | None = None
         self.collectives = Collectives()
@@ -140,12 +140,12 @@ class DedicatedWorkers(CommStrategy):
             NotImplementedError: If its curvature cannot be found by ranks of other roles.
             ValueError: If this strategy serves another optimizer.
         """
-        if self._worker() is not None and self._worker() is not optimizer:
+        if self._served() is not None and self._served() is not optimizer:
             raise ValueError(f"{self!r} serves another optimizer already: give each a strategy object of its own")
         ask = getattr(optimizer, "reason_against_roles", lambda: "it has no factors of layers. Use comm=MemOpt()")
         if reason := ask():
             raise NotImplementedError(f"{type(optimizer).__name__} under DedicatedWorkers: {reason}")
-        self._worker = weakref.ref(optimizer)
+        self._served = weakref.ref(optimizer)
 
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
         """Make the groups, compare the ranks' plans, and start from the parameters of the first gradient rank."""
@@ -187,10 +187,10 @@ class DedicatedWorkers(CommStrategy):
         finish(self._links.copy("parameters", roles.chief, start))
 
     def _optimizer(self) -> Worker:
-        found = self._worker()
+        found = self._served()
         if found is None:
             raise RuntimeError("the optimizer of this DedicatedWorkers() is gone")
-        return cast(Worker, found)
+        return cast(Worker, found.role_worker)
 
     def serve(self, optimizer: Any) -> None:
         """Factorise for the gradient ranks until they stop; to be called on inverse ranks.
@@ -203,7 +203,7 @@ class DedicatedWorkers(CommStrategy):
         """
         if self.role != "inverse":
             raise RuntimeError(f"this is a {self.role} rank, which runs the training loop; only inverse ranks serve")
-        if self._worker() is not optimizer or not isinstance(self._part, InverseRank):
+        if self._served() is not optimizer or not isinstance(self._part, InverseRank):
             raise RuntimeError("serve() takes the optimizer that was made with this strategy, before it is closed")
         with torch.no_grad():
             self._part.serve()
@@ -245,7 +245,7 @@ class DedicatedWorkers(CommStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep: the arguments."""
-        made = {"_roles", "_rank", "_units", "_owners", "_worker", "_links", "_part", "collectives"}
+        made = {"_roles", "_rank", "_units", "_owners", "_served", "_links", "_part", "collectives"}
         return {k: v for k, v in self.__dict__.items() if k not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -347,8 +347,8 @@ class DedicatedWorkers(CommStrategy):
         """Whether the gradient ranks find the curvature of a unit themselves, having none."""
         if self.role != "gradient" or self.arguments.warmup != "sync":
             return False
-        optimizer = self._worker()
-        return optimizer is None or not optimizer.has_curvature(index)
+        optimizer = self._served()
+        return optimizer is None or not optimizer.role_worker.has_curvature(index)
 
     def learns(self, index: int) -> bool:
         """Factor ranks always; gradient ranks in the warm-up."""

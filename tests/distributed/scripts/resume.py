@@ -77,7 +77,7 @@ def train(rank: int, world: int, folder: Path, strategy: str, how: str, killed_a
     started_at = store.load(model.module, optimizer)
     for step in range(started_at, STEPS):
         if first_attempt and step == killed_at and rank == world - 1:
-            optimizer.refresh_due = lambda: os.kill(os.getpid(), signal.SIGKILL)  # between two messages
+            optimizer.preconditioner.refresh_due = lambda: os.kill(os.getpid(), signal.SIGKILL)  # between two messages
         descend(model, optimizer, shard(RUN.batch(step), rank, world), RUN)
         if (step + 1) % EVERY == 0:
             store.save(model.module, optimizer, step + 1)

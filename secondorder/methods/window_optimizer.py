@@ -25,6 +25,7 @@ from secondorder.curvature.window.topk import TopK
 from secondorder.curvature.window.window import SHARED, SLOT_DIM
 from secondorder.lifecycle import Directions, Group, module_of
 from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.preconditioners.base import Proposal
 from secondorder.preconditioners.window_plan import CATALOG, WindowOptions
 from secondorder.preconditioners.windows import WindowPreconditioner
 
@@ -73,7 +74,6 @@ class WindowOptimizer(SecondOrderOptimizer):
 
     #: The mathematics of the method.
     solver: ClassVar[WindowSolver]
-    catalog: ClassVar[Schema] = CATALOG
     #: Options on which the groups of one window must agree.
     shared_options: ClassVar[tuple[str, ...]] = ("window_size", "graft", "weight_decay_mode")
     _structural = ("window_size",)
@@ -112,6 +112,11 @@ class WindowOptimizer(SecondOrderOptimizer):
         super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
 
     # ------------------------------------------------------------------ the windows
+    @property
+    def catalog(self) -> Schema:
+        """Entries of the states of windows by key."""
+        return CATALOG
+
     @property
     def preconditioner(self) -> WindowPreconditioner:
         """The windows."""
@@ -157,6 +162,9 @@ class WindowOptimizer(SecondOrderOptimizer):
         adam = [p for p in gradients if self._covers(p) and options.is_adam(self._options(p)["graft"])]
         self._count_moments(adam, gradients, gate)
         return super()._directions(gradients, gate)
+
+    def _proposal(self, gradients: Directions, gate: Tensor | None) -> Proposal:
+        return self._windows.propose(gradients, {}, gate)
 
     def _facts(self) -> dict[str, list[str]]:
         """Add the windows whose sums are due, since they are sent in a message."""

@@ -1,0 +1,502 @@
+"""The base of the layer methods: an optimizer that uses a :class:`LayerPreconditioner`."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from secondorder import options, update
+from secondorder.capture.capture import Capture
+from secondorder.capture.fisher.likelihood import Likelihood
+from secondorder.comm import CommStrategy
+from secondorder.comm.layout import is_cut, local
+from secondorder.curvature.block import Block
+from secondorder.curvature.layer import LayerOptions, unwrap
+from secondorder.curvature.schema import Place, Schema
+from secondorder.frames import depth_of_caller
+from secondorder.lifecycle import module_of
+from secondorder.linalg.dense import all_true_on_cpu
+from secondorder.optimizer import SecondOrderOptimizer, rate
+from secondorder.options import FisherOptions
+from secondorder.parallel.roles import RoleWorker
+from secondorder.preconditioners.base import Directions, Group, Proposal
+from secondorder.preconditioners.blocks import Setting
+from secondorder.preconditioners.layers import LayerPreconditioner
+from secondorder.runtime import Clock, some_of
+
+
+class LayerOptimizer(SecondOrderOptimizer):
+    """Base of the methods that capture statistics per layer.
+
+    A method sets ``curvature`` to the class of its :class:`LayerPreconditioner`.
+
+    Args:
+        params: What ``torch.optim`` takes, or a module, or a list of modules that are the parts of one model.
+        defaults: Group options.
+        module: Module, or list of modules, to hook when ``params`` is not one.
+        comm: Communication strategy; None: ``CommOpt()`` in a process group of more than one rank.
+        layer_options: What is chosen for all layers.
+        grad_scaler: Loss scaler of float16 training.
+        fisher: Which Fisher is estimated.
+
+    Raises:
+        ValueError: Without a module, or for a bad option.
+        RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
+    """
+
+    #: The curvature of the method.
+    curvature: ClassVar[type[LayerPreconditioner]]
+    _sizes_are = "factors A, G"
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module | Sequence[nn.Module],
+        defaults: dict[str, Any],
+        *,
+        module: nn.Module | Sequence[nn.Module] | None,
+        comm: CommStrategy | None,
+        layer_options: LayerOptions,
+        grad_scaler: Any,
+        fisher: FisherOptions,
+    ) -> None:
+        root, given = _module_to_hook(type(self).__name__, params, module)
+        self._begin_life(comm)
+        self._layer_options, self._fisher = layer_options, fisher
+        self._kl_factor: Tensor | None = None
+        super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
+
+    # ------------------------------------------------------------------ the blocks
+    @property
+    def preconditioner(self) -> LayerPreconditioner:
+        """The blocks."""
+        return self._curvature
+
+    @property
+    def catalog(self) -> Schema:
+        """Entries of the states of blocks, by key, as far as they are the same in every state."""
+        return self.curvature.catalog
+
+    def _own_arguments(self) -> dict[str, Any]:
+        """Arguments of the preconditioner that only this method has."""
+        return {}
+
+    def _make_curvature(self, own: Mapping[str, Any]) -> None:
+        setting = Setting(
+            type(self).__name__,
+            self.comm,
+            self._table,
+            self._runtime,
+            self.loss_scale,
+            self._layer_options,
+            self._fisher,
+            weakref.WeakMethod(self._follow_schedule),
+        )
+        self._curvature = self.curvature(setting, **own)
+        self.role_worker = RoleWorker(self._curvature, weakref.WeakMethod(self._advance))
+
+    def _connect(self, root: nn.Module | None) -> None:
+        """Plan the blocks of a module and hook them."""
+        assert root is not None
+        if not hasattr(self, "_curvature"):  # not before the strategy is known
+            self._make_curvature(self._own_arguments())
+        self._root = unwrap(root)
+        self._curvature.forget_blocks()
+        self._rebuild()
+        self._curvature.hook()
+        self._closed = False
+
+    def _plan(self) -> bool:
+        changed = self._curvature.follow(self._place)
+        self._reasons, self._skipped_by_user = self._curvature.reasons, self._curvature.skipped_by_user
+        return changed
+
+    def _rebuild(self) -> bool:
+        """As in the base class; a copy without its module waits for :meth:`attach`."""
+        if self._root is None:
+            return False
+        changed = super()._rebuild()
+        self._curvature.rebuilt()
+        return changed
+
+    def _follow(self, replanned: bool) -> None:
+        if replanned and self._curvature.is_hooked:
+            self._curvature.hook()
+        self._curvature.arm()
+
+    def _prepare(self) -> None:
+        _ = self.capture  # which raises without a module
+        self._tabulate()
+
+    def _follow_schedule(self) -> None:
+        """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
+        self._check_changed_options()
+        self._tabulate()
+        if not self._is_gathered():
+            self._synchronize()
+        self._curvature.follow_schedule()
+
+    def _is_gathered(self) -> bool:
+        """Whether the module has whole parameters now, in the place of those that ``fully_shard`` has cut."""
+        if not self._is_cut or self._layout() == self._signature:
+            return False
+        inside = self._inside()
+        return any(is_cut(p) and p not in inside for p in self._group)
+
+    def _layout(self) -> list[tuple[object, ...]]:
+        chosen = [tuple(g.get(name) for name in self.curvature.allocating) for g in self.param_groups]
+        return [*super()._layout(), *chosen]
+
+    def _covers(self, p: nn.Parameter) -> bool:
+        return self._curvature.covers(p)
+
+    def _options(self, p: nn.Parameter) -> Group:
+        return self._curvature.options_of(p)
+
+    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        return self._curvature.schema_of(p, group, held)
+
+    def _allocate(self, p: nn.Parameter) -> None:
+        self._curvature.allocate(p)
+
+    def _places_here(self, p: nn.Parameter) -> frozenset[Place]:
+        return self._curvature.places_here(p)
+
+    def _placed(self) -> Sequence[tuple[int, nn.Parameter]]:
+        return self._curvature.placed()
+
+    def _facts(self) -> dict[str, list[str]]:
+        return {**super()._facts(), **self._curvature.facts()}
+
+    def _join_ranks(self) -> None:
+        super()._join_ranks()
+        self._curvature.recover()
+
+    def _advance(self) -> None:
+        super()._advance()
+        self._curvature.end_step()
+
+    def reason_against_roles(self) -> str | None:
+        """Return why ranks of several roles cannot serve this method, or None if they can."""
+        return (
+            "what preconditions is found from more than running sums over examples, and could not be passed on from "
+            "rank to rank. Use KFAC, or comm=MemOpt()"
+        )
+
+    def detach(self) -> None:
+        """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
+        if hasattr(self, "_curvature"):
+            self._closed |= self._curvature.is_hooked
+            self._curvature.detach()
+
+    # ------------------------------------------------------------------ capture
+    @property
+    def capture(self) -> Capture:
+        """What captures the statistics of the blocks.
+
+        Raises:
+            RuntimeError: If the optimizer was closed, or is a copy without a module.
+        """
+        return self._curvature.capture
+
+    @property
+    def blocks(self) -> dict[str, Block]:
+        """Blocks by module name."""
+        return self._curvature.blocks
+
+    @property
+    def damps_kernel(self) -> bool:
+        """Whether relative damping is that of the kernel of the examples, instead of the Fisher's of the parameters."""
+        return self.curvature.damps_kernel
+
+    @property
+    def fisher(self) -> str:
+        """Which Fisher is estimated: the argument of this name."""
+        return self._fisher.fisher
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and with them the statistics captured since the last step.
+
+        Between ``observe`` and the backward of the same forward there are no gradients of it yet: what was observed
+        stays.
+        """
+        super().zero_grad(set_to_none)
+        self._curvature.spare()
+
+    def time_stages(self, clock: Clock | None) -> None:
+        """Have a clock time the stages of the steps to come, such as a ``secondorder.diagnostics.StageClock``.
+
+        Args:
+            clock: The clock, or None to stop.
+        """
+        super().time_stages(clock)
+        self._curvature.time_stages(clock)
+
+    @contextmanager
+    def pause_capture(self) -> Iterator[None]:
+        """Capture nothing of the forwards that run inside the ``with`` block."""
+        with self._curvature.pause_capture():
+            yield
+
+    def mask(self, keep: Tensor | None) -> AbstractContextManager[None]:
+        """Keep padding out of the statistics of the forwards that run inside the ``with`` block.
+
+        Rows of layers whose input has the leading dimensions of the mask (or its transpose, or both in one) are left
+        out where it is False; other layers, such as those after pooling, are not touched.
+
+        Args:
+            keep: ``[N, S]``, True (or 1, as attention masks have it) for real positions; None for no mask.
+
+        Raises:
+            TypeError: If it is no tensor of bools or integers; a mask of floats is one to be added to scores.
+            ValueError: If its shape is another.
+
+        Returns:
+            The context manager.
+        """
+        return self._curvature.mask(keep)
+
+    def observe(
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        likelihood: str | Likelihood | Sequence[str | Likelihood],
+        targets: Tensor | None | Sequence[Tensor | None] = None,
+    ) -> None:
+        """Estimate the Fisher of the model's own predictions, for ``fisher`` other than ``"empirical"``.
+
+        To be called between the forward and ``loss.backward()``, for every micro-batch. It pulls vectors of the loss
+        curvature back to the layers in passes of its own, which leave ``.grad``, the graph and the random state of
+        the program as they were. Where the Fisher needs no such pass, or nothing is due, it does nothing.
+
+        Args:
+            outputs: What the model returned, logits ``[N, …]``; a sequence for a model with several heads.
+            likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (a summed squared error) or an object, such
+                as ``Categorical(class_dim=1)``; one per head.
+            targets: Only to find entries that the loss ignores; one per head.
+
+        Raises:
+            ValueError: If a likelihood is unknown, or the exact Fisher needs too many passes.
+            TypeError: If an argument is of a wrong kind.
+            RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
+        """
+        self._curvature.observe(outputs, likelihood, targets)
+
+    # ------------------------------------------------------------------ stages 5 and 6: directions
+    def _is_on(self, p: nn.Parameter, group: Group) -> bool:
+        return bool(group[self.curvature.refresh_interval])
+
+    def _proposal(self, gradients: Directions, gate: Tensor | None) -> Proposal:
+        source = self._sources(self._curvature.active(gradients), gradients, gate)
+        proposal = self._curvature.propose(gradients, source, gate)
+        products = self._guard(proposal, source)
+        del source  # as large as the model, where it is no gradient
+        self._kl_clip(proposal.directions, products)
+        return proposal
+
+    def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
+        """What to precondition: the gradient, or Adam's bias-corrected first moment where Adam gives the size."""
+        source = {p: gradients[p] for b in blocks for p in b.params}
+        grafted = [p for p in source if options.is_adam(self._options(p)["graft"])]
+        self._count_moments(grafted, gradients, gate)
+        for p in grafted:
+            beta1 = self._adam_options(self._group[p])[0][0]
+            source[p] = local(self.state[p]["exp_avg"]) / (1 - beta1 ** self._steps_of(p))
+        return source
+
+    def _guard(self, proposal: Proposal, source: Directions) -> Directions:
+        """A block whose direction is not finite takes its gradient for this step.
+
+        Returns:
+            ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
+        """
+        directions = proposal.directions
+        if not directions:
+            return {}
+        products = {p: update.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
+        squares: Directions = {}
+        if self._is_cut:  # in one message: where a device computes, both are wanted
+            squares = {
+                p: update.inner_product(x, x) for p, x in ((p, source[p].to(d.dtype)) for p, d in directions.items())
+            }
+            found = torch.stack([x.to(torch.float64) for x in (*products.values(), *squares.values())])
+            sums = self._table.shards.sum(found, [*products, *products]).chunk(2)
+            products, squares = (dict(zip(products, own.unbind(), strict=True)) for own in sums)
+        finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
+        if finite.device.type == "cpu" and all_true_on_cpu(finite):
+            return products
+        for _, params in proposal.sets:
+            good = torch.isfinite(torch.stack([products[p] for p in params])).all()
+            for p in params:
+                plain = source[p].to(directions[p].dtype)
+                directions[p] = torch.where(good, directions[p], plain)
+                own = squares[p] if squares else update.inner_product(plain, plain)
+                products[p] = torch.where(good, products[p], own)
+        return products
+
+    def _kl_clip(self, directions: Directions, products: Directions) -> None:
+        clipped = [p for p in directions if self._group[p].get("kl_clip") and self._options(p)["graft"] is None]
+        clipped = [p for p in clipped if not self._curvature.sets_length(p)]
+        if not clipped:
+            return
+        terms, lrs = [products[p] for p in clipped], [rate(self._group[p]["lr"]) for p in clipped]
+        for limit in {self._group[p]["kl_clip"] for p in clipped}:
+            self._kl_factor = factor = update.kl_clip_factor(terms, lrs, limit)
+            torch._foreach_mul_([directions[p] for p in clipped if self._group[p]["kl_clip"] == limit], factor)
+
+    # ------------------------------------------------------------------ checkpoints
+    def _require_loadable(self) -> None:
+        if self._root is None:
+            raise RuntimeError(self._curvature.is_a_copy())
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter and group options, as ``torch.optim``; curvature as ``checkpoint_curvature`` says.
+
+        No message is sent, so one rank may call it alone. Where curvature is spread over the ranks, the dict has what
+        this rank holds, and says so under ``"partial"``: the same rank of an equal world can load it again. Call
+        :meth:`consolidate_state_dict` on all ranks first to save everything on one.
+
+        Returns:
+            The state.
+        """
+        self._curvature.settle()
+        return super().state_dict()
+
+    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
+        numbered = list(self._numbered({"param_groups": groups}))
+        self._refuse(self._curvature.misfits({p: found.get(i, {}) for p, i, _ in numbered}))
+        for group in groups:
+            self._check_group(group)
+        ours = {i: self._curvature.translated(p, group, found[i]) for p, i, group in numbered if i in found}
+        with self._curvature.while_loading():
+            return self._without_spread_curvature(super()._checked_state({**found, **ours}, groups))
+
+    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Schema:
+        return super()._expected_state(p, group, theirs) | self._curvature.expected(p, theirs)
+
+    def _without_spread_curvature(
+        self, loaded: Mapping[nn.Parameter, dict[str, Any]]
+    ) -> dict[nn.Parameter, dict[str, Any]]:
+        """Loaded state without the curvature of frozen layers that is, or may be, on other ranks.
+
+        Nobody has it whole, so the ranks could not agree on it when the layer is unfrozen.
+
+        Args:
+            loaded: Checked state by parameter.
+
+        Returns:
+            The state to load.
+        """
+        world = self.comm.world
+        everywhere = all(len(self.comm.preconditioners(b.index)) == world for b in self.blocks.values())
+        complete = not self.comm.combines or (self.comm.replicates and everywhere)
+        kept, dropped = dict(loaded), list[str]()
+        for p, state in loaded.items():
+            own = (state.keys() & self.entries.keys()) - self._common
+            if p.requires_grad or not own or (complete and any(isinstance(state[k], Tensor) for k in own)):
+                continue
+            kept[p] = {k: v for k, v in state.items() if k not in own}
+            dropped.append(self._names[p])
+        if dropped:
+            warnings.warn(
+                f"{type(self).__name__}: the curvature of frozen parameters was spread over several ranks when it was "
+                f"saved, or is to be, and is not loaded ({some_of(dropped)}); it is estimated anew when they are "
+                "unfrozen.",
+                stacklevel=depth_of_caller(),
+            )
+        return kept
+
+    def _finish_load(self) -> None:
+        self._tabulate()
+        self._curvature.loaded(self._rebuild)
+
+    # ------------------------------------------------------------------ copies
+    def _kept_by_copies(self) -> dict[str, Any]:
+        return {**super()._kept_by_copies(), "fisher": self._fisher, "curvature": self._curvature.kept()}
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        super()._restore(kept)
+        self._kl_factor = None
+        self._layer_options, self._fisher = kept["curvature"]["layer_options"], kept["fisher"]
+        self._make_curvature(kept["curvature"]["own"])
+        self._curvature.restore(kept["curvature"])
+
+    # ------------------------------------------------------------------ reading
+    def _summary(self) -> str:
+        return f"{len(self.blocks)} blocks"
+
+    def _pending_bytes(self) -> int:
+        return self._curvature.pending_bytes()
+
+    def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
+        return self._curvature.coverage(p)
+
+    def dense_curvature(self, name: str) -> Tensor:
+        """The undamped curvature of a block as a dense ``[n, n]`` matrix over row-major ``vec([W | b])``.
+
+        Args:
+            name: Module name as in ``named_modules()``; wrapper prefixes may be left out.
+
+        Returns:
+            The matrix, ``n`` being the number of parameters of the layer.
+
+        Raises:
+            ValueError: If no block has this name.
+            RuntimeError: If nothing was captured for it yet.
+        """
+        self._tabulate()
+        return self._curvature.dense(name)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
+        usage = super().memory_usage()
+        usage["buffers"] += self._curvature.nbytes
+        usage["total"] += self._curvature.nbytes
+        return usage
+
+    def diagnostics(self) -> dict[str, Any]:
+        """What is going on, as plain numbers; layers whose curvature is on other ranks are left out of those by layer.
+
+        Reading may wait for the device, never for another rank, and changes nothing.
+
+        Returns:
+            A dict that ``json.dumps`` takes; every key is explained on the page "Diagnostics" of the documentation.
+        """
+        self._tabulate()
+        found = ((b, self._graft_factors.get(b.owner)) for b in self.blocks.values())
+        return {
+            **super().diagnostics(),
+            **self._curvature.diagnostics(),
+            "graft_factor": {b.name: float(factor) for b, factor in found if factor is not None},
+            "kl_clip_factor": None if self._kl_factor is None else float(self._kl_factor),
+        }
+
+
+def _module_to_hook(method: str, params: Any, module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module, Any]:
+    params_given = params
+    root, params = module_of(method, params, module)
+    if root is None:
+        raise ValueError(
+            f"{method} needs the module whose layers it covers: pass the module first, {method}(model, lr=...), "
+            f"or name it beside the groups, {method}(params, module=model)"
+        )
+    given = params_given if module is None else module
+    for part in [given] if isinstance(given, nn.Module) else cast("Sequence[nn.Module]", given):
+        _refuse_several_devices(method, part)
+    return root, params
+
+
+def _refuse_several_devices(method: str, module: nn.Module) -> None:
+    """Refuse ``nn.DataParallel`` where it copies the model; on one device, or on none, it calls the model itself."""
+    copied = (m for m in module.modules() if isinstance(m, nn.DataParallel) and len(m.device_ids) > 1)
+    if (found := next(copied, None)) is not None:
+        raise NotImplementedError(
+            f"{method}: nn.DataParallel copies the model to {len(found.device_ids)} devices in one process, where "
+            "nothing can be captured. Use nn.DataParallel(model, device_ids=[0]) or no wrapper at all, or run one "
+            "process per device with DistributedDataParallel"
+        )
