@@ -38,6 +38,7 @@ class Runtime:
         states: State of the optimizer by parameter. When loading replaces it, the optimizer updates this reference.
         observed_terms: Number of loss terms that ``observe`` has seen in this step, as a 0-dim tensor.
         workspace: Memory for temporary tensors.
+        blocks: Number of blocks of a layer method.
         clock: Times the stages of a step if the user asked for it.
     """
 
@@ -46,6 +47,7 @@ class Runtime:
     states: Mapping[Any, dict[str, Tensor | int]] = field(default_factory=dict)
     observed_terms: Tensor = field(default_factory=lambda: torch.ones((), dtype=torch.float64))
     workspace: Workspace = field(default_factory=Workspace)
+    blocks: int = 0
     clock: Clock | None = None
 
     def renew(self, states: Mapping[Any, dict[str, Tensor | int]], groups: Sequence[Mapping[str, Any]]) -> None:

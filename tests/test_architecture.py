@@ -80,7 +80,7 @@ NUMBERS = {
     "methods: bodies in chains of 2 or more":             Number(126, 8),
     "methods: bodies in chains of 3 or more":             Number(32, 0),
     "others: bodies in chains of 2 or more":              Number(304, 80),
-    "others: bodies in chains of 3 or more":              Number(68, 0),
+    "others: bodies in chains of 3 or more":              Number(61, 0),
     "others: most names on one object":                   Number(238, 75),
     "SecondOrderOptimizer: its own methods":              Number(31, 38),
     "largest other class: its own methods":               Number(55, 25),
@@ -91,10 +91,10 @@ NUMBERS = {
     "modules at the top level":                           Number(11, 10),
     "folders at the top level":                           Number(12, 12),
     "modules named by a verb, without reason":            Number(0, 0),
-    "modules of more than 400 lines":                     Number(16, 0),
+    "modules of more than 400 lines":                     Number(15, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(34080, 28500),
+    "lines":                                              Number(34180, 28500),
 }
 # fmt: on
 

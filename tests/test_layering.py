@@ -104,7 +104,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Classes over blocks and windows are not yet all in the folder of preconditioners": {
         "adaptation.model": {"methods.layer_optimizer"},
         "curvature.background_refresh": {"preconditioners.base", "preconditioners.blocks"},
-        "curvature.eigenbasis": {"comm", "preconditioners.blocks"},
         "curvature.example_rows": {"preconditioners.base", "preconditioners.blocks"},
         "curvature.kronecker_factors": {"preconditioners.base"},
         "curvature.substitute": {"preconditioners.base"},

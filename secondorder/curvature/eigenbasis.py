@@ -1,32 +1,34 @@
-"""Bases that follow their factors: by eigendecomposition, or by orthogonal iteration from the last basis.
+r"""Blocks with a scale in the eigenbases of their factors, ``F = (Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ``.
 
-Where some ranks have examples of a layer and do not precondition it, every rank keeps the bases of that layer::
+The scale s is measured in the bases, so that it is right in bases that are only approximate::
 
-    owner ── Q_A, Q_G ─► all ranks, at every refresh        sums [n_g, n_a] of each rank ─► owner
+    estimator="intra"      squares of per-example gradients, which a statistic sums
+    estimator="running"    squares of the mean gradient, which preconditioning rotates anyway
+
+A refresh finds other bases. Then the scale is carried over from the last ones, or measured again.
 """
-
-# bridge: verbs that take blocks with factors
-# mypy: disable-error-code="override"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+from torch import Tensor, nn
 
-from secondorder.comm import Unit
-from secondorder.curvature.factorization import Found, batched, joint_ok
+from secondorder import options
+from secondorder.capture.sites import Statistic
+from secondorder.capture.statistics import averages
+from secondorder.capture.statistics.kronecker import Call
+from secondorder.capture.statistics.measurement import Estimate, Measured
+from secondorder.capture.statistics.squares import EigenSums, ScaleSums
+from secondorder.curvature.extremes import Extremes, of_values
 from secondorder.curvature.kronecker import FactoredBlock
-from secondorder.curvature.kronecker_factors import FactoredPreconditioner
-from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, keys, shaped, tensors
+from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped, tensors
 from secondorder.linalg import eigenbasis
-from secondorder.preconditioners.blocks import Setting
+from secondorder.linalg.dense import full_precision, precision_of
 
-#: State of a block with a scale, beside that of its factors. What belongs to the scale is where the scale is.
+#: State of a block with a scale, in addition to its factors. All that belongs to the scale is where the scale is.
 SCALES: Schema = {
     "off_diagonal": Entry(0, "buffers", Place.CURVATURE),
     "scale": Entry(0, "scale", Place.CURVATURE),
@@ -37,166 +39,305 @@ SCALES: Schema = {
     "gradient_momentum": Entry(0, "momentum", Place.OWN),
     "gradient_updates": Entry(0, "momentum", Place.OWN),
 }
-#: Part of a factor off the diagonal of its basis above which the next QR refresh takes another sweep.
-_FAR_FROM_DIAGONAL = 0.1
 
 
-class BasisPreconditioner(FactoredPreconditioner):
-    """Base of the methods that stay right in an approximate eigenbasis, as they measure curvature in it."""
+class Due(NamedTuple):
+    """What a step measures of a block.
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        #: What QR refreshes left off the diagonal, on its way to the host.
-        self._off_diagonal: dict[FactoredBlock, Tensor] = {}
-        #: Whether bases are recomputed for a checkpoint without them.
-        self._loading = False
-        #: Names of blocks whose bases only the ranks that precondition have, until the next step sends them: after a
-        #: checkpoint was loaded, or after an estimator that had no use for them elsewhere. The same on all ranks.
-        self._bases_to_send: set[str] = set()
+    Attributes:
+        factors: Whether the step captures statistics for the factors.
+        scale: Whether it measures the scale example by example, in the bases that exist when it begins.
+        late: Whether it measures the scale in the bases that its own refresh finds.
+        keeps_calls: Whether it stores what it captures, since the bases are not on this rank yet.
+    """
 
-    def basis_schema(self, block: FactoredBlock, group: Mapping[str, Any]) -> Schema:
-        """Eigenbases and eigenvalues, and for QR refreshes what they left off the diagonals of A and G."""
-        found = block.basis_schema(group)
-        if group["estimator"] == "intra":
-            bases = {k: entry for k, entry in found.items() if k.startswith("basis_")}
-            found |= {k: entry._replace(place=Place.MEASURED) for k, entry in bases.items()}
+    factors: bool
+    scale: bool = False
+    late: bool = False
+    keeps_calls: bool = False
+
+
+#: What a step measures of a block that has no bases yet.
+FACTORS_ALONE = Due(factors=True)
+
+
+def preconditions_gradient(group: Mapping[str, Any]) -> bool:
+    """Whether the gradient itself is preconditioned, and not a running mean of gradients."""
+    return bool(not options.is_adam(group["graft"]) and group["momentum_mode"] == "post")
+
+
+def like_adam(group: Mapping[str, Any]) -> bool:
+    """Whether the scale is that of the mean gradient, so that steps have Adam's size whatever the batch is."""
+    return bool(group["estimator"] == "running" and group["momentum_mode"] == "pre")
+
+
+def is_adam(group: Mapping[str, Any]) -> bool:
+    """Whether the direction is Adam's in the eigenbasis, with ε as its damping."""
+    return like_adam(group) and group["power"] == 0.5
+
+
+class EigenbasisBlock(FactoredBlock):
+    """``F = (Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ``, with a running scale s."""
+
+    # ------------------------------------------------------------------ what the state holds
+    def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Entries for the factors, the bases, the scale and the counters."""
+        bases = self.basis_schema(group)
+        if group["estimator"] == "intra":  # gradients are measured in the bases wherever they are captured
+            measured = {key: entry for key, entry in bases.items() if key.startswith("basis_")}
+            bases |= {key: entry._replace(place=Place.MEASURED) for key, entry in measured.items()}
         if group["basis_update"] == "qr":
-            found |= shaped(SCALES, {"off_diagonal": self.zeros(block, (2,))})
-        return found
+            bases |= shaped(SCALES, {"off_diagonal": self.layer.empty((2,))})
+        weight = self.layer.empty((), torch.float64)
+        found = self.scale_sums() | shaped(SCALES, {"scale_weight": weight, "scale_updates": 0})
+        if group["decay_per_step"]:
+            found |= shaped(SCALES, {"scale_step": max(self.runtime.step - 1, 0)})
+        if group["transport"] == "kfac":
+            found |= shaped(SCALES, {"scale_unit": weight})
+        return self.factor_schema(group) | bases | found
 
-    # ------------------------------------------------------------------ with other ranks
-    def _is_apart(self, block: FactoredBlock) -> bool:
-        """Whether some ranks have examples of a block, to be measured in its bases, without preconditioning it."""
-        return block.group["estimator"] == "intra" and self.comm.captures_elsewhere(block.index)
+    def momentum_schema(self, p: nn.Parameter, group: Mapping[str, Any]) -> Schema:
+        """Entries for the running mean of the gradients of one of the parameters, if that is preconditioned."""
+        if group["momentum_mode"] != "pre":
+            return {}
+        return shaped(SCALES, {"gradient_momentum": self.layer.empty(p.shape, precision_of(p)), "gradient_updates": 0})
 
-    def _lacks_bases(self, block: FactoredBlock) -> bool:
-        """Whether some ranks that need the bases of a block have yet to receive them."""
-        return self._is_apart(block) and block.name in self._bases_to_send
+    def scale_sums(self) -> Schema:
+        """The entry for the scale, as ranks add up what they have measured."""
+        adapter = self.adapter
+        lead = (adapter.groups,) if adapter.groups > 1 else ()
+        return shaped(SCALES, {"scale": self.layer.empty((*lead, adapter.n_g, adapter.n_a))})
 
-    def _sends_measured(self, block: FactoredBlock) -> bool:
-        return super()._sends_measured(block) and not self._lacks_bases(block)
+    # ------------------------------------------------------------------ statistics
+    @property
+    def scale_is_due(self) -> bool:
+        """Whether the current step is one of those that measure the scale."""
+        steps: int = self.group["scale_update_steps"]
+        return self.runtime.step % steps == 0
 
-    def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
-        """Find the blocks for the current parameters; see the base class."""
-        changed = super().follow(place)
-        names = {b.name for b in self._blocks if self._loading or b.group["estimator"] != "intra"}
-        self._bases_to_send |= names
-        return changed
+    def statistic(self, due: Due = FACTORS_ALONE) -> EigenSums:
+        """Empty sums of what is due."""
+        factors = self.new_sums() if due.factors else None
+        scales = self.new_scales() if due.scale and not due.keeps_calls else None
+        return EigenSums(factors, scales, self.group["estimator"] == "intra", due.keeps_calls)
 
-    def _send_bases(self) -> None:
-        """Send bases that were found before all ranks could have them."""
-        blocks = [block for block in self._blocks if self._lacks_bases(block)]
-        self._bases_to_send -= {block.name for block in blocks}  # from now on they are where they are measured in
-        for block in blocks:
-            state, schema = self.state[block.owner], self.basis_schema(block, block.group)
-            for key in keys(schema, Place.MEASURED):
-                if key not in state:
-                    state[key] = torch.zeros_like(tensors(schema)[key], device=block.owner.device)
-        known = [self.parcel_of(b, Place.MEASURED) for b in blocks if self.state[b.owner]["refreshes"] > 0]
-        if parcels := [parcel for parcel in known if parcel.tensors]:
-            self.comm.spread(parcels)
+    def new_scales(self, calls: Sequence[tuple[list[Call], int]] = ()) -> ScaleSums:
+        """Sums for the scale in the current bases.
+
+        Args:
+            calls: Stored calls and number of examples of each forward pass to begin with.
+
+        Returns:
+            The sums.
+
+        Raises:
+            ValueError: If the rows of a call cannot be told apart by example.
+        """
+        group, generator = self.group, None
+        like = torch.empty_like(tensors(self.scale_sums())["scale"], device=self.owner.device)
+        if group["scale_batch_size"] is not None:
+            generator = torch.Generator().manual_seed(self.runtime.seed(self.runtime.blocks + self.index))
+        bases = self.basis("a"), self.basis("g")
+        sums = ScaleSums(self.adapter, like, *bases, group["token_is_example"], group["scale_batch_size"], generator)
+        for some, count in calls:
+            sums.add(some, count)
+        return sums
+
+    def sums(self, due: Due = FACTORS_ALONE) -> Schema:
+        """Entries for the factors and for the scale, as far as they are due."""
+        found = self.factors.sums(self.group) if due.factors else {}
+        return found | self.scale_sums() if due.scale else found
+
+    def measure(self, statistic: Statistic, examples: int) -> Measured:
+        """The factors and the scale of this rank's batch, scaled per datum."""
+        sums, parts = cast(EigenSums, statistic), dict[str, Estimate]()
+        if sums.factors is not None:
+            parts |= self.measured_factors(sums.factors, examples)
+        if sums.scales is not None:
+            parts["scale"] = self._measured_scale(sums.scales, examples)
+        return Measured(parts, examples, sums)
+
+    def measure_calls(self, sums: EigenSums) -> Measured:
+        """The scale of stored calls, in the current bases; it raises what :meth:`new_scales` does."""
+        scales, examples = self.new_scales(sums.calls), sum(count for _, count in sums.calls)
+        return Measured({"scale": self._measured_scale(scales, examples)}, examples, sums)
+
+    def _measured_scale(self, sums: ScaleSums, examples: int) -> Estimate:
+        reduction = self.group["loss_reduction"]
+        if self.fisher.is_observed:
+            count = self.runtime.observed_terms.clamp(min=1) if reduction == "mean" else float(examples)
+            return Estimate(sums.total, self.gradient_scale(examples), count)
+        total, factor = sums.per_datum(reduction, examples)
+        terms = self.group["loss_terms"] if reduction == "mean" else 1.0
+        return Estimate(total, factor * terms, sums.data(examples))
+
+    # ------------------------------------------------------------------ into the estimate
+    def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold the factors and the scale of a batch into the running ones; returns whether they were finite."""
+        finite = torch.ones((), dtype=torch.bool, device=self.owner.device)
+        if "factor_a" in measured.parts:
+            finite = self.fold_factors(measured, gate)
+        if "scale" in measured.parts and "scale" in self.state:
+            part = measured.parts["scale"]
+            fine = averages.all_finite([part.total])
+            weight = self.batch_weight(measured.examples)
+            self._fold_scale(part, weight, fine if gate is None else fine & gate)
+            finite = finite & fine
+        return finite
+
+    def replace_scale(self, measured: Measured, ok: Tensor) -> None:
+        """Start the running scale again from one batch where ``ok`` is True."""
+        self.state["scale_weight"].mul_(~ok)
+        self._fold_scale(measured.parts["scale"], self.batch_weight(measured.examples), ok)
+
+    def fold_gradient(self, matrix: Tensor, examples: float, ranks: int, gate: Tensor | None) -> Tensor:
+        """Fold the square of the mean gradient into the scale, without any work per example.
+
+        Args:
+            matrix: The gradient as a matrix ``[(Γ,) n_g, n_a]``.
+            examples: Number of examples that it is the mean of.
+            ranks: Number of ranks over which a summed loss was averaged.
+            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+
+        Returns:
+            The gradient in the eigenbases.
+        """
+        group, plain = self.group, like_adam(self.group)
+        with full_precision(self.owner.device):
+            rotated = eigenbasis.rotate(matrix, self.basis("a"), self.basis("g"), self.runtime.workspace).clone()
+        ok = averages.all_finite([rotated])
+        if plain:
+            factor = 1.0
+        elif group["loss_reduction"] == "mean":
+            factor = examples * group["loss_terms"]
+        else:  # N (∇/N)² of the whole sum
+            factor = ranks**2 / examples
+        squares = Estimate(eigenbasis.scale_running(rotated, factor))
+        weight = 1.0 if plain else self.batch_weight(int(examples))
+        self._fold_scale(squares, weight, ok if gate is None else ok & gate)
+        return rotated
+
+    def _fold_scale(self, part: Estimate, weight: float, ok: Tensor) -> None:
+        group, state = self.group, self.state
+        own = group["factor_decay"] if group["scale_decay"] is None else group["scale_decay"]
+        decay = self.decay(own, state["scale_updates"], "scale_step")
+        total, factor = self._pooled(part.total), cast(float, part.scale)
+        averages.ratio_ema_([state["scale"]], state["scale_weight"], [total], [factor], weight, decay, ok)
+        if "scale_unit" in state:
+            state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))
+
+    def count_scale(self) -> None:
+        """Count an update of the scale, on whatever rank it took place."""
+        self.state["scale_updates"] += 1
+        self.note_step("scale_step")
 
     # ------------------------------------------------------------------ refresh
-    def new_bases(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> dict[tuple[FactoredBlock, str], Found]:
-        """Eigenvalues and bases by block and side; a third tensor is the order of columns that a QR refresh made."""
-        warm = [b for b in blocks if self._is_warm(b)]
-        found = self.factorised([b for b in blocks if b not in warm], host_checks)
-        if warm:
-            iterated = self._iterate(warm)
-            if host_checks:  # a basis that lost its orthogonality starts anew
-                lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
-                iterated.update(self.factorised(lost, host_checks))
-            found.update(iterated)
-        return found
+    @property
+    def may_iterate(self) -> bool:
+        """Whether the next refresh may start from the last bases."""
+        group, refreshes = self.group, self.state["refreshes"]
+        return bool(group["basis_update"] == "qr" and refreshes > 0 and refreshes % group["full_every"] != 0)
 
-    def eigenvalues_found(
-        self, block: FactoredBlock, side: str, found: Mapping[tuple[FactoredBlock, str], Found]
-    ) -> Tensor:
-        """Eigenvalues that a refresh found, in the shape of the state; of a dense factor without their rounding."""
-        values = found[block, side][0][0].reshape(self.state[block.owner][f"eigenvalues_{side}"].shape)
-        if block.is_diagonal(side):
+    def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor, *, carry: bool = True) -> None:
+        """Adopt what a refresh has found for each side if it is good.
+
+        Args:
+            found: By side, eigenvalues, the basis of a dense factor and, after an iteration, the order of its columns.
+            good: Whether both sides came out well, a 0-dim bool tensor.
+            carry: Whether the scale is brought into the new bases. It is in them if a checkpoint left out only these.
+        """
+        state, mode = self.state, self.group["transport"]
+        values = {side: self._eigenvalues(side, found[side][0]) for side in "ag"}
+        product = values["g"][..., :, None] * values["a"][..., None, :]
+        if state["scale_updates"] == 0:
+            # A placeholder of weight 0: nothing of it survives the first measurement.
+            self.adopt_tensor("scale", product, good)
+        elif carry and mode == "kfac":
+            self.adopt_tensor("scale", product, good)
+            self.adopt_tensor("scale_weight", state["scale_unit"], good)  # as one update
+        elif carry:
+            scale = state["scale"]
+            moved = _in_new_order(scale, found) if mode == "none" else _in_new_bases(scale, self.basis, found)
+            self.adopt_tensor("scale", moved, good)
+        for side in "ag":
+            self.adopt_tensor(f"eigenvalues_{side}", values[side], good)
+            for basis in found[side][1:2]:
+                self.adopt_tensor(f"basis_{side}", basis, good)
+        if carry:
+            state["scale"].copy_(self._pooled(state["scale"]))
+
+    def _eigenvalues(self, side: str, found: Tensor) -> Tensor:
+        """Eigenvalues in the shape of the state; those of a dense factor without their rounding."""
+        values = found.reshape(self.state[f"eigenvalues_{side}"].shape)
+        if self.is_diagonal(side):
             return values
-        return eigenbasis.without_rounding(values, block.factors.kept_in(self._layer_options.factor_dtype))
+        return eigenbasis.without_rounding(values, self.factors.kept_in(self.options.factor_dtype))
 
-    def singular_values(self, block: FactoredBlock, dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
+    # ------------------------------------------------------------------ null spaces
+    def _singular_values(self, dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
         """Eigenvalues ``[..., n]`` of A and of G, where they have a null space.
 
         Args:
-            block: The block.
             dimensions: The least number of dimensions of a null space that matters.
 
         Returns:
             None for a factor whose null space is known to be smaller without waiting for a device, and for a diagonal
             factor, whose basis is the identity.
         """
-        keys = [None if block.is_diagonal(side) else f"eigenvalues_{side}" for side in "ag"]
-        found = [None if key is None else self.state[block.owner][key] for key in keys]
+        keys = [None if self.is_diagonal(side) else f"eigenvalues_{side}" for side in "ag"]
+        found = [None if key is None else self.state[key] for key in keys]
         a, g = (None if x is None or _has_fewer_zeros(x, dimensions) else x for x in found)
         return a, g
 
-    def pooled(self, block: FactoredBlock, scales: Tensor) -> Tensor:
-        """A scale ``[..., n_g, n_a]``, averaged over the null spaces of the factors of now."""
-        a, g = (None if values is None else values == 0 for values in self.singular_values(block, 2))
+    def _pooled(self, scales: Tensor) -> Tensor:
+        """A scale ``[..., n_g, n_a]``, averaged over the null spaces of the current factors."""
+        a, g = (None if values is None else values == 0 for values in self._singular_values(2))
         return eigenbasis.pool(scales, a, g)
 
-    def _is_warm(self, block: FactoredBlock) -> bool:
-        group, refreshes = block.group, self.state[block.owner]["refreshes"]
-        if group["basis_update"] != "qr" or self._loading:
-            return False
-        return bool(refreshes > 0 and refreshes % group["full_every"] != 0)
+    # ------------------------------------------------------------------ use
+    def precondition(self, gradient: Tensor, *, is_rotated: bool = False) -> Tensor:
+        """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``; ``is_rotated`` says that the gradient is in the bases already."""
+        group, s, adam = self.group, self.state["scale"], is_adam(self.group)
+        mean = s.mean((-2, -1))
+        damping = torch.full_like(mean, group["eps"]) if adam else self.damping_of(mean)
+        kept = self.factors.kept_in(self.options.factor_dtype), self.factors.kept_in(self.options.inv_dtype)
+        return eigenbasis.precondition(
+            gradient,
+            self.basis("a"),
+            self.basis("g"),
+            s,
+            damping,
+            group["power"],
+            self.runtime.workspace,
+            damp_root=adam,
+            is_rotated=is_rotated,
+            silent=eigenbasis.is_rounding(s, *self._singular_values(), kept) if adam else None,
+        )
 
-    def _iterate(self, blocks: Sequence[FactoredBlock]) -> dict[tuple[FactoredBlock, str], Found]:
-        """Orthogonal iteration from the bases of now; a second sweep where the last one did not get close enough."""
-        found: dict[tuple[FactoredBlock, str], Found] = {}
-        jobs: dict[int, list[tuple[FactoredBlock, str]]] = {}
-        for block in blocks:
-            for side, off in zip("ag", self._left_off_diagonal(block), strict=True):
-                is_far = off > _FAR_FROM_DIAGONAL
-                factor = block.factor(side)
-                if block.is_diagonal(side):
-                    found[block, side] = (factor.clamp(min=0),), torch.isfinite(factor).all()
-                else:
-                    jobs.setdefault(2 if is_far else 1, []).append((block, side))
-        for sweeps, members in jobs.items():
-            pairs = [torch.cat([b.factor(side), b.working(f"basis_{side}")], -2) for b, side in members]
-            results = batched(pairs, lambda stack, sweeps=sweeps: _sweep(stack, sweeps))  # type: ignore[misc]
-            for (block, side), ((values, basis, order, off), ok) in zip(members, results, strict=True):
-                found[block, side] = (values, basis, order), ok
-                self.state[block.owner]["off_diagonal"]["ag".index(side)] = off.max()
-        for block in blocks:
-            self._off_diagonal[block] = self.state[block.owner]["off_diagonal"].to("cpu", non_blocking=True)
-        return found
+    def product(self, matrix: Tensor) -> Tensor:
+        """``Q_G ((Q_Gᵀ X Q_A) ∘ s) Q_Aᵀ`` of a matrix ``X [(Γ,) n_g, n_a]``, undamped."""
+        bases = self.basis("a"), self.basis("g")
+        return eigenbasis.rotate_back(eigenbasis.rotate(matrix, *bases) * self.state["scale"], *bases)
 
-    def _left_off_diagonal(self, block: FactoredBlock) -> Any:
-        """What the last QR refresh left off the diagonals of A and G; arrived long ago, or loaded just now."""
-        arrived = self._off_diagonal.get(block)
-        return (self.state[block.owner]["off_diagonal"].cpu() if arrived is None else arrived).numpy()
+    def dense(self) -> Tensor:
+        """``(Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ``; block-diagonal over the groups of a grouped convolution."""
+        found = eigenbasis.dense(self.state["scale"], self.basis("a"), self.basis("g"))
+        if self.adapter.groups > 1:
+            found = cast(Tensor, torch.block_diag(*found))
+        return self.adapter.natural_order(found)
 
-    # ------------------------------------------------------------------ checkpoints
-    @contextmanager
-    def while_loading(self) -> Iterator[None]:
-        """Compare a checkpoint with schemas in which bases that the owners will send may be missing."""
-        before, self._bases_to_send = self._bases_to_send, {block.name for block in self._blocks}
-        try:
-            yield
-        finally:
-            self._bases_to_send = before
+    def extremes(self) -> Extremes | None:
+        """λ and the extreme entries of the damped scale; None if the scale is on other ranks."""
+        s: Tensor | None = self.state.get("scale")
+        if s is None:
+            return None
+        if is_adam(self.group):  # ε is added to the root
+            return Extremes(torch.full_like(s.mean((-2, -1)), self.group["eps"]))
+        return of_values(s.amin((-2, -1)), s.amax((-2, -1)), self.damping_of(s.mean((-2, -1))))
 
-    def _renew_loaded(self, blocks: list[FactoredBlock]) -> Tensor:
-        self._loading = True
-        try:
-            return super()._renew_loaded(blocks)
-        finally:
-            self._loading = False
-
-    def loaded(self, rebuild: Callable[[], bool]) -> None:
-        """Complete what a checkpoint may leave out; see the base class."""
-        self._off_diagonal.clear()
-        self._loading = True
-        try:
-            super().loaded(rebuild)
-        finally:
-            self._loading = False
+    def damping(self) -> Tensor:
+        """λ of the block in its quadratic model."""
+        return self.tikhonov(self.state["scale"].mean((-2, -1)))
 
 
 def _has_fewer_zeros(values: Tensor, count: int) -> bool:
@@ -204,12 +345,22 @@ def _has_fewer_zeros(values: Tensor, count: int) -> bool:
     return values.device.type == "cpu" and bool((values.numpy() == 0).sum() < count)
 
 
-def _sweep(pairs: Tensor, sweeps: int) -> Found:
-    """Factor over basis ``[k, 2n, n]`` to eigenvalues, basis, order of columns, what is off the diagonal, and ok."""
-    factor, basis = pairs.chunk(2, -2)
-    try:
-        *results, ok = eigenbasis.qr_refresh(factor, basis, sweeps)
-    except LinAlgError:  # the caller starts anew
-        nothing = torch.zeros_like(factor[..., 0])
-        results, ok = [nothing, basis, nothing.long(), nothing[:, 0]], nothing[:, 0].bool()
-    return tuple(results), ok
+def _in_new_order(scale: Tensor, found: Mapping[str, Sequence[Tensor]]) -> Tensor:
+    """A scale ``[..., n_g, n_a]`` by index, following columns that an iteration has sorted."""
+    for side, axis in (("a", -1), ("g", -2)):
+        for order in found[side][2:3]:
+            index = order.reshape(*scale.shape[:-2], -1)
+            index = index[..., None, :] if axis == -1 else index[..., :, None]
+            scale = scale.gather(axis, index.expand_as(scale))
+    return scale
+
+
+def _in_new_bases(
+    scale: Tensor, basis_of: Callable[[str], Tensor | None], found: Mapping[str, Sequence[Tensor]]
+) -> Tensor:
+    """The diagonal, in the bases that were found, of the operator with a scale ``[..., n_g, n_a]`` in some bases."""
+    overlaps = []
+    for side in "ag":
+        old, new = basis_of(side), found[side][1:2]
+        overlaps.append(eigenbasis.overlap(old, new[0].reshape(old.shape)) if old is not None and new else None)
+    return eigenbasis.transport(scale, *overlaps)

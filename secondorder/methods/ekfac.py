@@ -38,11 +38,12 @@ from secondorder import options
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block
+from secondorder.curvature.eigenbasis import is_adam
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
 from secondorder.methods.kronecker import FactoredOptimizer
 from secondorder.preconditioners.base import Directions, Group
-from secondorder.preconditioners.scale import ScalePreconditioner, is_adam
+from secondorder.preconditioners.scale import ScalePreconditioner
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from secondorder.preconditioners.scale import ScalePreconditioner
+from secondorder.curvature.eigenbasis import EigenbasisBlock
 from tests.distributed import oracle
 from tests.distributed.oracle import (
     CLASSES,
@@ -232,13 +232,16 @@ def one_rank_refuses(rank: int, world: int, run: Run) -> dict[str, Tensor]:
     """Two steps; the last rank cannot measure its scale in the second one."""
     model = DDP(TASKS[run.task].model(device_of(rank)))
 
-    def refuse(self: Any, block: Any, sums: Any) -> Any:
-        raise ValueError("examples cannot be told apart")
+    measure = EigenbasisBlock.new_scales
 
-    measure = ScalePreconditioner._scales_of_calls
+    def refuse(self: Any, calls: Any = ()) -> Any:
+        if calls:
+            raise ValueError("examples cannot be told apart")
+        return measure(self)
+
     with optimizer_on(model, "mem", run) as optimizer:
         descend(model, optimizer, shard(run.batch(0), rank, world), run)
-        with mock.patch.object(ScalePreconditioner, "_scales_of_calls", refuse if rank == world - 1 else measure):
+        with mock.patch.object(EigenbasisBlock, "new_scales", refuse if rank == world - 1 else measure):
             descend(model, optimizer, shard(run.batch(1), rank, world), run)
         return {
             name: optimizer.state[block.owner]["scale"]

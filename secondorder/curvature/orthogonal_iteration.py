@@ -1,0 +1,98 @@
+"""Eigenbases that follow their factors by orthogonal iteration, in stacks of one size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
+
+from secondorder.curvature.eigenbasis import EigenbasisBlock
+from secondorder.curvature.factorization import Found, KeyT, batched
+from secondorder.curvature.kronecker import FactoredBlock
+from secondorder.linalg import eigenbasis
+
+#: Part of a factor off the diagonal of its basis above which the next iteration takes another sweep.
+_FAR_FROM_DIAGONAL = 0.1
+
+
+class Start(NamedTuple):
+    """A matrix, and the basis from which the iteration starts.
+
+    Attributes:
+        matrix: Symmetric ``[(Γ,) n, n]``, or its diagonal ``[(Γ,) n]``.
+        basis: The last basis ``[(Γ,) n, n]``; None for a diagonal.
+        sweeps: Number of iterations, at least 1.
+    """
+
+    matrix: Tensor
+    basis: Tensor | None
+    sweeps: int = 1
+
+
+class BasisIteration:
+    """Iterations of blocks from their last bases, with another sweep where the last one did not get close enough."""
+
+    def __init__(self) -> None:
+        #: What iterations left off the diagonals of A and G, on its way to the host.
+        self._left: dict[FactoredBlock, Tensor] = {}
+
+    def forget(self) -> None:
+        """Read what was left off the diagonals from the states again, which have been loaded."""
+        self._left.clear()
+
+    def run(self, blocks: Sequence[EigenbasisBlock]) -> dict[tuple[FactoredBlock, str], Found]:
+        """Iterate the bases of some blocks, and return what :func:`iterate` does by block and side."""
+        starts: dict[tuple[FactoredBlock, str], Start] = {}
+        for block in blocks:
+            for side, off in zip("ag", self._left_by(block), strict=True):
+                starts[block, side] = Start(block.factor(side), block.basis(side), 2 if off > _FAR_FROM_DIAGONAL else 1)
+        found = iterate(starts)
+        for block in blocks:
+            for index, side in enumerate("ag"):
+                for off in found[block, side][0][3:]:
+                    block.state["off_diagonal"][index] = off.max()
+        for block in blocks:
+            self._left[block] = block.state["off_diagonal"].to("cpu", non_blocking=True)
+        return found
+
+    def _left_by(self, block: EigenbasisBlock) -> Any:
+        """What the last iteration left off the diagonals, which arrived long ago or was loaded just now."""
+        arrived = self._left.get(block)
+        return (block.state["off_diagonal"].cpu() if arrived is None else arrived).numpy()
+
+
+def iterate(starts: Mapping[KeyT, Start]) -> dict[KeyT, Found]:
+    """Take all sweeps, those of one number and size together.
+
+    Args:
+        starts: Matrices and bases by name.
+
+    Returns:
+        By name, eigenvalues, basis, the column of the last basis that each new column continues, and the part of the
+        matrix off the diagonal of the new basis; of a diagonal only eigenvalues.
+    """
+    found: dict[KeyT, Found] = {}
+    pairs: dict[int, dict[KeyT, Tensor]] = {}
+    for key, (matrix, basis, sweeps) in starts.items():
+        if basis is None:
+            found[key] = (matrix.clamp(min=0),), torch.isfinite(matrix).all()
+        else:
+            pairs.setdefault(sweeps, {})[key] = torch.cat([matrix, basis], -2)
+    for sweeps, some in pairs.items():
+        results = batched(list(some.values()), lambda stack, sweeps=sweeps: _sweep(stack, sweeps))  # type: ignore[misc]
+        found.update(zip(some, results, strict=True))
+    return found
+
+
+def _sweep(pairs: Tensor, sweeps: int) -> Found:
+    """Matrix over basis ``[k, 2n, n]`` to eigenvalues, basis, order of columns, what is off the diagonal, and ok."""
+    matrix, basis = pairs.chunk(2, -2)
+    try:
+        *results, ok = eigenbasis.qr_refresh(matrix, basis, sweeps)
+    except LinAlgError:  # the caller starts anew
+        nothing = torch.zeros_like(matrix[..., 0])
+        results, ok = [nothing, basis, nothing.long(), nothing[:, 0]], nothing[:, 0].bool()
+    return tuple(results), ok
