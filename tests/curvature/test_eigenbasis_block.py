@@ -1,0 +1,205 @@
+"""Blocks with a scale in their eigenbases on plain states, against dense linear algebra in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from secondorder.capture.statistics.kronecker import Call
+from secondorder.curvature.eigenbasis import Due, EigenbasisBlock
+from secondorder.curvature.factorization import factorise
+from secondorder.curvature.layer import Choices, LayerOptions, plan_layers
+from secondorder.curvature.orthogonal_iteration import BasisIteration, Start, iterate
+from secondorder.curvature.schema import Place, keys, likes
+from secondorder.options import FisherOptions
+from secondorder.runtime import Runtime
+
+LAMBDA, N, D_IN, D_OUT = 0.3, 9, 4, 3
+GOOD = torch.tensor(True)
+GROUP: dict[str, Any] = {
+    "estimator": "intra", "basis_update": "eigh", "full_every": 5, "transport": "project", "momentum_mode": "post",
+    "scale_decay": 0.75, "scale_update_steps": 1, "scale_batch_size": None, "token_is_example": False, "power": 1.0,
+    "damping": LAMBDA, "damping_mode": "absolute", "weight_decay_in_curvature": False, "factor_decay": 0.5, "eps": 1e-8,
+    "max_factor_dim": None, "decay_per_step": False, "burnin_steps": 0, "weighting": "samples", "approx": "expand",
+    "loss_reduction": "mean", "loss_terms": 1, "factor_batch_size": None, "factor_positions": None,
+}  # fmt: skip
+CURRENT = Due(factors=False, scale=True)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def block_of(**changed: Any) -> EigenbasisBlock:
+    """The block of a linear layer without a bias, refreshed once from two random factors; its state is a plain dict."""
+    model = nn.Linear(D_IN, D_OUT, bias=False).double()
+    (layer,) = plan_layers(model, model.parameters(), Choices()).layers
+    runtime = Runtime(step=1, states={layer.owner: {}}, blocks=1)
+    block = EigenbasisBlock(layer, 0, {**GROUP, **changed}, runtime, LayerOptions(), FisherOptions())
+    block.state.update(
+        {
+            k: torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v
+            for k, v in likes(block.schema(block.group, {})).items()
+        }
+    )
+    draw_factors(block, 1)
+    refresh(block)
+    return block
+
+
+def draw_factors(block: EigenbasisBlock, seed: int) -> None:
+    for side, n in (("a", D_IN), ("g", D_OUT)):
+        rows = drawn(2 * n, n, seed=seed)
+        block.state[f"factor_{side}"].copy_(rows.mT @ rows)
+
+
+def refresh(block: EigenbasisBlock, good: Tensor = GOOD) -> None:
+    found = factorise(block.tasks(), True)
+    block.adopt({side: results for side, (results, _) in found.items()}, good)
+    block.state["refreshes"] += 1
+
+
+def with_scale(**changed: Any) -> EigenbasisBlock:
+    block = block_of(**changed)
+    block.state["scale"].copy_(drawn(D_OUT, D_IN, seed=3).square())
+    block.state["scale_updates"] = 1
+    return block
+
+
+def operator(block: EigenbasisBlock) -> Tensor:
+    """The curvature over row-major ``vec``, from its definition."""
+    vectors = torch.kron(block.state["basis_g"], block.state["basis_a"])
+    return vectors @ block.state["scale"].flatten().diag() @ vectors.mT
+
+
+def per_example() -> tuple[Call, Tensor]:
+    """A batch under a mean over examples, and the gradients of its examples ``[N, n_g, n_a]``."""
+    x, g = drawn(N, D_IN, seed=5), drawn(N, D_OUT, seed=6)
+    return Call(x, g / N, block_of().adapter), torch.einsum("ni,nj->nij", g, x)
+
+
+def squares(block: EigenbasisBlock, gradients: Tensor) -> Tensor:
+    return (block.state["basis_g"].mT @ gradients @ block.state["basis_a"]).square()
+
+
+# ---------------------------------------------------------------------- use
+@pytest.mark.parametrize("power", [1.0, 0.5])
+def test_its_verbs_are_those_of_the_dense_operator(power: float) -> None:
+    block, x = with_scale(power=power), drawn(D_OUT, D_IN, seed=4)
+    curvature = operator(block)
+    values, vectors = torch.linalg.eigh(curvature + LAMBDA * torch.eye(len(curvature), dtype=torch.float64))
+    wanted = (vectors @ (vectors.mT @ x.flatten() / values**power)).view_as(x)
+    torch.testing.assert_close(block.precondition(x), wanted)
+    rotated = block.state["basis_g"].mT @ x @ block.state["basis_a"]
+    torch.testing.assert_close(block.precondition(rotated, is_rotated=True), wanted)
+    torch.testing.assert_close(block.product(x).flatten(), curvature @ x.flatten())
+    torch.testing.assert_close(block.dense(), curvature)
+    extremes = block.extremes()
+    assert extremes is not None
+    torch.testing.assert_close(torch.stack([extremes.smallest, extremes.largest]), values[[0, -1]])  # type: ignore[list-item]
+    assert float(block.damping()) == LAMBDA
+
+
+# ---------------------------------------------------------------------- what is due
+@pytest.mark.parametrize(
+    ("due", "expected"),
+    [
+        (Due(True), ["factor_a", "factor_g"]),
+        (Due(True, scale=True), ["factor_a", "factor_g", "scale"]),
+        (Due(False, scale=True, keeps_calls=True), ["scale"]),
+        (Due(True, late=True, keeps_calls=True), ["factor_a", "factor_g"]),
+    ],
+)
+def test_what_is_due_is_summed(due: Due, expected: list[str]) -> None:
+    block, (call, _) = block_of(), per_example()
+    assert list(block.sums(due)) == expected
+    sums = block.statistic(due)
+    sums.add([call], N)
+    assert (sums.factors is not None, sums.scales is not None) == (due.factors, due.scale and not due.keeps_calls)
+    assert len(sums.calls) == due.keeps_calls
+    assert set(block.measure(sums, N).parts) == set(expected) - ({"scale"} if due.keeps_calls else set())
+
+
+# ---------------------------------------------------------------------- estimate
+def test_scales_are_running_means_of_squared_gradients_of_examples() -> None:
+    block, (call, gradients) = block_of(), per_example()
+    for factor in (1.0, 2.0):
+        sums = block.statistic(CURRENT)
+        sums.add([call._replace(g=call.g * factor)], N)
+        assert block.fold(block.measure(sums, N), None)
+        block.count_scale()
+    share = 1 / (1 + GROUP["scale_decay"])
+    wanted = squares(block, gradients).mean(0) * (1 + (4 - 1) * share)
+    torch.testing.assert_close(block.state["scale"], wanted)
+    assert block.state["scale_updates"] == 2
+
+
+def test_stored_calls_replace_the_scale() -> None:
+    block, (call, gradients) = with_scale(transport="recompute"), per_example()
+    sums = block.statistic(Due(False, late=True, keeps_calls=True))
+    sums.add([call], N)
+    draw_factors(block, 2)
+    refresh(block)
+    before = block.state["scale"].clone()
+    block.replace_scale(block.measure_calls(sums), ~GOOD)
+    torch.testing.assert_close(block.state["scale"], before, rtol=0, atol=0)
+    block.replace_scale(block.measure_calls(sums), GOOD)
+    torch.testing.assert_close(block.state["scale"], squares(block, gradients).mean(0))
+
+
+@pytest.mark.parametrize(("mode", "factor"), [("post", N), ("pre", 1)])
+def test_the_square_of_the_mean_gradient(mode: str, factor: int) -> None:
+    block, gradient = block_of(estimator="running", momentum_mode=mode), drawn(D_OUT, D_IN, seed=8)
+    before = block.state["scale"].clone()
+    block.fold_gradient(gradient, N, 1, ~GOOD)
+    torch.testing.assert_close(block.state["scale"], before, rtol=0, atol=0)
+    rotated = block.fold_gradient(gradient, N, 1, None)
+    torch.testing.assert_close(rotated.square(), squares(block, gradient))
+    torch.testing.assert_close(block.state["scale"], factor * squares(block, gradient))
+    assert keys(block.schema(block.group, {}), Place.MEASURED) == []  # no rank measures examples in the bases
+
+
+# ---------------------------------------------------------------------- refresh
+@pytest.mark.parametrize("transport", ["project", "kfac", "none"])
+def test_a_refresh_carries_the_scale_over(transport: str) -> None:
+    block = with_scale(transport=transport)
+    scale, old = block.state["scale"].clone(), operator(block)
+    draw_factors(block, 2)
+    refresh(block, ~GOOD)
+    torch.testing.assert_close(operator(block), old, rtol=0, atol=0)
+    refresh(block)
+    vectors = torch.kron(block.state["basis_g"], block.state["basis_a"])
+    products = block.state["eigenvalues_g"][:, None] * block.state["eigenvalues_a"]
+    wanted = {"project": (vectors.mT @ old @ vectors).diagonal().view_as(scale), "kfac": products, "none": scale}
+    torch.testing.assert_close(block.state["scale"], wanted[transport])
+
+
+def test_sorted_columns_take_their_scale_along() -> None:
+    block = with_scale(transport="none", basis_update="qr")
+    order = torch.tensor([2, 0, 3, 1])
+    found = {side: (block.state[f"eigenvalues_{side}"], block.state[f"basis_{side}"]) for side in "ag"}
+    found["a"] = (found["a"][0][order], found["a"][1][:, order], order)  # type: ignore[assignment]
+    before = operator(block)
+    block.adopt(found, GOOD)
+    torch.testing.assert_close(operator(block), before)
+
+
+def test_iterations_converge_to_the_eigenbasis_and_note_what_is_left() -> None:
+    block = block_of(basis_update="qr")
+    assert block.may_iterate
+    rows = drawn(2 * D_IN, D_IN, seed=2)
+    matrix = rows.mT @ rows
+    (values, basis, *_), ok = iterate({"a": Start(matrix, block.basis("a"), 200)})["a"]
+    assert ok
+    torch.testing.assert_close(values[0], torch.linalg.eigvalsh(matrix))
+    torch.testing.assert_close(basis[0].mT @ matrix @ basis[0], values[0].diag())
+    draw_factors(block, 2)
+    found = BasisIteration().run([block])
+    block.adopt({side: found[block, side][0] for side in "ag"}, GOOD)
+    for i, side in enumerate("ag"):
+        inside = block.state[f"basis_{side}"].mT @ block.state[f"factor_{side}"] @ block.state[f"basis_{side}"]
+        off = torch.linalg.matrix_norm(inside - inside.diagonal().diag()) / torch.linalg.matrix_norm(inside)
+        torch.testing.assert_close(block.state["off_diagonal"][i], off)
