@@ -12,6 +12,7 @@ from torch import Tensor
 from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature.extremes import Extremes
+from secondorder.curvature.factorization import Task
 from secondorder.curvature.layer import Layer
 from secondorder.curvature.schema import Schema
 from secondorder.runtime import Runtime
@@ -82,6 +83,14 @@ class Block:
     @abstractmethod
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
         """Fold what was measured into the running estimate, and return whether it was finite."""
+
+    def tasks(self, begun: bool = False) -> dict[str, Task]:
+        """Return what a refresh factorizes, by side.
+
+        Args:
+            begun: Whether to take the copies with which a refresh in the background was begun.
+        """
+        return {}
 
     @abstractmethod
     def precondition(self, gradient: Tensor) -> Tensor:

@@ -318,7 +318,7 @@ class RowOptimizer(Observing):
     def _with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
         on_host = all(b.owner.device.type == "cpu" for b in due)
         first = any(self.state[b.owner]["refreshes"] == 0 for b in due)
-        failing = any(b.name in self._failures for b in due)
+        failing = any(b.name in self.refresher.failures for b in due)
         return due, on_host or first or failing or any(self._changes_layout(b) for b in due)
 
     def damping_of(self, block: Block, trace: Tensor, rows: int) -> Tensor:

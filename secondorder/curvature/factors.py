@@ -6,7 +6,7 @@ dense factor may be stored as a triangle. Both forms may be stored in a lower pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,9 @@ FACTORS: Schema = {
     **dict.fromkeys(("begun_a", "begun_g"), ESTIMATE),
     "adopt_at": COUNTER,
 }
+
+#: The part of it that a refresh in the background adds.
+_BEGUN = ("begun_a", "begun_g", "adopt_at")
 
 #: Largest size of a factor that is dense by default on a CPU, by the way it is factorized. Either takes about a second
 #: on two cores, and eight times as long for twice the size (``python -m benchmarks linalg``).
@@ -225,7 +228,15 @@ class KroneckerFactors:
         return kept, packed
 
     def in_own_form(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert the factors of a loaded state to the form in which this optimizer stores them."""
+        """Convert the factors of a loaded state to the form in which this optimizer stores them.
+
+        Args:
+            theirs: The loaded state.
+            group: The options.
+
+        Returns:
+            The state. It has copies under factorization where refreshes overlap, and nowhere else.
+        """
         found, packs = dict(theirs), self.packs
         for name, side in self.sides(group):
             forms = {f"factor_{name}": side.shape, f"packed_{name}": (*side.lead, triangles.triangle(side.n))}
@@ -239,7 +250,33 @@ class KroneckerFactors:
             else:
                 triangles.unpack(given.contiguous(), found[ours])
             del found[other]
+        if not self.options.overlap:
+            return {k: v for k, v in found.items() if k not in _BEGUN}
+        if "factor_updates" in found and found.keys().isdisjoint(_BEGUN):
+            device, entries = self.layer.owner.device, self.begun(group).items()
+            likes = {key: entry.like for key, entry in entries}
+            found |= {k: torch.zeros_like(v, device=device) if isinstance(v, Tensor) else v for k, v in likes.items()}
         return found
+
+
+def without_block(theirs: Mapping[str, Any], options: LayerOptions, known: Container[str]) -> dict[str, Any]:
+    """Convert the loaded state of a parameter that owns no block.
+
+    Factors in the form in which this optimizer does not store them are left out with all that belongs to them. They are
+    estimated anew when the parameter is trained.
+
+    Args:
+        theirs: The loaded state.
+        options: The options that are the same for all layers.
+        known: Keys of what belongs to the factors.
+
+    Returns:
+        The state.
+    """
+    other = "dense" if options.factor_storage == "packed" else "packed"
+    in_other_form = other in {form_of(k, v) for k, v in theirs.items()}
+    dropped = [k for k in theirs if (in_other_form and k in known) or (k in _BEGUN and not options.overlap)]
+    return {k: v for k, v in theirs.items() if k not in dropped}
 
 
 def form_of(key: str, value: Any) -> str:

@@ -160,11 +160,7 @@ class FactoredBlock(Block):
         return self.eigen
 
     def tasks(self, begun: bool = False) -> dict[str, Task]:
-        """Return what a refresh factorizes for each side.
-
-        Args:
-            begun: Whether to take the copies with which a refresh in the background was begun.
-        """
+        """Return what a refresh factorizes for each side; see the base class."""
         return self.inverse.tasks(self.state, self.group, begun)
 
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:

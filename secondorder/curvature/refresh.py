@@ -1,43 +1,125 @@
-"""When layer methods refresh, and what becomes of refreshes that fail."""
+"""When blocks are refreshed, at once or in the background, and what becomes of refreshes that fail.
+
+::
+
+    step t         copy the factors, begin to factorize the copies    where a refresh is due
+    step t + lag   wait for the result, and adopt it                  lag: see ``RefreshSchedule``
+
+In between, the old curvature preconditions. The step of the adoption follows from the step counter alone, so it is the
+same on every rank and in every run, however long the work takes. The copies belong to the state: a run that was resumed
+in between factorizes the same matrices.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from secondorder.curvature.background import Background, Job
 from secondorder.curvature.block import Block
-from secondorder.curvature.refresh_schedule import Counters
+from secondorder.curvature.factorization import Found, Task, factorise
+from secondorder.curvature.refresh_schedule import Counters, RefreshSchedule
 from secondorder.linalg.dense import full_precision
-from secondorder.parallel.exchange import Reducing
 
 log: logging.Logger = logging.getLogger("secondorder")
 
+Key = tuple[Block, str]
+#: What a refresh finds, by how its names begin.
+_FOUND = ("basis_", "eigenvalues_", "inverse_")
 
-class Refreshing(Reducing):
-    """The refresh stage of a step: by one process, or by the owners of the blocks."""
 
-    # ------------------------------------------------------------------ stage 4: refresh
-    def refresh_due(self) -> list[int]:
-        """Factorise the blocks that are due, here or on their owners; returns the indices of the refreshed ones."""
-        due = [b for b in self._blocks if self._refresh_is_due(b) and self.comm.renews(b.index)]
-        if not due:
-            return []
-        if self.comm.combines:
-            due, fine = self._refresh_together(due)
-            self.judge(due, fine)
-            return self._count_refreshes(due)
-        for blocks, outcome, arrived in self._unjudged:
-            arrived.synchronize()
-            self.judge(blocks, outcome)
-        self._unjudged.clear()
-        due, look = self._with_estimates(due)
-        if not due:
-            return []
+class Refresher:
+    """Decides which blocks are refreshed, factorizes their factors, and counts refreshes and failures.
+
+    Args:
+        schedule: The steps in which blocks are refreshed.
+        interval: Name of the option that says how many steps lie between two refreshes.
+        max_failures: Number of consecutive failed refreshes of a block after which an error is raised.
+
+    Attributes:
+        failures: Number of consecutive failed refreshes by block.
+        failed_at: Number of updates of the estimate at the last failed refresh by block.
+        failed: Number of failed refreshes.
+        refreshed_at: Step of the last refresh by block. Refreshes that a checkpoint brought are not known.
+        jobs: Refreshes in the background by block.
+        background: The thread in which they run.
+    """
+
+    def __init__(self, schedule: RefreshSchedule, interval: str, max_failures: int) -> None:
+        self.schedule, self.interval, self.max_failures = schedule, interval, max_failures
+        self.failures: dict[str, int] = {}
+        self.failed_at: dict[str, int] = {}
+        self.failed = 0
+        self.refreshed_at: dict[str, int] = {}
+        self.jobs: dict[Block, Job] = {}
+        self.background = Background()
+        #: Refreshes whose outcome is on its way to the host.
+        self._unjudged: list[tuple[list[Block], Tensor, torch.Event]] = []
+        #: Blocks that adopt in this step what was begun earlier.
+        self._adopting: set[Block] = set()
+
+    def copy(self) -> Refresher:
+        """Return a refresher with the same counters and with nothing in the background."""
+        found = Refresher(self.schedule, self.interval, self.max_failures)
+        found.failures, found.failed_at, found.failed = dict(self.failures), dict(self.failed_at), self.failed
+        found.refreshed_at = dict(self.refreshed_at)
+        return found
+
+    # ------------------------------------------------------------------ when
+    def is_due(self, block: Block, count: int) -> bool:
+        """Whether this step refreshes a block, ``count`` being the number of blocks."""
+        interval, place = block.group[self.interval], (block.index, count)
+        return self.schedule.refreshes(block.runtime.step, interval, place, self._counters(block))
+
+    def adopts(self, block: Block) -> bool:
+        """Whether this step adopts a refresh that was begun earlier."""
+        return self.schedule.adopts(block.runtime.step, block.group[self.interval], self._counters(block))
+
+    def begins(self, block: Block, count: int) -> bool:
+        """Whether this step begins a refresh in the background, ``count`` being the number of blocks."""
+        interval, place = block.group[self.interval], (block.index, count)
+        return self.schedule.begins(block.runtime.step, interval, place, self._counters(block).refreshes)
+
+    def _counters(self, block: Block) -> Counters:
+        state = block.state
+        updates, refreshes, adopt_at = (state.get(key, 0) for key in ("factor_updates", "refreshes", "adopt_at"))
+        return Counters(updates, refreshes, self.failed_at.get(block.name, 0), adopt_at)
+
+    # ------------------------------------------------------------------ by one process
+    def with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
+        """Return the blocks that have an estimate, and whether the host looks at how their refresh ends.
+
+        It does on the CPU, where that is free, and on a device at the first refresh of a block and after a failure.
+        """
+        if all(b.owner.device.type == "cpu" for b in due):
+            return due, True
+        new = [b for b in due if b.state["refreshes"] == 0]
+        if new:
+            weights = torch.stack([b.state["factor_weight"] for b in new]).cpu().numpy()
+            for block, weight in zip(new, weights, strict=True):
+                if weight == 0:  # its only batch was not finite
+                    block.state["factor_updates"] = 0
+                    due = [b for b in due if b is not block]
+        return due, bool(new) or any(b.name in self.failures for b in due)
+
+    def run(self, due: list[Block], refresh: Callable[[list[Block], bool], Tensor], look: bool) -> list[int]:
+        """Refresh some blocks.
+
+        Args:
+            due: The blocks.
+            refresh: Refreshes blocks and returns ``ok [len(blocks)]``; the flag says whether the host checks results.
+            look: Whether the host waits for the outcome.
+
+        Returns:
+            The indices of the blocks.
+        """
         with full_precision(due[0].owner.device):
-            ok = self.refresh(due, look)
+            ok = refresh(due, look)
         if look:
             self.judge(due, ok.cpu())
         else:
@@ -46,62 +128,146 @@ class Refreshing(Reducing):
             outcome = ok.to("cpu", non_blocking=True)
             arrived.record()
             self._unjudged.append((due, outcome, arrived))
-        return self._count_refreshes(due)
+        return self.count(due)
 
-    def _count_refreshes(self, due: list[Block]) -> list[int]:
-        for block in due:
-            state = self.state[block.owner]
-            if block.name in self._failures:
-                self._failed_at[block.name] = state["factor_updates"]
-            else:
-                state["refreshes"] += 1
-                self._refreshed_at[block.name] = self._t
-        return [b.index for b in due]
-
-    def _with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
-        """Blocks that have an estimate, and whether the host looks at how their refresh ends.
-
-        It does on the CPU, where that is free, and on a device at the first refresh of a block and after a failure.
-
-        Returns:
-            The blocks, and whether to look.
-        """
-        if all(b.owner.device.type == "cpu" for b in due):
-            return due, True
-        new = [b for b in due if self.state[b.owner]["refreshes"] == 0]
-        if new:
-            weights = torch.stack([self.state[b.owner]["factor_weight"] for b in new]).cpu().numpy()
-            for block, weight in zip(new, weights, strict=True):
-                if weight == 0:  # its only batch was not finite
-                    self.state[block.owner]["factor_updates"] = 0
-                    due = [b for b in due if b is not block]
-        return due, bool(new) or any(b.name in self._failures for b in due)
-
-    def _refresh_is_due(self, block: Block) -> bool:
-        interval, place = block.group[self.refresh_interval], (block.index, len(self._blocks))
-        return self._layer_options.schedule.refreshes(self._t, interval, place, self._counters(block))
-
-    def _counters(self, block: Block) -> Counters:
-        state = self.state[block.owner]
-        updates, refreshes, adopt_at = (state.get(key, 0) for key in ("factor_updates", "refreshes", "adopt_at"))
-        return Counters(updates, refreshes, self._failed_at.get(block.name, 0), adopt_at)
+    # ------------------------------------------------------------------ outcomes
+    def settle(self) -> None:
+        """Judge refreshes whose outcome was on its way to the host."""
+        for blocks, outcome, arrived in self._unjudged:
+            arrived.synchronize()
+            self.judge(blocks, outcome)
+        self._unjudged.clear()
 
     def judge(self, blocks: Sequence[Block], ok: Tensor) -> None:
-        """Count refreshes that failed in a row, and give up at ``max_failures``."""
+        """Count the consecutive failures of each block.
+
+        Raises:
+            RuntimeError: If a block has failed ``max_failures`` times in a row.
+        """
         for block, good in zip(blocks, ok.numpy(), strict=True):
             if good:
-                self._failures.pop(block.name, None)
+                self.failures.pop(block.name, None)
                 continue
-            count = self._failures[block.name] = self._failures.get(block.name, 0) + 1
-            self._failed_refreshes += 1
+            count = self.failures[block.name] = self.failures.get(block.name, 0) + 1
+            self.failed += 1
             log.warning(
                 "refresh of layer %r failed (%d in a row); its last good one stays. If that goes on, raise damping, "
                 "lower lr, or leave the layer out with skip_layers",
                 block.label,
                 count,
             )
-            if count >= self._layer_options.max_failures:
+            if count >= self.max_failures:
                 raise RuntimeError(
                     f"the factors of layer '{block.label}' could not be factorised {count} times in a row, even with "
                     "jitter and in float64. Raise damping, lower lr, or leave the layer out with skip_layers."
                 )
+
+    def count(self, blocks: Sequence[Block]) -> list[int]:
+        """Count the refreshes of some blocks, or the time of their failure, and return their indices."""
+        for block in blocks:
+            state = block.state
+            if block.name in self.failures:
+                self.failed_at[block.name] = state["factor_updates"]
+            else:
+                state["refreshes"] += 1
+                self.refreshed_at[block.name] = block.runtime.step
+        return [b.index for b in blocks]
+
+    # ------------------------------------------------------------------ factorizations
+    def find(self, blocks: Sequence[Block], host_checks: bool, mirrors: bool) -> dict[Key, Found]:
+        """Factorize what the blocks ask for: the copies with which a refresh was begun, else the estimates of now.
+
+        Args:
+            blocks: The blocks.
+            host_checks: Whether the host may look at results.
+            mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
+
+        Returns:
+            What was found, by block and side.
+        """
+        found: dict[Key, Found] = {}
+        jobs = [self.jobs[b] for b in blocks if b in self._adopting and b in self.jobs]
+        for job in dict.fromkeys(jobs):
+            if job.is_here:
+                found.update(job.result(_tensors_of))
+        rest = [b for b in blocks if (b, "a") not in found]
+        return found | factorise(self._tasks(rest), host_checks, mirrors)
+
+    def _tasks(self, blocks: Iterable[Block]) -> dict[Key, Task]:
+        found = ((b, b.tasks(begun=b in self._adopting)) for b in blocks)
+        return {(block, side): task for block, tasks in found for side, task in tasks.items()}
+
+    @contextmanager
+    def adopting(self, blocks: Iterable[Block]) -> Iterator[set[Block]]:
+        """Let blocks adopt what was begun for this step in the refreshes that run inside the ``with`` block."""
+        adopted = self._adopting = {b for b in blocks if self.adopts(b)}
+        try:
+            yield adopted
+        except BaseException:
+            self.forget_jobs()
+            raise
+        finally:
+            self._adopting = set()
+        for block in adopted:
+            block.state["adopt_at"] = 0
+            self.jobs.pop(block, None)
+
+    def begin(self, blocks: Sequence[Block], here: Callable[[Block], bool], mirrors: bool) -> None:
+        """Copy what a refresh of some blocks factorizes, and start on the copies, first on what is adopted first.
+
+        Args:
+            blocks: The blocks.
+            here: Whether this rank factorizes a block.
+            mirrors: As in :meth:`find`.
+        """
+        together: dict[tuple[int, torch.device], list[Block]] = {}
+        for block in blocks:
+            lag = self.schedule.lag(block.group[self.interval])
+            block.state["adopt_at"] = block.runtime.step + lag
+            if here(block):
+                together.setdefault((lag, block.owner.device), []).append(block)
+        for job in {self.jobs.pop(b) for some in together.values() for b in some if b in self.jobs}:
+            job.wait()
+        for (_, device), some in sorted(together.items(), key=lambda item: item[0][0]):
+            try:
+                job = self.background.submit(partial(factorise, self._copies(some), True, mirrors), device)
+            except (RuntimeError, MemoryError) as error:  # no memory, or no thread: raised where ranks hear of it
+                job = Job.failed(error, device)
+            self.jobs.update(dict.fromkeys(some, job))
+
+    def _copies(self, blocks: Sequence[Block]) -> dict[Key, Task]:
+        tasks = self._tasks(blocks)
+        return {
+            (block, side): task._replace(matrix=block.state[f"begun_{side}"].copy_(task.matrix))
+            for (block, side), task in tasks.items()
+        }
+
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """Adopt nothing of what was begun for some blocks."""
+        for block in blocks if self.schedule.overlap else ():
+            block.state["adopt_at"] = 0
+            if block in self.jobs:
+                self.jobs.pop(block).wait()  # it may read copies that the next one writes
+
+    def forget_jobs(self) -> None:
+        """Leave what was begun to be found again from its copies."""
+        for job in set(self.jobs.values()):
+            job.wait()
+        self.jobs.clear()
+
+    def close(self) -> None:
+        """Forget what was begun, and end the thread."""
+        self.forget_jobs()
+        self.background.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is being found in the background."""
+        states = [(block.layer.precision.itemsize, block.state) for block in self.jobs]
+        return sum(v.numel() * size for size, state in states for k, v in state.items() if k.startswith(_FOUND))
+
+
+def _tensors_of(found: Mapping[Key, Found]) -> Iterable[Tensor]:
+    for tensors, ok in found.values():
+        yield from tensors
+        yield ok

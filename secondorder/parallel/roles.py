@@ -86,7 +86,8 @@ class RoleWorker:
         for kept, new in zip(self.live_parcel(index, "curvature").tensors, tensors, strict=True):
             kept.copy_(new)
         self._block(index).state["refreshes"] += 1
-        self._curvature.note_refresh(index, -1)  # between the last step and the coming one
+        # Between the last step and the coming one.
+        self._curvature.refresher.refreshed_at[self._block(index).name] = self._block(index).runtime.step - 1
 
     def forget_curvature(self, index: int) -> None:
         """Begin anew with a block, as if nothing had ever been known of it."""
@@ -95,7 +96,7 @@ class RoleWorker:
             if key in state:
                 state[key].zero_()
         state["factor_updates"] = state["refreshes"] = 0
-        self._curvature.forget_failures(index)
+        self._curvature.refresher.failed_at.pop(block.name, None)
 
     # ------------------------------------------------------------------ work
     @torch.no_grad()
@@ -116,7 +117,7 @@ class RoleWorker:
             return [False] * len(indices)
         with full_precision(todo[0].owner.device):
             ok = self._curvature.refresh(todo, True).cpu()
-        self._curvature.judge(todo, ok)
+        self._curvature.refresher.judge(todo, ok)
         good = dict(zip((b.index for b in todo), ok.tolist(), strict=True))
         for index, fine in good.items():
             self._block(index).state["refreshes"] += fine

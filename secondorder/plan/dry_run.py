@@ -94,6 +94,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
         runtime = replace(kept["_runtime"], states=states, clock=None)
         blocks = [block.with_runtime(runtime) for block in kept["_blocks"]]
         own.__dict__.update(kept, table=replace(curvature.table, state=states), _runtime=runtime)
+        own.__dict__["refresher"] = kept["refresher"].copy()
         own.__dict__.update(_blocks=blocks, _block_of={p: block for block in blocks for p in block.params})
         for p, state in curvature.table.state.items():
             states[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}

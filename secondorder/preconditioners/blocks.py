@@ -27,6 +27,7 @@ from secondorder.curvature.layer import (
     plan_layers,
     unwrap,
 )
+from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
 from secondorder.options import FisherOptions
 from secondorder.preconditioners.base import Group, ParameterTable, Preconditioner
@@ -103,16 +104,12 @@ class Capturing(Preconditioner):
         self._capture: Capture | None = None
         self._blocks: list[Block] = []
         self._block_of: dict[nn.Parameter, Block] = {}
-        self._failures: dict[str, int] = {}
-        self._unjudged: list[tuple[list[Block], Tensor, torch.Event]] = []
-        self._failed_at: dict[str, int] = {}
-        self._failed_refreshes = 0
+        self.refresher = Refresher(setting.layers.schedule, self.refresh_interval, setting.layers.max_failures)
         self._skipped_statistics: dict[str, int | Tensor] = {}
         self._warned: set[str] = set()
         #: The gradient of the first layer in the last step, and its version: the same again means no backward pass.
         self._last_gradient: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
-        #: Step of the last refresh and of the last statistics, by block; not known of what a checkpoint brought.
-        self._refreshed_at: dict[str, int] = {}
+        #: Step of the last statistics, by block; not known of what a checkpoint brought.
         self._learned_at: dict[str, int] = {}
         self._armed_for: list[tuple[Any, ...]] = []
         #: Shapes of the whole curvature of each parameter, wherever it is.
@@ -400,14 +397,15 @@ class Capturing(Preconditioner):
             "own": {},
             "layer_options": replace(self._layer_options, skip_layers=rules),
             "to_renew": set(self._to_renew),
-            "refreshed_at": dict(self._refreshed_at),
+            "refreshed_at": dict(self.refresher.refreshed_at),
             "learned_at": dict(self._learned_at),
         }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Take what :meth:`kept` returned for the original."""
         self._to_renew = set(kept["to_renew"])
-        self._refreshed_at, self._learned_at = dict(kept["refreshed_at"]), dict(kept["learned_at"])
+        self.refresher.refreshed_at.update(kept["refreshed_at"])
+        self._learned_at = dict(kept["learned_at"])
 
     def _name_of(self, module: nn.Module) -> str:
         assert self.table.root is not None

@@ -24,10 +24,10 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import Extremes, numbers
 from secondorder.curvature.layer import find_name
-from secondorder.curvature.refresh import Refreshing
 from secondorder.curvature.schema import Schema
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import all_true_on_cpu, full_precision, precision_of
+from secondorder.parallel.refresh import Refreshing
 from secondorder.parallel.shards import zeros_like_shard
 from secondorder.preconditioners.base import Directions, Group, Proposal
 from secondorder.runtime import some_of
@@ -289,14 +289,6 @@ class LayerPreconditioner(Refreshing):
     def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
         """Pull vectors of the loss curvature back to the layers, where the Fisher is that of the model."""
 
-    def note_refresh(self, index: int, offset: int) -> None:
-        """Note that a block was refreshed so many steps after the coming one."""
-        self._refreshed_at[self._blocks[index].name] = self._t + offset
-
-    def forget_failures(self, index: int) -> None:
-        """Forget that refreshes of a block have failed."""
-        self._failed_at.pop(self._blocks[index].name, None)
-
     def sets_length(self, p: nn.Parameter) -> bool:
         """Whether directions of a parameter have a length that no clip shall change."""
         return False
@@ -308,7 +300,7 @@ class LayerPreconditioner(Refreshing):
         Args:
             rebuild: Makes a new plan and allocates what is missing; returns whether the blocks changed.
         """
-        self._refreshed_at.clear()
+        self.refresher.refreshed_at.clear()
         self._learned_at.clear()
         complete = {b: set(self.state[b.owner]) for b in self._blocks}
         refreshes = {b: self.state[b.owner].get("refreshes", 0) for b in self._blocks}
@@ -454,9 +446,9 @@ class LayerPreconditioner(Refreshing):
         return {
             "damping_by_layer": dampings,
             "condition_number": conditions,
-            "staleness": {n: self._t - 1 - at for n, at in self._refreshed_at.items() if n in found},
+            "staleness": {n: self._t - 1 - at for n, at in self.refresher.refreshed_at.items() if n in found},
             "statistics_age": {n: self._t - 1 - at for n, at in self._learned_at.items() if n in found},
             "skipped_statistics": sum(int(n) for n in self._skipped_statistics.values()),
             "skipped_statistics_by_layer": {name: int(n) for name, n in self._skipped_statistics.items()},
-            "refresh_failures": self._failed_refreshes,
+            "refresh_failures": self.refresher.failed,
         }

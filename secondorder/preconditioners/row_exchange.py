@@ -419,7 +419,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
     # ------------------------------------------------------------------ stage 4: share
     def share(self, refreshed: list[int]) -> None:
         if self.comm.combines:  # the others keep what they have, of whatever size
-            refreshed = [i for i in refreshed if self._blocks[i].name not in self._failures]
+            refreshed = [i for i in refreshed if self._blocks[i].name not in self.refresher.failures]
             for block in (self._blocks[i] for i in refreshed):
                 if self.comm.preconditions(block.index) and not self.comm.refreshes(block.index):
                     self._make_room(block)

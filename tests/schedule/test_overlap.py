@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
-from secondorder.curvature import background_refresh as module
 from secondorder.curvature import factors
+from secondorder.curvature import refresh as module
 
 INTERVAL, LAG = 20, 2
 METHODS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -126,7 +126,7 @@ def test_how_long_the_work_takes_changes_no_bit(name: str) -> None:
         model = _net()
         opt = _make(name, model)
         if lazy:
-            opt.preconditioner._background = _Lazy()
+            opt.preconditioner.refresher.background = _Lazy()
         _train(model, opt, 0, 2 * INTERVAL + 5)
         ends.append(_parameters(model))
     assert torch.equal(*ends)
@@ -344,7 +344,7 @@ def test_blocks_of_short_intervals_do_not_wait_for_those_of_long_ones(monkeypatc
     plain = module.factorise
     monkeypatch.setattr(module, "factorise", lambda tasks, *rest: done.append(len(tasks)) or plain(tasks, *rest))
     _train(model, opt, 0, 41)
-    jobs = [opt.preconditioner._jobs[block] for block in opt.blocks.values()]
+    jobs = [opt.preconditioner.refresher.jobs[block] for block in opt.blocks.values()]
     assert jobs[0] is not jobs[1]
     assert [_states(opt)[i]["adopt_at"] for i in range(2)] == [41, 44]
 
@@ -353,7 +353,7 @@ def test_an_error_at_the_beginning_is_raised_where_the_result_is_wanted(monkeypa
     model = _net()
     opt = _make("eigen", model)
     _train(model, opt, 0, INTERVAL)
-    monkeypatch.setattr(opt.preconditioner._background, "submit", _fail)
+    monkeypatch.setattr(opt.preconditioner.refresher.background, "submit", _fail)
     _train(model, opt, INTERVAL, INTERVAL + LAG)
     with pytest.raises(RuntimeError, match="out of luck"):
         _train(model, opt, INTERVAL + LAG, INTERVAL + LAG + 1)
@@ -364,14 +364,14 @@ def test_a_fork_goes_on_from_the_copies_and_close_ends_the_thread() -> None:
     _train(whole, _make("eigen", whole), 0, INTERVAL + LAG + 1)
     opt = _make("eigen", model)
     _train(model, opt, 0, INTERVAL + 1)
-    for job in opt.preconditioner._jobs.values():
+    for job in opt.preconditioner.refresher.jobs.values():
         job._process = -1  # as in a child: the thread is the parent's
-    opt.preconditioner._background._process = -1
+    opt.preconditioner.refresher.background._process = -1
     _train(model, opt, INTERVAL + 1, INTERVAL + LAG + 1)
     assert torch.equal(_parameters(model), _parameters(whole))
     other = _make("eigen", _net())
     _train(whole := _net(), other := _make("eigen", whole), 0, INTERVAL + 1)
-    thread = other.preconditioner._background._thread
+    thread = other.preconditioner.refresher.background._thread
     other.close()
     assert thread is not None
     assert thread._shutdown
@@ -385,7 +385,7 @@ def test_on_a_gpu_the_stream_changes_no_bit(name: str) -> None:
         model = _net().cuda()
         opt = _make(name, model)
         if lazy:
-            opt.preconditioner._background = _Lazy()
+            opt.preconditioner.refresher.background = _Lazy()
         for t in range(2 * INTERVAL + 5):
             generator = torch.Generator().manual_seed(t)
             x, y = (torch.randn(8, n, dtype=torch.float64, generator=generator).cuda() for n in (5, 3))

@@ -1,0 +1,122 @@
+"""The refresher on blocks with plain dicts as their state, without an optimizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from secondorder.curvature.factorization import joint_ok
+from secondorder.curvature.kronecker import KroneckerBlock
+from secondorder.curvature.layer import Choices, LayerOptions, plan_layers
+from secondorder.curvature.refresh import Refresher
+from secondorder.curvature.schema import tensors
+from secondorder.options import FisherOptions
+from secondorder.runtime import Runtime
+
+N, INTERVAL = 3, 10
+LAG = 1
+GROUP = {
+    "inverse_method": "eigen", "max_factor_dim": None, "inv_update_steps": INTERVAL, "decay_per_step": False,
+}  # fmt: skip
+
+
+def _block(overlap: bool = False) -> KroneckerBlock:
+    model = nn.Linear(N, N, bias=False).double()
+    (layer,) = plan_layers(model, model.parameters(), Choices()).layers
+    runtime = Runtime()
+    block = KroneckerBlock(layer, 0, dict(GROUP), runtime, LayerOptions(overlap=overlap), FisherOptions())
+    schema = block.schema(block.group, {})
+    numbers: dict[str, Tensor | int] = {k: e.like for k, e in schema.items() if isinstance(e.like, int)}
+    state = numbers | {k: torch.zeros_like(like, device="cpu") for k, like in tensors(schema).items()}
+    runtime.states = {layer.owner: state}
+    _learn(block, 1.0)
+    return block
+
+
+def _learn(block: KroneckerBlock, size: float) -> None:
+    for side in "ag":
+        block.state[f"factor_{side}"].copy_(size * torch.eye(N))
+    block.state["factor_updates"] += 1
+
+
+def _refresher(block: KroneckerBlock, max_failures: int = 3) -> Refresher:
+    return Refresher(block.options.schedule, "inv_update_steps", max_failures)
+
+
+def _take(refresher: Refresher, block: KroneckerBlock, step: int) -> list[int]:
+    """The refresh of one step."""
+
+    def refresh(blocks: list[KroneckerBlock], host_checks: bool) -> Tensor:
+        found = refresher.find(blocks, host_checks, mirrors=False)
+        ok = joint_ok(found, blocks)
+        for b, good in zip(blocks, ok, strict=True):
+            b.adopt({side: found[b, side][0] for side in "ag"}, good)
+        return ok
+
+    block.runtime.step = step
+    due = [block] if refresher.is_due(block, 1) else []
+    with refresher.adopting([block]):
+        refreshed = refresher.run(due, refresh, True) if due else []
+    if refresher.begins(block, 1) and not refreshed:
+        refresher.begin([block], lambda _: True, mirrors=False)
+    return refreshed
+
+
+def test_a_block_is_refreshed_when_it_has_an_estimate_and_then_every_interval() -> None:
+    block = _block()
+    refresher = _refresher(block)
+    assert [t for t in range(25) if _take(refresher, block, t)] == [0, 10, 20]
+    assert block.state["refreshes"] == 3
+    assert refresher.refreshed_at == {block.name: 20}
+    assert refresher.failures == {}
+
+
+def test_a_first_refresh_that_failed_waits_for_another_estimate_and_the_limit_raises() -> None:
+    block = _block()
+    refresher = _refresher(block)
+    _learn(block, float("nan"))
+    assert _take(refresher, block, 0) == [0]
+    assert (refresher.failed, refresher.failures, block.state["refreshes"]) == (1, {block.name: 1}, 0)
+    assert _take(refresher, block, 1) == []
+    _learn(block, float("nan"))
+    assert _take(refresher, block, 2) == [0]
+    _learn(block, float("nan"))
+    with pytest.raises(RuntimeError, match="could not be factorised 3 times in a row"):
+        _take(refresher, block, 3)
+
+
+def test_a_success_ends_the_count_of_failures() -> None:
+    block = _block()
+    refresher = _refresher(block, max_failures=2)
+    for step, size in enumerate((float("nan"), 1.0)):
+        _learn(block, size)
+        _take(refresher, block, step)
+    assert (refresher.failed, refresher.failures, block.state["refreshes"]) == (1, {}, 1)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_background_factorizes_the_estimate_of_the_step_that_began(resumed: bool) -> None:
+    block = _block(overlap=True)
+    refresher = _refresher(block)
+    _take(refresher, block, 0)
+    _learn(block, 2.0)
+    assert _take(refresher, block, INTERVAL) == []
+    assert block.state["adopt_at"] == INTERVAL + LAG
+    assert float(block.state["eigenvalues_a"].max()) == 1.0
+    _learn(block, 3.0)
+    if resumed:
+        refresher.forget_jobs()  # a run that was resumed has the copies alone
+    assert _take(refresher, block, INTERVAL + LAG) == [0]
+    torch.testing.assert_close(block.state["eigenvalues_a"], torch.full((N,), 2.0, dtype=torch.float64))
+    assert block.state["adopt_at"] == 0
+    assert not refresher.jobs
+    refresher.close()
+
+
+def test_a_copy_has_the_counters_of_its_own() -> None:
+    block = _block()
+    refresher = _refresher(block)
+    copied = refresher.copy()
+    _take(copied, block, 0)
+    assert (copied.refreshed_at, refresher.refreshed_at) == ({block.name: 0}, {})
