@@ -82,7 +82,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     },
     "Mix-ins of one class: a stage extends that of another folder by inheritance": {
         "capture.fisher.fisher": {"curvature.layer", "preconditioners.layers"},
-        "curvature.example_rows": {"comm"},
         "parallel.exchange": {"preconditioners.blocks"},
     },
     "Copies of a model must come without the hooks of attention": {
@@ -103,9 +102,7 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Classes over blocks and windows are not yet all in the folder of preconditioners": {
         "adaptation.model": {"methods.layer_optimizer"},
         "curvature.background_refresh": {"preconditioners.base"},
-        "curvature.example_rows": {"preconditioners.base", "preconditioners.blocks"},
         "curvature.kronecker_factors": {"preconditioners.base"},
-        "curvature.substitute": {"preconditioners.base"},
         "methods.kronecker": {"adaptation.damping"},
         "methods.layer_optimizer": {"parallel.roles"},
         "parallel.exchange": {"preconditioners.base"},

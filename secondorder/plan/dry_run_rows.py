@@ -4,6 +4,9 @@ It plays a refresh of which every rank has captured as much: as many examples as
 refresh has seen on the rank with the most of them.
 """
 
+# bridge: verbs that take blocks with rows
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +16,9 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
-from secondorder.curvature.block import Block
 from secondorder.curvature.example_rows import Batch, Kept, Sizes
-from secondorder.curvature.schema import likes
+from secondorder.curvature.row_block import RowBlock
+from secondorder.curvature.schema import Schema, likes
 from secondorder.plan.dry_run import RehearsedLayers
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.preconditioners.row_exchange import Census, GatheringOptimizer
@@ -62,12 +65,12 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
             whole = self.choose_form(block, rows, census.positions, not adapter.constant_input)
             self._census[block] = census._replace(whole=whole)
 
-    def _take_factors(self, block: Block, rows: int, positions: int) -> None:
-        self.state[block.owner].update(likes(self._factor_schema(block, rows, positions)))
+    def _take_factors(self, block: RowBlock, rows: int, positions: int) -> None:
+        self.state[block.owner].update(likes(block.with_factors.schema(rows, positions)))
 
-    def _supposed(self, block: Block) -> Batch | None:
+    def _supposed(self, block: RowBlock) -> Batch | None:
         """What a rank captures of a block; None if nothing is known."""
-        held = super()._sizes(block, block.group, self.state[block.owner])
+        held = self._held_sizes(block)
         last = self._last_batch.get(block.name)
         if last is None:  # rows that were loaded, or none yet
             whole = not held.d_a and not held.by_index and not block.adapter.constant_input
@@ -76,11 +79,10 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
             last = last._replace(examples=self._batch_size, rows=self._batch_size)
         return last if last.rows else None
 
-    def _kept_by_rank(self, block: Block) -> int:
-        rows: int = super()._sizes(block, block.group, self.state[block.owner]).rows
-        return rows // self._ranks_now[block.index]
+    def _kept_by_rank(self, block: RowBlock) -> int:
+        return self._held_sizes(block).rows // self._ranks_now[block.index]
 
-    def _census_of(self, block: Block, batch: Batch) -> Census:
+    def _census_of(self, block: RowBlock, batch: Batch) -> Census:
         world, owner = self.comm.data_world, self.comm.owner(block.index)
         there = [self.comm.sources(block.index) > 1 or rank == owner for rank in range(world)]
         return Census(
@@ -88,22 +90,28 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
             [batch.rows * here for here in there],
             batch.positions,
             batch.whole,
-            torch.zeros(self.lead_of(block), dtype=torch.float64),
+            torch.zeros(block.with_rows.lead, dtype=torch.float64),
             torch.ones(self._count_size(block), dtype=torch.float64),
         )
 
-    def _rows_sent(self, block: Block) -> int:
+    def _rows_sent(self, block: RowBlock) -> int:
         """r; as it was where an energy decides, and where nothing but rows was loaded."""
         kept, is_told = self._kept_by_rank(block), max(self._census[block].examples) > 0
         return kept if kept and (block.group["rank_energy"] is not None or not is_told) else self._most_rows(block)
 
     # ------------------------------------------------------------------ sizes
-    def _sizes(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Sizes:
-        if block not in self._census:
-            return super()._sizes(block, group, held)
-        return self._form(block, self._total_rows(block))
+    def _held_sizes(self, block: RowBlock) -> Sizes:
+        """Sizes of the rows that are kept now, or are planned."""
+        planned = self.planned_rows(block, block.group, self._batch_size or 0)
+        return block.with_rows.sizes_in(block.state, block.group, planned)
 
-    def device_of(self, block: Block) -> torch.device:
+    def schema(self, block: RowBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        planned = self.planned_rows(block, group, self._batch_size or 0)
+        if block not in self._census or block.factor_schema(group, held, planned):
+            return super().schema(block, group, held)
+        return block.with_rows.schema(self._form(block, self._total_rows(block)), known=self.comm.replicates)
+
+    def device_of(self, block: RowBlock) -> torch.device:
         """Nowhere."""
         return torch.device("meta")
 
@@ -112,21 +120,21 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
         """What is due was captured."""
         self._seen = {self._blocks[i]: None for i in sorted(self._due)}
 
-    def _refresh_is_due(self, block: Block) -> bool:
+    def _refresh_is_due(self, block: RowBlock) -> bool:
         return block in self._every_census and self._capture_is_due(block)
 
-    def _take_census(self, blocks: Sequence[Block]) -> dict[Block, Census]:
+    def _take_census(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Census]:
         super()._take_census(blocks)
         return {block: self._every_census[block] for block in blocks if block in self._every_census}
 
-    def begin_rows(self, blocks: Sequence[Block]) -> None:
+    def begin_rows(self, blocks: Sequence[RowBlock]) -> None:
         """No policy is asked."""
 
-    def most_rows(self, blocks: Sequence[Block]) -> dict[Block, int]:
+    def most_rows(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, int]:
         """As many as there are."""
         super().most_rows(blocks)
         return {block: self._rows_sent(block) for block in blocks}
 
-    def _gather(self, chosen: Mapping[Block, Kept | None]) -> None:
+    def _gather(self, chosen: Mapping[RowBlock, Kept | None]) -> None:
         if chosen:
             self.comm.gather_statistics([self._parcel(block, None) for block in chosen])

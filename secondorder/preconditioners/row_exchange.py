@@ -16,6 +16,9 @@ union with the least variance. One factor for all ranks would leave rows unsent 
 Layers that take factors instead of rows add up second moments of rows, as K-FAC does.
 """
 
+# bridge: verbs that take blocks with rows
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import logging
@@ -31,16 +34,16 @@ from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.examples import keeps_indices, multiplied_out, second_moments
 from secondorder.comm import Parcel
 from secondorder.curvature import row_choice
-from secondorder.curvature.block import Block
 from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, Sizes, filled, inputs_of
 from secondorder.curvature.mode import ModeSwitch
+from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_choice import Energy
 from secondorder.curvature.schema import tensors
-from secondorder.curvature.substitute import SubstitutingOptimizer
 from secondorder.linalg import kernel, woodbury
 from secondorder.linalg.dense import full_precision
 from secondorder.linalg.kernel import Rows, scaled
 from secondorder.preconditioners.blocks import Setting
+from secondorder.preconditioners.row_layers import RowLayers
 
 log: logging.Logger = logging.getLogger("secondorder")
 
@@ -73,7 +76,7 @@ class Census(NamedTuple):
         return sum(self.examples)
 
 
-class GatheringOptimizer(SubstitutingOptimizer):
+class GatheringOptimizer(RowLayers):
     """Base of the methods whose rows may come from several ranks."""
 
     def __init__(self, setting: Setting, batch_size: int | None, modes: ModeSwitch) -> None:
@@ -84,44 +87,40 @@ class GatheringOptimizer(SubstitutingOptimizer):
         self._own_examples: tuple[Mapping[int, int], int] = {}, 0
         self._gate: Tensor | None = None
         #: Blocks that some rank captured in this step, with what this rank did.
-        self._seen: dict[Block, Raw | None] = {}
-        self._census: dict[Block, Census] = {}
-        self._ranks_sent: dict[Block, int] = {}
+        self._seen: dict[RowBlock, Raw | None] = {}
+        self._census: dict[RowBlock, Census] = {}
+        self._ranks_sent: dict[RowBlock, int] = {}
         #: Rows of all ranks, where they are.
-        self._union: dict[Block, Kept] = {}
+        self._union: dict[RowBlock, Kept] = {}
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
-    def choose_rows(
-        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
-    ) -> dict[Block, Kept]:
+    def choose_rows(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> dict[RowBlock, Kept]:
         """Choose so many rows of this step."""
 
     @abstractmethod
-    def invert_rows(self, kept: Mapping[Block, Kept], good: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+    def invert_rows(self, kept: Mapping[RowBlock, Kept], good: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Tensor]:
         """Invert kernels, and take over those that may be used; returns by block whether that went well."""
 
     @abstractmethod
-    def probe_errors(
-        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
-    ) -> list[Tensor]:
+    def probe_errors(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> list[Tensor]:
         """What few rows of this rank's examples get wrong, on a few blocks."""
 
     # ------------------------------------------------------------------ which mode
-    def begin_rows(self, blocks: Sequence[Block]) -> None:
+    def begin_rows(self, blocks: Sequence[RowBlock]) -> None:
         """Ask the policy for the mode of this refresh if any of the blocks depends on it."""
         if any(block.group["mode"] == "auto" for block in blocks):
             self.modes.decide(self._t)
 
-    def interpolates(self, block: Block) -> bool:
+    def interpolates(self, block: RowBlock) -> bool:
         """Whether the mode of a block is KID."""
         return self.modes.mode_in(block.group) == "kid"
 
-    def device_of(self, block: Block) -> torch.device:
+    def device_of(self, block: RowBlock) -> torch.device:
         """Where the rows of a block are."""
         return block.owner.device
 
-    def most_rows(self, blocks: Sequence[Block]) -> dict[Block, int]:
+    def most_rows(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, int]:
         """r, the rows that every rank sends of each block: where an energy decides, as many as the neediest needs."""
         limits = {block: self._most_rows(block) for block in blocks}
         asked = [b for b in blocks if self._asks_energy(b)]
@@ -132,23 +131,23 @@ class GatheringOptimizer(SubstitutingOptimizer):
             limits |= {b: min(int(by_rank.max()), limits[b]) for b, by_rank in zip(asked, needed, strict=True)}
         return limits
 
-    def _needed(self, limits: Mapping[Block, int]) -> Tensor:
+    def _needed(self, limits: Mapping[RowBlock, int]) -> Tensor:
         """Rows that the energies of this rank's kernels ask for, in its place ``[blocks, W]``."""
-        own = {b: min(r, self._fresh[b].rows.n) for b, r in limits.items() if b in self._fresh}
-        found = own | self._by_energy(self._fresh, own)
+        own = {b: min(r, b.fresh.rows.n) for b, r in limits.items() if b.fresh is not None}
+        found = own | self._by_energy(own)
         words = torch.zeros(len(limits), self.comm.data_world, dtype=torch.float64)
         words[:, self.comm.rank] = torch.tensor([float(found.get(b, 0)) for b in limits])
         return words
 
-    def _asks_energy(self, block: Block) -> bool:
+    def _asks_energy(self, block: RowBlock) -> bool:
         return block.group["rank_energy"] is not None and self.modes.mode_in(block.group) != "sngd"
 
-    def _by_energy(self, fresh: Mapping[Block, Fresh], limits: Mapping[Block, int]) -> dict[Block, int]:
+    def _by_energy(self, limits: Mapping[RowBlock, int]) -> dict[RowBlock, int]:
         """R of the blocks for which the energy of their kernels decides."""
         asking = [b for b in limits if self._asks_energy(b)]
-        return row_choice.by_energy({b: Energy(fresh[b].rows, limits[b], b.group["rank_energy"]) for b in asking})
+        return row_choice.by_energy({b: Energy(b.captured.rows, limits[b], b.group["rank_energy"]) for b in asking})
 
-    def _most_rows(self, block: Block) -> int:
+    def _most_rows(self, block: RowBlock) -> int:
         census, ranks = self._census[block], self.comm.sources(block.index)
         wanted = [
             min(self.rank_of(block.group, self._batch_size or n, ranks), rows)
@@ -175,7 +174,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
         self._seen, self._census, self._ranks_sent, self._union = {}, {}, {}, {}
 
     # ------------------------------------------------------------------ stage 4: refresh
-    def _refresh_is_due(self, block: Block) -> bool:
+    def _refresh_is_due(self, block: RowBlock) -> bool:
         return block in self._census if self.comm.combines else super()._refresh_is_due(block)
 
     def refresh_due(self) -> list[int]:
@@ -186,17 +185,17 @@ class GatheringOptimizer(SubstitutingOptimizer):
                 self._bring_together(list(self._census))
         return super().refresh_due()
 
-    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+    def refresh(self, blocks: Sequence[RowBlock], host_checks: bool) -> Tensor:
         """Renew rows and factors; a block that fails keeps its last good ones."""
         if not self.comm.combines:
             return super().refresh(blocks, host_checks)
-        factored = [b for b in blocks if self.is_factored(b)]
-        ok = self.factorise(factored, {b: self._good(b) for b in factored}, host_checks)
+        factored = [b for b in blocks if b.is_factored]
+        ok = self.factorise({b: self._good(b) for b in factored}, host_checks)
         others = [b for b in blocks if b not in ok]
         ok |= self.invert_rows({b: self._union[b] for b in others}, {b: self._good(b) for b in others})
         return torch.stack([ok[b] for b in blocks])
 
-    def _good(self, block: Block) -> Tensor:
+    def _good(self, block: RowBlock) -> Tensor:
         """Whether this step may be used."""
         return torch.ones((), dtype=torch.bool, device=self.device_of(block)) if self._gate is None else self._gate
 
@@ -226,13 +225,13 @@ class GatheringOptimizer(SubstitutingOptimizer):
         return agreed[:-1].view(*shape)
 
     # ------------------------------------------------------------------ who has what
-    def _take_census(self, blocks: Sequence[Block]) -> dict[Block, Census]:
+    def _take_census(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Census]:
         """What all ranks captured of some blocks, of those that have rows."""
         sizes = [self._words_of(b) for b in blocks]
         agreed = self._try_together("looking at its rows", [sum(sizes)], lambda: self._own_words(blocks))
         found = {}
         for block, words in zip(blocks, agreed.split(sizes), strict=True):
-            lead, world = self.lead_of(block), self.comm.data_world
+            lead, world = block.with_rows.lead, self.comm.data_world
             by_rank, tail = words.split([_BY_RANK * world, len(words) - _BY_RANK * world])
             examples, rows, positions = by_rank.view(_BY_RANK, world).long().tolist()
             whole, trace, real = tail.split([1, lead[0] if lead else 1, self._count_size(block)])
@@ -241,13 +240,13 @@ class GatheringOptimizer(SubstitutingOptimizer):
                 found[block] = Census(examples, rows, max(positions), bool(whole), trace, real)
         return found
 
-    def _words_of(self, block: Block) -> int:
-        lead = self.lead_of(block)
+    def _words_of(self, block: RowBlock) -> int:
+        lead = block.with_rows.lead
         return _BY_RANK * self.comm.data_world + 1 + (lead[0] if lead else 1) + self._count_size(block)
 
-    def _own_words(self, blocks: Sequence[Block]) -> Tensor:
+    def _own_words(self, blocks: Sequence[RowBlock]) -> Tensor:
         """``[examples, rows, positions]`` in the places of this rank, whether rows are whole, trace, real rows."""
-        found, looked_at = {}, dict[Block, Tensor]()
+        found, looked_at = {}, dict[RowBlock, Tensor]()
         for block in blocks:
             if (raw := self._seen[block]) is not None:
                 traces = kernel.norms(raw.rows).sum(-1).double().reshape(-1)
@@ -258,7 +257,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
             found = dict(zip(looked_at, host.split([len(x) for x in looked_at.values()]), strict=True))
         return torch.cat([self._words(block, found.get(block)) for block in blocks])
 
-    def _words(self, block: Block, looked_at: Tensor | None) -> Tensor:
+    def _words(self, block: RowBlock, looked_at: Tensor | None) -> Tensor:
         raw, world = self._seen[block], self.comm.data_world
         by_rank = torch.zeros(_BY_RANK, world, dtype=torch.float64)
         tail = torch.zeros(self._words_of(block) - by_rank.numel(), dtype=torch.float64)
@@ -269,30 +268,30 @@ class GatheringOptimizer(SubstitutingOptimizer):
         elif raw is not None and looked_at is not None:
             by_rank[:, self.comm.rank] = torch.tensor([n, raw.rows.n, raw.rows.g.shape[-2]], dtype=torch.float64)
             tail[0] = float(raw.rows.a is None and not block.adapter.constant_input)
-            tail[1 : len(looked_at)] = looked_at[1:] * (n * float(self.gradient_scale(block, n)))
+            tail[1 : len(looked_at)] = looked_at[1:] * (n * float(block.gradient_scale(n)))
             tail[len(looked_at) :] = torch.as_tensor(raw.real, dtype=torch.float64).cpu()
         else:
             by_rank[0, self.comm.rank] = n
         return torch.cat([by_rank.flatten(), tail])
 
     # ------------------------------------------------------------------ what everybody has chosen
-    def _bring_together(self, blocks: Sequence[Block]) -> None:
+    def _bring_together(self, blocks: Sequence[RowBlock]) -> None:
         """Factors of all ranks' rows where they belong, and rows that all ranks chose."""
         for block in blocks:
             self._take_own(block)
-        factored = [b for b in blocks if self.is_factored(b)]
+        factored = [b for b in blocks if b.is_factored]
         others = [b for b in blocks if b not in factored]
         if others:
             self.begin_rows(others)
         ranks = self._ranks_sent = self.most_rows(others)
-        mine = [b for b in others if b in self._fresh]
-        own = {b: min(ranks[b], self._fresh[b].rows.n) for b in mine}
-        moments, kept = dict[Block, list[Tensor]](), dict[Block, Kept]()
+        mine = [b for b in others if b.fresh is not None]
+        own = {b: min(ranks[b], b.captured.rows.n) for b in mine}
+        moments, kept = dict[RowBlock, list[Tensor]](), dict[RowBlock, Kept]()
 
         def attempt() -> Tensor:
             moments.update({b: self._own_moments(b) for b in factored})
-            kept.update(self.choose_rows(mine, self._fresh, own))
-            errors = [float(error) for error in self.probe_errors(mine, self._fresh, own)]
+            kept.update(self.choose_rows(mine, own))
+            errors = [float(error) for error in self.probe_errors(mine, own)]
             return torch.tensor([sum(errors), len(errors)], dtype=torch.float64)
 
         error, count = self._try_together("choosing rows", [2], attempt)
@@ -301,12 +300,12 @@ class GatheringOptimizer(SubstitutingOptimizer):
         self._add_moments(moments)
         self._gather({b: kept.get(b) for b in others})
 
-    def _damping(self, block: Block) -> Tensor:
+    def _damping(self, block: RowBlock) -> Tensor:
         """λ, from the examples of all ranks."""
         census = self._census[block]
-        return self.damping_of(block, census.trace, census.total).to(self.device_of(block))
+        return block.damping_of(census.trace, census.total).to(self.device_of(block))
 
-    def _settle_form(self, block: Block, census: Census) -> Census:
+    def _settle_form(self, block: RowBlock, census: Census) -> Census:
         """Decide between rows and factors, and between pairs of rows and gradients."""
         rows = self.planned_rows(block, block.group, self._batch_size or max(census.examples))
         pairs = not census.whole and not block.adapter.constant_input
@@ -314,7 +313,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
             self._census[block] = census._replace(whole=True)
         return self._census[block]
 
-    def _take_own(self, block: Block) -> None:
+    def _take_own(self, block: RowBlock) -> None:
         """Settle the form of a block, and scale this rank's rows for the examples of all ranks."""
         census, raw = self._settle_form(block, self._census[block]), self._seen[block]
         self._last_batch[block.name] = Batch(max(census.examples), max(census.rows), census.positions, census.whole)
@@ -322,21 +321,21 @@ class GatheringOptimizer(SubstitutingOptimizer):
             return
         n = census.examples[self.comm.rank]
         share = n / census.total
-        found = scaled(raw.rows, (self.gradient_scale(block, n) * share) ** 0.5)
+        found = scaled(raw.rows, (block.gradient_scale(n) * share) ** 0.5)
         found = multiplied_out(found) if census.whole else found
-        self._fresh[block] = Fresh(found, n, raw.real, self._good(block), share, self._damping(block))
+        block.fresh = Fresh(found, n, raw.real, self._good(block), share, self._damping(block))
 
     # ------------------------------------------------------------------ factors
-    def _own_moments(self, block: Block) -> list[Tensor]:
+    def _own_moments(self, block: RowBlock) -> list[Tensor]:
         """This rank's part of A and G."""
-        fresh, likes = self._fresh.get(block), tensors(self.live_schema(block))
+        fresh, likes = block.fresh, tensors(self.live_schema(block))
         if fresh is None:
             return [torch.zeros_like(likes[key], device=self.device_of(block)) for key in ("factor_a", "factor_g")]
         a, g = second_moments(fresh.rows, fresh.real)
         part = torch.as_tensor(fresh.real, dtype=torch.float64).cpu() / self._census[block].real.clamp(min=1)
-        return [a * part.to(a.device, a.dtype).reshape(*self.lead_of(block), 1, 1), g]
+        return [a * part.to(a.device, a.dtype).reshape(*block.with_rows.lead, 1, 1), g]
 
-    def _add_moments(self, moments: Mapping[Block, list[Tensor]]) -> None:
+    def _add_moments(self, moments: Mapping[RowBlock, list[Tensor]]) -> None:
         """Add up second moments, and fold them into factors."""
         if not moments:
             return
@@ -344,12 +343,12 @@ class GatheringOptimizer(SubstitutingOptimizer):
         for block, found in moments.items():
             good = self._good(block)
             if self.comm.estimates(block.index):
-                self.fold_moments(block, found, self._census[block].total, good)
+                block.fold_moments(found, self._census[block].total, good)
             if self.comm.preconditions(block.index):
-                self.keep_damping(block, self._damping(block), good)
+                block.with_factors.keep_damping(block.state, self._damping(block), good)
 
     # ------------------------------------------------------------------ rows
-    def _gather(self, chosen: Mapping[Block, Kept | None]) -> None:
+    def _gather(self, chosen: Mapping[RowBlock, Kept | None]) -> None:
         """Bring the rows of all ranks to those that hold the estimate."""
         if not chosen:
             return
@@ -358,17 +357,17 @@ class GatheringOptimizer(SubstitutingOptimizer):
             if stack.tensors and self.comm.preconditions(block.index):
                 self._union[block] = self._put_together(block, stack.tensors)
 
-    def _counts(self, block: Block) -> list[int]:
+    def _counts(self, block: RowBlock) -> list[int]:
         """Rows of the ranks that send some."""
         counts = [min(self._ranks_sent[block], n) for n in self._census[block].rows]
         return counts if self.comm.sources(block.index) > 1 else [counts[self.comm.owner(block.index)]]
 
-    def _total_rows(self, block: Block) -> int:
+    def _total_rows(self, block: RowBlock) -> int:
         """R, of all ranks."""
         fixed = self.planned_rows(block, block.group, self._batch_size) if self._batch_size else 0
         return max(sum(self._counts(block)), fixed)
 
-    def _form(self, block: Block, rows: int) -> Sizes:
+    def _form(self, block: RowBlock, rows: int) -> Sizes:
         """Sizes of so many rows as they travel."""
         census, adapter = self._census[block], block.adapter
         wide = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
@@ -378,12 +377,12 @@ class GatheringOptimizer(SubstitutingOptimizer):
             return Sizes(rows, 1, 0, wide * adapter.n_a)
         return Sizes(rows, census.positions, adapter.n_a, wide, keeps_indices(adapter, block.group["approx"]))
 
-    def _parcel(self, block: Block, kept: Kept | None) -> Parcel:
+    def _parcel(self, block: RowBlock, kept: Kept | None) -> Parcel:
         """This rank's rows, filled up to r and S."""
         if not self.comm.captures(block.index):
             return Parcel(block.index, [])
         rank = self._ranks_sent[block]
-        likes = tensors(self.sized_schema(block, self._form(block, rank)))
+        likes = tensors(block.with_rows.schema(self._form(block, rank)))
         parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
         sent = []
         for key in ("rows_a", "rows_g"):
@@ -393,7 +392,9 @@ class GatheringOptimizer(SubstitutingOptimizer):
             if room.numel():
                 sent.append(room)
         if self.interpolates(block):
-            core = torch.eye(rank, dtype=torch.float64, device=self.device_of(block)).repeat(*self.lead_of(block), 1, 1)
+            core = torch.eye(rank, dtype=torch.float64, device=self.device_of(block)).repeat(
+                *block.with_rows.lead, 1, 1
+            )
             if kept is not None and kept.core is not None:
                 r = kept.core.shape[-1]
                 core[..., :r, :] = 0
@@ -401,7 +402,7 @@ class GatheringOptimizer(SubstitutingOptimizer):
             sent.append(core)
         return Parcel(block.index, sent)
 
-    def _put_together(self, block: Block, stacks: Sequence[Tensor]) -> Kept:
+    def _put_together(self, block: RowBlock, stacks: Sequence[Tensor]) -> Kept:
         """Rows of all ranks, in their order, without what they were filled up with."""
         counts = self._counts(block)
         sizes, core = self._form(block, sum(counts)), None
@@ -425,12 +426,12 @@ class GatheringOptimizer(SubstitutingOptimizer):
                     self._make_room(block)
         super().share(refreshed)
 
-    def _make_room(self, block: Block) -> None:
+    def _make_room(self, block: RowBlock) -> None:
         """Have tensors of the sizes of what the owner will send, and what is known without it."""
-        if self.is_factored(block):
+        if block.is_factored:
             return
         state, kept = self.state[block.owner], self._union.get(block)
-        schema = self.sized_schema(block, self._form(block, self._total_rows(block)))
+        schema = block.with_rows.schema(self._form(block, self._total_rows(block)))
         known = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
         known |= {
             "kernel_damping": self._damping(block),

@@ -1,11 +1,13 @@
 """Curvature by rows of examples: which rows each layer keeps, in which mode, and what is done with them."""
 
+# bridge: verbs that take blocks with rows
+# mypy: disable-error-code="override"
+
 from __future__ import annotations
 
 import copy
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +16,9 @@ from torch import Tensor, nn
 from secondorder.capture.fisher.heads import Head
 from secondorder.capture.statistics.examples import as_rows_matrix
 from secondorder.curvature import row_choice
-from secondorder.curvature.block import Block
-from secondorder.curvature.example_rows import Fresh, Kept, filled
+from secondorder.curvature.example_rows import Kept, filled
 from secondorder.curvature.mode import SWITCH
+from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_choice import Pivots
 from secondorder.curvature.schema import Schema, shaped
 from secondorder.linalg import kernel, selection, stacks, woodbury
@@ -53,22 +55,21 @@ class RowPreconditioner(GatheringOptimizer):
         return super()._exact_vectors(heads, by_head)
 
     # ------------------------------------------------------------------ the error of few rows
-    def probe_errors(
-        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
-    ) -> list[Tensor]:
+    def probe_errors(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> list[Tensor]:
         """The relative errors of KIS on a few layers; both directions are of this rank's examples alone."""
         asking = [b for b in blocks if b.group["mode"] == "auto"]
         usable = [b for b in asking if all(p in self._gradients_now for p in b.params)]
         count = min(self.modes.policy.probes, len(usable))
         chosen = [usable[round(i * (len(usable) - 1) / max(count - 1, 1))] for i in range(count)]
-        return [self._probe_error(block, fresh[block], ranks[block]) for block in chosen]
+        return [self._probe_error(block, ranks[block]) for block in chosen]
 
-    def _probe_error(self, block: Block, fresh: Fresh, rank: int) -> Tensor:
+    def _probe_error(self, block: RowBlock, rank: int) -> Tensor:
         """The relative error of the direction that KIS finds for a layer."""
+        fresh = block.captured
         rows = fresh.rows if fresh.share == 1 else kernel.scaled(fresh.rows, fresh.share**-0.5)
         gradient = block.layer.matrix([self._gradients_now[p].to(precision_of(p)) for p in block.params])
         matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
-        damping = self.damping_of(block, norms.sum(-1), fresh.examples)
+        damping = block.damping_of(norms.sum(-1), fresh.examples)
         group = block.group
         if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
             most = max(1, group["max_rank"] // self.comm.sources(block.index))
@@ -81,32 +82,23 @@ class RowPreconditioner(GatheringOptimizer):
         return error
 
     # ------------------------------------------------------------------ stage 4: refresh
-    def refresh_rows(self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh]) -> dict[Block, Tensor]:
-        """Choose rows of this step and invert their kernel.
-
-        Args:
-            blocks: The blocks.
-            fresh: What this step captured for each.
-
-        Returns:
-            Whether that succeeded, by block.
-        """
+    def refresh_rows(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Tensor]:
+        """Choose rows of this step and invert their kernel; returns by block whether that succeeded."""
         self.begin_rows(blocks)
         with self._stage("select"):
-            limits = {b: self.rank_of(b.group, self._batch_size or fresh[b].examples) for b in blocks}
             # Not every example need pass a layer.
-            limits = {b: min(r, fresh[b].rows.n) for b, r in limits.items()}
-            ranks = limits | self._by_energy(fresh, limits)
-            kept = self.choose_rows(blocks, fresh, ranks)
+            limits = {b: min(self._limit(b), b.captured.rows.n) for b in blocks}
+            ranks = limits | self._by_energy(limits)
+            kept = self.choose_rows(blocks, ranks)
             if self._batch_size is not None:
                 kept = {b: filled(k, self.rank_of(b.group, self._batch_size)) for b, k in kept.items()}
-        ok = self.invert_rows(kept, {b: fresh[b].ok for b in kept})
-        errors = self.probe_errors(blocks, fresh, ranks)
+        ok = self.invert_rows(kept, {b: b.captured.ok for b in kept})
+        errors = self.probe_errors(blocks, ranks)
         if errors:
             self.modes.policy.probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
         return ok
 
-    def invert_rows(self, kept: Mapping[Block, Kept], good: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+    def invert_rows(self, kept: Mapping[RowBlock, Kept], good: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Tensor]:
         """Invert the kernels of rows, and adopt those that may be used.
 
         Args:
@@ -116,8 +108,8 @@ class RowPreconditioner(GatheringOptimizer):
         Returns:
             Whether that succeeded, by block.
         """
-        ok: dict[Block, Tensor] = {}
-        kinds: dict[tuple[Any, ...], list[Block]] = {}
+        ok: dict[RowBlock, Tensor] = {}
+        kinds: dict[tuple[Any, ...], list[RowBlock]] = {}
         for block, k in kept.items():
             kinds.setdefault((k.rows.n, k.rows.g.dtype, k.rows.g.device, k.core is None), []).append(block)
         for members in kinds.values():
@@ -125,7 +117,7 @@ class RowPreconditioner(GatheringOptimizer):
                 ok |= self._invert({b: kept[b] for b in some}, good)
         return ok
 
-    def _invert(self, kept: Mapping[Block, Kept], usable: Mapping[Block, Tensor]) -> dict[Block, Tensor]:
+    def _invert(self, kept: Mapping[RowBlock, Kept], usable: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Tensor]:
         """Invert the kernels of equally many rows together, and adopt them."""
         with self._stage("kernel"):
             kernels = [row_choice.widened(kernel.gram(k.rows)) for k in kept.values()]
@@ -140,35 +132,28 @@ class RowPreconditioner(GatheringOptimizer):
             ok = {}
             for (block, k), inverse, good in zip(kept.items(), *(stacks.parted(t, leads) for t in found), strict=True):
                 ok[block] = good.all() & usable[block]
-                self.keep_rows(block, k.rows, inverse, k.damping, bool(cores), ok[block])
+                block.adopt_rows(k, inverse, ok[block])
         return ok
 
     # ------------------------------------------------------------------ the choice
-    def choose_rows(
-        self, blocks: Sequence[Block], fresh: Mapping[Block, Fresh], ranks: Mapping[Block, int]
-    ) -> dict[Block, Kept]:
+    def choose_rows(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> dict[RowBlock, Kept]:
         """The rows to keep, as the mode of each block says."""
-        kept: dict[Block, Kept] = {}
-        pivots: dict[Block, Pivots] = {}
+        kept: dict[RowBlock, Kept] = {}
+        pivots: dict[RowBlock, Pivots] = {}
         for block in blocks:
-            mode, rows, group = self.modes.mode_in(block.group), fresh[block].rows, block.group
-            damping = partial(self._damping_of, block, fresh[block])
+            mode, rows, group = self.modes.mode_in(block.group), block.captured.rows, block.group
             if mode == "kid":
-                pivots[block] = Pivots(rows, ranks[block], group["kid_pivoting"], group["kid_residual"], damping)
+                pivots[block] = Pivots(rows, ranks[block], group["kid_pivoting"], group["kid_residual"], block.damping)
                 continue
             norms = kernel.norms(rows)
             found = rows if mode == "sngd" else self._sampled(block, rows, norms, ranks[block])
-            kept[block] = Kept(found, damping(norms.sum(-1)))
+            kept[block] = Kept(found, block.damping(norms.sum(-1)))
         return kept | row_choice.interpolated(pivots)
 
-    def _damping_of(self, block: Block, fresh: Fresh, trace: Tensor) -> Tensor:
-        """λ of a block from the trace of the kernel of its rows, unless other ranks have rows too."""
-        return self.damping_of(block, trace, fresh.examples) if fresh.damping is None else fresh.damping
-
-    def _sampled(self, block: Block, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
+    def _sampled(self, block: RowBlock, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
         """Rows drawn by their scores ``[(Γ,) n]``; a draw depends on layer, refresh and rank alone."""
         place = f" on rank {self.comm.rank}" if self.comm.combines else ""
-        refresh: int = self.state[block.owner]["refreshes"]
+        refresh: int = block.state["refreshes"]
         seed = self._runtime.seed(zlib.crc32(f"{purpose}{block.name}{place}".encode()), refresh)
         return row_choice.sampled(rows, scores, rank, block.group["kis_sampling"], seed)
 
@@ -233,16 +218,16 @@ class RowPreconditioner(GatheringOptimizer):
     def diagnostics(self) -> dict[str, Any]:
         """Return counters, modes and ranks as plain numbers; reading them may wait for the device."""
         groups = self.param_groups
-        factored = bool(self._blocks) and all(self.is_factored(b) for b in self._blocks)
+        factored = bool(self._blocks) and all(b.is_factored for b in self._blocks)
         mode_in = self.modes.mode_in
         modes = ["kfac" if factored else self.modes.mode] * len(groups)
         modes = [g["mode"] if g["mode"] != "auto" else mode for g, mode in zip(groups, modes, strict=True)]
-        ranks = {b.name: self.kept_rows(b).n for b in self._blocks if "rows_g" in self.state[b.owner]}
+        ranks = {b.name: b.with_rows.rows_in(b.state).n for b in self._blocks if "rows_g" in b.state}
         return super().diagnostics() | {
             "damping": [group["damping"] for group in groups],
             "mode": modes[0],
             "modes": modes,
-            "mode_by_layer": {b.name: "kfac" if self.is_factored(b) else mode_in(b.group) for b in self._blocks},
+            "mode_by_layer": {b.name: "kfac" if b.is_factored else mode_in(b.group) for b in self._blocks},
             "switches": [list(switch) for switch in self.modes.history],
             "rank": ranks,
         }

@@ -219,7 +219,7 @@ def test_the_catalog_has_the_facts_of_every_schema(opt: Any) -> None:
 
 
 def test_every_rank_has_its_own_memory_of_the_policy() -> None:
-    entry = HyLo.catalog["switch_state"]
+    entry = HyLo.curvature.catalog["switch_state"]
     assert (entry.place, entry.always) == (Place.OWN, True)
 
 

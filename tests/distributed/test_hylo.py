@@ -78,7 +78,7 @@ def test_factors_that_replace_rows(pool: Pool, task: str, approx: str) -> None:
     optimizer = case.build(model)
     case.backward(model, TASKS["cnn"].batch(0), 0)
     optimizer.step()
-    factored = [optimizer.preconditioner.is_factored(b) for b in optimizer.blocks.values()]
+    factored = [b.is_factored for b in optimizer.blocks.values()]
     assert any(factored)
     assert task != "groups" or not all(factored)
     assert_like_one_process(pool, case, 3, ("comm", "mem", "hybrid_third", "comm_owner"), same_bits=False)
@@ -306,14 +306,14 @@ def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, i
     model = case.model()
     with case.build(model, STRATEGIES["comm"]()) as optimizer:
         asked: dict[str, int] = {}
-        needed = optimizer.preconditioner._needed
+        needed = optimizer._needed
 
         def listening(limits: Mapping[Any, int]) -> Tensor:
             words = needed(limits)
             asked.update(zip((b.name for b in limits), words[:, rank].long().tolist(), strict=True))
             return words
 
-        optimizer.preconditioner._needed = listening
+        optimizer._needed = listening
         own_step(model, optimizer, case, 0, rank, world)
         return optimizer.diagnostics()["rank"], asked
 
@@ -339,14 +339,14 @@ def spoiled(rank: int, world: int, strategy: str) -> tuple[dict[str, Tensor], in
     model = case.model()
     with case.build(model, STRATEGIES[strategy]()) as optimizer:
         if rank == 1:
-            measure = optimizer.preconditioner.measure
+            measure = optimizer.measure
 
             def spoil(*args: Any) -> Measured:
                 found = measure(*args)
                 found.rest.rows.g[0] = torch.nan
                 return found._replace(rest=found.rest._replace(finite=torch.tensor(False)))
 
-            optimizer.preconditioner.measure = spoil
+            optimizer.measure = spoil
         own_step(model, optimizer, case, 0, rank, world)
         held = {
             n: optimizer.dense_curvature(n) for n, b in optimizer.blocks.items() if optimizer.comm.estimates(b.index)

@@ -196,10 +196,10 @@ def test_substituted_factors_load_where_nothing_would_be_substituted():
     options = {"lr": 0.01, "mode": "kid", "rank_fraction": 1.0, "update_steps": 2}
     opt, second = plain_hylo(model, kfac_when_cheaper=True, **options), plain_hylo(other, **options)
     train(opt, model, 0, 3, 64)
-    assert all(opt.preconditioner.is_factored(b) for b in opt.blocks.values())
+    assert all(b.is_factored for b in opt.blocks.values())
     train(second, other, 5, 6, 64)
     second.load_state_dict(opt.state_dict())
-    assert all(second.preconditioner.is_factored(b) for b in second.blocks.values())
+    assert all(b.is_factored for b in second.blocks.values())
     assert_goes_on(opt, model, second, other)
 
 
@@ -504,7 +504,7 @@ def test_a_damping_that_changes_acts_from_the_next_refresh_on(cheaper):
         if number == 2:
             opt.param_groups[0]["damping"] = 0.1
         found.append(damped(opt, model, x, y, "0"))
-    assert opt.preconditioner.is_factored(opt.blocks["0"]) == cheaper
+    assert opt.blocks["0"].is_factored == cheaper
     assert found == pytest.approx([1.0] * 3 + [0.1] * 4)
 
 
@@ -517,7 +517,7 @@ def test_a_relative_damping_means_the_same_for_factors(approx):
         U = as_rows(model, "0", example_gradients(model, (x,), y, squares))[0]
         opt = plain_hylo(model, approx=approx, kfac_when_cheaper=cheaper, damping=0.5, damping_mode="relative")
         found.append(damped(opt, model, x, y, "0"))
-        assert opt.preconditioner.is_factored(opt.blocks["0"]) == cheaper
+        assert opt.blocks["0"].is_factored == cheaper
     assert found == pytest.approx([0.5 * float(U.square().sum()) / 32 / 32] * 2)
 
 

@@ -51,7 +51,7 @@ def blocks(
         (out.square().sum() + out.sum()).backward()
     opt.step()
     if isinstance(opt, HyLo):
-        assert all(opt.preconditioner.is_factored(block) for block in opt.blocks.values())
+        assert all(block.is_factored for block in opt.blocks.values())
     return {name: opt.dense_curvature(name) for name in opt.blocks}
 
 

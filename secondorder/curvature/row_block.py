@@ -1,0 +1,194 @@
+"""Blocks with rows of examples, or with K-FAC's factors where those are cheaper.
+
+A layer of d_i inputs and d_o outputs keeps R rows of S positions each if ``R S (d_i + d_o) < d_i² + d_o²`` and
+``R³ < d_i³ + d_o³``; otherwise it gets factors, made of the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from secondorder.capture.sites import Statistic
+from secondorder.capture.statistics import averages
+from secondorder.capture.statistics.examples import ExampleRows
+from secondorder.capture.statistics.measurement import Measured
+from secondorder.curvature.block import Block
+from secondorder.curvature.example_rows import Fresh, Kept, Raw, all_finite
+from secondorder.curvature.extremes import Extremes
+from secondorder.curvature.factorization import Task
+from secondorder.curvature.layer import Layer
+from secondorder.curvature.row_forms import FactorForm, RowForm, factors_are_cheaper
+from secondorder.curvature.schema import Schema
+from secondorder.linalg.kernel import scaled
+from secondorder.options import FisherOptions
+from secondorder.runtime import Runtime
+
+
+class RowBlock(Block):
+    """Rows of examples and their kernel, or the factors that take their place.
+
+    Args:
+        layer: The layer.
+        index: Position among the blocks of the optimizer.
+        group: The parameter group of the owner.
+        runtime: The values that all parts of the optimizer share.
+        fisher: Which Fisher is estimated.
+
+    Attributes:
+        fresh: The rows of this step, until its end; None if nothing was captured.
+    """
+
+    def __init__(
+        self, layer: Layer, index: int, group: dict[str, Any], runtime: Runtime, fisher: FisherOptions
+    ) -> None:
+        super().__init__(layer, index, group, runtime)
+        self.fisher, self.with_rows, self.with_factors = fisher, RowForm(layer), FactorForm(layer)
+        self.fresh: Fresh | None = None
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether the block has factors instead of rows."""
+        return "rows_instead" in self.state
+
+    @property
+    def form(self) -> RowForm | FactorForm:
+        """The form of the curvature in the state."""
+        return self.with_factors if self.is_factored else self.with_rows
+
+    @property
+    def captured(self) -> Fresh:
+        """The rows of this step, where it is known that there are some."""
+        assert self.fresh is not None
+        return self.fresh
+
+    # ------------------------------------------------------------------ what the state holds
+    def schema(
+        self, group: Mapping[str, Any], held: Mapping[str, Any], planned: int = 0, known: bool = False
+    ) -> Schema:
+        """Entries for rows and their kernel, or for factors: what a state holds decides which.
+
+        Args:
+            group: The options.
+            held: The state, which may be a loaded one.
+            planned: Number of rows if it is known before the first batch, else 0.
+            known: Whether every rank that stores the rows has put them together itself.
+
+        Returns:
+            The schema.
+        """
+        found = self.factor_schema(group, held, planned)
+        return found or self.with_rows.schema(self.with_rows.sizes_in(held, group, planned), known=known)
+
+    def factor_schema(self, group: Mapping[str, Any], held: Mapping[str, Any], planned: int) -> Schema | None:
+        """The same for a block with factors; None if it has rows."""
+        if not held.keys().isdisjoint(("factor_a", "factor_g", "rows_instead")):
+            sizes = (held.get(key) for key in ("rows_instead", "positions_instead"))
+            return self.with_factors.schema(*(n if isinstance(n, int) else 0 for n in sizes))
+        undecided = planned and group["approx"] == "reduce" and "refreshes" not in held
+        if undecided and factors_are_cheaper(self.adapter, group, planned, 1):
+            return self.with_factors.schema(planned, 1)
+        return None
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether the next refresh may give the block factors instead of rows."""
+        return self.group["kfac_when_cheaper"] and self.state["refreshes"] == 0 and not self.is_factored
+
+    def changes_layout(self, rows: int) -> bool:
+        """Whether the rows of this step have other sizes than those in the state, if so many are kept."""
+        held = self.state.get("rows_g")
+        if self.is_factored or held is None or self.fresh is None:
+            return False
+        return (rows, *self.fresh.rows.g.shape[-2:]) != tuple(held.shape[-3:])
+
+    # ------------------------------------------------------------------ statistics
+    def statistic(self) -> ExampleRows:
+        """An empty statistic; it collects pairs of rows if factors may be made of them."""
+        group = self.group
+        found = ExampleRows(self.adapter, group["approx"], self.layer.precision, conv_scale=group["conv_scale"])
+        found.as_pairs = self.is_undecided or self.is_factored
+        return found
+
+    def sums(self) -> Schema:
+        """No entries, since rows are not added up."""
+        return {}
+
+    def measure(self, statistic: Statistic, examples: int) -> Measured:
+        """The rows of this rank's batch, as they were captured."""
+        pending = cast(ExampleRows, statistic)
+        return Measured({}, examples, Raw(pending.finish(), pending.real) if pending.nbytes else None)
+
+    def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Scale rows per datum, and keep them for the refresh of this step; returns whether they were finite."""
+        if measured.rest is None:
+            return torch.ones((), dtype=torch.bool, device=self.owner.device)
+        raw, examples = cast(Raw, measured.rest), measured.examples
+        rows = scaled(raw.rows, self.gradient_scale(examples) ** 0.5)
+        finite = all_finite(rows)
+        if finite.device.type != "cpu" or finite.numpy():
+            self.fresh = Fresh(rows, examples, raw.real, finite if gate is None else finite & gate)
+        return finite
+
+    def gradient_scale(self, examples: int) -> Any:
+        """Factor of ``‖u‖²`` from captured rows of so many examples to rows scaled per datum; on a device a tensor."""
+        group = self.group
+        if self.fisher.is_observed:  # rows are of unit scale
+            terms = self.runtime.observed_terms.clamp(min=1)
+            return 1.0 / (examples if group["loss_reduction"] == "sum" else terms if terms.is_cuda else float(terms))
+        return averages.gradient_scale(examples, group["loss_reduction"], group["loss_terms"])
+
+    # ------------------------------------------------------------------ refresh
+    def damping_of(self, trace: Tensor, rows: int) -> Tensor:
+        """λ ``[(Γ)]``, float64, from the trace of the kernel over so many rows."""
+        mean = trace.double() / max(rows, 1)
+        return averages.effective_damping(self.group["damping"], self.group["damping_mode"], mean)
+
+    def damping(self, trace: Tensor) -> Tensor:
+        """λ of the rows of this step from the trace of their kernel, unless other ranks have rows, too."""
+        fresh = self.captured
+        return self.damping_of(trace, fresh.examples) if fresh.damping is None else fresh.damping
+
+    def adopt_rows(self, kept: Kept, inverse: Tensor, good: Tensor) -> None:
+        """Store rows and the inverse of their kernel if they are good."""
+        self.with_rows.adopt(self.state, kept, inverse, good)
+
+    def fold_moments(self, moments: list[Tensor], examples: int, good: Tensor) -> None:
+        """Fold the second moments of the rows of a step into the factors."""
+        self.with_factors.fold(self.state, self.group, moments, examples, good)
+
+    def tasks(self, begun: bool = False) -> dict[str, Task]:
+        """The factors to bring into their eigenbases, by side."""
+        return self.with_factors.tasks(self.state)
+
+    def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
+        """Store the eigenvalues and bases that a refresh has found for the factors if they are good."""
+        self.with_factors.eigen.adopt(self.state, found, good)
+
+    # ------------------------------------------------------------------ use
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """``(F̂ + λI)⁻¹ vec(∇)``."""
+        return self.form.precondition(self.state, self.group, gradient, self.runtime.workspace)
+
+    def product(self, matrix: Tensor) -> Tensor:
+        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``."""
+        return self.form.product(self.state, matrix)
+
+    def dense(self) -> Tensor:
+        """The undamped curvature as a dense matrix; block-diagonal over groups."""
+        return self.form.dense(self.state)
+
+    def extremes(self) -> Extremes | None:
+        """λ and the extreme eigenvalues of what is inverted; None if it is on other ranks."""
+        return self.form.extremes(self.state)
+
+    def bounds(self) -> Extremes | None:
+        """λ, and upper bounds of the largest eigenvalues; never waits for the device."""
+        return self.form.bounds(self.state)
+
+    def described(self) -> tuple[str, str]:
+        """What ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
+        return self.form.described(self.state)

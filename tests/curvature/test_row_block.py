@@ -1,0 +1,160 @@
+"""Blocks with rows of examples on plain states, against dense linear algebra in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from secondorder.capture.statistics.examples import second_moments
+from secondorder.curvature import row_choice
+from secondorder.curvature.example_rows import Kept
+from secondorder.curvature.factorization import factorise
+from secondorder.curvature.layer import Choices, plan_layers
+from secondorder.curvature.row_block import RowBlock
+from secondorder.curvature.row_choice import Energy, Pivots
+from secondorder.curvature.schema import likes
+from secondorder.linalg import kernel, selection, woodbury
+from secondorder.linalg.kernel import Rows
+from secondorder.options import FisherOptions
+from secondorder.runtime import Runtime
+
+LAMBDA, N, D_IN, D_OUT = 0.3, 9, 4, 3
+GOOD = torch.tensor(True)
+GROUP: dict[str, Any] = {
+    "approx": "reduce", "conv_scale": "exact", "kfac_when_cheaper": False, "factor_decay": 0.0, "damping": LAMBDA,
+    "damping_mode": "absolute", "normalize_damping": False, "loss_reduction": "mean", "loss_terms": 1,
+}  # fmt: skip
+
+
+def block_of(group: dict[str, Any] = GROUP) -> RowBlock:
+    """The block of a linear layer, whose state is a plain dict."""
+    model = nn.Linear(D_IN, D_OUT).double()
+    (layer,) = plan_layers(model, model.parameters(), Choices([], "head", "unit")).layers
+    return RowBlock(layer, 0, group, Runtime(states={layer.owner: {}}), FisherOptions())
+
+
+def allocate(block: RowBlock, schema: dict[str, Any]) -> None:
+    block.state.update(
+        {k: torch.zeros_like(v, device="cpu") if isinstance(v, Tensor) else v for k, v in likes(schema).items()}
+    )
+
+
+def some_rows(seed: int = 0, n: int = N) -> Rows:
+    generator = torch.Generator().manual_seed(seed)
+    a, g = (torch.randn(n, 1, d, dtype=torch.float64, generator=generator) for d in (D_IN + 1, D_OUT))
+    return Rows(a, g / n**0.5)
+
+
+def vectors(rows: Rows) -> Tensor:
+    """Gradients of the examples ``[n, n_g · n_a]``."""
+    assert rows.a is not None
+    return torch.einsum("nsi,nsj->nij", rows.g, rows.a).flatten(1)
+
+
+def damped(curvature: Tensor) -> Tensor:
+    return curvature + LAMBDA * torch.eye(len(curvature), dtype=torch.float64)
+
+
+def with_all_rows(interpolated: bool) -> tuple[RowBlock, Tensor]:
+    block, rows, damping = block_of(), some_rows(), torch.tensor(LAMBDA, dtype=torch.float64)
+    allocate(block, block.schema(GROUP, {}, N))
+    gram, kept = kernel.gram(rows), Kept(rows, damping)
+    if interpolated:
+        wish = Pivots(rows, N, "cholesky", "diag", lambda trace: damping)
+        kept = row_choice.interpolated({"0": wish})["0"]
+        assert kept.core is not None
+        inverse, _ = woodbury.interpolated_inverse(kept.core, kernel.gram(kept.rows))
+    else:
+        inverse, _ = woodbury.damped_inverse(gram, damping)
+    block.adopt_rows(kept, inverse, GOOD)
+    u = vectors(rows)
+    return block, u.T @ u
+
+
+def with_factors() -> tuple[RowBlock, Tensor]:
+    block, rows = block_of(), some_rows()
+    allocate(block, block.with_factors.schema(N, 1))
+    a, g = second_moments(rows, float(N))
+    block.fold_moments([a, g], N, GOOD)
+    block.with_factors.keep_damping(block.state, torch.tensor(LAMBDA, dtype=torch.float64), GOOD)
+    found = factorise({(block, side): task for side, task in block.tasks().items()}, True)
+    block.adopt({side: found[block, side][0] for side in "ag"}, GOOD)
+    return block, torch.kron(block.state["factor_g"], block.state["factor_a"])
+
+
+def made(form: str) -> tuple[RowBlock, Tensor]:
+    return with_factors() if form == "factors" else with_all_rows(form == "interpolated")
+
+
+@pytest.mark.parametrize("form", ["rows", "interpolated", "factors"])
+def test_both_forms_have_the_same_verbs(form: str) -> None:
+    block, curvature = made(form)
+    x = torch.randn(D_OUT, D_IN + 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.eigvalsh(damped(curvature))
+    wanted = torch.linalg.solve(damped(curvature), x.flatten()).view_as(x)
+    torch.testing.assert_close(block.precondition(x), wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(block.dense(), curvature, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(block.product(x).flatten(), curvature @ x.flatten(), rtol=1e-9, atol=1e-9)
+    found, bounds = block.extremes(), block.bounds()
+    assert found is not None
+    assert bounds is not None
+    assert bounds.largest is not None
+    torch.testing.assert_close(torch.stack([found.smallest, found.largest]), values[[0, -1]], rtol=1e-9, atol=1e-12)
+    assert bounds.largest >= values[-1] * (1 - 1e-12)
+
+
+def test_what_a_state_holds_decides_its_form() -> None:
+    block = block_of({**GROUP, "kfac_when_cheaper": True})
+    few, many = block.schema(block.group, {}, 1), block.schema(block.group, {}, 1000)
+    assert "rows_g" in few
+    assert few["rows_g"].shape == (1, 1, D_OUT)
+    assert "rows_g" not in many
+    assert (many["rows_instead"].like, many["positions_instead"].like) == (1000, 1)
+    held = {"rows_instead": 7, "positions_instead": 2}
+    assert block.schema(block.group, held, 1)["positions_instead"].like == 2
+
+
+def test_rows_that_are_not_good_are_not_kept() -> None:
+    block, _ = with_all_rows(False)
+    before = {key: value.clone() for key, value in block.state.items() if isinstance(value, Tensor)}
+    kept = Kept(some_rows(seed=5), torch.tensor(1.0, dtype=torch.float64))
+    block.adopt_rows(kept, torch.eye(N, dtype=torch.float64), ~GOOD)
+    for key, value in before.items():
+        assert torch.equal(block.state[key], value)
+
+
+def test_layers_of_other_sizes_do_not_change_a_choice() -> None:
+    rows = {"a": some_rows(0), "b": some_rows(1, 12), "c": some_rows(2)}
+    wishes = {key: Pivots(x, 5, "cholesky", "diag", lambda trace: trace / N) for key, x in rows.items()}
+    together = row_choice.interpolated(wishes)
+    for key, wish in wishes.items():
+        alone = row_choice.interpolated({key: wish})[key]
+        assert torch.equal(alone.rows.g, together[key].rows.g)
+        torch.testing.assert_close(alone.core, together[key].core, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9, 1.0])
+def test_energy_asks_for_as_many_rows_as_hold_the_share(share: float) -> None:
+    rows = some_rows(3, 40)
+    found = row_choice.by_energy({"0": Energy(rows, 40, share)})["0"]
+    gram = kernel.gram(rows)
+
+    def explained(rank: int) -> float:
+        return float(selection.interpolate(gram, rank).energy[-1] / gram.trace())
+
+    assert explained(found) >= share - 1e-9
+    assert found % 8 == 0
+    assert found == 8 or explained(found - 8) < share - 1e-9
+    assert row_choice.by_energy({"0": Energy(rows, 3, share)})["0"] <= 3
+
+
+def test_a_draw_is_that_of_its_seed() -> None:
+    rows = some_rows(4, 30)
+    scores = kernel.norms(rows)
+    first, same, other = (row_choice.sampled(rows, scores, 6, "systematic", seed).g for seed in (1, 1, 2))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert torch.equal(row_choice.sampled(rows, scores, 30, "systematic", 1).g, rows.g)
