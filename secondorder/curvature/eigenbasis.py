@@ -109,12 +109,6 @@ class EigenbasisBlock(FactoredBlock):
         return shaped(SCALES, {"scale": self.layer.empty((*lead, adapter.n_g, adapter.n_a))})
 
     # ------------------------------------------------------------------ statistics
-    @property
-    def scale_is_due(self) -> bool:
-        """Whether the current step is one of those that measure the scale."""
-        steps: int = self.group["scale_update_steps"]
-        return self.runtime.step % steps == 0
-
     def statistic(self, due: Due = FACTORS_ALONE) -> EigenSums:
         """Empty sums of what is due."""
         factors = self.new_sums() if due.factors else None

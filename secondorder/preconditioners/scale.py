@@ -12,9 +12,6 @@ it, every rank keeps the bases of that layer::
     owner ── Q_A, Q_G ─► all ranks, at every refresh        sums [n_g, n_a] of each rank ─► owner
 """
 
-# bridge: verbs that take blocks with factors
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +61,7 @@ class ScalePreconditioner(FactoredPreconditioner):
         #: Examples of this step.
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
-        self._late: dict[EigenbasisBlock, tuple[EigenSums, int]] = {}
+        self._late: dict[EigenbasisBlock, EigenSums] = {}
         self._late_due: set[int] = set()
         self._rotated: dict[Block, Tensor] = {}
         #: Whole gradients that the scale was measured with, and the blocks of which they were sent.
@@ -77,31 +74,35 @@ class ScalePreconditioner(FactoredPreconditioner):
         return found if block is None else found | block.momentum_schema(p, group)
 
     # ------------------------------------------------------------------ when
-    def due_of(self, block: EigenbasisBlock) -> Due:
-        """What the current step measures of a block."""
+    def due_of(self, block: Block) -> Due:
+        """Return what the current step measures of a block."""
         by_example = block.group["estimator"] == "intra"
         recomputes = by_example and block.group["transport"] == "recompute"
         late = recomputes and (block.state["refreshes"] == 0 or self._refresh_is_due(block))
-        scale = by_example and not late and self._is_refreshed(block) and block.scale_is_due
+        scale = by_example and not late and self._is_refreshed(block) and self._scale_is_due(block)
         return Due(super()._capture_is_due(block), scale, late, late or (scale and self._lacks_bases(block)))
 
-    def _capture_is_due(self, block: EigenbasisBlock) -> bool:
+    def _scale_is_due(self, block: Block) -> bool:
+        steps: int = block.group["scale_update_steps"]
+        return self._t % steps == 0
+
+    def _capture_is_due(self, block: Block) -> bool:
         if block.group[self.refresh_interval] == 0:
             return False
         # A running scale needs the number of examples, which any layer of the step tells.
-        if block.scale_is_due and not like_adam(block.group):
+        if self._scale_is_due(block) and not like_adam(block.group):
             return True
         due = self.due_of(block)
         return due.factors or due.late
 
     # ------------------------------------------------------------------ into the estimates
-    def new_statistic(self, block: EigenbasisBlock, group: Group) -> EigenSums:
+    def new_statistic(self, block: Block, group: Group) -> EigenSums:
         """Return empty sums of what is due."""
-        return block.statistic(self.due_of(block))
+        return self._blocks[block.index].statistic(self.due_of(block))
 
-    def sums(self, block: EigenbasisBlock) -> Schema:
+    def sums(self, block: Block) -> Schema:
         """Return entries for the factors and for the scale, as far as they are due."""
-        return block.sums(self.due_of(block))
+        return self._blocks[block.index].sums(self.due_of(block))
 
     def learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
         self._step_examples = statistics.total or max(statistics.examples.values(), default=0)
@@ -111,20 +112,21 @@ class ScalePreconditioner(FactoredPreconditioner):
         if measured:
             self._share_scales(measured)
 
-    def fold(self, block: EigenbasisBlock, measured: Measured, gate: Tensor | None) -> Tensor:
+    def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
         """Fold what was measured into the running factors and the scale."""
+        own = self._blocks[block.index]
         if measured.rest is not None and measured.rest.calls and not self.comm.combines:
-            self._late[block] = measured.rest, measured.examples
-        return block.fold(measured, gate)
+            self._late[own] = measured.rest
+        return own.fold(measured, gate)
 
-    def count_update(self, block: EigenbasisBlock, measured: Measured) -> None:
+    def count_update(self, block: Block, measured: Measured) -> None:
         """Count a statistic that was folded in, on whatever rank."""
-        due = self.due_of(block)
+        own, due = self._blocks[block.index], self.due_of(block)
         if due.factors:
-            super().count_update(block, measured)
+            super().count_update(own, measured)
         # After loading, ranks may find the bases only when the forward that would have measured is over.
         if due.scale and (measured.seen is None or "scale" in measured.seen):
-            block.count_scale()
+            own.count_scale()
 
     # ------------------------------------------------------------------ refresh
     def new_bases(self, blocks: Sequence[EigenbasisBlock], host_checks: bool) -> dict[tuple[FactoredBlock, str], Found]:
@@ -139,18 +141,19 @@ class ScalePreconditioner(FactoredPreconditioner):
             found.update(iterated)
         return found
 
-    def refresh_some(self, blocks: Sequence[EigenbasisBlock], host_checks: bool) -> Tensor:
+    def refresh_some(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> Tensor:
         """Bring the bases of some blocks up to date, and their scales into the new bases."""
-        found = self.new_bases(blocks, host_checks)
-        ok = joint_ok(found, blocks)
-        for block, good in zip(blocks, ok.unbind(), strict=True):
+        own = [self._blocks[block.index] for block in blocks]
+        found = self.new_bases(own, host_checks)
+        ok = joint_ok(found, own)
+        for block, good in zip(own, ok.unbind(), strict=True):
             block.adopt({side: found[block, side][0] for side in "ag"}, good, carry=not self._loading)
-        for block, (sums, _) in self._late.items():
-            if block in blocks and not self.comm.combines:
+        for block, sums in self._late.items():
+            if block in own and not self.comm.combines:
                 # The scale of this step's batch alone, in the bases just found.
                 measured = block.measure_calls(sums)
                 fine = averages.all_finite([measured.parts["scale"].total])
-                block.replace_scale(measured, ok[blocks.index(block)] & fine)
+                block.replace_scale(measured, ok[own.index(block)] & fine)
                 block.count_scale()
         return ok
 
@@ -158,7 +161,7 @@ class ScalePreconditioner(FactoredPreconditioner):
     def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
         """Preconditioned directions, by scales that have seen this step's mean gradient where they are of that."""
         active = cast("list[EigenbasisBlock]", self.active(gradients))
-        due = [b for b in active if b.group["estimator"] == "running" and b.scale_is_due]
+        due = [b for b in active if b.group["estimator"] == "running" and self._scale_is_due(b)]
         if due and self._is_cut:
             self._wholes_now, self._sent = super()._whole_gradients(due, gradients), {b.index for b in due}
         for block in due:
@@ -189,18 +192,18 @@ class ScalePreconditioner(FactoredPreconditioner):
                 self._rotated[block] = rotated
         block.count_scale()
 
-    def precondition(self, block: EigenbasisBlock, gradient: Tensor) -> Tensor:
-        """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``."""
-        rotated = self._rotated.get(block)
-        return block.precondition(gradient) if rotated is None else block.precondition(rotated, is_rotated=True)
+    def precondition(self, block: Block, gradient: Tensor) -> Tensor:
+        """Apply the inverse of the damped curvature of a block to a gradient matrix ``[(Γ,) n_g, n_a]``."""
+        own, rotated = self._blocks[block.index], self._rotated.get(block)
+        return own.precondition(gradient) if rotated is None else own.precondition(rotated, is_rotated=True)
 
     # ------------------------------------------------------------------ with other ranks
-    def _lacks_bases(self, block: EigenbasisBlock) -> bool:
+    def _lacks_bases(self, block: Block) -> bool:
         """Whether some ranks have examples of a block to be measured in its bases, and have yet to receive these."""
         is_apart = block.group["estimator"] == "intra" and self.comm.captures_elsewhere(block.index)
         return is_apart and block.name in self._bases_to_send
 
-    def _sends_measured(self, block: EigenbasisBlock) -> bool:
+    def _sends_measured(self, block: Block) -> bool:
         return super()._sends_measured(block) and not self._lacks_bases(block)
 
     def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
@@ -232,7 +235,7 @@ class ScalePreconditioner(FactoredPreconditioner):
         reduced = super().reduce(statistics)
         if self.comm.combines:
             found = ((self._blocks[i], cast(Measured, m)) for i, m in reduced.statistics.items())
-            self._late = {b: (m.rest, m.examples) for b, m in found if b.index in self._late_due and m.rest is not None}
+            self._late = {b: m.rest for b, m in found if b.index in self._late_due and m.rest is not None}
         return reduced
 
     def _measure_kept(self, statistics: Captured) -> Captured:
@@ -257,7 +260,7 @@ class ScalePreconditioner(FactoredPreconditioner):
         mine: dict[int, Measured] = {}
         for block in (b for b in late if b in self._late):
             try:
-                mine[block.index] = block.measure_calls(self._late[block][0])
+                mine[block.index] = block.measure_calls(self._late[block])
             except ValueError as error:  # the other ranks go on
                 self.capture.refused[block.index] = str(error)
         found, _ = self._exchange(late, mine, lambda block: self._blocks[block.index].scale_sums(), [])
@@ -288,7 +291,7 @@ class ScalePreconditioner(FactoredPreconditioner):
         finally:
             self._bases_to_send = before
 
-    def _renew_loaded(self, blocks: list[FactoredBlock]) -> Tensor:
+    def _renew_loaded(self, blocks: list[Any]) -> Tensor:
         self._loading = True
         try:
             return super()._renew_loaded(blocks)
