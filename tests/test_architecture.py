@@ -91,10 +91,10 @@ NUMBERS = {
     "modules at the top level":                           Number(11, 10),
     "folders at the top level":                           Number(12, 12),
     "modules named by a verb, without reason":            Number(0, 0),
-    "modules of more than 400 lines":                     Number(15, 0),
+    "modules of more than 400 lines":                     Number(14, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(34500, 28500),
+    "lines":                                              Number(34592, 28500),
 }
 # fmt: on
 

@@ -19,9 +19,10 @@ from secondorder.capture.sites import Captured
 from secondorder.curvature.example_rows import Batch, Kept, Sizes
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.schema import Schema, likes
+from secondorder.parallel.rows import Census
 from secondorder.plan.dry_run import RehearsedLayers
 from secondorder.plan.rehearsal import Rehearsal
-from secondorder.preconditioners.row_exchange import Census, GatheringOptimizer
+from secondorder.preconditioners.row_exchange import GatheringOptimizer
 
 
 class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc]  # a narrower kind of strategy
@@ -109,7 +110,9 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
         planned = self.planned_rows(block, group, self._batch_size or 0)
         if block not in self._census or block.factor_schema(group, held, planned):
             return super().schema(block, group, held)
-        return block.with_rows.schema(self._form(block, self._total_rows(block)), known=self.comm.replicates)
+        return block.with_rows.schema(
+            self._census[block].sizes(block, self._total_rows(block)), known=self.comm.replicates
+        )
 
     def device_of(self, block: RowBlock) -> torch.device:
         """Nowhere."""

@@ -25,55 +25,27 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
-from secondorder.capture.statistics.examples import keeps_indices, multiplied_out, second_moments
+from secondorder.capture.statistics.examples import multiplied_out, second_moments
 from secondorder.comm import Parcel
 from secondorder.curvature import row_choice
-from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, Sizes, filled, inputs_of
+from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, filled, inputs_of
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_choice import Energy
 from secondorder.curvature.schema import tensors
-from secondorder.linalg import kernel, woodbury
+from secondorder.linalg import kernel
 from secondorder.linalg.dense import full_precision
-from secondorder.linalg.kernel import Rows, scaled
+from secondorder.linalg.kernel import scaled
+from secondorder.parallel.rows import Census, census_of, count_words, filled_up, put_together, words_of
 from secondorder.preconditioners.blocks import Setting
 from secondorder.preconditioners.row_layers import RowLayers
 
 log: logging.Logger = logging.getLogger("secondorder")
-
-#: Words that every rank has for itself, of every block: examples, rows, positions.
-_BY_RANK = 3
-
-
-class Census(NamedTuple):
-    """What the ranks captured of a block, the same on every rank.
-
-    Attributes:
-        examples: n by rank.
-        rows: Rows by rank: not every example need pass a layer, and not every rank uses it.
-        positions: S, the largest.
-        whole: Whether some rank has per-example gradients where others may have pairs of rows.
-        trace: Of the kernel of all rows, scaled per datum ``[(Γ)]``, float64 on the CPU.
-        real: Rows that are not padding ``[Γ or 1]``, float64 on the CPU.
-    """
-
-    examples: list[int]
-    rows: list[int]
-    positions: int
-    whole: bool
-    trace: Tensor
-    real: Tensor
-
-    @property
-    def total(self) -> int:
-        """N, examples of all ranks."""
-        return sum(self.examples)
 
 
 class GatheringOptimizer(RowLayers):
@@ -227,52 +199,33 @@ class GatheringOptimizer(RowLayers):
     # ------------------------------------------------------------------ who has what
     def _take_census(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Census]:
         """What all ranks captured of some blocks, of those that have rows."""
-        sizes = [self._words_of(b) for b in blocks]
-        agreed = self._try_together("looking at its rows", [sum(sizes)], lambda: self._own_words(blocks))
-        found = {}
-        for block, words in zip(blocks, agreed.split(sizes), strict=True):
-            lead, world = block.with_rows.lead, self.comm.data_world
-            by_rank, tail = words.split([_BY_RANK * world, len(words) - _BY_RANK * world])
-            examples, rows, positions = by_rank.view(_BY_RANK, world).long().tolist()
-            whole, trace, real = tail.split([1, lead[0] if lead else 1, self._count_size(block)])
-            if any(rows):
-                trace = trace.reshape(lead) / sum(examples)
-                found[block] = Census(examples, rows, max(positions), bool(whole), trace, real)
-        return found
-
-    def _words_of(self, block: RowBlock) -> int:
-        lead = block.with_rows.lead
-        return _BY_RANK * self.comm.data_world + 1 + (lead[0] if lead else 1) + self._count_size(block)
+        sizes = [count_words(b, self.comm.data_world) for b in blocks]
+        agreed = self._try_together("looking at its rows", [sum(sizes)], lambda: self._own_words(blocks)).split(sizes)
+        found = {b: census_of(b, words, self.comm.data_world) for b, words in zip(blocks, agreed, strict=True)}
+        return {block: census for block, census in found.items() if census is not None}
 
     def _own_words(self, blocks: Sequence[RowBlock]) -> Tensor:
-        """``[examples, rows, positions]`` in the places of this rank, whether rows are whole, trace, real rows."""
-        found, looked_at = {}, dict[RowBlock, Tensor]()
+        """What this rank contributes to the census; rows that are not finite count for nothing."""
+        looked_at = dict[RowBlock, Tensor]()
         for block in blocks:
             if (raw := self._seen[block]) is not None:
                 traces = kernel.norms(raw.rows).sum(-1).double().reshape(-1)
                 assert raw.finite is not None
                 looked_at[block] = torch.cat([raw.finite.to(traces).reshape(1), traces])
-        host = torch.cat([x.to(self.device_of(blocks[0])) for x in looked_at.values()]).cpu() if looked_at else None
-        if host is not None:  # one wait for the device
-            found = dict(zip(looked_at, host.split([len(x) for x in looked_at.values()]), strict=True))
-        return torch.cat([self._words(block, found.get(block)) for block in blocks])
+        if looked_at:  # one wait for the device
+            host = torch.cat([x.to(self.device_of(blocks[0])) for x in looked_at.values()]).cpu()
+            looked_at = dict(zip(looked_at, host.split([len(x) for x in looked_at.values()]), strict=True))
+        return torch.cat([self._words(block, looked_at.get(block)) for block in blocks])
 
     def _words(self, block: RowBlock, looked_at: Tensor | None) -> Tensor:
-        raw, world = self._seen[block], self.comm.data_world
-        by_rank = torch.zeros(_BY_RANK, world, dtype=torch.float64)
-        tail = torch.zeros(self._words_of(block) - by_rank.numel(), dtype=torch.float64)
+        rank, world = self.comm.rank, self.comm.data_world
+        if looked_at is not None and not looked_at[0]:
+            self._seen[block] = None
+            return torch.zeros(count_words(block, world), dtype=torch.float64)
         captured, total = self._own_examples
         n = captured.get(block.index, total) if self.comm.captures(block.index) else 0
-        if raw is not None and looked_at is not None and not looked_at[0]:
-            self._seen[block] = None  # not to be used, and counts for none
-        elif raw is not None and looked_at is not None:
-            by_rank[:, self.comm.rank] = torch.tensor([n, raw.rows.n, raw.rows.g.shape[-2]], dtype=torch.float64)
-            tail[0] = float(raw.rows.a is None and not block.adapter.constant_input)
-            tail[1 : len(looked_at)] = looked_at[1:] * (n * float(block.gradient_scale(n)))
-            tail[len(looked_at) :] = torch.as_tensor(raw.real, dtype=torch.float64).cpu()
-        else:
-            by_rank[0, self.comm.rank] = n
-        return torch.cat([by_rank.flatten(), tail])
+        traces = None if looked_at is None else looked_at[1:]
+        return words_of(block, self._seen[block], traces, n, rank=rank, world=world)
 
     # ------------------------------------------------------------------ what everybody has chosen
     def _bring_together(self, blocks: Sequence[RowBlock]) -> None:
@@ -367,55 +320,21 @@ class GatheringOptimizer(RowLayers):
         fixed = self.planned_rows(block, block.group, self._batch_size) if self._batch_size else 0
         return max(sum(self._counts(block)), fixed)
 
-    def _form(self, block: RowBlock, rows: int) -> Sizes:
-        """Sizes of so many rows as they travel."""
-        census, adapter = self._census[block], block.adapter
-        wide = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
-        if adapter.constant_input:
-            return Sizes(rows, census.positions, 0, wide)
-        if census.whole:
-            return Sizes(rows, 1, 0, wide * adapter.n_a)
-        return Sizes(rows, census.positions, adapter.n_a, wide, keeps_indices(adapter, block.group["approx"]))
-
     def _parcel(self, block: RowBlock, kept: Kept | None) -> Parcel:
         """This rank's rows, filled up to r and S."""
         if not self.comm.captures(block.index):
             return Parcel(block.index, [])
-        rank = self._ranks_sent[block]
-        likes = tensors(block.with_rows.schema(self._form(block, rank)))
-        parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
-        sent = []
-        for key in ("rows_a", "rows_g"):
-            room = torch.zeros_like(likes[key], device=self.device_of(block))
-            if key in parts:
-                room[tuple(slice(size) for size in parts[key].shape)] = parts[key]
-            if room.numel():
-                sent.append(room)
-        if self.interpolates(block):
-            core = torch.eye(rank, dtype=torch.float64, device=self.device_of(block)).repeat(
-                *block.with_rows.lead, 1, 1
-            )
-            if kept is not None and kept.core is not None:
-                r = kept.core.shape[-1]
-                core[..., :r, :] = 0
-                core[..., :r, :r] = kept.core
-            sent.append(core)
-        return Parcel(block.index, sent)
+        sizes, interpolates = self._census[block].sizes(block, self._ranks_sent[block]), self.interpolates(block)
+        return Parcel(
+            block.index, filled_up(block, sizes, kept, interpolates=interpolates, device=self.device_of(block))
+        )
 
     def _put_together(self, block: RowBlock, stacks: Sequence[Tensor]) -> Kept:
-        """Rows of all ranks, in their order, without what they were filled up with."""
-        counts = self._counts(block)
-        sizes, core = self._form(block, sum(counts)), None
-        if self.interpolates(block):
-            *stacks, cores = stacks
-            core = woodbury.block_diagonal([c[..., :n, :n] for c, n in zip(cores, counts, strict=True) if n])
-        parts = [
-            torch.cat([part.narrow(-dims, 0, n) for part, n in zip(stack, counts, strict=True)], -dims)
-            for stack, dims in zip(stacks, [2 if sizes.by_index else 3, 3][-len(stacks) :], strict=True)
-        ]
-        a = parts[0] if len(parts) == 2 else None
-        rows = Rows(a, parts[-1], columns=block.adapter.d_in if sizes.by_index else 0)
-        return filled(Kept(rows, self._damping(block), core), self._total_rows(block))
+        """Rows of all ranks, in their order."""
+        counts, interpolates = self._counts(block), self.interpolates(block)
+        sizes = self._census[block].sizes(block, sum(counts))
+        found = put_together(block, sizes, stacks, counts, self._damping(block), interpolates=interpolates)
+        return filled(found, self._total_rows(block))
 
     # ------------------------------------------------------------------ stage 4: share
     def share(self, refreshed: list[int]) -> None:
@@ -431,7 +350,7 @@ class GatheringOptimizer(RowLayers):
         if block.is_factored:
             return
         state, kept = self.state[block.owner], self._union.get(block)
-        schema = block.with_rows.schema(self._form(block, self._total_rows(block)))
+        schema = block.with_rows.schema(self._census[block].sizes(block, self._total_rows(block)))
         known = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
         known |= {
             "kernel_damping": self._damping(block),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from secondorder.capture.statistics.examples import second_moments
 from secondorder.curvature import row_choice
-from secondorder.curvature.example_rows import Kept
+from secondorder.curvature.example_rows import Kept, Raw, Sizes
 from secondorder.curvature.factorization import factorise
 from secondorder.curvature.layer import Choices, plan_layers
 from secondorder.curvature.row_block import RowBlock
@@ -19,6 +19,7 @@ from secondorder.curvature.schema import likes
 from secondorder.linalg import kernel, selection, woodbury
 from secondorder.linalg.kernel import Rows
 from secondorder.options import FisherOptions
+from secondorder.parallel.rows import census_of, filled_up, put_together, words_of
 from secondorder.runtime import Runtime
 
 LAMBDA, N, D_IN, D_OUT = 0.3, 9, 4, 3
@@ -124,6 +125,30 @@ def test_rows_that_are_not_good_are_not_kept() -> None:
     block.adopt_rows(kept, torch.eye(N, dtype=torch.float64), ~GOOD)
     for key, value in before.items():
         assert torch.equal(block.state[key], value)
+
+
+def test_a_census_is_the_sum_of_the_words_of_all_ranks() -> None:
+    block, rows = block_of(), [some_rows(0, 5), some_rows(1, 3)]
+    traces = [kernel.norms(x).sum().reshape(1) for x in rows]
+    words = [
+        words_of(block, Raw(x, 1.0), t, x.n, rank=i, world=2) for i, (x, t) in enumerate(zip(rows, traces, strict=True))
+    ]
+    census = census_of(block, torch.stack(words).sum(0), 2)
+    assert census is not None
+    assert (census.examples, census.rows, census.positions, census.whole) == ([5, 3], [5, 3], 1, False)
+    scales = [block.gradient_scale(x.n) * x.n for x in rows]
+    torch.testing.assert_close(census.trace, (traces[0] * scales[0] + traces[1] * scales[1]).sum() / 8)
+    assert census_of(block, torch.zeros_like(words[0]), 2) is None
+
+
+def test_rows_of_all_ranks_are_put_together_without_fillings() -> None:
+    block, rows, damping = block_of(), [some_rows(0, 5), some_rows(1, 3)], torch.tensor(LAMBDA, dtype=torch.float64)
+    sizes = Sizes(5, 1, D_IN + 1, D_OUT)
+    sent = [filled_up(block, sizes, Kept(x, damping), interpolates=True, device=torch.device("cpu")) for x in rows]
+    stacks = [torch.stack(parts) for parts in zip(*sent, strict=True)]
+    found = put_together(block, sizes, stacks, [5, 3], damping, interpolates=True)
+    torch.testing.assert_close(vectors(found.rows), torch.cat([vectors(x) for x in rows]), rtol=0, atol=0)
+    assert torch.equal(found.core, torch.eye(8, dtype=torch.float64))
 
 
 def test_layers_of_other_sizes_do_not_change_a_choice() -> None:

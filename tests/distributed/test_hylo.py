@@ -373,14 +373,15 @@ def failing(rank: int, world: int, strategy: str, where: str) -> tuple[dict[str,
     case = Case(keywords={"mode": "kid", "rank_fraction": 0.5, "update_steps": 1}, steps=3)
     model = case.model()
     with case.build(model, STRATEGIES[strategy]()) as optimizer:
-        chosen, inverted, path = optimizer.choose_rows, optimizer.invert_rows, []
+        curvature = optimizer.preconditioner
+        chosen, inverted, path = curvature.choose_rows, curvature.invert_rows, []
         for step in range(case.steps):
             if step == 1 and where == "choosing" and rank == 1:
-                optimizer.choose_rows = raising
+                curvature.choose_rows = raising
             if step == 1 and where == "inverting":
-                optimizer.invert_rows = lambda kept, good: dict.fromkeys(kept, torch.tensor(False))
+                curvature.invert_rows = lambda kept, good: dict.fromkeys(kept, torch.tensor(False))
             path.append(own_step(model, optimizer, case, step, rank, world))
-            optimizer.choose_rows, optimizer.invert_rows = chosen, inverted
+            curvature.choose_rows, curvature.invert_rows = chosen, inverted
         refreshes = [optimizer.state[b.owner]["refreshes"] for b in optimizer.blocks.values()]
         return optimizer.diagnostics(), torch.stack(path), refreshes
 

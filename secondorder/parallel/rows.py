@@ -1,0 +1,173 @@
+"""Rows of examples in messages: how many rows each rank has, as numbers to add up, and parcels of equal sizes.
+
+Every rank sends equally many rows, filled up with zeros; put together, the rows of all ranks have no fillings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from secondorder.capture.statistics.examples import keeps_indices
+from secondorder.curvature.example_rows import Kept, Raw, Sizes, inputs_of
+from secondorder.curvature.row_block import RowBlock
+from secondorder.curvature.schema import tensors
+from secondorder.linalg import woodbury
+from secondorder.linalg.kernel import Rows
+
+#: Numbers of each rank about a block: examples, rows, positions.
+_BY_RANK = 3
+
+
+class Census(NamedTuple):
+    """What the ranks captured of a block, the same on every rank.
+
+    Attributes:
+        examples: n by rank.
+        rows: Rows by rank: not every example need pass a layer, and not every rank uses it.
+        positions: S, the largest.
+        whole: Whether some rank has per-example gradients where others may have pairs of rows.
+        trace: Of the kernel of all rows, scaled per datum ``[(Γ)]``, float64 on the CPU.
+        real: Rows that are not padding ``[Γ or 1]``, float64 on the CPU.
+    """
+
+    examples: list[int]
+    rows: list[int]
+    positions: int
+    whole: bool
+    trace: Tensor
+    real: Tensor
+
+    @property
+    def total(self) -> int:
+        """N, examples of all ranks."""
+        return sum(self.examples)
+
+    def sizes(self, block: RowBlock, rows: int) -> Sizes:
+        """Sizes of so many rows of a block in messages."""
+        adapter = block.adapter
+        wide = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
+        if adapter.constant_input:
+            return Sizes(rows, self.positions, 0, wide)
+        if self.whole:
+            return Sizes(rows, 1, 0, wide * adapter.n_a)
+        return Sizes(rows, self.positions, adapter.n_a, wide, keeps_indices(adapter, block.group["approx"]))
+
+
+def _groups(block: RowBlock) -> int:
+    """Γ, or 1."""
+    lead = block.with_rows.lead
+    return lead[0] if lead else 1
+
+
+def count_words(block: RowBlock, world: int) -> int:
+    """Length of :func:`words_of` for so many ranks."""
+    return _BY_RANK * world + 1 + 2 * _groups(block)
+
+
+def words_of(
+    block: RowBlock, raw: Raw | None, traces: Tensor | None, examples: int, *, rank: int, world: int
+) -> Tensor:
+    """The contribution of a rank to the census of a block, to be added up.
+
+    Args:
+        block: The block.
+        raw: What the rank captured of it, or None.
+        traces: Traces of the kernel of these rows ``[Γ or 1]``, on the CPU.
+        examples: Number of examples of the rank.
+        rank: The rank.
+        world: Number of ranks.
+
+    Returns:
+        ``[examples, rows, positions]`` in the places of this rank, whether rows are whole, traces, and real rows.
+    """
+    by_rank = torch.zeros(_BY_RANK, world, dtype=torch.float64)
+    tail = torch.zeros(count_words(block, world) - by_rank.numel(), dtype=torch.float64)
+    by_rank[0, rank] = examples
+    if raw is not None and traces is not None:
+        by_rank[1:, rank] = torch.tensor([raw.rows.n, raw.rows.g.shape[-2]], dtype=torch.float64)
+        tail[0] = float(raw.rows.a is None and not block.adapter.constant_input)
+        tail[1 : 1 + len(traces)] = traces * (examples * float(block.gradient_scale(examples)))
+        tail[1 + len(traces) :] = torch.as_tensor(raw.real, dtype=torch.float64).cpu()
+    return torch.cat([by_rank.flatten(), tail])
+
+
+def census_of(block: RowBlock, words: Tensor, world: int) -> Census | None:
+    """The census of a block from the sum of the words of all ranks; None if no rank has rows."""
+    by_rank, tail = words.split([_BY_RANK * world, len(words) - _BY_RANK * world])
+    examples, rows, positions = by_rank.view(_BY_RANK, world).long().tolist()
+    whole, trace, real = tail.split([1, _groups(block), _groups(block)])
+    if not any(rows):
+        return None
+    trace = trace.reshape(block.with_rows.lead) / sum(examples)
+    return Census(examples, rows, max(positions), bool(whole), trace, real)
+
+
+def filled_up(
+    block: RowBlock, sizes: Sizes, kept: Kept | None, *, interpolates: bool, device: torch.device
+) -> list[Tensor]:
+    """The rows of a rank, filled up with zeros to the sizes of a message; with the core of an interpolation.
+
+    Args:
+        block: The block.
+        sizes: The sizes.
+        kept: The rows, or None if the rank has none.
+        interpolates: Whether a core is sent.
+        device: Device of the tensors.
+
+    Returns:
+        Rows a (if the layer has some), rows g and the core.
+    """
+    likes, sent = tensors(block.with_rows.schema(sizes)), []
+    parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
+    for key in ("rows_a", "rows_g"):
+        room = torch.zeros_like(likes[key], device=device)
+        if key in parts:
+            room[tuple(slice(size) for size in parts[key].shape)] = parts[key]
+        if room.numel():
+            sent.append(room)
+    if interpolates:
+        core = torch.eye(sizes.rows, dtype=torch.float64, device=device).repeat(*block.with_rows.lead, 1, 1)
+        if kept is not None and kept.core is not None:
+            r = kept.core.shape[-1]
+            core[..., :r, :] = 0
+            core[..., :r, :r] = kept.core
+        sent.append(core)
+    return sent
+
+
+def put_together(
+    block: RowBlock,
+    sizes: Sizes,
+    stacks: Sequence[Tensor],
+    counts: Sequence[int],
+    damping: Tensor,
+    *,
+    interpolates: bool,
+) -> Kept:
+    """Rows of all ranks, in their order, without what they were filled up with.
+
+    Args:
+        block: The block.
+        sizes: Sizes of the rows.
+        stacks: What :func:`filled_up` has returned on each rank, stacked over the ranks.
+        counts: Number of rows of each rank.
+        damping: λ ``[(Γ)]``.
+        interpolates: Whether cores were sent.
+
+    Returns:
+        The rows.
+    """
+    core = None
+    if interpolates:
+        *stacks, cores = stacks
+        core = woodbury.block_diagonal([c[..., :n, :n] for c, n in zip(cores, counts, strict=True) if n])
+    parts = [
+        torch.cat([part.narrow(-dims, 0, n) for part, n in zip(stack, counts, strict=True)], -dims)
+        for stack, dims in zip(stacks, [2 if sizes.by_index else 3, 3][-len(stacks) :], strict=True)
+    ]
+    a = parts[0] if len(parts) == 2 else None
+    return Kept(Rows(a, parts[-1], columns=block.adapter.d_in if sizes.by_index else 0), damping, core)
