@@ -79,9 +79,9 @@ NUMBERS = {
     "GGT: attributes written":                            Number(32, 15),
     "methods: bodies in chains of 2 or more":             Number(126, 8),
     "methods: bodies in chains of 3 or more":             Number(32, 0),
-    "others: bodies in chains of 2 or more":              Number(296, 80),
+    "others: bodies in chains of 2 or more":              Number(298, 80),
     "others: bodies in chains of 3 or more":              Number(61, 0),
-    "others: most names on one object":                   Number(215, 75),
+    "others: most names on one object":                   Number(213, 75),
     "SecondOrderOptimizer: its own methods":              Number(31, 38),
     "largest other class: its own methods":               Number(55, 25),
     "classes with more than 25 methods":                  Number(13, 0),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(14, 0),
     "functions of more than 35 lines":                    Number(14, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(34592, 28500),
+    "lines":                                              Number(34568, 28500),
 }
 # fmt: on
 

@@ -101,8 +101,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     },
     "Classes over blocks and windows are not yet all in the folder of preconditioners": {
         "adaptation.model": {"methods.layer_optimizer"},
-        "curvature.background_refresh": {"preconditioners.base"},
-        "curvature.kronecker_factors": {"preconditioners.base"},
         "methods.kronecker": {"adaptation.damping"},
         "methods.layer_optimizer": {"parallel.roles"},
         "parallel.exchange": {"preconditioners.base"},

@@ -100,6 +100,10 @@ class Block:
         """λ and the extreme eigenvalues of the damped curvature; None if they are on other ranks."""
         return None
 
+    def bounds(self) -> Extremes | None:
+        """λ and upper bounds of the largest eigenvalues, found without waiting for the device."""
+        return self.extremes()
+
     @abstractmethod
     def product(self, matrix: Tensor) -> Tensor:
         """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``."""

@@ -31,11 +31,11 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
-from secondorder.curvature.kronecker_factors import KroneckerPreconditioner
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
 from secondorder.methods.kronecker import FactoredOptimizer
 from secondorder.preconditioners.base import Group
+from secondorder.preconditioners.kronecker import KroneckerPreconditioner
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)

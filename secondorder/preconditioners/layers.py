@@ -427,7 +427,7 @@ class LayerPreconditioner(Refreshing):
 
     def bounds(self, block: Block) -> Extremes | None:
         """λ of a block, and upper bounds of the largest eigenvalues; never waits for the device."""
-        return self.extremes(block)
+        return block.bounds()
 
     def damped(self) -> list[Damped] | None:
         """The damping of all blocks that this rank keeps, when each was refreshed three times; None before."""

@@ -30,12 +30,12 @@ from secondorder.curvature.block import Block
 from secondorder.curvature.eigenbasis import SCALES, Due, EigenbasisBlock, like_adam, preconditions_gradient
 from secondorder.curvature.factorization import Found, joint_ok
 from secondorder.curvature.kronecker import FactoredBlock
-from secondorder.curvature.kronecker_factors import FactoredPreconditioner
 from secondorder.curvature.orthogonal_iteration import BasisIteration
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import precision_of
 from secondorder.preconditioners.base import Directions, Group, Proposal
 from secondorder.preconditioners.blocks import Setting
+from secondorder.preconditioners.kronecker import FactoredPreconditioner
 
 
 class ScalePreconditioner(FactoredPreconditioner):

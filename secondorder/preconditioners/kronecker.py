@@ -1,4 +1,4 @@
-"""Methods with Kronecker factors: how A and G of a layer are estimated and brought into their eigenbasis."""
+"""The stages of a step over blocks with Kronecker factors."""
 
 # bridge: verbs that take blocks with factors
 # mypy: disable-error-code="override"
@@ -6,18 +6,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from secondorder.capture.fisher.fisher import Observing
 from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature import factors
-from secondorder.curvature.background_refresh import OverlappingRefreshes
-from secondorder.curvature.extremes import Extremes
-from secondorder.curvature.factorization import joint_ok
+from secondorder.curvature.block import Block
+from secondorder.curvature.factorization import Found, joint_ok
+from secondorder.curvature.factors import FACTORS
 from secondorder.curvature.inverse import INVERSES
 from secondorder.curvature.kronecker import FactoredBlock, KroneckerBlock
 from secondorder.curvature.layer import Layer
@@ -25,15 +26,81 @@ from secondorder.curvature.schema import Schema
 from secondorder.linalg import polar
 from secondorder.preconditioners.base import Group
 
+_Key = tuple[FactoredBlock, str]
 #: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
 REFRESH_PORTION = 1 << 24
+
+
+class OverlappingRefreshes(Observing):
+    """Methods that factorize factors, at once or in the background."""
+
+    catalog: ClassVar[Schema] = FACTORS
+    _blocks: list[FactoredBlock]  # type: ignore[assignment]
+    _block_of: dict[nn.Parameter, FactoredBlock]  # type: ignore[assignment]
+
+    def refresh_due(self) -> list[int]:
+        """As in the base class; with ``overlap`` it adopts what was begun and begins what is due."""
+        if not self._layer_options.overlap:
+            return super().refresh_due()
+        with self.refresher.adopting(self._blocks) as adopted:
+            refreshed = set(super().refresh_due())
+        count, renews = len(self._blocks), self.comm.renews
+        at_once = {b for b in self._blocks if b.index in refreshed and b not in adopted}
+        self.refresher.forget(at_once)
+        begun = [b for b in self._blocks if renews(b.index) and self.refresher.begins(b, count) and b not in at_once]
+        self.refresher.begin(begun, self._factorizes, self.comm.combines)
+        return sorted(refreshed)
+
+    def _factorizes(self, block: Block) -> bool:
+        return not self.comm.combines or self.comm.refreshes(block.index)
+
+    def renew(self, blocks: list[FactoredBlock]) -> Tensor:
+        """Refresh and share some blocks outside of their schedule."""
+        ok = super().renew(list(blocks))
+        self.refresher.forget(blocks)  # what was begun is older
+        return ok
+
+    def _renew_loaded(self, blocks: list[FactoredBlock]) -> Tensor:
+        return super().renew(list(blocks))  # what was begun is newer
+
+    def factorised(self, blocks: Sequence[FactoredBlock], host_checks: bool) -> dict[_Key, Found]:
+        """What a refresh of some blocks finds: of the matrices that it was begun with, else of those of now."""
+        return cast("dict[_Key, Found]", self.refresher.find(blocks, host_checks, self.comm.combines))
+
+    # ------------------------------------------------------------------ checkpoints and ends
+    def translated(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the state of a parameter in a checkpoint in the form in which this optimizer keeps it."""
+        block = self._block_of.get(p)
+        if block is not None and block.owner is p:
+            return block.factors.in_own_form(theirs, group)
+        return factors.without_block(theirs, self._layer_options, self.entries if block is None else ())
+
+    def rebuilt(self) -> None:
+        """Act on a new plan, whose state has been allocated."""
+        self.refresher.forget_jobs()  # parameters may have moved, or be of another dtype
+
+    def loaded(self, rebuild: Callable[[], bool]) -> None:
+        """Complete what a checkpoint may leave out; see the base class."""
+        self.refresher.forget_jobs()
+        super().loaded(rebuild)
+
+    def detach(self) -> None:
+        """See the base class."""
+        try:
+            super().detach()
+        finally:
+            self.refresher.close()
+
+    def pending_bytes(self) -> int:
+        """Return the bytes of statistics, and of refreshes in progress, that wait for a coming step."""
+        return super().pending_bytes() + self.refresher.nbytes
 
 
 class FactoredPreconditioner(OverlappingRefreshes):
     """The blocks of methods with factors A and G per layer, and an eigenbasis or an inverse of each."""
 
     #: The class of the blocks.
-    block_type: ClassVar[type[FactoredBlock]] = FactoredBlock  # type: ignore[type-abstract]
+    block_type: ClassVar[type[FactoredBlock]]
 
     # ------------------------------------------------------------------ blocks
     def new_block(self, layer: Layer, index: int, group: Group) -> FactoredBlock:
@@ -137,7 +204,7 @@ class FactoredPreconditioner(OverlappingRefreshes):
         each = polar.flops(adapter.n_g, adapter.n_a) if self.is_orthogonalized(block) else 0.0
         return adapter.groups * each
 
-    def sets_length(self, p: torch.nn.Parameter) -> bool:
+    def sets_length(self, p: nn.Parameter) -> bool:
         """Whether directions of a parameter have a length that no clip shall change."""
         return self.is_orthogonalized(self._block_of[p])
 
@@ -152,7 +219,3 @@ class KroneckerPreconditioner(FactoredPreconditioner):
     def needs_estimate_everywhere(self, block: KroneckerBlock, group: Mapping[str, Any]) -> bool:
         # Both factors diagonal: there are no inverses, and the factors themselves precondition.
         return group["inverse_method"] == "cholesky" and block.is_entrywise
-
-    def bounds(self, block: KroneckerBlock) -> Extremes | None:
-        """Return λ of a block and upper bounds of the largest eigenvalues, without waiting for the device."""
-        return block.bounds()
