@@ -306,14 +306,14 @@ def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, i
     model = case.model()
     with case.build(model, STRATEGIES["comm"]()) as optimizer:
         asked: dict[str, int] = {}
-        needed = optimizer._needed
+        needed = optimizer.preconditioner._needed
 
         def listening(limits: Mapping[Any, int]) -> Tensor:
             words = needed(limits)
             asked.update(zip((b.name for b in limits), words[:, rank].long().tolist(), strict=True))
             return words
 
-        optimizer._needed = listening
+        optimizer.preconditioner._needed = listening
         own_step(model, optimizer, case, 0, rank, world)
         return optimizer.diagnostics()["rank"], asked
 
@@ -339,14 +339,14 @@ def spoiled(rank: int, world: int, strategy: str) -> tuple[dict[str, Tensor], in
     model = case.model()
     with case.build(model, STRATEGIES[strategy]()) as optimizer:
         if rank == 1:
-            measure = optimizer.measure
+            measure = optimizer.preconditioner.measure
 
             def spoil(*args: Any) -> Measured:
                 found = measure(*args)
                 found.rest.rows.g[0] = torch.nan
                 return found._replace(rest=found.rest._replace(finite=torch.tensor(False)))
 
-            optimizer.measure = spoil
+            optimizer.preconditioner.measure = spoil
         own_step(model, optimizer, case, 0, rank, world)
         held = {
             n: optimizer.dense_curvature(n) for n, b in optimizer.blocks.items() if optimizer.comm.estimates(b.index)
