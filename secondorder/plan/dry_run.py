@@ -128,10 +128,14 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
         """As it is; asked for often, so it is kept."""
         known = self.__dict__.get("_known_schemas")
         if known is None:
-            return super().schema(block, group, held)  # type: ignore[safe-super]
+            return self.imagined_schema(block, group, held)
         if block.index not in known:
-            known[block.index] = super().schema(block, group, held)  # type: ignore[safe-super]
+            known[block.index] = self.imagined_schema(block, group, held)
         return cast(Schema, known[block.index])
+
+    def imagined_schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return what the state of a block would hold."""
+        return super().schema(block, group, held)  # type: ignore[safe-super]
 
     # ------------------------------------------------------------------ steps
     def _go_to(self, t: int) -> None:

@@ -106,10 +106,11 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
         planned = self.planned_rows(block, block.group, self._batch_size or 0)
         return block.with_rows.sizes_in(block.state, block.group, planned)
 
-    def schema(self, block: RowBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def imagined_schema(self, block: RowBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return what the state of a block would hold."""
         planned = self.planned_rows(block, group, self._batch_size or 0)
         if block not in self._census or block.factor_schema(group, held, planned):
-            return super().schema(block, group, held)
+            return super().imagined_schema(block, group, held)
         return block.with_rows.schema(
             self._census[block].sizes(block, self._total_rows(block)), known=self.comm.replicates
         )
