@@ -82,7 +82,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     },
     "Mix-ins of one class: a stage extends that of another folder by inheritance": {
         "capture.fisher.fisher": {"curvature.layer", "preconditioners.layers"},
-        "parallel.exchange": {"preconditioners.blocks"},
     },
     "Copies of a model must come without the hooks of attention": {
         "capture.layers.projections": {"capture.copies"},
@@ -103,7 +102,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "adaptation.model": {"methods.layer_optimizer"},
         "methods.kronecker": {"adaptation.damping"},
         "methods.layer_optimizer": {"parallel.roles"},
-        "parallel.exchange": {"preconditioners.base"},
         "plan.dry_run": {"linalg.dense"},
     },
 }

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Statistic
+from secondorder.capture.statistics.averages import all_finite
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
@@ -57,6 +59,21 @@ class Block:
     def state(self) -> dict[str, Any]:
         """The current state of the owner."""
         return self.runtime.states[self.owner]
+
+    @property
+    def count_size(self) -> int:
+        """Numbers in the count of a measured part: one, or one for each of the groups of a layer."""
+        return 1 if self.adapter.is_exact else self.adapter.groups
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the block is new, and nothing has been folded into its estimate."""
+        weight = self.state.get("factor_weight")
+        return self.state["refreshes"] == 0 and isinstance(weight, Tensor) and not float(weight)
+
+    def is_finite(self, measured: Measured) -> Tensor:
+        """Whether what was measured is finite, a 0-dim bool tensor."""
+        return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod

@@ -98,6 +98,15 @@ class RowBlock(Block):
         """Whether the next refresh may give the block factors instead of rows."""
         return self.group["kfac_when_cheaper"] and self.state["refreshes"] == 0 and not self.is_factored
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the block has no estimate. It always has one, since factors are made in the refresh itself."""
+        return False
+
+    def is_finite(self, measured: Measured) -> Tensor:
+        """Whether the rows are finite, where ranks agree on them."""
+        return torch.tensor(True) if measured.rest is None else measured.rest.finite
+
     def changes_layout(self, rows: int) -> bool:
         """Whether the rows of this step have other sizes than those in the state, if so many are kept."""
         held = self.state.get("rows_g")

@@ -1,4 +1,4 @@
-"""What layer methods do together with other ranks: statistics, refreshes, and what a refresh found.
+"""What layer methods exchange with other ranks: statistics, outcomes of refreshes, and what a refresh found.
 
 ::
 
@@ -13,156 +13,124 @@ Which blocks are in a message follows from the step counter and from what was ag
 from __future__ import annotations
 
 import logging
-import zlib
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from secondorder.capture.sites import Captured, Statistic
-from secondorder.capture.statistics.averages import all_finite
 from secondorder.capture.statistics.measurement import Estimate, Measured, counts_of, mean_of, weighted
-from secondorder.comm import Parcel
+from secondorder.comm import CommStrategy, Parcel, Pending
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import full_precision
-from secondorder.preconditioners.base import Directions, words_of_options
-from secondorder.preconditioners.blocks import Capturing
 
 log: logging.Logger = logging.getLogger("secondorder")
-
-Sums = Callable[[Block], Schema]
 
 #: Words that every due block has before the counts of its parts: examples, contributions, dropped ones.
 _WORDS = 3
 
 
-class Reducing(Capturing):
-    """The stages of a step that need other ranks."""
+@dataclass(frozen=True)
+class Posted:
+    """Statistics that were sent.
 
-    # ------------------------------------------------------------------ what a method supplies
-    @abstractmethod
-    def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
-        """What this rank captured, as parts that ranks can add up."""
+    Attributes:
+        schemas: What was sent of each block.
+        measured: What this rank measured, by index of the block.
+        parcels: The sums, which have arrived when ``work`` has ended.
+        words: The words of each block and those of the caller, added up over the ranks.
+        work: The messages that are under way.
+    """
 
-    @abstractmethod
-    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
-        """Recompute what preconditioning needs from the estimates; returns ``ok [len(blocks)]``."""
+    schemas: Mapping[Block, Schema]
+    measured: Mapping[int, Measured]
+    parcels: Sequence[Parcel]
+    words: Sequence[Tensor]
+    work: Pending
 
-    @abstractmethod
-    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
-        """Fold what was measured into the running estimates."""
 
-    @abstractmethod
-    def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
-        """Name layers that nothing was captured for."""
+class StatisticsExchange:
+    """Adds up statistics over ranks, and brings what was found of them to the ranks that use it.
 
-    def sums(self, block: Block) -> Schema:
-        """The parts that this step measures of a block, as ranks add them up: by default those of its estimate."""
-        schema = self.live_schema(block)
-        return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
+    Args:
+        comm: Communication strategy.
+        device: Where tensors of messages are allocated; by default, where the parameters of each block are.
 
-    # ------------------------------------------------------------------ stage 2: statistics
-    def reduce(self, statistics: Captured) -> Captured:
-        """Measure what was captured, and combine it over the ranks."""
-        measured = {
-            i: self.measure(self._blocks[i], s, statistics.examples[i])
-            for i, s in statistics.statistics.items()
-            if statistics.examples[i]
-        }
-        if not self.comm.combines:
-            for i, m in measured.items():
-                if "factor_a" in m.parts:
-                    self._rows_seen[self._blocks[i].name] = m.examples, m.parts["factor_a"].number
-            return statistics._replace(statistics=measured)  # type: ignore[arg-type]
-        return self._combine(statistics, measured)
+    Attributes:
+        skipped: Number of batches that were not finite, by block.
+        rows_seen: Examples of a rank in the last batch, and rows that the statistics had of them, by block: for plans.
+        unsent: Names of blocks whose tensors at ``Place.MEASURED`` are so far only on ranks that precondition. The same
+            on all ranks.
+    """
 
-    def _combine(self, captured: Captured, measured: dict[int, Measured]) -> Captured:
-        """Counts to everybody, sums to whoever holds the estimates."""
-        due = [self._blocks[i] for i in sorted(self._due)]
-        if not due:
-            return captured._replace(statistics={})
-        word = self._options_word()
-        tail = [float(captured.total), float(captured.total > 0), 1.0, word, word * word]
-        found, told = self._exchange(due, measured, self.sums, tail)
-        examples = {i: m.examples for i, m in found.items()}
-        total, ranks, everyone, words, squares = told.tolist()
-        if everyone * squares != words * words:  # not one and the same word
-            self._refuse_options()
-        # A rank that captures no layer has as many examples as the others.
-        total = round(total * self.comm.data_world / ranks) if ranks else 0
-        return captured._replace(statistics=found, examples=examples, total=total)  # type: ignore[arg-type]
+    def __init__(self, comm: CommStrategy, device: torch.device | None = None) -> None:
+        self.comm, self._device = comm, device
+        self.skipped: dict[str, int | Tensor] = {}
+        self.rows_seen: dict[str, tuple[float, float | Tensor]] = {}
+        self.unsent: set[str] = set()
 
-    def _options_word(self) -> float:
-        """A number of 20 bits for the options of the groups: its square and sums of them are exact."""
-        return float(zlib.crc32("\n".join(words_of_options(self.param_groups)).encode()) & 0xFFFFF)
+    def _device_of(self, block: Block) -> torch.device:
+        return self._device or block.owner.device
 
-    def _refuse_options(self) -> None:
-        rates = [float(group["lr"]) for group in self.param_groups]
-        raise RuntimeError(
-            f"step {self._t}: the options of the parameter groups differ between ranks (lr here: {rates}), so their "
-            "parameters would drift apart. Schedules must see the same numbers on every rank: average a validation "
-            "loss over the ranks before it goes into one."
-        )
-
-    def _exchange(
-        self, blocks: Sequence[Block], measured: Mapping[int, Measured], sums: Sums, tail: Sequence[float]
+    # ------------------------------------------------------------------ statistics
+    def combine(
+        self, schemas: Mapping[Block, Schema], measured: Mapping[int, Measured], words: Sequence[float]
     ) -> tuple[dict[int, Measured], Tensor]:
         """Add up what the ranks measured of some blocks, and some more words.
 
-        The sums travel while the ranks agree on counts, and have arrived when this returns.
+        Args:
+            schemas: The parts that are measured of each block.
+            measured: What this rank measured, by index of the block.
+            words: Numbers to be added up, too.
 
         Returns:
             By block, for those that any rank has seen, the combined parts (where this rank holds the estimate), and the
             sums of the words.
         """
-        device = blocks[0].owner.device
-        schemas = {b: sums(b) for b in blocks}
+        return self.read(self.post(schemas, measured, words))
+
+    def post(self, schemas: Mapping[Block, Schema], measured: Mapping[int, Measured], words: Sequence[float]) -> Posted:
+        """Send statistics; the arguments are those of :meth:`combine`. The sums travel while ranks agree on counts."""
         own = [self._contribution(b, measured.get(b.index), schema) for b, schema in schemas.items()]
-        words, parcels = [w for w, _ in own], [parcel for _, parcel in own]
+        counts, parcels = [w for w, _ in own], [parcel for _, parcel in own]
         work = self.comm.reduce_statistics(parcels)
-        last = torch.tensor(tail, dtype=torch.float64, device=device)
-        agreed = self.comm.agree(torch.cat([*(w.to(device) for w in words), last]))
-        *totals, told = agreed.split([*map(len, words), len(tail)])
+        device = self._device_of(next(iter(schemas)))
+        last = torch.tensor(words, dtype=torch.float64, device=device)
+        agreed = self.comm.agree(torch.cat([*(w.to(device) for w in counts), last]))
+        return Posted(schemas, measured, parcels, agreed.split([*map(len, counts), len(words)]), work)
+
+    def read(self, posted: Posted) -> tuple[dict[int, Measured], Tensor]:
+        """Interpret what has arrived; see :meth:`combine`."""
+        *totals, words = posted.words
         found, numbers = dict[int, Measured](), dict[int, Tensor]()
-        for (block, schema), total in zip(schemas.items(), totals, strict=True):
+        for (block, schema), total in zip(posted.schemas.items(), totals, strict=True):
             if dropped := int(total[2]):
-                before = self._skipped_statistics.get(block.name, 0)
-                self._skipped_statistics[block.name] = before + dropped
+                self.skip(block, dropped)
             if n := int(total[0]):
-                mine = measured.get(block.index)
-                number, size = total[_WORDS:], self._count_size(block)
-                seen = frozenset(key for key, c in zip(schema, number.split(size), strict=False) if bool(c.any()))
-                numbers[block.index] = number
+                mine = posted.measured.get(block.index)
+                number = numbers[block.index] = total[_WORDS:]
+                parts = zip(schema, number.split(block.count_size), strict=False)
+                seen = frozenset(key for key, count in parts if bool(count.any()))
                 found[block.index] = Measured({}, n, None if mine is None else mine.rest, seen)
                 if next(iter(schema), "") == "factor_a":
                     ranks = float(total[1])
-                    self._rows_seen[block.name] = n / ranks, float(number[0]) / ranks
-        work.wait()
-        for block, parcel in zip(blocks, parcels, strict=True):
+                    self.rows_seen[block.name] = n / ranks, float(number[0]) / ranks
+        posted.work.wait()
+        for (block, schema), parcel in zip(posted.schemas.items(), posted.parcels, strict=True):
             if block.index in found:
-                means = self._means(block, parcel, numbers[block.index], schemas[block])
+                means = self._means(block, parcel, numbers[block.index], schema)
                 found[block.index] = found[block.index]._replace(parts=means)
-        return found, told
+        return found, words
 
-    def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
-        """Fold what was measured into the running estimates."""
-        self._update_estimates(statistics, gate)
-        self._warn_uncaptured(statistics, gradients)
-
-    def _is_finite(self, measured: Measured) -> Tensor:
-        return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
-
-    def _count_size(self, block: Block) -> int:
-        """Numbers in the count of a part: one, or one for each of the blocks of a layer."""
-        return 1 if block.adapter.is_exact else block.adapter.groups
+    def skip(self, block: Block, count: int | Tensor) -> None:
+        """Count batches of a block that were not finite."""
+        self.skipped[block.name] = self.skipped.get(block.name, 0) + count
 
     def _contribution(self, block: Block, measured: Measured | None, schema: Schema) -> tuple[Tensor, Parcel]:
         """Words ``[examples, contributed, dropped, counts of each part …]`` and sums of this rank or zeros."""
-        size, device = self._count_size(block), block.owner.device
-        finite = None if measured is None else self._is_finite(measured).to(device)
+        size, device = block.count_size, self._device_of(block)
+        finite = None if measured is None else block.is_finite(measured).to(device)
         counts, found = [], []
         # Nothing of a unit travels whose owner alone captures it.
         sends = self.comm.captures(block.index) or self.comm.sources(block.index) > 1
@@ -186,13 +154,19 @@ class Reducing(Capturing):
         """The combined parts, where this rank holds what they are folded into."""
         if not self.comm.estimates(block.index):
             return {}
-        own = counts.split(self._count_size(block)) if schema else ()
+        own = counts.split(block.count_size) if schema else ()
         found = zip(schema, parcel.tensors, own, strict=True)
         return {key: mean_of(total, c) for key, total, c in found if bool(c.any())}  # what any rank has measured
 
-    # ------------------------------------------------------------------ stage 4: refresh and share
-    def _refresh_together(self, due: list[Block]) -> tuple[list[Block], Tensor]:
+    # ------------------------------------------------------------------ refreshes
+    def refresh_together(
+        self, due: list[Block], refresh: Callable[[list[Block], bool], Tensor]
+    ) -> tuple[list[Block], Tensor]:
         """Let the owners refresh, and agree on how that went.
+
+        Args:
+            due: The blocks.
+            refresh: Refreshes blocks and returns ``ok [len(blocks)]``; the flag says that the host checks results.
 
         Returns:
             The blocks that had an estimate, and whether each went well, the same on every rank.
@@ -201,13 +175,13 @@ class Reducing(Capturing):
             RuntimeError: On every rank, if one of them could not even try.
         """
         mine = [b for b in due if self.comm.refreshes(b.index)]
-        failed, empty, error = {}, set(), None
+        failed, empty, error = dict[Block, bool](), set[Block](), None
         try:
-            empty = {b for b in mine if self.is_empty(b)}
+            empty = {b for b in mine if b.is_empty}
             todo = [b for b in mine if b not in empty]
             if todo:
                 with full_precision(todo[0].owner.device):
-                    failed = dict(zip(todo, (~self.refresh(todo, True)).cpu().tolist(), strict=True))
+                    failed = dict(zip(todo, (~refresh(todo, True)).cpu().tolist(), strict=True))
         except Exception as found:  # the others wait for this rank: they must hear of it
             names = ", ".join(repr(b.label) for b in mine[:8]) + (", …" if len(mine) > 8 else "")
             what = f"the refresh of layer{'s' if len(mine) > 1 else ''} {names} failed"
@@ -220,60 +194,31 @@ class Reducing(Capturing):
         bad, none = agreed[: len(due)], agreed[len(due) : -1]
         for block, without in zip(due, none.tolist(), strict=True):
             if without:  # its only batch was not finite
-                self.state[block.owner]["factor_updates"] = 0
+                block.state["factor_updates"] = 0
         kept = [b for b, without in zip(due, none.tolist(), strict=True) if not without]
         return kept, ~bad[~none]
 
-    def is_empty(self, block: Block) -> bool:
-        """Whether nothing was folded into the estimate of a new block."""
-        state = self.state[block.owner]
-        weight = state.get("factor_weight")
-        return state["refreshes"] == 0 and isinstance(weight, Tensor) and not float(weight)
-
-    def share(self, refreshed: list[int]) -> None:
-        """Bring what was refreshed to the ranks that precondition with it."""
-        if not self.comm.combines or not refreshed:
-            return
-        mine = [self._blocks[i] for i in refreshed if self.comm.preconditions(i)]
-        wide = {self._blocks[i] for i in refreshed if self._sends_measured(self._blocks[i])}
+    # ------------------------------------------------------------------ curvature
+    def share(self, schemas: Mapping[Block, Schema]) -> None:
+        """Bring what was refreshed of some blocks to the ranks that precondition with it."""
+        mine = {b: schema for b, schema in schemas.items() if self.comm.preconditions(b.index)}
+        wide = {b: schema for b, schema in schemas.items() if self.sends_measured(b)}
         near = {b: [Place.CURVATURE] if b in wide else [Place.CURVATURE, Place.MEASURED] for b in mine}
-        self.comm.share_curvature([self.parcel_of(b, *places, known=False) for b, places in near.items()])
-        measured = [self.parcel_of(self._blocks[i], Place.MEASURED) for i in refreshed if self._blocks[i] in wide]
+        self.comm.share_curvature([parcel_of(b, mine[b], *places, known=False) for b, places in near.items()])
+        measured = [parcel_of(b, schema, Place.MEASURED) for b, schema in wide.items()]
         self.comm.spread([parcel for parcel in measured if parcel.tensors])
 
-    def _sends_measured(self, block: Block) -> bool:
+    def lacks_measured(self, block: Block) -> bool:
+        """Whether ranks that only capture a block have yet to receive what it is measured with."""
+        return block.name in self.unsent and self.comm.captures_elsewhere(block.index)
+
+    def sends_measured(self, block: Block) -> bool:
         """Whether what is at ``Place.MEASURED`` is now on ranks that do not precondition, too."""
-        return self.comm.captures_elsewhere(block.index)
+        return self.comm.captures_elsewhere(block.index) and block.name not in self.unsent
 
-    def parcel_of(self, block: Block, *places: Place, known: bool = True) -> Parcel:
-        """The tensors of a block's state that are at some places, as far as they are here."""
-        schema = self.live_schema(block)
-        return self._shared(block, schema, sorted(k for place in places for k in keys(schema, place, known=known)))
-
-    def _shared(self, block: Block, schema: Schema, names: Sequence[str]) -> Parcel:
-        """Tensors of a block's state in this order, as far as they are here."""
-        state = self.state[block.owner]
-        here = [k for k in names if k in state]
-        return Parcel(block.index, [state[k] for k in here], tuple(schema[k].symmetric for k in here))
-
-    def renew(self, blocks: list[Block]) -> Tensor:
-        """Refresh and share some blocks outside of their schedule."""
-        if not self.comm.combines:
-            with full_precision(blocks[0].owner.device):
-                return self.refresh(blocks, True)
-        kept, ok = self._refresh_together(blocks)
-        self.share([b.index for b in kept])
-        good = dict(zip(kept, ok.tolist(), strict=True))
-        return torch.tensor([good.get(b, False) for b in blocks])
-
-    # ------------------------------------------------------------------ what this rank holds
-    def placed(self) -> list[tuple[int, nn.Parameter]]:
-        """Blocks, and the parameter whose state theirs is."""
-        return [(b.index, b.owner) for b in self._blocks]
-
-    def places_here(self, p: nn.Parameter) -> frozenset[Place]:
-        """Return where this rank is, of the places at which tensors of a parameter's state are."""
-        block, everywhere = self._block_of.get(p), frozenset(Place)
+    def places_here(self, block: Block | None) -> frozenset[Place]:
+        """Return where this rank is, of the places at which tensors of a block's state are."""
+        everywhere = frozenset(Place)
         if block is None or not self.comm.combines:
             return everywhere
         i, away = block.index, set()
@@ -281,6 +226,18 @@ class Reducing(Capturing):
             away.add(Place.ESTIMATE)
         if not self.comm.preconditions(i):
             away.add(Place.CURVATURE)
-            if not (self.comm.captures(i) and self._sends_measured(block)):
+            if not (self.comm.captures(i) and self.sends_measured(block)):
                 away.add(Place.MEASURED)
         return everywhere - away
+
+
+def parcel_of(block: Block, schema: Schema, *places: Place, known: bool = True) -> Parcel:
+    """The tensors of a block's state that are at some places, as far as they are here."""
+    return parcel_with(block, schema, sorted(k for place in places for k in keys(schema, place, known=known)))
+
+
+def parcel_with(block: Block, schema: Schema, names: Sequence[str]) -> Parcel:
+    """The tensors of a block's state with these keys, in this order, as far as they are here."""
+    state = block.state
+    here = [k for k in names if k in state]
+    return Parcel(block.index, [state[k] for k in here], tuple(schema[k].symmetric for k in here))

@@ -124,7 +124,7 @@ class RoleWorker:
         return [bool(good.get(index, False)) for index in indices]
 
     def _can_refresh(self, block: Block) -> bool:
-        return self.updates_of(block.index) > 0 and not self._curvature.is_empty(block)
+        return self.updates_of(block.index) > 0 and not block.is_empty
 
     @torch.no_grad()
     def idle(self) -> None:

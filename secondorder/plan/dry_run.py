@@ -18,13 +18,13 @@ from torch import Tensor
 
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.measurement import Measured
-from secondorder.comm import Parcel, Unit
+from secondorder.comm import Unit
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, likes, tensors
 from secondorder.curvature.window.unit import Unit as Window
 from secondorder.curvature.window.window import LAG, GradientWindow
 from secondorder.linalg.dense import precision_of
-from secondorder.parallel.exchange import _WORDS, Sums
+from secondorder.parallel.exchange import Posted, StatisticsExchange
 from secondorder.parallel.roles import RoleWorker
 from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
@@ -79,6 +79,19 @@ class Understudy:
         """FLOPs per step."""
 
 
+class DryExchange(StatisticsExchange):
+    """Sends shapes alone, to which nobody answers."""
+
+    def __init__(self, comm: Rehearsal, like: StatisticsExchange) -> None:
+        super().__init__(comm, torch.device("meta"))
+        self.rows_seen = like.rows_seen
+
+    def read(self, posted: Posted) -> tuple[dict[int, Measured], Tensor]:
+        """Return nothing: no answers are known."""
+        posted.work.wait()
+        return {}, torch.zeros(len(posted.words[-1]))
+
+
 class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  # a narrower kind of strategy
     """A layer method."""
 
@@ -106,7 +119,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
 
     def notes(self) -> Iterator[str]:
         """What a user should know."""
-        unseen = sum(b.name not in self._rows_seen for b in self._blocks if self._has_factors(b))
+        unseen = sum(b.name not in self.exchange.rows_seen for b in self._blocks if self._has_factors(b))
         if unseen:
             known = "taken as one" if self._batch_size_supposed else "pass batch_size= too, or FLOPs of statistics lack"
             yield f"how many rows an example has in {unseen} layers is not known before a step: {known}"
@@ -118,6 +131,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
     def begin(self, comm: Rehearsal) -> None:
         """Every block is here, has statistics and was refreshed."""
         super().begin(comm)
+        self.exchange = DryExchange(comm, self.exchange)
         self._known_schemas: dict[int, Schema] = {}
         for block in self._blocks:
             state = self.state[block.owner]
@@ -166,21 +180,6 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
         me.propose({}, {}, None)
         self.comm.after(RoleWorker(self), t)
 
-    def _exchange(
-        self, blocks: Sequence[Block], measured: Mapping[int, Measured], sums: Sums, tail: Sequence[float]
-    ) -> tuple[dict[int, Measured], Tensor]:
-        """Shapes alone are exchanged."""
-        schemas = {b: sums(b) for b in blocks}
-        words = sum(_WORDS + self._count_size(b) * len(found) for b, found in schemas.items())
-        flags = {b: tuple(entry.symmetric for entry in found.values()) for b, found in schemas.items()}
-        self.comm.reduce_statistics([Parcel(b.index, [*tensors(s).values()], flags[b]) for b, s in schemas.items()])
-        self.comm.agree(torch.zeros(words + len(tail), dtype=torch.float64))
-        return {}, torch.zeros(len(tail))
-
-    def _lacks_bases(self, block: Block) -> bool:
-        """Whoever needs bases has them."""
-        return False
-
     def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
         """There are none."""
 
@@ -195,7 +194,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
         """Estimates and curvature, where the strategy has them."""
         for p in self._block_of:
             index, near = self._block_of[p].index, {Place.ESTIMATE: "estimate", Place.CURVATURE: "curvature"}
-            if not self._sends_measured(self._block_of[p]):
+            if not self.exchange.sends_measured(self._block_of[p]):
                 near[Place.MEASURED] = "curvature"
             for entry in self.schema_of(p, self.table.group_of[p], self.state[p]).values():
                 if isinstance(entry.like, Tensor):
@@ -219,7 +218,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
 
     def _work_of_statistics(self, block: Block) -> Iterator[Work]:
         """Of the sums behind the factors, and of those of squares of per-example gradients."""
-        seen = self._rows_seen.get(block.name)
+        seen = self.exchange.rows_seen.get(block.name)
         n = self._batch_size_supposed or (0 if seen is None else seen[0])
         if not self._has_factors(block) or not n or not block.group[self.capture_interval]:
             return

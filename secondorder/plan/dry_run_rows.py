@@ -92,7 +92,7 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
             batch.positions,
             batch.whole,
             torch.zeros(block.with_rows.lead, dtype=torch.float64),
-            torch.ones(self._count_size(block), dtype=torch.float64),
+            torch.ones(block.count_size, dtype=torch.float64),
         )
 
     def _rows_sent(self, block: RowBlock) -> int:

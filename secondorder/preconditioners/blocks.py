@@ -30,6 +30,7 @@ from secondorder.curvature.layer import (
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
 from secondorder.options import FisherOptions
+from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.preconditioners.base import Group, ParameterTable, Preconditioner
 from secondorder.runtime import Clock, Runtime
 
@@ -104,8 +105,8 @@ class Capturing(Preconditioner):
         self._capture: Capture | None = None
         self._blocks: list[Block] = []
         self._block_of: dict[nn.Parameter, Block] = {}
+        self.exchange = StatisticsExchange(setting.comm)
         self.refresher = Refresher(setting.layers.schedule, self.refresh_interval, setting.layers.max_failures)
-        self._skipped_statistics: dict[str, int | Tensor] = {}
         self._warned: set[str] = set()
         #: The gradient of the first layer in the last step, and its version: the same again means no backward pass.
         self._last_gradient: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
@@ -114,8 +115,6 @@ class Capturing(Preconditioner):
         self._armed_for: list[tuple[Any, ...]] = []
         #: Shapes of the whole curvature of each parameter, wherever it is.
         self._shapes: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
-        #: Examples of a rank in the last batch, and rows that the statistics of a block had of them: for plans.
-        self._rows_seen: dict[str, tuple[float, float | Tensor]] = {}
         #: Blocks whose curvature a checkpoint left out, until the ranks have found it anew.
         self._to_renew: set[str] = set()
         #: Blocks whose statistics the coming step uses, on any rank.
@@ -308,9 +307,9 @@ class Capturing(Preconditioner):
         """Blocks by module name."""
         return {b.name: b for b in self._blocks}
 
-    @abstractmethod
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:
         """Return where this rank is, of the places at which tensors of a parameter's state are."""
+        return self.exchange.places_here(self._block_of.get(p))
 
     def facts(self) -> dict[str, list[str]]:
         """Return what must be equal on all ranks, in words."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,19 +18,20 @@ from secondorder.capture.capture import Capture
 from secondorder.capture.coverage import NO_HOOKS, REPEATED, advice, kind_of, verdict
 from secondorder.capture.layers.projections import Projection
 from secondorder.capture.loss_scale import UNKNOWN
-from secondorder.capture.sites import Captured
+from secondorder.capture.sites import Captured, Statistic
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.comm import Parcel
 from secondorder.curvature.block import Block
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import Extremes, numbers
 from secondorder.curvature.layer import find_name
-from secondorder.curvature.schema import Schema
+from secondorder.curvature.schema import Place, Schema, keys
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import all_true_on_cpu, full_precision, precision_of
-from secondorder.parallel.refresh import Refreshing
+from secondorder.parallel.exchange import parcel_of
 from secondorder.parallel.shards import zeros_like_shard
-from secondorder.preconditioners.base import Directions, Group, Proposal
+from secondorder.preconditioners.base import Directions, Group, Proposal, words_of_options
+from secondorder.preconditioners.blocks import Capturing
 from secondorder.runtime import some_of
 
 #: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
@@ -40,7 +42,7 @@ _PORTION = 32 * 2**20
 _REFRESHES_BEFORE_WATCH = 3
 
 
-class LayerPreconditioner(Refreshing):
+class LayerPreconditioner(Capturing):
     """The stages of a step over the blocks of a module.
 
     The verbs of a method: :meth:`schema` (state of a block), :meth:`new_statistic`, :meth:`measure`, :meth:`sums`,
@@ -51,6 +53,19 @@ class LayerPreconditioner(Refreshing):
     damps_kernel: ClassVar[bool] = False
 
     # ------------------------------------------------------------------ what a method supplies
+    @abstractmethod
+    def measure(self, block: Block, statistic: Statistic, examples: int) -> Measured:
+        """What this rank captured, as parts that ranks can add up."""
+
+    def sums(self, block: Block) -> Schema:
+        """The parts that this step measures of a block, as ranks add them up: by default those of its estimate."""
+        schema = self.live_schema(block)
+        return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
+
+    @abstractmethod
+    def refresh(self, blocks: Sequence[Block], host_checks: bool) -> Tensor:
+        """Recompute what preconditioning needs from the estimates; returns ``ok [len(blocks)]``."""
+
     @abstractmethod
     def fold(self, block: Block, measured: Measured, gate: Tensor | None) -> Tensor:
         """Fold what was measured into the running estimate; returns whether it was finite (0-dim bool)."""
@@ -118,6 +133,53 @@ class LayerPreconditioner(Refreshing):
         self._warn_of_doubts(capture)
         return taken
 
+    def reduce(self, statistics: Captured) -> Captured:
+        """Measure what was captured, and combine it over the ranks."""
+        measured = {
+            i: self.measure(self._blocks[i], s, statistics.examples[i])
+            for i, s in statistics.statistics.items()
+            if statistics.examples[i]
+        }
+        if self.comm.combines:
+            return self._combine(statistics, measured)
+        for i, m in measured.items():
+            if "factor_a" in m.parts:
+                self.exchange.rows_seen[self._blocks[i].name] = m.examples, m.parts["factor_a"].number
+        return statistics._replace(statistics=measured)  # type: ignore[arg-type]
+
+    def _combine(self, captured: Captured, measured: dict[int, Measured]) -> Captured:
+        """Counts to everybody, sums to whoever holds the estimates."""
+        schemas = {self._blocks[i]: self.sums(self._blocks[i]) for i in sorted(self._due)}
+        if not schemas:
+            return captured._replace(statistics={})
+        word = self._options_word()
+        tail = [float(captured.total), float(captured.total > 0), 1.0, word, word * word]
+        found, agreed = self.exchange.combine(schemas, measured, tail)
+        examples = {i: m.examples for i, m in found.items()}
+        total, ranks, everyone, words, squares = agreed.tolist()
+        if everyone * squares != words * words:  # not one and the same word
+            self._refuse_options()
+        # A rank that captures no layer has as many examples as the others.
+        total = round(total * self.comm.data_world / ranks) if ranks else 0
+        return captured._replace(statistics=found, examples=examples, total=total)  # type: ignore[arg-type]
+
+    def _options_word(self) -> float:
+        """A number of 20 bits for the options of the groups: its square and sums of them are exact."""
+        return float(zlib.crc32("\n".join(words_of_options(self.param_groups)).encode()) & 0xFFFFF)
+
+    def _refuse_options(self) -> None:
+        rates = [float(group["lr"]) for group in self.param_groups]
+        raise RuntimeError(
+            f"step {self._t}: the options of the parameter groups differ between ranks (lr here: {rates}), so their "
+            "parameters would drift apart. Schedules must see the same numbers on every rank: average a validation "
+            "loss over the ranks before it goes into one."
+        )
+
+    def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+        """Fold what was measured into the running estimates."""
+        self._update_estimates(statistics, gate)
+        self._warn_uncaptured(statistics, gradients)
+
     def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
         for index, measured in cast("dict[int, Measured]", captured.statistics).items():
             block = self._blocks[index]
@@ -126,7 +188,7 @@ class LayerPreconditioner(Refreshing):
                 on_cpu = finite.device.type == "cpu"
                 dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
                 if dropped is not False:
-                    self._skipped_statistics[block.name] = self._skipped_statistics.get(block.name, 0) + dropped
+                    self.exchange.skip(block, dropped)
                 if dropped is True and not self.comm.combines:
                     continue
             self.count_update(block, measured)
@@ -208,6 +270,49 @@ class LayerPreconditioner(Refreshing):
         gradient = next((b.owner.grad for b in self._blocks if b.owner.grad is not None), None)
         self._last_gradient = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
         self.arm()
+
+    # ------------------------------------------------------------------ stage 4: refresh and share
+    def refresh_due(self) -> list[int]:
+        """Refresh the blocks that are due, here or on their owners; returns the indices of the refreshed ones."""
+        due = [b for b in self._blocks if self._refresh_is_due(b) and self.comm.renews(b.index)]
+        if not due:
+            return []
+        if self.comm.combines:
+            due, fine = self.exchange.refresh_together(due, self.refresh)
+            self.refresher.judge(due, fine)
+            return self.refresher.count(due)
+        self.refresher.settle()
+        due, look = self._with_estimates(due)
+        return self.refresher.run(due, self.refresh, look) if due else []
+
+    def _refresh_is_due(self, block: Block) -> bool:
+        return self.refresher.is_due(block, len(self._blocks))
+
+    def _with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
+        return self.refresher.with_estimates(due)
+
+    def share(self, refreshed: list[int]) -> None:
+        """Bring what was refreshed to the ranks that precondition with it."""
+        if self.comm.combines and refreshed:
+            self.exchange.share({self._blocks[i]: self.live_schema(self._blocks[i]) for i in refreshed})
+
+    def parcel_of(self, block: Block, *places: Place) -> Parcel:
+        """The tensors of a block's state that are at some places, as far as they are here."""
+        return parcel_of(block, self.live_schema(block), *places)
+
+    def renew(self, blocks: list[Block]) -> Tensor:
+        """Refresh and share some blocks outside of their schedule."""
+        if not self.comm.combines:
+            with full_precision(blocks[0].owner.device):
+                return self.refresh(blocks, True)
+        kept, ok = self.exchange.refresh_together(blocks, self.refresh)
+        self.share([b.index for b in kept])
+        good = dict(zip(kept, ok.tolist(), strict=True))
+        return torch.tensor([good.get(b, False) for b in blocks])
+
+    def placed(self) -> list[tuple[int, nn.Parameter]]:
+        """Blocks, and the parameter whose state theirs is."""
+        return [(b.index, b.owner) for b in self._blocks]
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
     def active(self, gradients: Directions) -> list[Block]:
@@ -448,7 +553,7 @@ class LayerPreconditioner(Refreshing):
             "condition_number": conditions,
             "staleness": {n: self._t - 1 - at for n, at in self.refresher.refreshed_at.items() if n in found},
             "statistics_age": {n: self._t - 1 - at for n, at in self._learned_at.items() if n in found},
-            "skipped_statistics": sum(int(n) for n in self._skipped_statistics.values()),
-            "skipped_statistics_by_layer": {name: int(n) for name, n in self._skipped_statistics.items()},
+            "skipped_statistics": sum(int(n) for n in self.exchange.skipped.values()),
+            "skipped_statistics_by_layer": {name: int(n) for name, n in self.exchange.skipped.items()},
             "refresh_failures": self.refresher.failed,
         }

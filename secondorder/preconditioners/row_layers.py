@@ -119,9 +119,6 @@ class RowLayers(Observing):
             return measured
         return measured._replace(rest=raw._replace(finite=all_finite(raw.rows)))
 
-    def _is_finite(self, measured: Measured) -> Tensor:
-        return torch.tensor(True) if measured.rest is None else measured.rest.finite
-
     def fold(self, block: RowBlock, measured: Measured, gate: Tensor | None) -> Tensor:
         """Scale rows per datum, and keep them for the refresh of this step."""
         return block.fold(measured, gate)
@@ -142,10 +139,6 @@ class RowLayers(Observing):
         first = any(b.state["refreshes"] == 0 for b in due)
         failing = any(b.name in self.refresher.failures for b in due)
         return due, on_host or first or failing or any(b.changes_layout(self._limit(b)) for b in due)
-
-    def is_empty(self, block: RowBlock) -> bool:
-        """Whether a block has no estimate: factors are made in the refresh itself, and so it always has one."""
-        return False
 
     def _limit(self, block: RowBlock) -> int:
         """The largest number of rows to keep of this step."""

@@ -33,6 +33,7 @@ from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.orthogonal_iteration import BasisIteration
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import precision_of
+from secondorder.parallel.exchange import parcel_with
 from secondorder.preconditioners.base import Directions, Group, Proposal
 from secondorder.preconditioners.blocks import Setting
 from secondorder.preconditioners.kronecker import FactoredPreconditioner
@@ -55,9 +56,6 @@ class ScalePreconditioner(FactoredPreconditioner):
         self._iteration = BasisIteration()
         #: Whether bases are recomputed for a checkpoint without them.
         self._loading = False
-        #: Names of blocks whose bases only the ranks that precondition have, until the next step sends them: after a
-        #: checkpoint was loaded, or after an estimator that had no use for them elsewhere. The same on all ranks.
-        self._bases_to_send: set[str] = set()
         #: Examples of this step.
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
@@ -80,7 +78,7 @@ class ScalePreconditioner(FactoredPreconditioner):
         recomputes = by_example and block.group["transport"] == "recompute"
         late = recomputes and (block.state["refreshes"] == 0 or self._refresh_is_due(block))
         scale = by_example and not late and self._is_refreshed(block) and self._scale_is_due(block)
-        return Due(super()._capture_is_due(block), scale, late, late or (scale and self._lacks_bases(block)))
+        return Due(super()._capture_is_due(block), scale, late, late or (scale and self.exchange.lacks_measured(block)))
 
     def _scale_is_due(self, block: Block) -> bool:
         steps: int = block.group["scale_update_steps"]
@@ -198,26 +196,20 @@ class ScalePreconditioner(FactoredPreconditioner):
         return own.precondition(gradient) if rotated is None else own.precondition(rotated, is_rotated=True)
 
     # ------------------------------------------------------------------ with other ranks
-    def _lacks_bases(self, block: Block) -> bool:
-        """Whether some ranks have examples of a block to be measured in its bases, and have yet to receive these."""
-        is_apart = block.group["estimator"] == "intra" and self.comm.captures_elsewhere(block.index)
-        return is_apart and block.name in self._bases_to_send
-
-    def _sends_measured(self, block: Block) -> bool:
-        return super()._sends_measured(block) and not self._lacks_bases(block)
-
     def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
         """Find the blocks for the current parameters; see the base class."""
         changed = super().follow(place)
         self._runtime.blocks = len(self._blocks)
         names = {b.name for b in self._blocks if self._loading or b.group["estimator"] != "intra"}
-        self._bases_to_send |= names
+        # After a checkpoint was loaded, or an estimator that had no use for them, bases are sent by the next step.
+        self.exchange.unsent |= names
         return changed
 
     def _send_bases(self) -> None:
         """Send bases that were found before all ranks could have them."""
-        blocks = [block for block in self._blocks if self._lacks_bases(block)]
-        self._bases_to_send -= {block.name for block in blocks}  # from now on they are where they are measured in
+        lacking = self.exchange.lacks_measured
+        blocks = [b for b in self._blocks if b.group["estimator"] == "intra" and lacking(b)]
+        self.exchange.unsent -= {block.name for block in blocks}  # from now on they are where they are measured in
         for block in blocks:
             schema = self.live_schema(block)
             for key in keys(schema, Place.MEASURED):
@@ -263,7 +255,7 @@ class ScalePreconditioner(FactoredPreconditioner):
                 mine[block.index] = block.measure_calls(self._late[block])
             except ValueError as error:  # the other ranks go on
                 self.capture.refused[block.index] = str(error)
-        found, _ = self._exchange(late, mine, lambda block: self._blocks[block.index].scale_sums(), [])
+        found, _ = self.exchange.combine({b: b.scale_sums() for b in late}, mine, [])
         for block in late:
             measured = found.get(block.index)
             if measured is None:
@@ -279,17 +271,17 @@ class ScalePreconditioner(FactoredPreconditioner):
             return
         keys = ("scale", "scale_weight", "scale_unit")
         mine = [b for b in blocks if self.comm.preconditions(b.index)]
-        self.comm.share_curvature([self._shared(b, self.live_schema(b), keys) for b in mine])
+        self.comm.share_curvature([parcel_with(b, self.live_schema(b), keys) for b in mine])
 
     # ------------------------------------------------------------------ checkpoints and copies
     @contextmanager
     def while_loading(self) -> Iterator[None]:
         """Compare a checkpoint with schemas in which bases that the owners will send may be missing."""
-        before, self._bases_to_send = self._bases_to_send, {block.name for block in self._blocks}
+        before, self.exchange.unsent = self.exchange.unsent, {block.name for block in self._blocks}
         try:
             yield
         finally:
-            self._bases_to_send = before
+            self.exchange.unsent = before
 
     def _renew_loaded(self, blocks: list[Any]) -> Tensor:
         self._loading = True
@@ -310,12 +302,12 @@ class ScalePreconditioner(FactoredPreconditioner):
             self._loading = False
 
     def kept(self) -> dict[str, Any]:
-        return {**super().kept(), "bases_to_send": set(self._bases_to_send)}
+        return {**super().kept(), "bases_to_send": set(self.exchange.unsent)}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Take what :meth:`kept` returned for the original."""
         super().restore(kept)
-        self._bases_to_send = set(kept["bases_to_send"])
+        self.exchange.unsent = set(kept["bases_to_send"])
 
     # ------------------------------------------------------------------ ends
     def end_step(self) -> None:
