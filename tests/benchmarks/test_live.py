@@ -45,7 +45,7 @@ def test_a_terminal_gets_a_table_with_every_figure():
     assert cells[2] == f"{runs[0].history.loss_at(6):.4g}"
     assert cells[5] == f"{found['kl_clip_factor']:.3g}"
     assert cells[6] == str(max(found["staleness"].values()))
-    assert runs[0].optimizer._clock is None
+    assert runs[0].optimizer.stage_clock is None
 
 
 def test_looks_are_rare_and_the_last_step_is_always_shown():

@@ -188,7 +188,7 @@ def test_examples_are_counted_once_per_micro_batch(method):
     opt = METHODS[method](parts)
     ((x, y),) = micro_batches(0, 1)
     chained(parts, [(x, y)])
-    taken = opt._capture.take()
+    taken = opt.capture.take()
     assert set(taken.examples.values()) == {4}
     assert taken.total == 4
 

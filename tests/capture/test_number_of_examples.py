@@ -385,7 +385,7 @@ def test_a_rule_survives_copies() -> None:
             model = Ambiguous()
             twin.attach(model)
             F.cross_entropy(model(torch.tensor([0, 3, 11]), noise(11, WIDTH).float()), labels(2, CLASSES)).backward()
-            assert twin._capture.take().total == 2
+            assert twin.capture.take().total == 2
 
 
 @pytest.mark.parametrize(
