@@ -23,18 +23,13 @@ from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import precision_of
-from secondorder.parallel.shards import find_shards, require_separate_parameters
-from secondorder.preconditioners.base import ParameterTable, words_of_options
-from secondorder.runtime import Clock, Runtime, some_of
+from secondorder.parallel.shards import require_separate_parameters
+from secondorder.parameters import RULE_KEYS, Directions, Group, ParameterTable
+from secondorder.preconditioners.base import words_of_options
+from secondorder.runtime import Clock, Runtime
 
-Group = dict[str, Any]
 State = dict[str, Tensor | int]
-Directions = dict[nn.Parameter, Tensor]
 SelfT = TypeVar("SelfT", bound="Lifecycle")
-
-
-#: State of the first-order rules, shaped like the parameter.
-RULE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
 
 
 class Lifecycle(Optimizer):
@@ -78,6 +73,10 @@ class Lifecycle(Optimizer):
     def _allocate(self, p: nn.Parameter) -> None:
         """Allocate the curvature state of a parameter; what is there and still fits is kept."""
 
+    def _allocating(self) -> tuple[str, ...]:
+        """Options of a group that decide how much state its parameters have."""
+        return ()
+
     def _follow(self, replanned: bool) -> None:
         """Act on a plan that was made anew."""
 
@@ -87,7 +86,7 @@ class Lifecycle(Optimizer):
 
     def _kept_by_copies(self) -> dict[str, Any]:
         """Attributes that copies and pickles keep."""
-        own = {"names": dict(self._names), "comm": self.comm, "t": self._t, "betas": self._default_betas}
+        own = {"names": dict(self._table.names), "comm": self.comm, "t": self._t, "betas": self._default_betas}
         return {**own, "entries": dict(self.entries)}
 
     # ------------------------------------------------------------------ birth
@@ -100,17 +99,10 @@ class Lifecycle(Optimizer):
         #: The catalog, and what schemas have added: parameters that are frozen have no schema.
         self.entries: Schema = dict(self.catalog)
         self.loss_scale = LossScale()
-        self._runtime, self._table = Runtime(), ParameterTable(entries=self.entries)
+        self._runtime = Runtime()
+        self._table = ParameterTable(type(self).__name__, self._allocating(), entries=self.entries)
         #: β₁ and β₂ of a group that does not give its own; the defaults have them only where Adam sets the step.
         self._default_betas: tuple[float, float] = options.DEFAULTS["betas"]
-        self._root: nn.Module | None = None
-        self._closed = False
-        self._group: dict[nn.Parameter, Group] = {}
-        self._first: nn.Parameter | None = None
-        self._reasons: dict[nn.Parameter, str] = {}
-        self._names: dict[nn.Parameter, str] = {}
-        self._skipped_by_user: set[nn.Parameter] = set()
-        self._signature: list[tuple[object, ...]] = []
         self._checked: list[Group] = []
         self._skipped_steps = 0
         self._skipped_on_device: Tensor | int = 0
@@ -123,18 +115,16 @@ class Lifecycle(Optimizer):
     def _restore(self, kept: dict[str, Any]) -> None:
         """Take :meth:`_kept_by_copies` back."""
         self._begin_life(kept["comm"])
-        self._names, self._t, self._default_betas = kept["names"], kept["t"], kept["betas"]
+        self._table.names, self._t, self._default_betas = kept["names"], kept["t"], kept["betas"]
         self.entries.update(kept["entries"])
-        self._group = {p: g for g in self.param_groups for p in g["params"]}
-        self._first = next(iter(self._group), None)
         self._tabulate()
+        self._table.regroup()
 
     def _tabulate(self) -> None:
         """Give the parts what the user or ``load_state_dict`` may have replaced."""
         self._runtime.renew(self.state, self.param_groups)
-        table = self._table
-        table.groups, table.names, table.group_of, table.root = self.param_groups, self._names, self._group, self._root
-        table.state = cast("MutableMapping[nn.Parameter, dict[str, Any]]", self.state)
+        self._table.groups = self.param_groups
+        self._table.state = cast("MutableMapping[nn.Parameter, dict[str, Any]]", self.state)
 
     def _fit_strategy(self, module: nn.Module | None) -> None:
         """Shard curvature as well if parameters are sharded and nobody chose a strategy."""
@@ -157,20 +147,18 @@ class Lifecycle(Optimizer):
         Returns:
             Whether the plan changed.
         """
-        self._group = {p: g for g in self.param_groups for p in g["params"]}
-        known = {**self._names, **self._inside()}
-        names = {p: known.get(p, f"of shape {tuple(p.shape)}") for p in self._group}
-        self._table.shards = find_shards(names, self.comm)
         self._tabulate()
-        changed = self._plan() if self._group else False
-        self._first = next(iter(self._group), None)
-        self._name_parameters()
-        self._signature = self._layout()
-        self._forget_replaced()
-        for p in self._group:
+        table = self._table
+        table.regroup()
+        table.find_shards(self.comm)
+        changed = self._plan() if table.group_of else False
+        table.name_parameters()
+        table.note_plan()
+        table.forget_replaced(self._t)
+        for p in table.group_of:
             self._init_parameter(p)
-        if self._first is not None:
-            self.state[self._first].setdefault("global_step", self._t)
+        if table.first is not None:
+            self.state[table.first].setdefault("global_step", self._t)
         return changed
 
     @property
@@ -178,42 +166,13 @@ class Lifecycle(Optimizer):
         """Whether parameters are sharded over ranks."""
         return self._table.shards.is_sharded
 
-    def _forget_replaced(self) -> None:
-        """Drop the state of parameters in whose place others have come under the same names (as a trainer may do)."""
-        names = {self._names[p] for p in self._group}
-        replaced = {p: n for p, n in self._names.items() if p not in self._group and n in names}
-        for p in replaced:
-            del self._names[p]
-            self.state.pop(p, None)
-        if replaced and self._t:
-            warnings.warn(
-                f"{type(self).__name__}: after {self._t} steps other parameters have come in the place of "
-                f"{some_of(list(replaced.values()))}; their curvature and momentum begin anew. Replace parameters "
-                "before training, or carry the state over with state_dict() and load_state_dict()",
-                stacklevel=depth_of_caller(),
-            )
-
-    def _inside(self) -> dict[nn.Parameter, str]:
-        """Names of the module's parameters, if there is a module."""
-        return {} if self._root is None else {p: clean_name(n) for n, p in self._root.named_parameters()}
-
-    def _name_parameters(self) -> None:
-        inside = self._inside()
-        for i, group in enumerate(self.param_groups):
-            given = group.get("param_names")
-            for j, p in enumerate(group["params"]):
-                known = inside.get(p, self._names.get(p, f"group {i} parameter {j}"))
-                self._names[p] = given[j] if given else known
-                if not p.requires_grad:
-                    self._reasons.setdefault(p, "frozen")
-
     def _init_parameter(self, p: nn.Parameter) -> None:
         state = self.state[p]
         state.setdefault("step", torch.zeros((), dtype=torch.float32))
         if not p.requires_grad:
             return  # a frozen layer keeps its estimate for when it is unfrozen
         self._allocate(p)
-        self._init_rule(p, self._group[p])
+        self._init_rule(p, self._table.group_of[p])
         for key in set(state) & set(RULE_KEYS):
             state[key] = state[key].to(p.device, p.dtype)
 
@@ -228,20 +187,6 @@ class Lifecycle(Optimizer):
         if options.is_adam((group["graft"] or group["inner"]) if covered else group["fallback"]):
             return "exp_avg", "exp_avg_sq"
         return ("momentum_buffer",) if group["momentum"] else ()
-
-    def _require_live_parameters(self) -> None:
-        """Refuse to train on where the parameters of the module were replaced, and so never have gradients.
-
-        Raises:
-            RuntimeError: If that is so.
-        """
-        inside = {name: p for p, name in self._inside().items()}
-        replaced = [n for p, name in self._names.items() if (n := clean_name(name)) in inside and inside[n] is not p]
-        if replaced:
-            raise RuntimeError(
-                f"{type(self).__name__}: no parameter has a gradient, and the module has another '{replaced[0]}' than "
-                "when the optimizer was made: make it after fully_shard(), to_empty() and what else replaces parameters"
-            )
 
     def _rule_state(self, p: nn.Parameter, key: str) -> Tensor:
         state = self.state[p]
@@ -277,8 +222,8 @@ class Lifecycle(Optimizer):
 
     def _join_ranks(self) -> None:
         """Meet the other ranks, after construction or when the units have changed; all do so at the same time."""
-        if not self._connected and self._group:
-            self.comm.connect(self._facts(), next(iter(self._group)).device)
+        if not self._connected and self._table.group_of:
+            self.comm.connect(self._facts(), next(iter(self._table.group_of)).device)
             self._connected = True
 
     def _compare_start(self, gradients: Directions) -> None:
@@ -287,8 +232,8 @@ class Lifecycle(Optimizer):
             return
         self._compared = True
         ways = "wrap the model in DistributedDataParallel, or use average_gradients=True"
-        values = [f"{self._names[p]}: {_sum_of(p)}" for p in self._group if not is_cut(p)]
-        found = [f"{self._names[p]}: {_sum_of(g)}" for p, g in gradients.items() if not is_cut(p)]
+        values = [f"{self._table.names[p]}: {_sum_of(p)}" for p in self._table.group_of if not is_cut(p)]
+        found = [f"{self._table.names[p]}: {_sum_of(g)}" for p, g in gradients.items() if not is_cut(p)]
         self.comm.compare(
             {
                 "steps taken, before this one": [str(self._t)],
@@ -301,46 +246,21 @@ class Lifecycle(Optimizer):
         """What must be equal on all ranks, in words."""
         return {
             "the method": [type(self).__name__],
-            "parameters": [f"{self._names[p]} {tuple(p.shape)} {p.dtype}" for p in self._group],
+            "parameters": [f"{self._table.names[p]} {tuple(p.shape)} {p.dtype}" for p in self._table.group_of],
             "options of the groups": words_of_options(self.param_groups),
             "steps taken": [str(self._t)],
         }
 
     # ------------------------------------------------------------------ what may change between steps
-    def _layout(self) -> list[tuple[object, ...]]:
-        """What the plan and its state depend on and a user may change between steps."""
-        members = [(g, p) for g in self.param_groups for p in g["params"]]
-        return [(id(g), id(p), p.requires_grad, p.dtype, p.device) for g, p in members]
-
     def _synchronize(self) -> None:
         """Follow parameters that were frozen, unfrozen, moved or cast since the last step."""
-        if self._layout() != self._signature:
+        if self._table.layout() != self._table.signature:
             self._follow(self._rebuild())
 
     def _follow_replaced(self) -> None:
         """Follow parameters that a trainer has put in the place of others since the last step."""
-        if self._signature and any(p not in self._group for group in self.param_groups for p in group["params"]):
+        if self._table.was_replaced:
             self._synchronize()
-
-    def _warn_uncovered(self) -> None:
-        """Name once, by reason, the parameters that get no curvature without the user having asked for it."""
-        by_reason: dict[str, list[str]] = {}
-        for p, name in self._names.items():
-            if not self._covers(p) and p not in self._skipped_by_user and p.requires_grad:
-                by_reason.setdefault(self._reasons.get(p, "not covered"), []).append(name)
-        if not by_reason:
-            return
-        text = "; ".join(f"{reason}: {some_of(names)}" for reason, names in by_reason.items())
-        if any(self._covers(p) for p in self._names):
-            found = f"some parameters get no curvature and follow the fallback rule ({text})"
-        else:
-            rules = " or ".join(sorted({repr(g["fallback"]) for g in self.param_groups}))
-            found = f"nothing is covered. All parameters get no curvature and follow the fallback rule {rules} ({text})"
-        warnings.warn(
-            f"{type(self).__name__}: {found}. describe() lists every parameter; name them in skip_layers to silence "
-            "this.",
-            stacklevel=depth_of_caller(),
-        )
 
     @property
     def grad_scaler(self) -> Any:
@@ -369,10 +289,10 @@ class Lifecycle(Optimizer):
             param_group["fallback"] = merged["fallback"]
         options.validate(merged, {**options.COMMON, **self.checks})
         self._check_group(merged)
-        super().add_param_group(self._named_like_the_others(param_group))
+        super().add_param_group(self._table.named_like_the_others(param_group))
         group = self.param_groups[-1]
         group.setdefault("fallback_base_lr", float(group["lr"]))
-        if self._group:  # not while the constructor adds its groups
+        if self._table.group_of:  # not while the constructor adds its groups
             self._warn_without_effect([group])
             self._follow(self._rebuild())
 
@@ -417,18 +337,6 @@ class Lifecycle(Optimizer):
     def _check_group(self, group: Group) -> None:
         """Refuse options that exclude each other, or those of the groups that are there."""
 
-    def _named_like_the_others(self, param_group: dict[str, Any]) -> dict[str, Any]:
-        """Name the parameters of a late group when the others have names: torch wants all or none."""
-        params = param_group["params"]
-        if isinstance(params, set):
-            return param_group  # torch refuses it, with its own words
-        params = [params] if isinstance(params, Tensor) else list(params)
-        named = bool(self.param_groups) and "param_names" in self.param_groups[0]
-        if not named or any(isinstance(p, tuple) for p in params):
-            return {**param_group, "params": params}
-        inside, i = self._inside(), len(self.param_groups)
-        return {**param_group, "params": [(inside.get(p, f"group{i}.{j}"), p) for j, p in enumerate(params)]}
-
     # ------------------------------------------------------------------ copies
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep: everything but the module, the hooks and the loss scaler."""
@@ -453,18 +361,9 @@ class Lifecycle(Optimizer):
         else:
             self._tabulate()
 
-    def _repoint(self, theirs: dict[str, nn.Parameter]) -> None:
+    def _repoint(self, theirs: Mapping[str, nn.Parameter]) -> None:
         """Train a module's parameters of the same names and shapes instead."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                name = clean_name(self._names.get(p, ""))
-                if name not in theirs or theirs[name].shape != p.shape:
-                    raise ValueError(f"attach: the module has no parameter '{name}' of shape {tuple(p.shape)}")
-        for group in self.param_groups:
-            new = [theirs[clean_name(self._names[p])] for p in group["params"]]
-            for old, p in zip(group["params"], new, strict=True):
-                self.state[p] = self.state.pop(old)
-            group["params"] = new
+        self._table.repoint(theirs)
 
     def attach(self, module: nn.Module | Sequence[nn.Module]) -> None:
         """Follow a module, or the parts of a model, again, after ``copy.deepcopy``, unpickling or :meth:`detach`.
@@ -481,7 +380,7 @@ class Lifecycle(Optimizer):
         if not mine & set(theirs.values()):
             self._repoint({clean_name(n): p for n, p in theirs.items()})
         self.detach()
-        self._names.clear()
+        self._table.names.clear()
         self.comm.claim(self)
         self._connect(root)
 
@@ -491,7 +390,7 @@ class Lifecycle(Optimizer):
 
     def detach(self) -> None:
         """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
-        self._closed = True
+        self._table.is_followed = False
 
     def close(self) -> None:
         """Remove every hook and end what the strategy runs. Idempotent."""

@@ -20,8 +20,8 @@ from secondorder.comm.join import JoiningOptimizer
 from secondorder.comm.layout import local
 from secondorder.diagnostics.report import Reporting
 from secondorder.frames import depth_of_caller
-from secondorder.lifecycle import Directions, Group
 from secondorder.linalg.dense import all_true_on_cpu
+from secondorder.parameters import Directions, Group
 from secondorder.plan.planner import Planning
 from secondorder.preconditioners.base import Preconditioner, Proposal
 
@@ -80,7 +80,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         except BaseException:
             self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
-        self._warn_uncovered()
+        self._table.warn_uncovered(self._covers)
         self._warn_without_effect(self.param_groups)
 
     def _cycles_betas(self, defaults: Group) -> bool:
@@ -177,11 +177,11 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         if not self.comm.updates:
             self._estimate_only()
             return returned
-        self._average_gradients(list(self._group))
-        gradients = self._gradients()
+        self._average_gradients(list(self._table.group_of))
+        gradients = self._table.gradients()
         self._compare_start(gradients)
         if not gradients:
-            self._require_live_parameters()
+            self._table.require_live()
             curvature.discard()
             return returned
         with self._runtime.stage("reduce"):
@@ -230,21 +230,10 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         with self._runtime.stage("reduce"):
             statistics = self.preconditioner.collect()
         with self._runtime.stage("statistics"):
-            self.preconditioner.learn(statistics, self._gradients(), None)
+            self.preconditioner.learn(statistics, self._table.gradients(), None)
         self._advance()
 
     # ------------------------------------------------------------------ stages 0 and 1: gradients
-    def _gradients(self) -> Directions:
-        """Dense gradients, this rank's pieces of those that are cut, negated in groups that maximize."""
-        found: Directions = {}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    grad = local(p.grad) if self._is_cut else p.grad
-                    grad = grad.to_dense() if grad.layout != torch.strided else grad.resolve_conj()
-                    found[p] = -grad if group["maximize"] else grad
-        return found
-
     def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
         """Drop a batch with a non-finite gradient whole: on the CPU by not stepping, else by a gate on the device."""
         finite = self._acceptable(gradients)
@@ -270,7 +259,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
 
     def _adam_step(self, p: nn.Parameter) -> Tensor:
         """Adam's step at rate 1 (a real view of a complex one)."""
-        (beta1, beta2), eps = self._adam_options(self._group[p])
+        (beta1, beta2), eps = self._adam_options(self._table.group_of[p])
         state, step = self.state[p], self._steps_of(p)
         mean, square = _as_real([local(state["exp_avg"]), local(state["exp_avg_sq"])])
         (root,) = update.adam_denominators([square], [step], beta2, eps)
@@ -288,7 +277,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
 
     def _with_decay(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
         """What Adam takes for the gradient of a covered parameter: with weight decay, where that is coupled."""
-        group = self._group[p]
+        group = self._table.group_of[p]
         if not group["weight_decay"] or options.is_decoupled(self._options(p)["graft"], group):
             return gradient
         return gradient.add(local(p), alpha=group["weight_decay"])
@@ -311,19 +300,19 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
             self._graft_factors[params[0]] = update.match_length_(own, size, length)
 
     def _clip(self, directions: Directions) -> None:
-        limited = [p for p in directions if self._group[p]["clip_norm"] is not None]
+        limited = [p for p in directions if self._table.group_of[p]["clip_norm"] is not None]
         if limited:
             total = torch.linalg.vector_norm(self._table.shards.norms(limited, [directions[p] for p in limited]))
             for p in limited:
-                factor = (self._group[p]["clip_norm"] / (total + 1e-12)).clamp(max=1)
+                factor = (self._table.group_of[p]["clip_norm"] / (total + 1e-12)).clamp(max=1)
                 directions[p].mul_(factor.to(directions[p].device, torch.float64))
         for p, direction in directions.items():
-            if (bound := self._group[p]["clip_value"]) is not None:
+            if (bound := self._table.group_of[p]["clip_value"]) is not None:
                 (torch.view_as_real(direction) if direction.is_complex() else direction).clamp_(-bound, bound)
 
     def _keep(self, directions: Directions) -> Directions:
         if self._kept_directions:
-            found = {self._names[p]: d.clone() for p, d in directions.items()}
+            found = {self._table.names[p]: d.clone() for p, d in directions.items()}
             for kept in self._kept_directions:
                 kept.update(found)
         return directions
@@ -394,8 +383,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
 
     def _advance(self) -> None:
         self._t += 1
-        if self._first is not None:
-            self.state[self._first]["global_step"] = self._t
+        if self._table.first is not None:
+            self.state[self._table.first]["global_step"] = self._t
         self.comm.end_step()
         if self._runtime.clock is not None:
             self._runtime.clock.end_step()

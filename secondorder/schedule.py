@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from secondorder import options
-from secondorder.lifecycle import Group
 from secondorder.optimizer import SecondOrderOptimizer
 
 #: A function of the step, or milestones ``{step: value}``.
@@ -128,10 +127,10 @@ class ParamScheduler:
         tracks = [x for t in self._tracks.values() for x in (t if isinstance(t, tuple) else (t,))]
         return sorted({step for track in tracks if isinstance(track, _Milestones) for step in track.steps})
 
-    def _changes_at(self, step: int, milestones_only: bool = False) -> list[Group]:
+    def _changes_at(self, step: int, milestones_only: bool = False) -> list[dict[str, Any]]:
         """What each group is given at a step."""
         groups = self.optimizer.param_groups
-        changes: list[Group] = [{} for _ in groups]
+        changes: list[dict[str, Any]] = [{} for _ in groups]
         for key, tracks in self._tracks.items():
             chosen = tracks if isinstance(tracks, tuple) else (tracks,)
             values = [_UNSET if milestones_only and not isinstance(t, _Milestones) else t(step) for t in chosen]
@@ -152,20 +151,20 @@ class ParamScheduler:
                 self._write(group, key, value)
         self._last_step = step
 
-    def _check(self, changes: list[Group]) -> None:
+    def _check(self, changes: list[dict[str, Any]]) -> None:
         """Refuse what an optimizer of this package would refuse in a group that is added with such values."""
         optimizer = self.optimizer
         if not isinstance(optimizer, SecondOrderOptimizer):
             return  # torch's own have no checks but those of their constructors
         checks = {**options.COMMON, **optimizer.checks}
-        live, planned = optimizer.param_groups, list[Group]()
+        live, planned = optimizer.param_groups, list[dict[str, Any]]()
         for group, change in zip(live, changes, strict=True):
             planned.append({**group, **change})
             options.validate(planned[-1], {key: check for key, check in checks.items() if key in change})
         optimizer.check_groups(planned)
 
     @torch.no_grad()
-    def _write(self, group: Group, key: str, value: Any) -> None:
+    def _write(self, group: dict[str, Any], key: str, value: Any) -> None:
         held = group.get(key)
         if not isinstance(held, Tensor):
             group[key] = value

@@ -26,8 +26,8 @@ from secondorder.capture.batch import rules
 from secondorder.curvature.block import Block
 from secondorder.curvature.layer import Parts, forwarded
 from secondorder.curvature.schema import of_kinds
-from secondorder.lifecycle import RULE_KEYS, Directions
 from secondorder.linalg import quadratic
+from secondorder.parameters import RULE_KEYS, Directions
 
 ReturnedT = TypeVar("ReturnedT")
 
@@ -63,10 +63,10 @@ class AdaptiveOptimizer(ModelledOptimizer):
         recording = self._needs_forwards()
         if not (recording or self._looks_again()):
             return super()._evaluate(closure)
-        assert self._root is not None
-        devices = {p.device for p in self._group}
-        start = Moment(self._root, devices)
-        root, chosen = forwarded(self._root)[0], self._layer_options
+        assert self._table.root is not None
+        devices = {p.device for p in self._table.group_of}
+        start = Moment(self._table.root, devices)
+        root, chosen = forwarded(self._table.root)[0], self._layer_options
         (rule,) = rules(chosen.batch_input, [root], chosen.batch_dim)
         with recorded(root, devices, on=recording) as forwards:
             returned = super()._evaluate(closure)
@@ -208,8 +208,8 @@ class AdaptiveOptimizer(ModelledOptimizer):
 
     def _loss_now(self, evaluation: Evaluation) -> Tensor:
         """The objective on the same batch at the parameters as they are; leaves no trace."""
-        assert self._root is not None
-        holders = [*self._root.parameters(), *self._group]
+        assert self._table.root is not None
+        holders = [*self._table.root.parameters(), *self._table.group_of]
         # As before, eagerly or not: the rounding of two ways to compute would be taken for a change of the loss.
         mode = eager() if evaluation.eager else nullcontext()
         with self._unseen(), kept_gradients(holders), evaluation.start.replayed(), mode, torch.enable_grad():

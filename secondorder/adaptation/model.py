@@ -17,7 +17,7 @@ from secondorder.linalg.dense import precision_of
 from secondorder.linalg.quadratic import QuadraticModel
 from secondorder.methods.layer_optimizer import LayerOptimizer
 from secondorder.optimizer import rate
-from secondorder.preconditioners.base import Directions, Group
+from secondorder.parameters import Directions, Group
 
 
 class ModelledOptimizer(LayerOptimizer):
@@ -60,9 +60,9 @@ class ModelledOptimizer(LayerOptimizer):
         evaluation, likelihood = self._evaluation, self._adaptation.loss_model
         if evaluation is None or likelihood is None or not evaluation.exact:
             return self._block_products(directions, self._curvature.curvature_product)
-        assert self._root is not None
+        assert self._table.root is not None
         with self._unseen():
-            own = exact_products(self._root, evaluation.exact, likelihood, directions, at, mean=self._is_mean())
+            own = exact_products(self._table.root, evaluation.exact, likelihood, directions, at, mean=self._is_mean())
         return self._of_all_ranks(own)
 
     def _of_all_ranks(self, values: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class ModelledOptimizer(LayerOptimizer):
         return matrix * (damping[..., None, None] if isinstance(damping, Tensor) else damping)
 
     def _coupled_decay(self, p: nn.Parameter) -> float:
-        group = self._group[p]
+        group = self._table.group_of[p]
         return 0.0 if group["decoupled_weight_decay"] else float(group["weight_decay"])
 
     # ------------------------------------------------------------------ stage 7 with the model
@@ -155,7 +155,7 @@ class ModelledOptimizer(LayerOptimizer):
         if self._adaptation.quadratic_model and directions:
             directions = {p: d + w * p if (w := self._coupled_decay(p)) else d for p, d in directions.items()}
             along = [directions]
-            if any(self._group[p]["momentum"] and self._steps_of(p) > 1 for p in directions):
+            if any(self._table.group_of[p]["momentum"] and self._steps_of(p) > 1 for p in directions):
                 along.append({p: self._previous(p) for p in directions})
             tolerance = torch.finfo(precision_of(next(iter(directions)))).eps ** 0.5
             found = self._model(along, {p: gradients[p] for p in directions}, {}).minimum(tolerance)
@@ -164,7 +164,7 @@ class ModelledOptimizer(LayerOptimizer):
 
     def _previous(self, p: nn.Parameter) -> Tensor:
         """The previous step before ``lr``, or zeros where momentum is off."""
-        return -self._rule_state(p, "momentum_buffer") if self._group[p]["momentum"] else torch.zeros_like(p)
+        return -self._rule_state(p, "momentum_buffer") if self._table.group_of[p]["momentum"] else torch.zeros_like(p)
 
     def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
         modelled = self._adaptation.quadratic_model and preconditioned

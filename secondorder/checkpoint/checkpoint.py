@@ -21,7 +21,8 @@ from secondorder.comm.layout import cut_equally, is_cut, whole
 from secondorder.curvature.layer import clean_name
 from secondorder.curvature.schema import Entry, Place, Schema, held, known, of_kinds
 from secondorder.frames import depth_of_caller, filled_in_by_torch, is_saved_in_parts
-from secondorder.lifecycle import Group, Lifecycle
+from secondorder.lifecycle import Lifecycle
+from secondorder.parameters import Group
 
 if TYPE_CHECKING:
     from secondorder.comm import CommStrategy
@@ -89,11 +90,11 @@ class Checkpointing(Lifecycle):
             The state.
         """
         self._follow_replaced()
-        for p, group in self._group.items():
-            if p.requires_grad and self._signature:  # a copy without its module does not know its rules
+        for p, group in self._table.group_of.items():
+            if p.requires_grad and self._table.signature:  # a copy without its module does not know its rules
                 self._init_rule(p, group)
         packed = super().state_dict()
-        for names, group in zip(self._names_of_groups(), packed["param_groups"], strict=True):
+        for names, group in zip(self._table.names_of_groups(), packed["param_groups"], strict=True):
             if names is not None:
                 group.setdefault("param_names", names)
         if self._gathered_at != self._t:
@@ -176,7 +177,7 @@ class Checkpointing(Lifecycle):
 
     def _collect_pieces(self, to: int | None) -> None:
         """Add what is cut as its parameter is; all ranks call it."""
-        for p in self._group:
+        for p in self._table.group_of:
             for key in sorted(key for key, value in self.state[p].items() if is_cut(value)):
                 found = whole(cast(Tensor, self.state[p][key]))
                 if self._asks(to):
@@ -252,7 +253,7 @@ class Checkpointing(Lifecycle):
             live.clear()
             live.update({k: copied(v) for k, v in given.items() if k != "param_names"}, **kept)
         self._install(loaded)
-        self._t = 0 if self._first is None else int(self.state[self._first].get("global_step", 0))
+        self._t = 0 if self._table.first is None else int(self.state[self._table.first].get("global_step", 0))
         self._finish_load()
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
@@ -271,15 +272,6 @@ class Checkpointing(Lifecycle):
                 f"this state_dict is partial: it was saved by {saved_by}, and this is {self.comm.standing}. {_MEND}"
             )
 
-    def _names_of_groups(self) -> list[list[str] | None]:
-        """Names of the parameters of each group, as given or as the module has them; None where they are not known."""
-        inside = self._inside()
-        found: list[list[str] | None] = []
-        for group in self.param_groups:
-            names = group.get("param_names") or [inside.get(p, "") for p in group["params"]]
-            found.append(list(names) if all(names) else None)
-        return found
-
     def _matched_by_name(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A state whose groups list their parameters in the order of this optimizer, where both sides have names.
 
@@ -290,7 +282,7 @@ class Checkpointing(Lifecycle):
             The state in this order, or as it is where names are not known, are the same, or do not fit.
         """
         given: list[Group] = state_dict["param_groups"]
-        ours, theirs = self._names_of_groups(), [group.get("param_names") for group in given]
+        ours, theirs = self._table.names_of_groups(), [group.get("param_names") for group in given]
         if None in ours or None in theirs or len(ours) != len(given):
             return state_dict
         by_names = {
@@ -331,7 +323,7 @@ class Checkpointing(Lifecycle):
         loaded: dict[nn.Parameter, dict[str, Any]] = {}
         filled_in = filled_in_by_torch()
         for p, i, given in self._numbered({"param_groups": groups}):
-            theirs, label = self._own_values(found.get(i, {}), filled_in), f"parameter '{self._names[p]}'"
+            theirs, label = self._own_values(found.get(i, {}), filled_in), f"parameter '{self._table.names[p]}'"
             schema, kept = self._expected_state(p, given, theirs), given["checkpoint_curvature"]
             if self._was_never_trained(theirs):  # it was frozen, and begins anew
                 schema = {k: entry for k, entry in schema.items() if k in theirs or k in ("step", "global_step")}
@@ -390,7 +382,7 @@ class Checkpointing(Lifecycle):
     def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Schema:
         """What the state of a parameter should be; ``theirs`` is what a checkpoint has for it."""
         expected = {"step": _STEP}
-        if p is self._first:
+        if p is self._table.first:
             expected["global_step"] = _STEP._replace(like=0)
         expected |= self._curvature_schema(p, group, theirs)
         if p.requires_grad:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from secondorder import options
 from secondorder.comm.layout import cut_like, is_cut
-from secondorder.lifecycle import RULE_KEYS
+from secondorder.parameters import RULE_KEYS
 
 Spec = dict[str, "tuple[int, ...] | None"]
 

@@ -14,7 +14,7 @@ from secondorder.curvature.window.shards import Slice, join, plain
 from secondorder.curvature.window.topk import TopK
 from secondorder.curvature.window.unit import Unit, real
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM
-from secondorder.preconditioners.base import Group, ParameterTable
+from secondorder.parameters import Group, ParameterTable
 from secondorder.preconditioners.window_plan import CATALOG, MOMENTUM_KEYS, WindowPlan
 
 if TYPE_CHECKING:

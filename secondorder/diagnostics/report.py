@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from secondorder.comm.layout import local
 from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
-from secondorder.lifecycle import RULE_KEYS, Group, Lifecycle
+from secondorder.lifecycle import Lifecycle
+from secondorder.parameters import RULE_KEYS, Group
 from secondorder.runtime import Clock
 
 
@@ -46,7 +47,7 @@ class Reporting(Lifecycle):
     @property
     def module(self) -> nn.Module | None:
         """The module that the optimizer follows; None without one, as in a copy or after ``detach``."""
-        return None if self._closed else self._root
+        return self._table.module
 
     @property
     def stage_clock(self) -> Clock | None:
@@ -55,11 +56,11 @@ class Reporting(Lifecycle):
 
     def parameter_name(self, p: nn.Parameter) -> str:
         """Name of a parameter of the groups, as ``describe`` shows it and ``keep_directions`` uses it."""
-        return self._names[p]
+        return self._table.names[p]
 
     def describe(self) -> str:
         """A table with one row per parameter: the block that covers it or the fallback and why, sizes, owner, bytes."""
-        rows = [self._row(p) for p in self._group]
+        rows = [self._row(p) for p in self._table.group_of]
         usage = {k: v for k, v in self.memory_usage().items() if v}
         footer = ["state: " + ", ".join(f"{k} {human_bytes(v)}" for k, v in usage.items())]
         if self.comm.combines:
@@ -69,11 +70,11 @@ class Reporting(Lifecycle):
     def _row(self, p: nn.Parameter) -> Row:
         treatment, sizes, owner = self._coverage(p)
         if not treatment:
-            treatment = self._reasons.get(p, "not covered")
+            treatment = self._table.reasons.get(p, "not covered")
             if p.requires_grad:
-                treatment = f"{self._group[p]['fallback']} fallback: {treatment}"
+                treatment = f"{self._table.group_of[p]['fallback']} fallback: {treatment}"
         nbytes = sum(local(v).nbytes for v in self.state[p].values() if isinstance(v, Tensor))
-        return Row(self._names[p], tuple(p.shape), treatment, sizes, owner, nbytes)
+        return Row(self._table.names[p], tuple(p.shape), treatment, sizes, owner, nbytes)
 
     def __repr__(self) -> str:
         """As in ``torch.optim``, without the options that have the constructor's default; equal groups stand once."""
@@ -101,7 +102,7 @@ class Reporting(Lifecycle):
     def memory_usage(self) -> dict[str, int]:
         """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
         usage = dict.fromkeys((*kinds(self.entries), "momentum", "fallback", "pending", "workspace", "buffers"), 0)
-        for p in self._group:
+        for p in self._table.group_of:
             for key, value in self.state[p].items():
                 if isinstance(value, Tensor):
                     usage[self._kind(p, key)] += local(value).nbytes

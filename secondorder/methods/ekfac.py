@@ -42,7 +42,7 @@ from secondorder.curvature.eigenbasis import is_adam
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
 from secondorder.methods.kronecker import FactoredOptimizer
-from secondorder.preconditioners.base import Directions, Group
+from secondorder.parameters import Directions, Group
 from secondorder.preconditioners.scale import ScalePreconditioner
 
 
@@ -242,12 +242,12 @@ class EKFAC(FactoredOptimizer):
             if block.group["momentum_mode"] != "pre":
                 continue
             for p in block.params:
-                beta, mean = self._group[p]["momentum"], self._local_state(p, "gradient_momentum")
+                beta, mean = self._table.group_of[p]["momentum"], self._local_state(p, "gradient_momentum")
                 gradient = gradients[p].to(mean.dtype)
                 mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
                 self.state[p]["gradient_updates"] += 1
                 source[p] = mean / (1 - beta ** self.state[p]["gradient_updates"])
-                if self._group[p]["nesterov"]:
+                if self._table.group_of[p]["nesterov"]:
                     source[p] = gradient.lerp(source[p], beta)
         return source
 

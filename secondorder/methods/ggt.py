@@ -27,9 +27,9 @@ from secondorder import options
 from secondorder.comm import CommStrategy
 from secondorder.curvature.solvers import GGTSolver
 from secondorder.curvature.window.form import Compression
-from secondorder.lifecycle import Group
 from secondorder.methods import documentation
 from secondorder.methods.window_optimizer import WINDOW_CHECKS, WindowOptimizer, window_betas
+from secondorder.parameters import Group
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)

@@ -42,7 +42,7 @@ from secondorder.curvature.mode import ModeSwitch
 from secondorder.linalg import selection
 from secondorder.methods import documentation
 from secondorder.methods.layer_optimizer import LayerOptimizer
-from secondorder.preconditioners.base import Directions, Group
+from secondorder.parameters import Directions, Group
 from secondorder.preconditioners.rows import RowPreconditioner
 from secondorder.switching import GradNormChange, SwitchPolicy
 
@@ -270,7 +270,7 @@ class HyLo(LayerOptimizer):
         source = super()._sources(blocks, gradients, gate)
         for block in blocks:
             for p in block.params:
-                group = self._group[p]
+                group = self._table.group_of[p]
                 if group["weight_decay_mode"] == "reg" and group["weight_decay"]:
                     source[p] = source[p] + group["weight_decay"] * p
         return source

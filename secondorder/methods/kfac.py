@@ -34,7 +34,7 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
 from secondorder.methods.kronecker import FactoredOptimizer
-from secondorder.preconditioners.base import Group
+from secondorder.parameters import Group
 from secondorder.preconditioners.kronecker import KroneckerPreconditioner
 
 

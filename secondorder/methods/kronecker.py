@@ -15,7 +15,7 @@ from secondorder.adaptation.trial import Adaptation
 from secondorder.curvature import factors
 from secondorder.curvature.layer import LayerOptions
 from secondorder.frames import depth_of_caller
-from secondorder.preconditioners.base import Group
+from secondorder.parameters import Group
 from secondorder.runtime import some_of
 
 #: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.

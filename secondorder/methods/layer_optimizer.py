@@ -16,7 +16,7 @@ from secondorder import options, update
 from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
-from secondorder.comm.layout import is_cut, local
+from secondorder.comm.layout import local
 from secondorder.curvature.block import Block
 from secondorder.curvature.layer import LayerOptions, unwrap
 from secondorder.curvature.schema import Place, Schema
@@ -26,7 +26,8 @@ from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.optimizer import SecondOrderOptimizer, rate
 from secondorder.options import FisherOptions
 from secondorder.parallel.roles import RoleWorker
-from secondorder.preconditioners.base import Directions, Group, Proposal
+from secondorder.parameters import Directions, Group
+from secondorder.preconditioners.base import Proposal
 from secondorder.preconditioners.blocks import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.runtime import Clock, some_of
@@ -83,6 +84,9 @@ class LayerOptimizer(SecondOrderOptimizer):
         """Entries of the states of blocks, by key, as far as they are the same in every state."""
         return self.curvature.catalog
 
+    def _allocating(self) -> tuple[str, ...]:
+        return self.curvature.allocating
+
     def _own_arguments(self) -> dict[str, Any]:
         """Arguments of the preconditioner that only this method has."""
         return {}
@@ -106,20 +110,18 @@ class LayerOptimizer(SecondOrderOptimizer):
         assert root is not None
         if not hasattr(self, "_curvature"):  # not before the strategy is known
             self._make_curvature(self._own_arguments())
-        self._root = unwrap(root)
+        self._table.root = unwrap(root)
         self._curvature.forget_blocks()
         self._rebuild()
         self._curvature.hook()
-        self._closed = False
+        self._table.is_followed = True
 
     def _plan(self) -> bool:
-        changed = self._curvature.follow(self._place)
-        self._reasons, self._skipped_by_user = self._curvature.reasons, self._curvature.skipped_by_user
-        return changed
+        return self._curvature.follow(self._place)
 
     def _rebuild(self) -> bool:
         """As in the base class; a copy without its module waits for :meth:`attach`."""
-        if self._root is None:
+        if self._table.root is None:
             return False
         changed = super()._rebuild()
         self._curvature.rebuilt()
@@ -138,20 +140,9 @@ class LayerOptimizer(SecondOrderOptimizer):
         """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
         self._check_changed_options()
         self._tabulate()
-        if not self._is_gathered():
+        if not self._table.is_gathered():
             self._synchronize()
         self._curvature.follow_schedule()
-
-    def _is_gathered(self) -> bool:
-        """Whether the module has whole parameters now, in the place of those that ``fully_shard`` has cut."""
-        if not self._is_cut or self._layout() == self._signature:
-            return False
-        inside = self._inside()
-        return any(is_cut(p) and p not in inside for p in self._group)
-
-    def _layout(self) -> list[tuple[object, ...]]:
-        chosen = [tuple(g.get(name) for name in self.curvature.allocating) for g in self.param_groups]
-        return [*super()._layout(), *chosen]
 
     def _covers(self, p: nn.Parameter) -> bool:
         return self._curvature.covers(p)
@@ -192,7 +183,7 @@ class LayerOptimizer(SecondOrderOptimizer):
     def detach(self) -> None:
         """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
         if hasattr(self, "_curvature"):
-            self._closed |= self._curvature.is_hooked
+            self._table.is_followed &= not self._curvature.is_hooked
             self._curvature.detach()
 
     # ------------------------------------------------------------------ capture
@@ -305,7 +296,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         grafted = [p for p in source if options.is_adam(self._options(p)["graft"])]
         self._count_moments(grafted, gradients, gate)
         for p in grafted:
-            beta1 = self._adam_options(self._group[p])[0][0]
+            beta1 = self._adam_options(self._table.group_of[p])[0][0]
             source[p] = local(self.state[p]["exp_avg"]) / (1 - beta1 ** self._steps_of(p))
         return source
 
@@ -340,18 +331,20 @@ class LayerOptimizer(SecondOrderOptimizer):
         return products
 
     def _kl_clip(self, directions: Directions, products: Directions) -> None:
-        clipped = [p for p in directions if self._group[p].get("kl_clip") and self._options(p)["graft"] is None]
+        clipped = [
+            p for p in directions if self._table.group_of[p].get("kl_clip") and self._options(p)["graft"] is None
+        ]
         clipped = [p for p in clipped if not self._curvature.sets_length(p)]
         if not clipped:
             return
-        terms, lrs = [products[p] for p in clipped], [rate(self._group[p]["lr"]) for p in clipped]
-        for limit in {self._group[p]["kl_clip"] for p in clipped}:
+        terms, lrs = [products[p] for p in clipped], [rate(self._table.group_of[p]["lr"]) for p in clipped]
+        for limit in {self._table.group_of[p]["kl_clip"] for p in clipped}:
             self._kl_factor = factor = update.kl_clip_factor(terms, lrs, limit)
-            torch._foreach_mul_([directions[p] for p in clipped if self._group[p]["kl_clip"] == limit], factor)
+            torch._foreach_mul_([directions[p] for p in clipped if self._table.group_of[p]["kl_clip"] == limit], factor)
 
     # ------------------------------------------------------------------ checkpoints
     def _require_loadable(self) -> None:
-        if self._root is None:
+        if self._table.root is None:
             raise RuntimeError(self._curvature.is_a_copy())
 
     def state_dict(self) -> dict[str, Any]:
@@ -401,7 +394,7 @@ class LayerOptimizer(SecondOrderOptimizer):
             if p.requires_grad or not own or (complete and any(isinstance(state[k], Tensor) for k in own)):
                 continue
             kept[p] = {k: v for k, v in state.items() if k not in own}
-            dropped.append(self._names[p])
+            dropped.append(self._table.names[p])
         if dropped:
             warnings.warn(
                 f"{type(self).__name__}: the curvature of frozen parameters was spread over several ranks when it was "

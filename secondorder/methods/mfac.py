@@ -31,9 +31,9 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature.solvers import MFACSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.topk import TopK
-from secondorder.lifecycle import Group
 from secondorder.methods import documentation
 from secondorder.methods.window_optimizer import WINDOW_CHECKS, WindowOptimizer
+from secondorder.parameters import Group
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)

@@ -23,8 +23,9 @@ from secondorder.curvature.window.rows import gated
 from secondorder.curvature.window.shards import plain
 from secondorder.curvature.window.topk import TopK
 from secondorder.curvature.window.window import SHARED, SLOT_DIM
-from secondorder.lifecycle import Directions, Group, module_of
+from secondorder.lifecycle import module_of
 from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.parameters import Directions, Group
 from secondorder.preconditioners.base import Proposal
 from secondorder.preconditioners.window_plan import CATALOG, WindowOptions
 from secondorder.preconditioners.windows import WindowPreconditioner
@@ -122,30 +123,32 @@ class WindowOptimizer(SecondOrderOptimizer):
         """The windows."""
         return self._windows
 
+    def _allocating(self) -> tuple[str, ...]:
+        return ("window_size",)
+
     def _make_windows(self, kept: dict[str, Any] | None = None) -> None:
         self._windows = WindowPreconditioner(self.solver, self._structure, self.comm, self._table, kept)
         self._checkpoint = WindowCheckpoint(self._windows.plan, self._windows.exchange, self.comm, self._windows.table)
         self._tabulate()
 
     def _connect(self, root: nn.Module | None) -> None:
-        self._root = None if root is None else unwrap(root)
+        self._table.root = None if root is None else unwrap(root)
         known = {p for group in self.param_groups for p in group["params"]}
         if not hasattr(self, "_windows"):  # not before the strategy is known
             self._make_windows()
         elif not self._windows.plan.unit_of.keys() <= known:
             self._windows.plan.units, self._windows.plan.unit_of = [], {}  # others replaced them, with their state
-        self._closed = False
+        self._table.is_followed = True
         self._rebuild()
 
     def _plan(self) -> bool:
         for group in self.param_groups:
             self.checks["window_size"]("window_size", group["window_size"])
-        self._name_parameters()
-        self._tabulate()
+        self._table.name_parameters()
         partition = self._windows.plan.partition
         changed = self._windows.follow(self._place)
-        self._reasons = partition.reasons(self._windows.table)
-        self._skipped_by_user = set(partition.excluded)
+        self._table.reasons = partition.reasons(self._windows.table)
+        self._table.skipped_by_user = set(partition.excluded)
         return changed
 
     def _prepare(self) -> None:
@@ -199,10 +202,6 @@ class WindowOptimizer(SecondOrderOptimizer):
     def _allocate(self, p: nn.Parameter) -> None:
         """Do nothing, since the plan allocates all parameters of a window at once."""
 
-    def _layout(self) -> list[tuple[object, ...]]:
-        sizes = [(group["window_size"],) for group in self.param_groups]
-        return [*super()._layout(), *sizes]
-
     def _check_group(self, group: Group) -> None:
         mode, decay = group["weight_decay_mode"], group["decoupled_weight_decay"]
         if mode != "standard" and decay:
@@ -230,20 +229,17 @@ class WindowOptimizer(SecondOrderOptimizer):
             RuntimeError: If the larger window does not fit into free memory; the group is not added then.
         """
         count = len(self.param_groups)
-        if self._structure.partition == "global" and self._group and isinstance(param_group, dict):
+        if self._structure.partition == "global" and self._table.group_of and isinstance(param_group, dict):
             # A schedule may have changed the options of the common window, so the new group takes the current ones.
             param_group = {key: self.param_groups[0][key] for key in self.shared_options} | param_group
         try:
             super().add_param_group(param_group)
         except RuntimeError:
-            if self._group and len(self.param_groups) > count:
-                for p in self.param_groups.pop()["params"]:
-                    self._skipped_by_user.discard(p)
+            if self._table.group_of and len(self.param_groups) > count:
+                dropped = self.param_groups.pop()["params"]
+                for p in dropped:
                     self._windows.plan.forget(p)
-                    for known in (self._names, self.state, self._reasons):
-                        known.pop(p, None)
-                self._group = {p: g for g in self.param_groups for p in g["params"]}
-                self._tabulate()
+                self._table.forget(dropped)
             raise
 
     def __getstate__(self) -> dict[str, Any]:
@@ -263,11 +259,8 @@ class WindowOptimizer(SecondOrderOptimizer):
         self._make_windows(kept["windows"])
         self._rebuild()
 
-    def _repoint(self, theirs: dict[str, nn.Parameter]) -> None:
-        before = [p for group in self.param_groups for p in group["params"]]
-        super()._repoint(theirs)
-        after = (p for group in self.param_groups for p in group["params"])
-        self._windows.plan.replace(dict(zip(before, after, strict=True)))
+    def _repoint(self, theirs: Mapping[str, nn.Parameter]) -> None:
+        self._windows.plan.replace(self._table.repoint(theirs))
 
     def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
         keys = super()._rule_keys(p, group)

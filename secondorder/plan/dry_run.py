@@ -26,9 +26,9 @@ from secondorder.curvature.window.window import LAG, GradientWindow
 from secondorder.linalg.dense import precision_of
 from secondorder.parallel.exchange import Posted, StatisticsExchange
 from secondorder.parallel.roles import RoleWorker
+from secondorder.parameters import Directions
 from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
-from secondorder.preconditioners.base import Directions
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.window_plan import CATALOG
 from secondorder.preconditioners.windows import WindowPreconditioner

@@ -51,7 +51,7 @@ class Planning(Lifecycle):
             NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
         """
         options.optional_whole(1)("batch_size", batch_size)
-        if any(is_cut(p) for p in self._group):
+        if any(is_cut(p) for p in self._table.group_of):
             raise NotImplementedError(
                 "plan() counts parameters that every rank holds: ask an optimizer of the model before fully_shard"
             )
@@ -75,7 +75,7 @@ class Planning(Lifecycle):
     def _other_holdings(self) -> Iterator[Holding]:
         """Yield the state other than curvature, which every rank keeps."""
         kind_of = cast(Any, self)._kind
-        for p, group in self._group.items():
+        for p, group in self._table.group_of.items():
             yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
             for key in self._rule_keys(p, group) if p.requires_grad else ():
                 yield Holding(None, kind_of(p, key), p.numel() * p.element_size())

@@ -8,43 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from secondorder.curvature.damping_watch import Damped
-from secondorder.curvature.schema import Schema
-from secondorder.parallel.shards import WholeParameters
-
-Group = dict[str, Any]
-Directions = dict[nn.Parameter, Tensor]
-
-
-@dataclass
-class ParameterTable:
-    """The current parameters of an optimizer, with their options and their state.
-
-    torch and trainers replace these objects. The optimizer updates the table before anything reads it.
-
-    Attributes:
-        groups: The parameter groups.
-        state: State by parameter.
-        names: Names by parameter.
-        group_of: Group of each parameter.
-        root: The module, or None if the optimizer has none.
-        shards: How parameters are sharded over ranks.
-        entries: Entries of the states, as far as they have been planned.
-    """
-
-    groups: list[Group] = field(default_factory=list)
-    state: MutableMapping[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
-    names: Mapping[nn.Parameter, str] = field(default_factory=dict)
-    group_of: Mapping[nn.Parameter, Group] = field(default_factory=dict)
-    root: nn.Module | None = None
-    shards: WholeParameters = field(default_factory=WholeParameters)
-    entries: Schema = field(default_factory=dict)
+from secondorder.parameters import Directions, Group
 
 
 class Proposal(NamedTuple):

@@ -31,7 +31,8 @@ from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
 from secondorder.options import FisherOptions
 from secondorder.parallel.exchange import StatisticsExchange
-from secondorder.preconditioners.base import Group, ParameterTable, Preconditioner
+from secondorder.parameters import Group, ParameterTable
+from secondorder.preconditioners.base import Preconditioner
 from secondorder.runtime import Clock, Runtime
 
 
@@ -99,9 +100,6 @@ class Capturing(Preconditioner):
         self.loss_scale, self._runtime, self._layer_options = setting.loss_scale, setting.runtime, setting.layers
         #: Whether hooks were removed.
         self.is_closed = False
-        #: Why parameters have no block, and those for which the user asked for none.
-        self.reasons: dict[nn.Parameter, str] = {}
-        self.skipped_by_user: set[nn.Parameter] = set()
         self._capture: Capture | None = None
         self._blocks: list[Block] = []
         self._block_of: dict[nn.Parameter, Block] = {}
@@ -209,9 +207,9 @@ class Capturing(Preconditioner):
         if changed:
             place([self._unit(block) for block in self._blocks])
         inside = set(root.parameters())
-        self.reasons, self.skipped_by_user = plan.reasons, plan.skipped_by_user
-        self.reasons |= {p: "frozen" for p in group_of if not p.requires_grad}
-        self.reasons |= {p: "not a parameter of the hooked module" for p in group_of if p not in inside}
+        reasons = plan.reasons | {p: "frozen" for p in group_of if not p.requires_grad}
+        reasons |= {p: "not a parameter of the hooked module" for p in group_of if p not in inside}
+        self.table.reasons, self.table.skipped_by_user = reasons, plan.skipped_by_user
         return changed
 
     def forget_blocks(self) -> None:

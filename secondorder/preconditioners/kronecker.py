@@ -24,7 +24,7 @@ from secondorder.curvature.kronecker import FactoredBlock, KroneckerBlock
 from secondorder.curvature.layer import Layer
 from secondorder.curvature.schema import Schema
 from secondorder.linalg import polar
-from secondorder.preconditioners.base import Group
+from secondorder.parameters import Group
 
 _Key = tuple[FactoredBlock, str]
 #: Numbers of the factors that a refresh works on at a time, more only if one layer has more.

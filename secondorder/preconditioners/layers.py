@@ -30,7 +30,8 @@ from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import all_true_on_cpu, full_precision, precision_of
 from secondorder.parallel.exchange import parcel_of
 from secondorder.parallel.shards import zeros_like_shard
-from secondorder.preconditioners.base import Directions, Group, Proposal, words_of_options
+from secondorder.parameters import Directions, Group
+from secondorder.preconditioners.base import Proposal, words_of_options
 from secondorder.preconditioners.blocks import Capturing
 from secondorder.runtime import some_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from secondorder.preconditioners.base import ParameterTable
+from secondorder.parameters import ParameterTable
 
 _NORM_LAYER = re.compile(r"Norm(\d?d)?$")
 _MADE_UP_NAME = re.compile(r"group ?\d+(\.| parameter )\d+$")

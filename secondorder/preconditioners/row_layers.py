@@ -25,7 +25,7 @@ from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_forms import ROWS, ROWS_OR_FACTORS, factors_are_cheaper, products_are_smaller
 from secondorder.curvature.schema import Schema, held, likes
 from secondorder.linalg import kernel
-from secondorder.preconditioners.base import Directions, Group
+from secondorder.parameters import Directions, Group
 from secondorder.preconditioners.blocks import Setting
 
 #: Examples that costs of layers are compared for, where nobody said how many there are.

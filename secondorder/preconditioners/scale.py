@@ -34,7 +34,8 @@ from secondorder.curvature.orthogonal_iteration import BasisIteration
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import precision_of
 from secondorder.parallel.exchange import parcel_with
-from secondorder.preconditioners.base import Directions, Group, Proposal
+from secondorder.parameters import Directions, Group
+from secondorder.preconditioners.base import Proposal
 from secondorder.preconditioners.blocks import Setting
 from secondorder.preconditioners.kronecker import FactoredPreconditioner
 

@@ -25,7 +25,7 @@ from secondorder.diagnostics.describe import human_bytes
 from secondorder.linalg.dense import precision_of
 from secondorder.linalg.gram import packed_size
 from secondorder.parallel.window_layout import wished_bounds
-from secondorder.preconditioners.base import ParameterTable
+from secondorder.parameters import ParameterTable
 from secondorder.preconditioners.partition import Partition
 
 MOMENTUM_KEYS = ("gradient_momentum", "momentum_coefficients", "dots_momentum", "momentum_weight")

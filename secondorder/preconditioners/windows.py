@@ -23,7 +23,8 @@ from secondorder.curvature.window.window import Push
 from secondorder.linalg import gram
 from secondorder.linalg.dense import full_precision
 from secondorder.parallel.windows import WindowExchange
-from secondorder.preconditioners.base import Directions, ParameterTable, Preconditioner, Proposal
+from secondorder.parameters import Directions, ParameterTable
+from secondorder.preconditioners.base import Preconditioner, Proposal
 from secondorder.preconditioners.window_plan import Portions, WindowOptions, WindowPlan
 
 #: Steps after which the damping is compared with the curvature.

@@ -339,7 +339,7 @@ def test_a_module_list_is_one_module_as_ever():
     layers = nn.ModuleList(make_parts())
     opt = METHODS["kfac"](layers)
     assert list(opt.blocks) == ["0.0", "0.2", "1.1", "1.3"]
-    assert opt._root is layers
+    assert opt.module is layers
 
 
 def test_layers_of_parts_are_skipped_by_name():

@@ -203,8 +203,8 @@ def _copied(rank: int, world: int) -> tuple[list[float], list[float]]:
 
 
 def _holder(optimizer: KFAC) -> nn.Module:
-    assert optimizer._root is not None
-    return optimizer._root
+    assert optimizer.module is not None
+    return optimizer.module
 
 
 def test_copies_train_on_with_groups_of_their_own(pool: Pool) -> None:

@@ -206,16 +206,16 @@ def test_a_resumed_run_goes_on_bit_for_bit():
     keywords = {**ADAM, "orthogonalize": True, "nesterov": True}
     opt, _ = _train(EKFAC, 3, **keywords)
     model = _Net().double()
-    model.load_state_dict(opt._root.state_dict())
+    model.load_state_dict(opt.module.state_dict())
     again = EKFAC(model, lr=0.01, factor_update_steps=1, inv_update_steps=1, **keywords)
     again.load_state_dict(opt.state_dict())
     for x, y in _batches(3, seed=2):
         for one in (opt, again):
-            net = one._root
+            net = one.module
             one.zero_grad()
             nn.functional.cross_entropy(net(x), y).backward()
             one.step()
-    for p, q in zip(opt._root.parameters(), model.parameters(), strict=True):
+    for p, q in zip(opt.module.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q)
 
 

@@ -82,7 +82,7 @@ def test_they_do_not_vanish_with_the_errors_as_those_of_the_loss_do():
     steps = _step(model, exact, x, y)
     rows = [u * (2 / N) ** 0.5 for u in _rows(model, x, torch.ones(N, 1, dtype=torch.float64))]
     assert max(u.square().sum() for u in rows) > 1e-3
-    other = _step(empirical._root, empirical, x, y)
+    other = _step(empirical.module, empirical, x, y)
     assert all(a.norm() < 0.9 * b.norm() for a, b in zip(steps, other, strict=True))
 
 
@@ -101,7 +101,7 @@ def test_drawn_rows_average_to_the_fisher(fisher):
     sums, draws = [0.0, 0.0], 100
     for seed in range(draws):
         opt = _hylo(copy.deepcopy(model), fisher=fisher, deterministic_seed=seed)
-        _step(opt._root, opt, x, y, nn.functional.cross_entropy, "categorical")
+        _step(opt.module, opt, x, y, nn.functional.cross_entropy, "categorical")
         for layer, name in enumerate(("0", "2")):
             sums[layer] = sums[layer] + opt.dense_curvature(name)
     for total, fisher_matrix, sizes in zip(sums, fishers, ((3, 5), (3, 4)), strict=True):

@@ -73,7 +73,7 @@ def test_by_default_the_head_has_the_block_without_a_warning(method, head_first)
         opt, chosen = method(model), method(copy.deepcopy(model), tied="head")
         for optimizer in (opt, chosen):
             for _ in range(3):
-                train(optimizer, optimizer._root, (x,), y, F.cross_entropy)
+                train(optimizer, optimizer.module, (x,), y, F.cross_entropy)
     assert set(opt.blocks) == {"head", "body"}
     assert "its use in words has no statistics" in opt.describe()
     assert "fallback" not in opt.describe()

@@ -1,0 +1,241 @@
+"""The parameters of an optimizer: their names and groups, and what was moved or replaced."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.comm import CommStrategy
+from secondorder.comm.layout import is_cut, local
+from secondorder.curvature.layer import clean_name
+from secondorder.curvature.schema import Schema
+from secondorder.frames import depth_of_caller
+from secondorder.parallel.shards import WholeParameters, find_shards
+from secondorder.runtime import some_of
+
+Group = dict[str, Any]
+Directions = dict[nn.Parameter, Tensor]
+#: State of the first-order rules, shaped like the parameter.
+RULE_KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(eq=False)
+class ParameterTable:
+    """The current parameters of an optimizer, with their options and their state.
+
+    torch and the user may replace the groups and the state. The optimizer updates both before anything reads them.
+
+    Attributes:
+        method: Name of the optimizer's class, for messages.
+        allocating: Options that decide how much state there is.
+        groups: The parameter groups.
+        state: State by parameter.
+        names: Names by parameter.
+        group_of: Group of each parameter.
+        first: The first parameter, or None if there are no parameters.
+        root: The module, or None if the optimizer has none.
+        is_followed: Whether the optimizer follows the module.
+        shards: How parameters are sharded over ranks.
+        entries: Entries of the states, as far as they have been planned.
+        reasons: Why parameters have no curvature.
+        skipped_by_user: Parameters for which the user asked for no curvature.
+        signature: The layout for which the current plan was made.
+    """
+
+    method: str = ""
+    allocating: tuple[str, ...] = ()
+    groups: list[Group] = field(default_factory=list)
+    state: MutableMapping[nn.Parameter, dict[str, Any]] = field(default_factory=dict)
+    names: dict[nn.Parameter, str] = field(default_factory=dict)
+    group_of: dict[nn.Parameter, Group] = field(default_factory=dict)
+    first: nn.Parameter | None = None
+    root: nn.Module | None = None
+    is_followed: bool = True
+    shards: WholeParameters = field(default_factory=WholeParameters)
+    entries: Schema = field(default_factory=dict)
+    reasons: dict[nn.Parameter, str] = field(default_factory=dict)
+    skipped_by_user: set[nn.Parameter] = field(default_factory=set)
+    signature: list[tuple[object, ...]] = field(default_factory=list)
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that the optimizer follows, or None if it follows none."""
+        return self.root if self.is_followed else None
+
+    # ------------------------------------------------------------------ groups and names
+    def regroup(self) -> None:
+        """Find the group of every parameter."""
+        self.group_of = {p: group for group in self.groups for p in group["params"]}
+        self.first = next(iter(self.group_of), None)
+
+    def find_shards(self, comm: CommStrategy) -> None:
+        """Find how the parameters are sharded over ranks."""
+        known = {**self.names, **self.inside()}
+        self.shards = find_shards({p: known.get(p, f"of shape {tuple(p.shape)}") for p in self.group_of}, comm)
+
+    def inside(self) -> dict[nn.Parameter, str]:
+        """Return the names of the module's parameters, which are none without a module."""
+        return {} if self.root is None else {p: clean_name(name) for name, p in self.root.named_parameters()}
+
+    def name_parameters(self) -> None:
+        """Name every parameter: as its group does, else as the module does, else by its position."""
+        inside = self.inside()
+        for i, group in enumerate(self.groups):
+            given = group.get("param_names")
+            for j, p in enumerate(group["params"]):
+                known = inside.get(p, self.names.get(p, f"group {i} parameter {j}"))
+                self.names[p] = given[j] if given else known
+                if not p.requires_grad:
+                    self.reasons.setdefault(p, "frozen")
+
+    def names_of_groups(self) -> list[list[str] | None]:
+        """Return the names of each group, as given or as in the module, or None where they are not known."""
+        inside = self.inside()
+        found: list[list[str] | None] = []
+        for group in self.groups:
+            names = group.get("param_names") or [inside.get(p, "") for p in group["params"]]
+            found.append(list(names) if all(names) else None)
+        return found
+
+    def named_like_the_others(self, group: Group) -> Group:
+        """Name the parameters of a late group if those of the others have names, since torch wants all or none."""
+        params = group["params"]
+        if isinstance(params, set):
+            return group  # torch refuses it, with its own words
+        params = [params] if isinstance(params, Tensor) else list(params)
+        named = bool(self.groups) and "param_names" in self.groups[0]
+        if not named or any(isinstance(p, tuple) for p in params):
+            return {**group, "params": params}
+        inside, i = self.inside(), len(self.groups)
+        return {**group, "params": [(inside.get(p, f"group{i}.{j}"), p) for j, p in enumerate(params)]}
+
+    def forget(self, params: Iterable[nn.Parameter]) -> None:
+        """Drop parameters whose group could not be added."""
+        for p in params:
+            self.skipped_by_user.discard(p)
+            self.names.pop(p, None)
+            self.reasons.pop(p, None)
+            self.state.pop(p, None)
+        self.regroup()
+
+    # ------------------------------------------------------------------ what was moved or replaced
+    def layout(self) -> list[tuple[object, ...]]:
+        """Return what a plan and its state depend on, and a user may change between steps."""
+        members = [(group, p) for group in self.groups for p in group["params"]]
+        found: list[tuple[object, ...]] = [(id(g), id(p), p.requires_grad, p.dtype, p.device) for g, p in members]
+        return found + [tuple(group.get(name) for name in self.allocating) for group in self.groups]
+
+    def note_plan(self) -> None:
+        """Note for which layout the current plan was made."""
+        self.signature = self.layout()
+
+    @property
+    def was_replaced(self) -> bool:
+        """Whether a trainer has put parameters in the place of others since the plan was made."""
+        return bool(self.signature) and any(p not in self.group_of for group in self.groups for p in group["params"])
+
+    def is_gathered(self) -> bool:
+        """Whether the module has whole parameters now, in the place of those that ``fully_shard`` has sharded."""
+        if not self.shards.is_sharded or self.layout() == self.signature:
+            return False
+        inside = self.inside()
+        return any(is_cut(p) and p not in inside for p in self.group_of)
+
+    def forget_replaced(self, steps: int) -> None:
+        """Drop the state of parameters in whose place others have come under the same names.
+
+        Args:
+            steps: Number of steps taken. After the first one this is worth a warning.
+        """
+        names = {self.names[p] for p in self.group_of}
+        replaced = {p: name for p, name in self.names.items() if p not in self.group_of and name in names}
+        for p in replaced:
+            del self.names[p]
+            self.state.pop(p, None)
+        if replaced and steps:
+            warnings.warn(
+                f"{self.method}: after {steps} steps other parameters have come in the place of "
+                f"{some_of(list(replaced.values()))}; their curvature and momentum begin anew. Replace parameters "
+                "before training, or carry the state over with state_dict() and load_state_dict()",
+                stacklevel=depth_of_caller(),
+            )
+
+    def require_live(self) -> None:
+        """Refuse to continue if the parameters of the module were replaced, and therefore never get gradients.
+
+        Raises:
+            RuntimeError: If they were replaced.
+        """
+        inside = {name: p for p, name in self.inside().items()}
+        replaced = [n for p, name in self.names.items() if (n := clean_name(name)) in inside and inside[n] is not p]
+        if replaced:
+            raise RuntimeError(
+                f"{self.method}: no parameter has a gradient, and the module has another '{replaced[0]}' than "
+                "when the optimizer was made: make it after fully_shard(), to_empty() and what else replaces parameters"
+            )
+
+    def repoint(self, theirs: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+        """Put a module's parameters of the same names and shapes in the place of the current ones.
+
+        Args:
+            theirs: Parameters of the module by name.
+
+        Returns:
+            The new parameter for each old one.
+
+        Raises:
+            ValueError: If the module has no parameter that fits; nothing is changed then.
+        """
+        found = {}
+        for group in self.groups:
+            for p in group["params"]:
+                name = clean_name(self.names.get(p, ""))
+                if name not in theirs or theirs[name].shape != p.shape:
+                    raise ValueError(f"attach: the module has no parameter '{name}' of shape {tuple(p.shape)}")
+                found[p] = theirs[name]
+        for group in self.groups:
+            for p in group["params"]:
+                self.state[found[p]] = self.state.pop(p)
+            group["params"] = [found[p] for p in group["params"]]
+        return found
+
+    # ------------------------------------------------------------------ what a step needs
+    def gradients(self) -> Directions:
+        """Return dense gradients, of which sharded ones are local and those of groups that maximize are negated."""
+        found: Directions = {}
+        for group in self.groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    grad = local(p.grad) if self.shards.is_sharded else p.grad
+                    grad = grad.to_dense() if grad.layout != torch.strided else grad.resolve_conj()
+                    found[p] = -grad if group["maximize"] else grad
+        return found
+
+    # ------------------------------------------------------------------ warnings
+    def warn_uncovered(self, covers: Callable[[nn.Parameter], bool]) -> None:
+        """Name once, by reason, the parameters that get no curvature without the user having asked for it.
+
+        Args:
+            covers: Whether curvature covers a parameter.
+        """
+        by_reason: dict[str, list[str]] = {}
+        for p, name in self.names.items():
+            if not covers(p) and p not in self.skipped_by_user and p.requires_grad:
+                by_reason.setdefault(self.reasons.get(p, "not covered"), []).append(name)
+        if not by_reason:
+            return
+        text = "; ".join(f"{reason}: {some_of(names)}" for reason, names in by_reason.items())
+        if any(covers(p) for p in self.names):
+            found = f"some parameters get no curvature and follow the fallback rule ({text})"
+        else:
+            rules = " or ".join(sorted({repr(group["fallback"]) for group in self.groups}))
+            found = f"nothing is covered. All parameters get no curvature and follow the fallback rule {rules} ({text})"
+        warnings.warn(
+            f"{self.method}: {found}. describe() lists every parameter; name them in skip_layers to silence this.",
+            stacklevel=depth_of_caller(),
+        )
