@@ -23,9 +23,9 @@ from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import precision_of
+from secondorder.parallel.session import RankSession
 from secondorder.parallel.shards import require_separate_parameters
-from secondorder.parameters import RULE_KEYS, Directions, Group, ParameterTable
-from secondorder.preconditioners.base import words_of_options
+from secondorder.parameters import RULE_KEYS, Group, ParameterTable
 from secondorder.runtime import Clock, Runtime
 
 State = dict[str, Tensor | int]
@@ -95,7 +95,6 @@ class Lifecycle(Optimizer):
             raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
         self.comm: CommStrategy = comm if comm is not None else default_strategy()
         self._is_default_strategy = comm is None
-        self._connected = self._compared = False
         #: The catalog, and what schemas have added: parameters that are frozen have no schema.
         self.entries: Schema = dict(self.catalog)
         self.loss_scale = LossScale()
@@ -119,6 +118,7 @@ class Lifecycle(Optimizer):
         self.entries.update(kept["entries"])
         self._tabulate()
         self._table.regroup()
+        self._open_session()
 
     def _tabulate(self) -> None:
         """Give the parts what the user or ``load_state_dict`` may have replaced."""
@@ -132,6 +132,17 @@ class Lifecycle(Optimizer):
         require_separate_parameters(type(self).__name__, module, params)
         if self._is_default_strategy and any(is_cut(p) for p in params):
             self.comm = default_strategy(cut=True)
+        self._open_session()
+
+    def _open_session(self) -> None:
+        self._session = RankSession(self.comm, self._table, self._runtime)
+
+    @abstractmethod
+    def _join_ranks(self) -> None:
+        """Meet the other ranks if that is needed."""
+
+    def _place(self, units: Sequence[Unit]) -> None:
+        self._session.place(units)
 
     @property
     def _t(self) -> int:  # bridge
@@ -213,43 +224,6 @@ class Lifecycle(Optimizer):
             clock: The clock, or None to stop.
         """
         self._runtime.clock = clock
-
-    # ------------------------------------------------------------------ ranks
-    def _place(self, units: Sequence[Unit]) -> None:
-        """Let the strategy decide who does what; arithmetic only, so that loading a checkpoint needs no message."""
-        self._connected = False
-        self.comm.place(units)
-
-    def _join_ranks(self) -> None:
-        """Meet the other ranks, after construction or when the units have changed; all do so at the same time."""
-        if not self._connected and self._table.group_of:
-            self.comm.connect(self._facts(), next(iter(self._table.group_of)).device)
-            self._connected = True
-
-    def _compare_start(self, gradients: Directions) -> None:
-        """At the first step after construction or loading, look whether the ranks start from the same."""
-        if self._compared or not self.comm.combines:
-            return
-        self._compared = True
-        ways = "wrap the model in DistributedDataParallel, or use average_gradients=True"
-        values = [f"{self._table.names[p]}: {_sum_of(p)}" for p in self._table.group_of if not is_cut(p)]
-        found = [f"{self._table.names[p]}: {_sum_of(g)}" for p, g in gradients.items() if not is_cut(p)]
-        self.comm.compare(
-            {
-                "steps taken, before this one": [str(self._t)],
-                f"values of the parameters, before the first step ({ways} and one seed)": values,
-                f"gradients of the first step ({ways})": found,
-            }
-        )
-
-    def _facts(self) -> dict[str, list[str]]:
-        """What must be equal on all ranks, in words."""
-        return {
-            "the method": [type(self).__name__],
-            "parameters": [f"{self._table.names[p]} {tuple(p.shape)} {p.dtype}" for p in self._table.group_of],
-            "options of the groups": words_of_options(self.param_groups),
-            "steps taken": [str(self._t)],
-        }
 
     # ------------------------------------------------------------------ what may change between steps
     def _synchronize(self) -> None:
@@ -398,7 +372,7 @@ class Lifecycle(Optimizer):
             self.comm.close()  # may take steps without data
         finally:
             self.detach()
-            self._connected = False
+            self._session.close()
 
     def __enter__(self: SelfT) -> SelfT:
         """The optimizer itself; leaving the block closes it."""
@@ -463,9 +437,3 @@ def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] 
 
 def _is_list_of_modules(params: Any) -> bool:
     return isinstance(params, (list, tuple)) and bool(params) and all(isinstance(p, nn.Module) for p in params)
-
-
-def _sum_of(x: Tensor) -> str:
-    """What tells two tensors apart, if not every two: their sum."""
-    real = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
-    return repr(float(real.sum(dtype=torch.float64)))

@@ -179,7 +179,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
             return returned
         self._average_gradients(list(self._table.group_of))
         gradients = self._table.gradients()
-        self._compare_start(gradients)
+        self._session.compare_start(gradients)
         if not gradients:
             self._table.require_live()
             curvature.discard()
@@ -215,12 +215,19 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
             warnings.warn(text, stacklevel=depth_of_caller())
 
     def _join_ranks(self) -> None:
-        if self._join_config.enable and self.comm.combines and not self._connected:
-            raise RuntimeError(
-                "layers were frozen, unfrozen or moved inside Join, where ranks without data cannot follow: do that "
-                "before or after it"
-            )
-        super()._join_ranks()
+        """Meet the other ranks if that is needed, and find what a checkpoint has left out."""
+        if not self._session.is_connected:
+            if self._join_config.enable and self.comm.combines:
+                raise RuntimeError(
+                    "layers were frozen, unfrozen or moved inside Join, where ranks without data cannot follow: do "
+                    "that before or after it"
+                )
+            self._session.connect(self._facts())
+        self.preconditioner.recover()
+
+    def _facts(self) -> dict[str, list[str]]:
+        """What must be equal on all ranks apart from the groups, in words."""
+        return self.preconditioner.facts()
 
     def _estimate_only(self) -> None:
         """The step of a rank that estimates curvature for others."""

@@ -245,7 +245,7 @@ class Checkpointing(Lifecycle):
         self._require_own(state_dict.get("partial"))
         loaded = self._checked_state(by_number(state_dict["state"]), groups)
         self._gathered.clear()
-        self._compared = False  # every rank must have loaded the same step
+        self._session.has_compared = False  # every rank must have loaded the same step
         for live, given in zip(self.param_groups, groups, strict=True):
             kept = {"params": live["params"], **{key: live[key] for key in self._structural}}
             if "param_names" in live:

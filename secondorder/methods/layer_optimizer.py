@@ -162,13 +162,6 @@ class LayerOptimizer(SecondOrderOptimizer):
     def _placed(self) -> Sequence[tuple[int, nn.Parameter]]:
         return self._curvature.placed()
 
-    def _facts(self) -> dict[str, list[str]]:
-        return {**super()._facts(), **self._curvature.facts()}
-
-    def _join_ranks(self) -> None:
-        super()._join_ranks()
-        self._curvature.recover()
-
     def _advance(self) -> None:
         super()._advance()
         self._curvature.end_step()

@@ -169,11 +169,6 @@ class WindowOptimizer(SecondOrderOptimizer):
     def _proposal(self, gradients: Directions, gate: Tensor | None) -> Proposal:
         return self._windows.propose(gradients, {}, gate)
 
-    def _facts(self) -> dict[str, list[str]]:
-        """Add the windows whose sums are due, since they are sent in a message."""
-        stale = [unit.name for unit in self._windows.units if unit.window.stale]
-        return {**super()._facts(), "windows to sum anew": stale}
-
     # ------------------------------------------------------------------ stage 7: update
     def _apply_rule(
         self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None

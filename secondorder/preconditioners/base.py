@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from secondorder.curvature.damping_watch import Damped
-from secondorder.parameters import Directions, Group
+from secondorder.parameters import Directions
 
 
 class Proposal(NamedTuple):
@@ -33,6 +33,13 @@ class Proposal(NamedTuple):
 
 class Preconditioner(Protocol):
     """The stages of a step over all curvature of an optimizer."""
+
+    def facts(self) -> dict[str, list[str]]:
+        """Return what must be equal on all ranks, in words."""
+        ...
+
+    def recover(self) -> None:
+        """Find the curvature that a checkpoint has left out, once the ranks have met."""
 
     def check_gradients(self) -> None:
         """Check that the gradients of this rank belong to the captured statistics."""
@@ -77,10 +84,3 @@ class Preconditioner(Protocol):
 
     def damped(self) -> list[Damped] | None:
         """Return the curvature to compare with its damping in this step; None while there is not enough data."""
-
-
-def words_of_options(groups: Sequence[Group]) -> list[str]:
-    """Return the options of some groups in words, for a comparison between ranks."""
-    options_of = ({k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups)
-    plain = ({k: float(v) if isinstance(v, Tensor) else v for k, v in found.items()} for found in options_of)
-    return [f"{k}={v!r}" for found in plain for k, v in found.items()]

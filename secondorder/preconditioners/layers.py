@@ -29,9 +29,10 @@ from secondorder.curvature.schema import Place, Schema, keys
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import all_true_on_cpu, full_precision, precision_of
 from secondorder.parallel.exchange import parcel_of
+from secondorder.parallel.session import words_of_options
 from secondorder.parallel.shards import zeros_like_shard
 from secondorder.parameters import Directions, Group
-from secondorder.preconditioners.base import Proposal, words_of_options
+from secondorder.preconditioners.base import Proposal
 from secondorder.preconditioners.blocks import Capturing
 from secondorder.runtime import some_of
 

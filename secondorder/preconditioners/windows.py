@@ -93,6 +93,13 @@ class WindowPreconditioner(Preconditioner):
         found.reconnect()
         return found
 
+    def facts(self) -> dict[str, list[str]]:
+        """Return what must be equal on all ranks: the windows whose sums are due, since they are sent in a message."""
+        return {"windows to sum anew": [unit.name for unit in self.units if unit.window.stale]}
+
+    def recover(self) -> None:
+        """Do nothing, since a checkpoint leaves no part of a window out."""
+
     # ------------------------------------------------------------------ stages 1 to 3: the window
     def check_gradients(self) -> None:
         """Do nothing, since window methods do not capture anything."""

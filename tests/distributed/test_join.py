@@ -31,7 +31,8 @@ def batches(rank: int, world: int, run: Run, steps: int) -> Iterator[tuple[Tenso
 
 def owned(optimizer: Any) -> list[int]:
     """Owners of the blocks or windows."""
-    count = len(getattr(optimizer, "_blocks", None) or optimizer.preconditioner.units)
+    curvature = optimizer.preconditioner
+    count = len(getattr(curvature, "all_blocks", None) or curvature.units)
     return [optimizer.comm.owner(i) for i in range(count)]
 
 
@@ -61,7 +62,7 @@ def uneven(
     steps = [float(optimizer.state[p]["step"]) for p in model.parameters()]
     return {
         "inside": torch.stack(inside), "path": torch.stack([at_end, *after]), "steps": steps, "lrs": lrs,
-        "owners": owned(optimizer), "stages": stages, "t": optimizer._t, "live": optimizer._join_config.enable,
+        "owners": owned(optimizer), "stages": stages, "t": optimizer.steps, "live": optimizer._join_config.enable,
     }  # fmt: skip
 
 
