@@ -37,6 +37,8 @@ class Lifecycle(Optimizer):
 
     #: Checks of the options that only this method has.
     checks: ClassVar[dict[str, options.Check]] = {}
+    #: Rules about several options of a group.
+    rules: options.GroupRules = options.GroupRules()
 
     # ------------------------------------------------------------------ what a family of methods supplies
     @property
@@ -86,8 +88,8 @@ class Lifecycle(Optimizer):
 
     def _kept_by_copies(self) -> dict[str, Any]:
         """Attributes that copies and pickles keep."""
-        own = {"names": dict(self._table.names), "comm": self.comm, "t": self._t, "betas": self._default_betas}
-        return {**own, "entries": dict(self.entries)}
+        own = {"names": dict(self._table.names), "comm": self.comm, "t": self._t, "rules": self.rules}
+        return {**own, "entries": dict(self.entries), "betas": self._default_betas}
 
     # ------------------------------------------------------------------ birth
     def _begin_life(self, comm: CommStrategy | None) -> None:
@@ -115,6 +117,7 @@ class Lifecycle(Optimizer):
         """Take :meth:`_kept_by_copies` back."""
         self._begin_life(kept["comm"])
         self._table.names, self._t, self._default_betas = kept["names"], kept["t"], kept["betas"]
+        self.rules = kept["rules"]
         self.entries.update(kept["entries"])
         self._tabulate()
         self._table.regroup()
@@ -254,6 +257,7 @@ class Lifecycle(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group)}")
+        param_group = self.rules.complete(param_group, self.defaults, self.param_groups if self._table.group_of else [])
         param_group = {k: v if k == "params" else options.plain(v) for k, v in param_group.items()}
         param_group = {"betas": self._default_betas, **options.renamed(param_group, self.checks)}
         self._check_keys(param_group)
@@ -262,7 +266,7 @@ class Lifecycle(Optimizer):
             merged["fallback"] = options.resolve_fallback(None, merged["graft"])
             param_group["fallback"] = merged["fallback"]
         options.validate(merged, {**options.COMMON, **self.checks})
-        self._check_group(merged)
+        self.rules.check(merged, self.param_groups)
         super().add_param_group(self._table.named_like_the_others(param_group))
         group = self.param_groups[-1]
         group.setdefault("fallback_base_lr", float(group["lr"]))
@@ -298,7 +302,7 @@ class Lifecycle(Optimizer):
         found = options.check_changes(self.param_groups, self._checked, {**options.COMMON, **self.checks})
         if found is not None:
             for group in self.param_groups:
-                self._check_group(group)
+                self.rules.check(group, self.param_groups)
             self._checked = found
 
     def _warn_without_effect(self, groups: Sequence[Group]) -> None:
@@ -307,9 +311,6 @@ class Lifecycle(Optimizer):
         for text in dict.fromkeys(options.without_effect(group, usual) for group in groups):
             if text:
                 warnings.warn(f"{type(self).__name__}: {text}", stacklevel=depth_of_caller())
-
-    def _check_group(self, group: Group) -> None:
-        """Refuse options that exclude each other, or those of the groups that are there."""
 
     # ------------------------------------------------------------------ copies
     def __getstate__(self) -> dict[str, Any]:

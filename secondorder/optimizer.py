@@ -97,7 +97,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         self.param_groups[:] = groups  # they are compared with each other, and not with those of now
         try:
             for group in groups:
-                self._check_group(group)
+                self.rules.check(group, groups)
         finally:
             self.param_groups[:] = live
 

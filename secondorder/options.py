@@ -377,3 +377,23 @@ class FisherOptions:
     def is_observed(self) -> bool:
         """Whether ``observe`` supplies the statistics."""
         return self.fisher in ("mc", "exact", "curvature_prop")
+
+
+class GroupRules:
+    """Rules about several options of a parameter group.
+
+    Args:
+        exclusions: Each raises ``ValueError`` if options of a group exclude each other, or those of the other groups.
+    """
+
+    def __init__(self, *exclusions: Callable[[Mapping[str, Any], list[dict[str, Any]]], None]) -> None:
+        self.exclusions = exclusions
+
+    def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[dict[str, Any]]) -> Any:
+        """Return an added group with the options that depend on other options."""
+        return given
+
+    def check(self, group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Raise ``ValueError`` if options of a group cannot be combined."""
+        for refuse in self.exclusions:
+            refuse(group, groups)

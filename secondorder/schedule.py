@@ -180,7 +180,7 @@ class ParamScheduler:
         """A multiple that nobody asked for: the mode was not given, since the damping was not."""
         if "damping" not in self._tracks or "damping_mode" in self._tracks:
             return
-        unasked = getattr(self.optimizer, "_mode_by_default", False)
+        unasked = getattr(getattr(self.optimizer, "rules", None), "mode_by_default", False)
         if unasked and any(group["damping_mode"] == "relative" for group in self.optimizer.param_groups):
             warnings.warn(
                 "damping is scheduled, but its mode is the default of an optimizer built without damping, 'relative': "

@@ -98,6 +98,7 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     },
     "Classes over blocks and windows are not yet all in the folder of preconditioners": {
         "adaptation.model": {"methods.layer_optimizer"},
+        "methods.ekfac": {"adaptation.trial"},
         "methods.kronecker": {"adaptation.damping"},
         "methods.layer_optimizer": {"parallel.roles"},
         "plan.dry_run": {"linalg.dense"},

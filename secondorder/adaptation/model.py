@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from secondorder import options, update
+from secondorder import update
 from secondorder.adaptation.replay import exact_products
 from secondorder.adaptation.trial import Adaptation, Evaluation
 from secondorder.curvature.block import Block
@@ -138,18 +138,6 @@ class ModelledOptimizer(LayerOptimizer):
         return 0.0 if group["decoupled_weight_decay"] else float(group["weight_decay"])
 
     # ------------------------------------------------------------------ stage 7 with the model
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        if not self._adaptation.quadratic_model:
-            return
-        clashes = {
-            f"graft={group['graft']!r}": group["graft"] is not None,
-            f"inner={group['inner']!r}": options.is_adam(group["inner"]),
-            "nesterov=True": group["nesterov"],
-        }
-        found = options.clashing(clashes)
-        if found:
-            raise ValueError(f"quadratic_model=True sets rate and momentum itself: drop {found}")
 
     def _apply(self, gradients: Directions, directions: Directions, gate: Tensor | None) -> None:
         if self._adaptation.quadratic_model and directions:

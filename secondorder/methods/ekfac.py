@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -35,13 +36,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
+from secondorder.adaptation.trial import Adaptation
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block
 from secondorder.curvature.eigenbasis import is_adam
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
-from secondorder.methods.kronecker import FactoredOptimizer
+from secondorder.methods.kronecker import FactoredOptimizer, chosen
 from secondorder.parameters import Directions, Group
 from secondorder.preconditioners.scale import ScalePreconditioner
 
@@ -182,52 +184,8 @@ class EKFAC(FactoredOptimizer):
         deterministic_seed: int = 0,
     ) -> None:
         given = locals()
-        super().__init__(given)
-
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        fisher, running = self._fisher.fisher, group["estimator"] == "running"
-        if self._layer_options.overlap and group["basis_update"] == "qr":
-            raise ValueError("overlap=True factorises anew, basis_update='qr' improves the basis of now: drop one")
-        if fisher == "forward_only":
-            raise ValueError("fisher='forward_only' measures no gradients, of which EKFAC's scale is made: use KFAC")
-        if running:
-            unused = {
-                "transport='recompute'": group["transport"] == "recompute",
-                "token_is_example=True": group["token_is_example"],
-                f"scale_batch_size={group['scale_batch_size']}": group["scale_batch_size"] is not None,
-            }
-            found = options.clashing(unused)
-            if found:
-                raise ValueError(f"estimator='running' looks at no example: drop {found}")
-        if running and fisher != "empirical":
-            raise ValueError(
-                f"estimator='running' squares the gradient of the loss, which is no sample of fisher={fisher!r}: use "
-                "estimator='intra'"
-            )
-        if is_adam(group):
-            chosen = self._adaptation
-            clashes = {
-                "adaptive_damping=True": chosen.adaptive_damping,
-                "calibrate_damping=True": chosen.calibrate_damping,
-                "weight_decay_in_curvature=True": group["weight_decay_in_curvature"],
-            }
-            found = options.clashing(clashes)
-            if found:
-                raise ValueError(
-                    "estimator='running', momentum_mode='pre' and power=0.5 are Adam in an eigenbasis, which has "
-                    f"eps and no damping: drop {found}"
-                )
-        if group["momentum_mode"] == "pre":
-            clashes = {
-                f"graft={group['graft']!r}": group["graft"] is not None,
-                f"inner={group['inner']!r}": options.is_adam(group["inner"]),
-                "quadratic_model=True": self._adaptation.quadratic_model,
-                f"momentum={group['momentum']}": group["momentum"] >= 1,
-            }
-            found = options.clashing(clashes)
-            if found:
-                raise ValueError(f"momentum_mode='pre' excludes {found}")
+        judged = Adaptation(**chosen(Adaptation, given))
+        super().__init__(given, partial(_exclude, fisher=fisher, overlap=overlap, adaptation=judged))
 
     def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
         if self._covers(p) and self._options(p)["momentum_mode"] == "pre":
@@ -255,3 +213,49 @@ class EKFAC(FactoredOptimizer):
         if preconditioned and self._options(p)["momentum_mode"] == "pre":
             return "plain"
         return super()._rule(p, group, preconditioned)
+
+
+def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str, overlap: bool, adaptation: Adaptation) -> None:
+    """Refuse options that exclude each other."""
+    running = group["estimator"] == "running"
+    if overlap and group["basis_update"] == "qr":
+        raise ValueError("overlap=True factorises anew, basis_update='qr' improves the basis of now: drop one")
+    if fisher == "forward_only":
+        raise ValueError("fisher='forward_only' measures no gradients, of which EKFAC's scale is made: use KFAC")
+    if running:
+        unused = {
+            "transport='recompute'": group["transport"] == "recompute",
+            "token_is_example=True": group["token_is_example"],
+            f"scale_batch_size={group['scale_batch_size']}": group["scale_batch_size"] is not None,
+        }
+        found = options.clashing(unused)
+        if found:
+            raise ValueError(f"estimator='running' looks at no example: drop {found}")
+    if running and fisher != "empirical":
+        raise ValueError(
+            f"estimator='running' squares the gradient of the loss, which is no sample of fisher={fisher!r}: use "
+            "estimator='intra'"
+        )
+    if is_adam(group):
+        chosen = adaptation
+        clashes = {
+            "adaptive_damping=True": chosen.adaptive_damping,
+            "calibrate_damping=True": chosen.calibrate_damping,
+            "weight_decay_in_curvature=True": group["weight_decay_in_curvature"],
+        }
+        found = options.clashing(clashes)
+        if found:
+            raise ValueError(
+                "estimator='running', momentum_mode='pre' and power=0.5 are Adam in an eigenbasis, which has "
+                f"eps and no damping: drop {found}"
+            )
+    if group["momentum_mode"] == "pre":
+        clashes = {
+            f"graft={group['graft']!r}": group["graft"] is not None,
+            f"inner={group['inner']!r}": options.is_adam(group["inner"]),
+            "quadratic_model=True": adaptation.quadratic_model,
+            f"momentum={group['momentum']}": group["momentum"] >= 1,
+        }
+        found = options.clashing(clashes)
+        if found:
+            raise ValueError(f"momentum_mode='pre' excludes {found}")

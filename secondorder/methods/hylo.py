@@ -27,7 +27,8 @@ shared within an example: Eschenhagen et al. 2023 (2311.00636).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -201,6 +202,7 @@ class HyLo(LayerOptimizer):
         self._own = {"batch_size": batch_size, "modes": modes}
         if switch is not None and "auto" not in _modes(params, mode):
             raise ValueError(f"mode={mode!r} never asks the policy {switch!r}: drop switch, or mode")
+        self.rules = options.GroupRules(partial(_exclude, fisher=fisher))
         defaults = options.from_arguments(given, self.checks)
         chosen = LayerOptions(
             skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim, batch_input=batch_input
@@ -209,27 +211,6 @@ class HyLo(LayerOptimizer):
             params, defaults, module=module, comm=comm, layer_options=chosen, grad_scaler=grad_scaler,
             fisher=options.FisherOptions(fisher),
         )  # fmt: skip
-
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        if group["conv_scale"] == "hylo" and group["approx"] != "reduce":
-            raise ValueError("conv_scale='hylo' is of summed gradients: use approx='reduce'")
-        if group["kfac_when_cheaper"] and self._fisher.is_observed:
-            chosen = self._fisher.fisher
-            raise ValueError(f"kfac_when_cheaper=True has factors of the loss's own gradients: drop fisher={chosen!r}")
-        if group["kfac_when_cheaper"] and group["rank_energy"] is not None:
-            raise ValueError(
-                "kfac_when_cheaper=True compares with a number of rows, which rank_energy tells only from the rows: "
-                "drop one of them"
-            )
-        if group["weight_decay_mode"] == "reg":
-            clashes = {
-                "decoupled_weight_decay=True": group["decoupled_weight_decay"],
-                f"inner={group['inner']!r}": options.is_adam(group["inner"]),
-                f"graft={group['graft']!r}": options.is_adam(group["graft"]),
-            }
-            if found := options.clashing(clashes):
-                raise ValueError(f"weight_decay_mode='reg' makes decay part of the gradient: drop {found}")
 
     # ------------------------------------------------------------------ which mode
     @property
@@ -285,6 +266,27 @@ class HyLo(LayerOptimizer):
         if rule == "decayed":
             rule, group = "sgd", {**group, "weight_decay": 0.0}
         super()._apply_rule(rule, params, group, directions, gate)
+
+
+def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str) -> None:
+    """Refuse options that exclude each other."""
+    if group["conv_scale"] == "hylo" and group["approx"] != "reduce":
+        raise ValueError("conv_scale='hylo' is of summed gradients: use approx='reduce'")
+    if group["kfac_when_cheaper"] and fisher != "empirical":
+        raise ValueError(f"kfac_when_cheaper=True has factors of the loss's own gradients: drop fisher={fisher!r}")
+    if group["kfac_when_cheaper"] and group["rank_energy"] is not None:
+        raise ValueError(
+            "kfac_when_cheaper=True compares with a number of rows, which rank_energy tells only from the rows: "
+            "drop one of them"
+        )
+    if group["weight_decay_mode"] == "reg":
+        clashes = {
+            "decoupled_weight_decay=True": group["decoupled_weight_decay"],
+            f"inner={group['inner']!r}": options.is_adam(group["inner"]),
+            f"graft={group['graft']!r}": options.is_adam(group["graft"]),
+        }
+        if found := options.clashing(clashes):
+            raise ValueError(f"weight_decay_mode='reg' makes decay part of the gradient: drop {found}")
 
 
 def _modes(params: Any, mode: str) -> set[str]:

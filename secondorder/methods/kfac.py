@@ -21,7 +21,7 @@ example: Eschenhagen et al. 2023 (2311.00636); ``ν``: Pauloski et al. 2020 (200
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -143,7 +143,7 @@ class KFAC(FactoredOptimizer):
         deterministic_seed: int = 0,
     ) -> None:
         given = locals()
-        super().__init__(given)
+        super().__init__(given, _exclude)
 
     def reason_against_roles(self) -> str | None:
         """Factors and their inverses may be found by other ranks; what is judged by trial steps may not."""
@@ -160,14 +160,15 @@ class KFAC(FactoredOptimizer):
             return "checkpoint_curvature='factors' needs factors and inverses on one rank. Use 'all' or 'none'"
         return None
 
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        if group["inverse_method"] != "cholesky":
-            return
-        if group["damping_split"] == "exact":
-            raise ValueError(
-                "damping_split='exact' needs the eigenvalues: use inverse_method='eigen', or damping_split='pi' with "
-                "inverse_method='cholesky'"
-            )
-        if group["power"] != 1.0:
-            raise ValueError(f"power={group['power']} needs the eigenvalues: use inverse_method='eigen'")
+
+def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:
+    """Refuse options that exclude each other."""
+    if group["inverse_method"] != "cholesky":
+        return
+    if group["damping_split"] == "exact":
+        raise ValueError(
+            "damping_split='exact' needs the eigenvalues: use inverse_method='eigen', or damping_split='pi' with "
+            "inverse_method='cholesky'"
+        )
+    if group["power"] != 1.0:
+        raise ValueError(f"power={group['power']} needs the eigenvalues: use inverse_method='eigen'")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,73 @@ INTERVALS = {"factor_update_steps": 10, "inv_update_steps": 100}
 
 #: ``max_factor_dim`` where the constructor chooses the bound.
 AUTO = "auto"
+Exclusion = Callable[[Mapping[str, Any], list[Group]], None]
 _PLAIN = (bool, int, float, str, type(None))
+
+
+class FactoredRules(options.GroupRules):
+    """Rules about the options of a group with factors.
+
+    Args:
+        given: The arguments of the constructor.
+        exclusions: What excludes each other.
+
+    Attributes:
+        mode_by_default: Whether ``damping_mode`` was left to the constructor.
+        chooses_bound: Whether ``max_factor_dim`` was left to the constructor.
+        device_type: Type of the device for which it chooses.
+    """
+
+    def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
+        super().__init__(*exclusions)
+        self.mode_by_default, self.chooses_bound = given["damping_mode"] is None, given["max_factor_dim"] == AUTO
+        self.device_type = _device_type(given)
+
+    def bound(self, group: Mapping[str, Any]) -> int:
+        """Return what ``max_factor_dim="auto"`` stands for."""
+        return factors.default_bound(self.device_type, str(group.get("inverse_method", "eigen")))
+
+    def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
+        """Return an added group without options that are None, and with those that depend on others."""
+        found = dict(given)
+        for name in ("damping", "damping_mode", *INTERVALS):
+            if name in found and found[name] is None:
+                del found[name]
+        if self.mode_by_default and "damping" in found:
+            # A number given as damping is λ itself unless a mode is given with it.
+            found.setdefault("damping_mode", "absolute")
+        another_way = self.chooses_bound and "inverse_method" in found
+        if found.get("max_factor_dim", AUTO if another_way else None) == AUTO:
+            found["max_factor_dim"] = self.bound({**defaults, **found})
+        return found
+
+
+def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptation) -> None:
+    """Refuse options that exclude each other in all methods with factors."""
+    if adaptation.quadratic_model:
+        clashes = {
+            f"graft={group['graft']!r}": group["graft"] is not None,
+            f"inner={group['inner']!r}": options.is_adam(group["inner"]),
+            "nesterov=True": group["nesterov"],
+        }
+        if found := options.clashing(clashes):
+            raise ValueError(f"quadratic_model=True sets rate and momentum itself: drop {found}")
+    if group["orthogonalize"]:
+        judged = {
+            "adaptive_damping=True": adaptation.adaptive_damping,
+            "calibrate_damping=True": adaptation.calibrate_damping,
+            "quadratic_model=True": adaptation.quadratic_model,
+        }
+        if options.is_adam(group["inner"]):
+            raise ValueError(
+                f"orthogonalize=True gives all directions one length, inner={group['inner']!r} undoes it: drop one"
+            )
+        if found := options.clashing(judged):
+            raise ValueError(f"orthogonalize=True takes steps that no quadratic model describes: drop {found}")
+    if group["approx"] == "reduce" and group["factor_positions"] is not None:
+        raise ValueError(
+            "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"
+        )
 
 
 class FactoredOptimizer(AdaptiveOptimizer):
@@ -52,16 +119,14 @@ class FactoredOptimizer(AdaptiveOptimizer):
         "weight_decay_in_curvature": options.flag,
         "deterministic_seed": options.whole(0),
     }
-    #: Whether `max_factor_dim` was left to the constructor, and the type of device for which it chooses.
-    _chooses_bound = False
-    _device_type = "cpu"
-    #: Whether `damping_mode` was left to the constructor.
-    _mode_by_default = False
+    rules: FactoredRules
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        """Take the arguments of a method's constructor, by name."""
-        layer_options = LayerOptions(**_chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
-        self._begin_adaptation(Adaptation(**_chosen(Adaptation, given)))
+    def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
+        """Take the arguments of a method's constructor, by name, and what excludes each other in its groups."""
+        layer_options = LayerOptions(**chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
+        adaptation = Adaptation(**chosen(Adaptation, given))
+        self._begin_adaptation(adaptation)
+        self.rules = FactoredRules(given, partial(_exclude, adaptation=adaptation), *exclusions)
         super().__init__(
             given["params"],
             self._default_options(given),
@@ -79,62 +144,15 @@ class FactoredOptimizer(AdaptiveOptimizer):
         defaults = options.from_arguments(given, self.checks)
         for name, steps in INTERVALS.items():
             defaults[name] = steps if defaults[name] is None else defaults[name]
-        self._mode_by_default = given["damping_mode"] is None  # before the base class adds the groups
-        self._device_type, self._chooses_bound = _device_type(given), given["max_factor_dim"] == AUTO
-        if self._chooses_bound:
-            defaults["max_factor_dim"] = self._default_bound(given)
+        if self.rules.chooses_bound:
+            defaults["max_factor_dim"] = self.rules.bound(given)
         defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
         return defaults
-
-    # ------------------------------------------------------------------ groups and copies
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see the base class.
-
-        Raises:
-            ValueError: If options of the group exclude each other.
-        """
-        if isinstance(param_group, dict):
-            param_group = dict(param_group)
-            for name in ("damping", "damping_mode", *INTERVALS):
-                if name in param_group and param_group[name] is None:
-                    del param_group[name]
-            if self._mode_by_default and "damping" in param_group:
-                # A number given as damping is λ itself unless a mode is given with it.
-                param_group.setdefault("damping_mode", "absolute")
-            another_way = self._chooses_bound and "inverse_method" in param_group
-            if param_group.get("max_factor_dim", AUTO if another_way else None) == AUTO:
-                param_group["max_factor_dim"] = self._default_bound({**self.defaults, **param_group})
-        super().add_param_group(param_group)
-
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        if group["orthogonalize"]:
-            chosen = self._adaptation
-            judged = {
-                "adaptive_damping=True": chosen.adaptive_damping,
-                "calibrate_damping=True": chosen.calibrate_damping,
-                "quadratic_model=True": chosen.quadratic_model,
-            }
-            if options.is_adam(group["inner"]):
-                raise ValueError(
-                    f"orthogonalize=True gives all directions one length, inner={group['inner']!r} undoes it: drop one"
-                )
-            if found := options.clashing(judged):
-                raise ValueError(f"orthogonalize=True takes steps that no quadratic model describes: drop {found}")
-        if group["approx"] == "reduce" and group["factor_positions"] is not None:
-            raise ValueError(
-                "approx='reduce' takes the mean over all positions: drop factor_positions, or use approx='expand'"
-            )
 
     def _facts(self) -> dict[str, list[str]]:
         chosen = {**vars(self._fisher), **vars(self._adaptation)}
         told = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in chosen.items()]
         return {**super()._facts(), "Fisher and adaptation": told}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What copies keep."""
-        own = ("_mode_by_default", "_chooses_bound", "_device_type")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def _warn_intervals(self) -> None:
         pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups)
@@ -149,15 +167,11 @@ class FactoredOptimizer(AdaptiveOptimizer):
                 stacklevel=depth_of_caller(),
             )
 
-    def _default_bound(self, group: Mapping[str, Any]) -> int:
-        """What ``max_factor_dim="auto"`` stands for."""
-        return factors.default_bound(self._device_type, str(group.get("inverse_method", "eigen")))
-
     def _warn_wide(self) -> None:
         """Name once the sides that the default has made diagonal although they could be dense."""
-        if not self._chooses_bound:
+        if not self.rules.chooses_bound:
             return
-        bounds = {block: self._default_bound(block.group) for block in self.blocks.values()}
+        bounds = {block: self.rules.bound(block.group) for block in self.blocks.values()}
         sides = [
             f"{block.label} ({what}, {side.n})"
             for block, bound in bounds.items()
@@ -184,7 +198,7 @@ def _device_type(given: Mapping[str, Any]) -> str:
     return "cpu" if first is None else first.device.type
 
 
-def _chosen(options_of: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def chosen(options_of: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that are fields of a dataclass."""
     return {field.name: given[field.name] for field in fields(options_of)}
 

@@ -357,7 +357,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         numbered = list(self._numbered({"param_groups": groups}))
         self._refuse(self._curvature.misfits({p: found.get(i, {}) for p, i, _ in numbered}))
         for group in groups:
-            self._check_group(group)
+            self.rules.check(group, self.param_groups)
         ours = {i: self._curvature.translated(p, group, found[i]) for p, i, group in numbered if i in found}
         with self._curvature.while_loading():
             return self._without_spread_curvature(super()._checked_state({**found, **ours}, groups))

@@ -19,7 +19,8 @@ Frantar, Kurtic & Alistarh 2021 (arXiv 2107.03356); sparse and low-rank windows 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -137,20 +138,21 @@ class MFAC(WindowOptimizer):
             skip_biases=skip_biases,
             grad_scaler=grad_scaler,
             seed=deterministic_seed,
+            exclusions=[partial(_exclude, shares=partition == "global")],
         )
 
-    def _check_group(self, group: Group) -> None:
-        super()._check_group(group)
-        if group["nesterov"] and group["momentum_mode"] != "heavy_ball":
-            raise ValueError(f"nesterov needs momentum_mode='heavy_ball', got {group['momentum_mode']!r}")
-        if group["momentum_mode"] == "pre" and group["momentum"] >= 1:
-            raise ValueError(f"momentum_mode='pre' needs momentum < 1, got {group['momentum']}")
-        shared = self._structure.partition == "global" and group["momentum_mode"] == "pre" and self.param_groups
-        if shared and group["momentum"] != self.param_groups[0]["momentum"]:
-            raise ValueError(
-                f"groups of one window must agree on momentum in mode 'pre', got {self.param_groups[0]['momentum']} "
-                f"and {group['momentum']}"
-            )
+
+def _exclude(group: Mapping[str, Any], groups: list[Group], shares: bool) -> None:
+    """Refuse options that exclude each other."""
+    if group["nesterov"] and group["momentum_mode"] != "heavy_ball":
+        raise ValueError(f"nesterov needs momentum_mode='heavy_ball', got {group['momentum_mode']!r}")
+    if group["momentum_mode"] == "pre" and group["momentum"] >= 1:
+        raise ValueError(f"momentum_mode='pre' needs momentum < 1, got {group['momentum']}")
+    if shares and groups and group["momentum_mode"] == "pre" and group["momentum"] != groups[0]["momentum"]:
+        raise ValueError(
+            f"groups of one window must agree on momentum in mode 'pre', got {groups[0]['momentum']} "
+            f"and {group['momentum']}"
+        )
 
 
 @options.complete_docstring(MFAC.__doc__)

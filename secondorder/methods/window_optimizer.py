@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -49,6 +49,43 @@ WINDOW_CHECKS: dict[str, options.Check] = {
 }
 
 
+class WindowRules(options.GroupRules):
+    """Rules about the options of a group with windows.
+
+    Args:
+        shared: Options on which all groups agree if they have one window.
+        partition: Which parameters share a window.
+        exclusions: What excludes each other.
+    """
+
+    def __init__(self, shared: Sequence[str], partition: str, *exclusions: Callable[..., None]) -> None:
+        super().__init__(_exclude, *exclusions)
+        self.shared = tuple(shared) if partition == "global" else ()
+
+    def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
+        """Return an added group with the current options of the common window, which a schedule may have changed."""
+        return {key: groups[0][key] for key in self.shared} | given if groups else given
+
+    def check(self, group: Mapping[str, Any], groups: list[Group]) -> None:
+        """Raise ``ValueError`` if options of a group cannot be combined, or do not agree with the first group."""
+        super().check(group, groups)
+        for key in self.shared if groups else ():
+            if group[key] != groups[0][key]:
+                raise ValueError(
+                    f"all groups share one window and must agree on {key}, got {groups[0][key]!r} and {group[key]!r}; "
+                    "use partition='group' for one window per group"
+                )
+
+
+def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:
+    """Refuse options that exclude each other in all window methods."""
+    mode, decay = group["weight_decay_mode"], group["decoupled_weight_decay"]
+    if mode != "standard" and decay:
+        raise ValueError(f"weight_decay_mode={mode!r} and decoupled_weight_decay=True exclude each other")
+    if mode != "standard" and options.is_adam(group["graft"] or group["inner"]):
+        raise ValueError(f"weight_decay_mode={mode!r} is for SGD's rule and not for Adam's: drop it")
+
+
 class WindowOptimizer(SecondOrderOptimizer):
     """Base of the methods that precondition with a window of past gradients.
 
@@ -66,6 +103,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         skip_biases: Whether biases follow the fallback.
         grad_scaler: Loss scaler of float16 training.
         seed: Seed of the random bases from which low-rank rows start.
+        exclusions: What else excludes each other in a group.
 
     Raises:
         ValueError: If an option has an invalid value.
@@ -95,6 +133,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         skip_biases: bool,
         grad_scaler: Any,
         seed: int,
+        exclusions: Sequence[Callable[..., None]] = (),
     ) -> None:
         root, given = module_of(type(self).__name__, params, module)
         if compression is not None and not isinstance(compression, (TopK, LowRank)):
@@ -109,6 +148,7 @@ class WindowOptimizer(SecondOrderOptimizer):
         options.flag("skip_biases", skip_biases)
         options.whole(0)("deterministic_seed", seed)
         self._begin_life(comm)
+        self.rules = WindowRules(self.shared_options, partition, *exclusions)
         self._structure = WindowOptions(compression, window_dtype, partition, skip_norm_layers, skip_biases, seed)
         super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
 
@@ -154,8 +194,6 @@ class WindowOptimizer(SecondOrderOptimizer):
     def _prepare(self) -> None:
         self._tabulate()
         self._synchronize()  # a parameter may have been frozen, unfrozen or moved since the last step
-        for group in self.param_groups[1:]:
-            self._require_agreement(group)
         self._windows.step = self._t
 
     def _acceptable(self, gradients: Directions) -> Tensor:
@@ -197,26 +235,6 @@ class WindowOptimizer(SecondOrderOptimizer):
     def _allocate(self, p: nn.Parameter) -> None:
         """Do nothing, since the plan allocates all parameters of a window at once."""
 
-    def _check_group(self, group: Group) -> None:
-        mode, decay = group["weight_decay_mode"], group["decoupled_weight_decay"]
-        if mode != "standard" and decay:
-            raise ValueError(f"weight_decay_mode={mode!r} and decoupled_weight_decay=True exclude each other")
-        if mode != "standard" and options.is_adam(group["graft"] or group["inner"]):
-            raise ValueError(f"weight_decay_mode={mode!r} is for SGD's rule and not for Adam's: drop it")
-        self._require_agreement(group)
-
-    def _require_agreement(self, group: Group) -> None:
-        """Raise an error if a group differs from the first one in an option that defines their common window."""
-        if self._structure.partition != "global" or not self.param_groups:
-            return
-        first = self.param_groups[0]
-        for key in self.shared_options:
-            if group[key] != first[key]:
-                raise ValueError(
-                    f"all groups share one window and must agree on {key}, got {first[key]!r} and {group[key]!r}; "
-                    "use partition='group' for one window per group"
-                )
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, whose columns are zero in the existing rows.
 
@@ -224,9 +242,6 @@ class WindowOptimizer(SecondOrderOptimizer):
             RuntimeError: If the larger window does not fit into free memory; the group is not added then.
         """
         count = len(self.param_groups)
-        if self._structure.partition == "global" and self._table.group_of and isinstance(param_group, dict):
-            # A schedule may have changed the options of the common window, so the new group takes the current ones.
-            param_group = {key: self.param_groups[0][key] for key in self.shared_options} | param_group
         try:
             super().add_param_group(param_group)
         except RuntimeError:
