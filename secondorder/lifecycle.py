@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from secondorder import options
 from secondorder.capture.loss_scale import LossScale
 from secondorder.comm import CommStrategy, Unit, default_strategy
-from secondorder.comm.layout import is_cut, local
+from secondorder.comm.layout import is_cut
 from secondorder.curvature.damping_watch import DampingWatch
 from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Place, Schema
@@ -27,6 +27,7 @@ from secondorder.parallel.session import RankSession
 from secondorder.parallel.shards import require_separate_parameters
 from secondorder.parameters import RULE_KEYS, Group, ParameterTable
 from secondorder.runtime import Clock, Runtime
+from secondorder.update import Update
 
 State = dict[str, Tensor | int]
 SelfT = TypeVar("SelfT", bound="Lifecycle")
@@ -39,6 +40,8 @@ class Lifecycle(Optimizer):
     checks: ClassVar[dict[str, options.Check]] = {}
     #: Rules about several options of a group.
     rules: options.GroupRules = options.GroupRules()
+    #: The first-order rules, which need to know what curvature covers.
+    _update: Update
 
     # ------------------------------------------------------------------ what a family of methods supplies
     @property
@@ -110,8 +113,6 @@ class Lifecycle(Optimizer):
         #: What the blocks of `keep_directions` that are open have kept, the innermost last.
         self._kept_directions: list[dict[str, Tensor]] = []
         self._watch = DampingWatch()
-        #: What grafting multiplied directions with in the last step, by the first parameter of those taken together.
-        self._graft_factors: dict[nn.Parameter, Tensor] = {}
 
     def _restore(self, kept: dict[str, Any]) -> None:
         """Take :meth:`_kept_by_copies` back."""
@@ -186,39 +187,9 @@ class Lifecycle(Optimizer):
         if not p.requires_grad:
             return  # a frozen layer keeps its estimate for when it is unfrozen
         self._allocate(p)
-        self._init_rule(p, self._table.group_of[p])
+        self._update.allocate(p, self._table.group_of[p])
         for key in set(state) & set(RULE_KEYS):
             state[key] = state[key].to(p.device, p.dtype)
-
-    def _init_rule(self, p: nn.Parameter, group: Group) -> None:
-        """Allocate what the parameter's usual rule keeps, so that state never depends on which gradients came first."""
-        for key in self._rule_keys(p, group):
-            self._rule_state(p, key)
-
-    def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """State of the first-order rule that a parameter usually follows."""
-        covered = self._covers(p)
-        if options.is_adam((group["graft"] or group["inner"]) if covered else group["fallback"]):
-            return "exp_avg", "exp_avg_sq"
-        return ("momentum_buffer",) if group["momentum"] else ()
-
-    def _rule_state(self, p: nn.Parameter, key: str) -> Tensor:
-        state = self.state[p]
-        if key not in state:
-            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        return cast(Tensor, state[key])
-
-    def _local_state(self, p: nn.Parameter, key: str) -> Tensor:
-        """This rank's piece of a tensor of the state that is cut as its parameter is."""
-        return local(self.state[p][key])
-
-    def _moments(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
-        """Adam's moments, this rank's pieces of those that are cut."""
-        first, second = ([local(self._rule_state(p, key)) for p in params] for key in ("exp_avg", "exp_avg_sq"))
-        return first, second
-
-    def _steps_of(self, p: nn.Parameter) -> float:
-        return float(self.state[p]["step"].numpy())
 
     def time_stages(self, clock: Clock | None) -> None:
         """Have a clock time the stages of the steps to come, such as a ``secondorder.diagnostics.StageClock``.

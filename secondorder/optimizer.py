@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, islice
 from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from secondorder import options, update
+from secondorder import options
 from secondorder.capture.statistics.averages import all_finite
 from secondorder.checkpoint.checkpoint import Checkpointing
 from secondorder.comm.join import JoiningOptimizer
-from secondorder.comm.layout import local
 from secondorder.diagnostics.report import Reporting
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.parameters import Directions, Group
 from secondorder.plan.planner import Planning
-from secondorder.preconditioners.base import Preconditioner, Proposal
+from secondorder.preconditioners.base import Preconditioner
 
 ReturnedT = TypeVar("ReturnedT")
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
@@ -108,16 +106,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         """The stages of a step over all curvature."""
 
     @abstractmethod
-    def _proposal(self, gradients: Directions, gate: Tensor | None) -> Proposal:
-        """Preconditioned directions, before grafting and clipping."""
-
-    @abstractmethod
     def _prepare(self) -> None:
         """Follow what has changed since the last step, and refuse a step that cannot be taken."""
-
-    def _is_on(self, p: nn.Parameter, group: Group) -> bool:
-        """Whether the curvature of a covered parameter is in use, if not in this step."""
-        return True
 
     # ------------------------------------------------------------------ the stages that may be wrapped
     def _evaluate(self, closure: Callable[[], ReturnedT] | None) -> ReturnedT | None:
@@ -198,7 +188,7 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
             with self._runtime.stage("share"):
                 curvature.share(refreshed)
             with self._trial(gradients, gate):
-                self._count_updates(gradients)
+                self._update.count(gradients)
                 with self._runtime.stage("precondition"):
                     directions = self._keep(self._directions(gradients, gate))
                 with self._runtime.stage("update"):
@@ -258,64 +248,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
     # ------------------------------------------------------------------ stages 5 and 6: directions and their size
     def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
         """Preconditioned directions of the covered parameters, bounded and sized."""
-        proposal = self._proposal(gradients, gate)
-        self._graft(proposal.sets, proposal.directions, proposal.raw)
-        directions = {p: _like(d, p) for p, d in proposal.directions.items()}
-        self._clip(directions)
-        return {p: d.to(p.dtype) for p, d in directions.items()}
-
-    def _adam_step(self, p: nn.Parameter) -> Tensor:
-        """Adam's step at rate 1 (a real view of a complex one)."""
-        (beta1, beta2), eps = self._adam_options(self._table.group_of[p])
-        state, step = self.state[p], self._steps_of(p)
-        mean, square = _as_real([local(state["exp_avg"]), local(state["exp_avg_sq"])])
-        (root,) = update.adam_denominators([square], [step], beta2, eps)
-        return cast("Tensor", mean / (1 - beta1**step) / root)
-
-    def _count_moments(self, members: Iterable[nn.Parameter], gradients: Directions, gate: Tensor | None) -> None:
-        """Fold gradients into Adam's moments where Adam gives the size of the step."""
-        chosen = set(members)
-        for group in self.param_groups:
-            own = [p for p in group["params"] if p in chosen]
-            if own:
-                means, squares = map(_as_real, self._moments(own))
-                grads = _as_real([self._with_decay(p, gradients[p]) for p in own])
-                update.adam_moments_(grads, means, squares, self._adam_options(group)[0], gate)
-
-    def _with_decay(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
-        """What Adam takes for the gradient of a covered parameter: with weight decay, where that is coupled."""
-        group = self._table.group_of[p]
-        if not group["weight_decay"] or options.is_decoupled(self._options(p)["graft"], group):
-            return gradient
-        return gradient.add(local(p), alpha=group["weight_decay"])
-
-    def _graft(
-        self, sets: Iterable[tuple[str | None, Sequence[nn.Parameter]]], directions: Directions, raw: Directions
-    ) -> None:
-        """Give sets of directions, each taken together, the size of the step of the rule named by ``graft``."""
-        chosen = [(rule, params) for rule, params in sets if rule is not None and params]
-        if not chosen:
-            return
-        members = [p for _, params in chosen for p in params]
-        # One at a time: Adam's steps together would be as large as the model.
-        wanted = (self._adam_step(p) if options.is_adam(rule) else raw[p] for rule, params in chosen for p in params)
-        found = [directions[p] for p in members]
-        sizes, lengths = self._table.shards.norms([*members, *members], chain(wanted, found)).chunk(2)
-        counts = [len(params) for _, params in chosen]
-        parts = zip(chosen, _split(found, counts), sizes.split(counts), lengths.split(counts), strict=True)
-        for (_, params), own, size, length in parts:
-            self._graft_factors[params[0]] = update.match_length_(own, size, length)
-
-    def _clip(self, directions: Directions) -> None:
-        limited = [p for p in directions if self._table.group_of[p]["clip_norm"] is not None]
-        if limited:
-            total = torch.linalg.vector_norm(self._table.shards.norms(limited, [directions[p] for p in limited]))
-            for p in limited:
-                factor = (self._table.group_of[p]["clip_norm"] / (total + 1e-12)).clamp(max=1)
-                directions[p].mul_(factor.to(directions[p].device, torch.float64))
-        for p, direction in directions.items():
-            if (bound := self._table.group_of[p]["clip_value"]) is not None:
-                (torch.view_as_real(direction) if direction.is_complex() else direction).clamp_(-bound, bound)
+        sources = self._update.sources(gradients, gate)
+        return self._update.bound(self.preconditioner.propose(gradients, sources, gate), sources)
 
     def _keep(self, directions: Directions) -> Directions:
         if self._kept_directions:
@@ -324,69 +258,8 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
                 kept.update(found)
         return directions
 
-    # ------------------------------------------------------------------ stage 7: update
     def _apply(self, gradients: Directions, directions: Directions, gate: Tensor | None) -> None:
-        for group in self.param_groups:
-            by_rule: dict[str, list[nn.Parameter]] = {}
-            for p in group["params"]:
-                if p in gradients:
-                    by_rule.setdefault(self._rule(p, group, p in directions), []).append(p)
-            for rule, members in by_rule.items():
-                for part in _foreach_parts(members, group["foreach"]):
-                    self._apply_rule(rule, part, group, [directions.get(p, gradients[p]) for p in part], gate)
-
-    def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
-        """First-order rule of a parameter in this step."""
-        fallback = _with_kind_of_decay("fallback_", group["fallback"], group)
-        if not self._covers(p):
-            return fallback
-        graft = self._options(p)["graft"]
-        if preconditioned:
-            is_sized = options.is_adam(graft)
-            return _with_kind_of_decay("sized_" if is_sized else "", graft if is_sized else group["inner"], group)
-        if not self._is_on(p, group) or graft is not None or options.is_adam(group["inner"]):
-            return _with_kind_of_decay("", graft or group["inner"], group)
-        return fallback
-
-    def _apply_rule(
-        self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
-    ) -> None:
-        tensors = [local(p) for p in params] if self._is_cut else cast("list[Tensor]", params)
-        decay = group["weight_decay"]
-        if rule in ("adam", "adamw", "fallback_adam", "fallback_adamw"):
-            means, squares = self._moments(params)
-            lr = self._fallback_lr(group) if rule.startswith("fallback_") else rate(group["lr"])
-            betas, eps = self._adam_options(group)
-            update.adam_(
-                _as_real(tensors), _as_real(directions), _as_real(means), _as_real(squares),
-                [self._steps_of(p) for p in params], lr=lr, betas=betas, eps=eps,
-                weight_decay=decay, decoupled=rule.endswith("adamw"), gate=gate,
-            )  # fmt: skip
-            return
-        momentum = group["momentum"] if rule == "sgd" else 0.0
-        buffers = [local(self._rule_state(p, "momentum_buffer")) for p in params] if momentum else None
-        decoupled = group["decoupled_weight_decay"] or rule == "sized_adamw"
-        decay = 0.0 if rule == "sized_adam" else decay  # it is in Adam's moments
-        update.sgd_(
-            tensors, directions, buffers, lr=rate(group["lr"]), momentum=momentum, weight_decay=decay,
-            nesterov=group["nesterov"] and momentum > 0, decoupled=decoupled, gate=gate,
-        )  # fmt: skip
-
-    def _adam_options(self, group: Group) -> tuple[tuple[float, float], float]:
-        """β₁, β₂ and ε of Adam's rule in a group."""
-        return group["betas"], group["eps"]
-
-    def _fallback_lr(self, group: Group) -> Any:
-        """The fallback's own rate, moved by the schedule of ``lr`` in proportion."""
-        own = group["fallback_lr"]
-        if own is None:
-            if group["graft"] is not None:
-                return rate(group["lr"])
-            own = 1e-3
-        return own * (rate(group["lr"]) / group["fallback_base_lr"]) if group["fallback_base_lr"] else own
-
-    def _count_updates(self, gradients: Directions) -> None:
-        torch._foreach_add_([self.state[p]["step"] for p in gradients], 1.0)
+        self._update.apply(gradients, directions, gate)
 
     def _advance(self) -> None:
         self._t += 1
@@ -398,44 +271,5 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         self._synchronize()
 
 
-def _with_kind_of_decay(prefix: str, rule: str, group: Group) -> str:
-    """A first-order rule, Adam's by the kind of its weight decay: ``adam`` or ``adamw``."""
-    if not options.is_adam(rule):
-        return "sgd"
-    return f"{prefix}adamw" if options.is_decoupled(rule, group) else f"{prefix}adam"
-
-
-def rate(lr: Any) -> Any:
-    """A learning rate as a number or a 0-dim tensor."""
-    return lr.reshape(()) if isinstance(lr, Tensor) else lr
-
-
-def _split(tensors: Sequence[Tensor], counts: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Lists of so many tensors, one after the other."""
-    rest = iter(tensors)
-    for count in counts:
-        yield list(islice(rest, count))
-
-
-def _foreach_parts(params: list[nn.Parameter], foreach: bool | None) -> Iterator[list[nn.Parameter]]:
-    """Lists to update in one call: all of one device and dtype, or one by one (torch's default on the CPU)."""
-    if not params:
-        return
-    if foreach is False or (foreach is None and params[0].device.type == "cpu"):
-        yield from ([p] for p in params)
-        return
-    kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
-    for p in params:
-        kinds.setdefault((p.device, p.dtype), []).append(p)
-    yield from kinds.values()
-
-
 def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-
-
-def _like(direction: Tensor, p: nn.Parameter) -> Tensor:
-    if not p.is_complex():
-        return direction
-    # A copy, because pairs of numbers must start at an even place.
-    return torch.view_as_complex(direction.to(torch.promote_types(direction.dtype, torch.float32)).clone())

@@ -1,206 +1,387 @@
-"""The first-order side of a step: pure functions on lists of tensors, with the arithmetic of ``torch.optim``.
+"""The first-order side of a step: what is preconditioned, how long directions are, and the rule that applies them.
 
-Operation by operation as ``torch.optim.SGD``, ``Adam`` and ``AdamW``, so that a parameter without curvature ends in
-equal bits.
-``gate`` is None, or a 0-dim bool tensor on the device: where it is False, nothing changes.
+::
+
+    ∇ ─► sources ─► Preconditioner.propose ─► bound ─► apply
+         ∇, or Adam's mean                    guard, kl-clip, graft, clip
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-Tensors = list[Tensor]
-Scalar = float | Tensor
+from secondorder import options
+from secondorder.comm.layout import local
+from secondorder.linalg import first_order
+from secondorder.linalg.dense import all_true_on_cpu
+from secondorder.linalg.first_order import rate
+from secondorder.parameters import Directions, Group, ParameterTable
+from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
 
-
-def sgd_(
-    params: Tensors,
-    directions: Tensors,
-    buffers: Tensors | None,
-    *,
-    lr: Scalar,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    decoupled: bool,
-    gate: Tensor | None = None,
-) -> None:
-    """Heavy-ball or Nesterov momentum on ``directions``, then the update, in place.
-
-    Args:
-        params: Parameters.
-        directions: Gradients or preconditioned gradients, left as they are.
-        buffers: Momentum buffers, None for ``momentum`` 0.
-        lr: Learning rate, a number or a 0-dim tensor.
-        momentum: μ.
-        nesterov: Whether to look ahead.
-        weight_decay: Decay, added to the direction or, if ``decoupled``, applied to the parameter.
-        decoupled: Whether decay is decoupled.
-        gate: See the module.
-    """
-    if gate is not None:
-        lr = _gated(gate, lr, 0.0)
-    if weight_decay != 0 and not decoupled:
-        directions = _add(directions, params, weight_decay)
-    if gate is not None:
-        directions = [torch.where(gate, d, 0) for d in directions]
-    if weight_decay != 0 and decoupled:
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-    if buffers is not None:
-        kept = momentum if gate is None else _gated(gate, momentum, 1.0)
-        torch._foreach_mul_(buffers, kept)
-        torch._foreach_add_(buffers, directions)
-        directions = _add(directions, buffers, momentum) if nesterov else buffers
-    _descend_(params, directions, lr)
+AdamOptions = Callable[[Mapping[str, Any]], tuple[tuple[float, float], float]]
 
 
-def adam_moments_(
-    gradients: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    betas: tuple[float, float],
-    gate: Tensor | None = None,
-) -> None:
-    """Fold gradients into Adam's first and second moments, in place."""
-    beta1, beta2 = betas
-    if gate is None:
-        torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-    else:
-        gradients = [torch.where(gate, g, 0) for g in gradients]
-        torch._foreach_mul_(exp_avgs, _gated(gate, beta1, 1.0))
-        torch._foreach_add_(exp_avgs, gradients, alpha=1 - beta1)
-        torch._foreach_mul_(exp_avg_sqs, _gated(gate, beta2, 1.0))
-    torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, 1 - beta2)
+def adam_options_of(group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
+    """Return β₁, β₂ and ε of Adam's rule in a group."""
+    return group["betas"], group["eps"]
 
 
-def adam_denominators(exp_avg_sqs: Tensors, steps: Sequence[float], beta2: float, eps: float) -> Tensors:
-    """``√v̂ + ε`` as new tensors, with ``v̂ = v / (1 − β₂^t)``."""
-    roots = list(torch._foreach_sqrt(exp_avg_sqs))
-    torch._foreach_div_(roots, [(1 - beta2**t) ** 0.5 for t in steps])
-    torch._foreach_add_(roots, eps)
-    return roots
-
-
-def adam_(
-    params: Tensors,
-    gradients: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    steps: Sequence[float],
-    *,
-    lr: Scalar,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    gate: Tensor | None = None,
-) -> None:
-    """Adam or AdamW: weight decay, moments and update, in place.
+class Update:
+    """Sizes directions and applies them by the first-order rules of the groups, whose state it allocates.
 
     Args:
-        params: Parameters.
-        gradients: What Adam takes for gradients.
-        exp_avgs: First moments.
-        exp_avg_sqs: Second moments.
-        steps: Updates of each parameter, this one included (1 for the first).
-        lr: Learning rate, a number or a 0-dim tensor.
-        betas: β₁ and β₂.
-        eps: ε.
-        weight_decay: Decay, added to the gradient or, if ``decoupled``, applied to the parameter.
-        decoupled: Whether decay is decoupled: that makes it AdamW.
-        gate: See the module.
+        table: The parameters.
+        preconditioner: What covers parameters; it may change the rules of those that it has preconditioned.
+        adam_options: Returns β₁, β₂ and ε of Adam's rule in a group.
     """
-    if gate is not None:
-        lr = _gated(gate, lr, 0.0)
-    if weight_decay != 0 and not decoupled:
-        gradients = _add(gradients, params, weight_decay)
-    if weight_decay != 0 and decoupled:
-        torch._foreach_mul_(params, 1 - lr * weight_decay)
-    adam_moments_(gradients, exp_avgs, exp_avg_sqs, betas, gate)
-    denominators = adam_denominators(exp_avg_sqs, steps, betas[1], eps)
-    sizes = [1 / (1 - betas[0] ** t) for t in steps]
-    if isinstance(lr, Tensor):
-        torch._foreach_div_(denominators, sizes)
-        quotients = list(torch._foreach_div(exp_avgs, denominators))
-        _descend_(params, quotients, lr)
-    else:
-        scaled: list[Any] = [-(lr / (1 - betas[0] ** t)) for t in steps]
-        torch._foreach_addcdiv_(params, exp_avgs, denominators, scaled)
+
+    def __init__(
+        self, table: ParameterTable, preconditioner: Preconditioner, adam_options: AdamOptions = adam_options_of
+    ) -> None:
+        self._table, self._preconditioner, self._adam_options = table, preconditioner, adam_options
+        #: What grafting multiplied directions with in the last step, by the first parameter of those taken together.
+        self.graft_factors: dict[nn.Parameter, Tensor] = {}
+        #: What kl-clip multiplied directions with; None if it never did.
+        self.kl_factor: Tensor | None = None
+
+    # ------------------------------------------------------------------ state
+    def keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the keys of the state of the first-order rule that a parameter usually follows."""
+        covered = self._preconditioner.covers(p)
+        if options.is_adam((group["graft"] or group["inner"]) if covered else group["fallback"]):
+            return "exp_avg", "exp_avg_sq"
+        rule = _plain_rule("sgd", group)
+        momentum = (self._preconditioner.rule(p, group, rule) if covered else rule).momentum
+        return ("momentum_buffer",) if momentum else ()
+
+    def allocate(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
+        """Allocate what the usual rule keeps, so that state never depends on which gradients came first."""
+        for key in self.keys(p, group):
+            self.state_of(p, key)
+
+    def state_of(self, p: nn.Parameter, key: str) -> Tensor:
+        """Return a tensor of the state of a rule, which is shaped like the parameter."""
+        state = self._table.state[p]
+        if key not in state:
+            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return cast(Tensor, state[key])
+
+    def steps_of(self, p: nn.Parameter) -> float:
+        """Return the number of updates of a parameter."""
+        return float(self._table.state[p]["step"].numpy())
+
+    def count(self, gradients: Directions) -> None:
+        """Count an update of every parameter that has a gradient."""
+        torch._foreach_add_([self._table.state[p]["step"] for p in gradients], 1.0)
+
+    def _moments(self, params: Sequence[nn.Parameter]) -> tuple[list[Tensor], list[Tensor]]:
+        """Adam's moments; of sharded ones the shards of this rank."""
+        first, second = ([local(self.state_of(p, key)) for p in params] for key in ("exp_avg", "exp_avg_sq"))
+        return first, second
+
+    # ------------------------------------------------------------------ what is preconditioned
+    def sources(self, gradients: Directions, gate: Tensor | None) -> Directions:
+        """Return what to precondition: the gradient, or Adam's first moment, bias-corrected, where Adam gives the size.
+
+        Args:
+            gradients: Gradients of this step by parameter.
+            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+
+        Returns:
+            By parameter; empty for windows, which contain what they precondition.
+        """
+        curvature = self._preconditioner
+        params = curvature.preconditioned(gradients)
+        grafted = [p for p in params if options.is_adam(curvature.options_of(p)["graft"])]
+        self._count_moments(grafted, gradients, gate)
+        if not curvature.takes_sources:
+            return {}
+        found = {p: gradients[p] for p in params}
+        for p in grafted:
+            beta1 = self._adam_options(self._table.group_of[p])[0][0]
+            found[p] = local(self._table.state[p]["exp_avg"]) / (1 - beta1 ** self.steps_of(p))
+        curvature.change_sources(found, gradients, gate)
+        return found
+
+    def _count_moments(self, members: Sequence[nn.Parameter], gradients: Directions, gate: Tensor | None) -> None:
+        """Fold gradients into Adam's moments where Adam gives the size of the step."""
+        chosen = set(members)
+        for group in self._table.groups if chosen else ():
+            own = [p for p in group["params"] if p in chosen]
+            if own:
+                means, squares = map(_as_real, self._moments(own))
+                grads = _as_real([self._with_decay(p, gradients[p]) for p in own])
+                betas, _ = self._adam_options(group)
+                first_order.adam_moments_(grads, means, squares, betas, gate)
+
+    def _with_decay(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
+        """What Adam takes for the gradient of a covered parameter: with weight decay, where that is coupled."""
+        group = self._table.group_of[p]
+        if not group["weight_decay"] or options.is_decoupled(self._preconditioner.options_of(p)["graft"], group):
+            return gradient
+        return gradient.add(local(p), alpha=group["weight_decay"])
+
+    # ------------------------------------------------------------------ the size of directions
+    def bound(self, proposal: Proposal, sources: Directions) -> Directions:
+        """Return directions that are finite, and of the length that clips and grafting give them.
+
+        Args:
+            proposal: Preconditioned directions, which are changed in place.
+            sources: What was preconditioned. It is emptied, since it may be as large as the model.
+
+        Returns:
+            By parameter, in its shape and dtype.
+        """
+        if sources:
+            products = self._guard(proposal, sources)
+            sources.clear()
+            self._kl_clip(proposal.directions, products)
+        self._graft(proposal)
+        directions = {p: _like(d, p) for p, d in proposal.directions.items()}
+        self._clip(directions)
+        return {p: d.to(p.dtype) for p, d in directions.items()}
+
+    def _guard(self, proposal: Proposal, source: Directions) -> Directions:
+        """Replace the directions of a block that are not finite by its gradients, for this step.
+
+        Returns:
+            ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
+        """
+        directions = proposal.directions
+        if not directions:
+            return {}
+        products = {p: first_order.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
+        squares: Directions = {}
+        if self._table.shards.is_sharded:  # in one message: where a device computes, both are wanted
+            cast_ = ((p, source[p].to(d.dtype)) for p, d in directions.items())
+            squares = {p: first_order.inner_product(x, x) for p, x in cast_}
+            found = torch.stack([x.to(torch.float64) for x in (*products.values(), *squares.values())])
+            sums = self._table.shards.sum(found, [*products, *products]).chunk(2)
+            products, squares = (dict(zip(products, own.unbind(), strict=True)) for own in sums)
+        finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
+        if finite.device.type == "cpu" and all_true_on_cpu(finite):
+            return products
+        for _, params in proposal.sets:
+            good = torch.isfinite(torch.stack([products[p] for p in params])).all()
+            for p in params:
+                plain = source[p].to(directions[p].dtype)
+                directions[p] = torch.where(good, directions[p], plain)
+                own = squares[p] if squares else first_order.inner_product(plain, plain)
+                products[p] = torch.where(good, products[p], own)
+        return products
+
+    def _kl_clip(self, directions: Directions, products: Directions) -> None:
+        """Bound the KL divergence that the step may cause, in all groups with one limit together."""
+        group_of, curvature = self._table.group_of, self._preconditioner
+        clipped = [
+            p
+            for p in directions
+            if group_of[p].get("kl_clip") and curvature.options_of(p)["graft"] is None and not curvature.sets_length(p)
+        ]
+        if not clipped:
+            return
+        terms, lrs = [products[p] for p in clipped], [rate(group_of[p]["lr"]) for p in clipped]
+        for limit in {group_of[p]["kl_clip"] for p in clipped}:
+            self.kl_factor = factor = first_order.kl_clip_factor(terms, lrs, limit)
+            torch._foreach_mul_([directions[p] for p in clipped if group_of[p]["kl_clip"] == limit], factor)
+
+    def _graft(self, proposal: Proposal) -> None:
+        """Give sets of directions, each taken together, the size of the step of the rule named by ``graft``."""
+        directions, raw = proposal.directions, proposal.raw
+        chosen = [(rule, params) for rule, params in proposal.sets if rule is not None and params]
+        if not chosen:
+            return
+        members = [p for _, params in chosen for p in params]
+        # One at a time: Adam's steps together would be as large as the model.
+        wanted = (self._adam_step(p) if options.is_adam(rule) else raw[p] for rule, params in chosen for p in params)
+        found = [directions[p] for p in members]
+        sizes, lengths = self._table.shards.norms([*members, *members], chain(wanted, found)).chunk(2)
+        counts = [len(params) for _, params in chosen]
+        parts = zip(chosen, _split(found, counts), sizes.split(counts), lengths.split(counts), strict=True)
+        for (_, params), own, size, length in parts:
+            self.graft_factors[params[0]] = first_order.match_length_(own, size, length)
+
+    def _adam_step(self, p: nn.Parameter) -> Tensor:
+        """Adam's step at rate 1 (a real view of a complex one)."""
+        (beta1, beta2), eps = self._adam_options(self._table.group_of[p])
+        state, step = self._table.state[p], self.steps_of(p)
+        mean, square = _as_real([local(state["exp_avg"]), local(state["exp_avg_sq"])])
+        (root,) = first_order.adam_denominators([square], [step], beta2, eps)
+        return cast("Tensor", mean / (1 - beta1**step) / root)
+
+    def _clip(self, directions: Directions) -> None:
+        """Bound the norm of all directions, and their entries."""
+        group_of = self._table.group_of
+        limited = [p for p in directions if group_of[p]["clip_norm"] is not None]
+        if limited:
+            total = torch.linalg.vector_norm(self._table.shards.norms(limited, [directions[p] for p in limited]))
+            for p in limited:
+                factor = (group_of[p]["clip_norm"] / (total + 1e-12)).clamp(max=1)
+                directions[p].mul_(factor.to(directions[p].device, torch.float64))
+        for p, direction in directions.items():
+            if (bound := group_of[p]["clip_value"]) is not None:
+                (torch.view_as_real(direction) if direction.is_complex() else direction).clamp_(-bound, bound)
+
+    # ------------------------------------------------------------------ rules
+    def rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> Rule:
+        """Return the first-order rule of a parameter in this step.
+
+        Args:
+            p: The parameter.
+            group: Its group.
+            preconditioned: Whether it has a direction, instead of its gradient.
+
+        Returns:
+            The rule.
+        """
+        curvature = self._preconditioner
+        if not curvature.covers(p):
+            return _rule_named(group["fallback"], group, is_fallback=True)
+        graft = curvature.options_of(p)["graft"]
+        if preconditioned:
+            if options.is_adam(graft):  # coupled decay is in Adam's moments
+                is_decoupled = options.is_decoupled(graft, group)
+                rule = Rule("plain", 0.0, group["weight_decay"] if is_decoupled else 0.0, is_decoupled)
+            else:
+                rule = _rule_named(group["inner"], group)
+            return curvature.rule(p, group, rule)
+        is_on = not curvature.refresh_interval or group[curvature.refresh_interval]
+        if not is_on or graft is not None or options.is_adam(group["inner"]):
+            return _rule_named(graft or group["inner"], group)
+        return _rule_named(group["fallback"], group, is_fallback=True)
+
+    def apply(
+        self, gradients: Directions, directions: Directions, gate: Tensor | None, size: Tensor | None = None
+    ) -> None:
+        """Update all parameters that have gradients.
+
+        Args:
+            gradients: Gradients of this step by parameter.
+            directions: Preconditioned directions by parameter.
+            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+            size: Rate and momentum of the quadratic model ``[2]``, which replace those of the groups for directions.
+        """
+        for group in self._table.groups:
+            by_rule: dict[Rule, list[nn.Parameter]] = {}
+            for p in group["params"]:
+                if p in gradients:
+                    preconditioned = p in directions
+                    is_sized = preconditioned and size is not None
+                    rule = _modelled_rule(group) if is_sized else self.rule(p, group, preconditioned)
+                    by_rule.setdefault(rule, []).append(p)
+            for rule, members in by_rule.items():
+                for part in _foreach_parts(members, group["foreach"]):
+                    own = [directions.get(p, gradients[p]) for p in part]
+                    if rule.kind == "adam":
+                        self._apply_adam(rule, part, group, own, gate)
+                    elif rule.kind == "model":
+                        self._apply_model(rule, part, group, own, gate, cast(Tensor, size))
+                    else:
+                        self._apply_sgd(rule, part, group, own, gate)
+
+    def _apply_adam(
+        self, rule: Rule, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
+    ) -> None:
+        means, squares = self._moments(params)
+        betas, eps = self._adam_options(group)
+        first_order.adam_(
+            _as_real(self._locals(params)), _as_real(directions), _as_real(means), _as_real(squares),
+            [self.steps_of(p) for p in params], lr=_fallback_lr(group) if rule.is_fallback else rate(group["lr"]),
+            betas=betas, eps=eps, weight_decay=rule.weight_decay, decoupled=rule.decoupled, gate=gate,
+        )  # fmt: skip
+
+    def _apply_sgd(
+        self, rule: Rule, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
+    ) -> None:
+        tensors = self._locals(params)
+        if rule.shrink:
+            first_order.shrink_(tensors, rule.shrink, gate)
+        if rule.factor != 1:
+            directions = list(torch._foreach_mul(directions, rule.factor))
+        first_order.sgd_(
+            tensors, directions, self._buffers(rule, params), lr=rate(group["lr"]), momentum=rule.momentum,
+            weight_decay=rule.weight_decay, nesterov=group["nesterov"] and rule.momentum > 0, decoupled=rule.decoupled,
+            gate=gate,
+        )  # fmt: skip
+
+    def _apply_model(
+        self, rule: Rule, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None,
+        size: Tensor,
+    ) -> None:  # fmt: skip
+        alpha, mu = size.to(params[0].device).unbind()
+        # δ = lr (α d₁ + μ d₂) as heavy-ball momentum μ on −α d₁: the buffer is −δ / lr, like SGD's.
+        first_order.sgd_(
+            self._locals(params), [d * -alpha for d in directions], self._buffers(rule, params),
+            lr=rate(group["lr"]), momentum=cast("float", mu), weight_decay=rule.weight_decay, nesterov=False,
+            decoupled=True, gate=gate,
+        )  # fmt: skip
+
+    def _buffers(self, rule: Rule, params: Sequence[nn.Parameter]) -> list[Tensor] | None:
+        return [local(self.state_of(p, "momentum_buffer")) for p in params] if rule.momentum else None
+
+    def _locals(self, params: list[nn.Parameter]) -> list[Tensor]:
+        """The parameters; of sharded ones the shards of this rank."""
+        return [local(p) for p in params] if self._table.shards.is_sharded else cast("list[Tensor]", params)
 
 
-def kl_clip_factor(products: Tensors, lrs: Sequence[Scalar], limit: float) -> Tensor:
-    """``ν = min(1, √(κ / |Σ η² ⟨V, ∇⟩|))``, a 0-dim tensor: bounds the step's length in the Fisher metric.
-
-    Args:
-        products: ``⟨V, ∇⟩`` per parameter, 0-dim.
-        lrs: Current learning rate η of each.
-        limit: κ, about twice the KL divergence that a step may cause.
-
-    Returns:
-        ν.
-    """
-    total = torch.stack([p * (lr * lr) for p, lr in zip(products, lrs, strict=True)]).sum()
-    return (total.abs() / limit).clamp(min=1).rsqrt()
+def _plain_rule(kind: str, group: Mapping[str, Any]) -> Rule:
+    return Rule(kind, group["momentum"], group["weight_decay"], group["decoupled_weight_decay"])
 
 
-def norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm of each tensor, stacked ``[k]``, in float32 or better; tensors are looked at one by one."""
-    real = (torch.view_as_real(t) if t.is_complex() else t for t in tensors)
-    found = [torch.linalg.vector_norm(t, dtype=_accurate(t.dtype)) for t in real]
-    return torch.stack([n.to(found[0].device, torch.promote_types(n.dtype, found[0].dtype)) for n in found])
+def _modelled_rule(group: Group) -> Rule:
+    """The rule of directions that the quadratic model sizes; coupled decay is in the directions."""
+    is_decoupled = group["decoupled_weight_decay"]
+    return Rule("model", group["momentum"], group["weight_decay"] if is_decoupled else 0.0, True)
 
 
-def match_length_(tensors: Tensors, wanted: Tensor, found: Tensor) -> Tensor:
-    """Scale tensors by one number, in place, so that together they are of another length; zeros stay zeros.
-
-    Args:
-        tensors: What to scale.
-        wanted: Norms ``[k]`` of what together is as long as they shall be.
-        found: Norms of the tensors ``[k]``.
-
-    Returns:
-        What they were multiplied with, 0-dim.
-    """
-    size, length = torch.linalg.vector_norm(wanted), torch.linalg.vector_norm(found)
-    factor = torch.where(length > 0, size / length, torch.ones_like(length))
-    for t in tensors:
-        t.mul_(factor.to(t.device, t.dtype))
-    return factor
+def _rule_named(name: str, group: Group, *, is_fallback: bool = False) -> Rule:
+    """The rule of a group with the name of an option."""
+    if not options.is_adam(name):
+        return _plain_rule("sgd", group)
+    return Rule("adam", 0.0, group["weight_decay"], options.is_decoupled(name, group), is_fallback=is_fallback)
 
 
-def inner_product(x: Tensor, y: Tensor) -> Tensor:
-    """``Σ x·y``, 0-dim."""
-    if x.is_contiguous() and y.is_contiguous():
-        return torch.dot(x.view(-1), y.view(-1))
-    return (x * y).sum()
+def _fallback_lr(group: Group) -> Any:
+    """The fallback's own rate, moved by the schedule of ``lr`` in proportion."""
+    own = group["fallback_lr"]
+    if own is None:
+        if group["graft"] is not None:
+            return rate(group["lr"])
+        own = 1e-3
+    return own * (rate(group["lr"]) / group["fallback_base_lr"]) if group["fallback_base_lr"] else own
 
 
-def _gated(gate: Tensor, value: Scalar, otherwise: float) -> Tensor:
-    """``value`` where the gate is open: a 0-dim float64 tensor, which takes the dtype of what it meets."""
-    blocked = torch.full_like(gate, otherwise, dtype=torch.float64)
-    return torch.where(gate, blocked * 0 + value, blocked)
+def _split(tensors: Sequence[Tensor], counts: Iterable[int]) -> Iterator[list[Tensor]]:
+    """Lists of so many tensors, one after the other."""
+    rest = iter(tensors)
+    for count in counts:
+        yield list(islice(rest, count))
 
 
-def _accurate(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _foreach_parts(params: list[nn.Parameter], foreach: bool | None) -> Iterator[list[nn.Parameter]]:
+    """Lists to update in one call: all of one device and dtype, or one by one (torch's default on the CPU)."""
+    if not params:
+        return
+    if foreach is False or (foreach is None and params[0].device.type == "cpu"):
+        yield from ([p] for p in params)
+        return
+    kinds: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+    for p in params:
+        kinds.setdefault((p.device, p.dtype), []).append(p)
+    yield from kinds.values()
 
 
-def _as_real(tensors: Tensors) -> Tensors:
+def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
 
 
-def _add(tensors: Tensors, others: Tensors, alpha: float) -> Tensors:
-    return list(torch._foreach_add(tensors, others, alpha=alpha))
-
-
-def _descend_(params: Tensors, directions: Tensors, lr: Scalar) -> None:
-    if isinstance(lr, Tensor):
-        for p, d in zip(params, directions, strict=True):
-            p.add_(d * -lr)  # a 0-dim CPU tensor is an argument of the kernel: nothing is copied
-    else:
-        torch._foreach_add_(params, directions, alpha=-lr)
+def _like(direction: Tensor, p: nn.Parameter) -> Tensor:
+    if not p.is_complex():
+        return direction
+    # A copy, because pairs of numbers must start at an even place.
+    return torch.view_as_complex(direction.to(torch.promote_types(direction.dtype, torch.float32)).clone())

@@ -24,9 +24,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: Modules at the top level that share a row.
 TOP = {
     "factory": "entry", "schedule": "entry",
-    "optimizer": "optimizer", "lifecycle": "optimizer",
+    "optimizer": "optimizer", "lifecycle": "optimizer", "update": "optimizer",
     "parameters": "preconditioners", "switching": "policy", "signals": "policy",
-    "options": "base", "update": "base", "frames": "base", "runtime": "base",
+    "options": "base", "frames": "base", "runtime": "base",
     "nn": "nn",
 }  # fmt: skip
 
@@ -72,7 +72,6 @@ INSIDE = {
 #: Imports that point upwards, by the reason: module → modules. None may be added, and one that is gone is deleted here.
 KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Mix-ins of one class: groups, names, state and the step counter are attributes of the optimizer": {
-        "adaptation.model": {"optimizer"},
         "checkpoint.checkpoint": {"lifecycle"},
         "diagnostics.report": {"lifecycle"},
         "methods.window_optimizer": {"checkpoint.windows"},
@@ -109,7 +108,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
 # optimizer.py alone.
 METHODS_MAY_NAME = {"secondorder.comm.CommStrategy"}
 PURE = {
-    "update.py": set(),
     "capture/fisher/likelihood.py": set(),
     "capture/statistics/averages.py": {"linalg"},
     "comm/placement.py": set(),

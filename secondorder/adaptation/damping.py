@@ -257,7 +257,7 @@ class AdaptiveOptimizer(ModelledOptimizer):
         before, losses = self._snapshot(gradients, estimates=True), []
         for candidate in candidates:
             self._set_damping(candidate)
-            self._count_updates(gradients)
+            self._update.count(gradients)
             self._apply(gradients, self._directions(gradients, gate), gate)
             losses.append(self._of_all_ranks(self._loss_now(evaluation)))
             before.undo()

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from secondorder import update
 from secondorder.adaptation.replay import exact_products
 from secondorder.adaptation.trial import Adaptation, Evaluation
 from secondorder.curvature.block import Block
 from secondorder.linalg.dense import precision_of
 from secondorder.linalg.quadratic import QuadraticModel
 from secondorder.methods.layer_optimizer import LayerOptimizer
-from secondorder.optimizer import rate
-from secondorder.parameters import Directions, Group
+from secondorder.parameters import Directions
 
 
 class ModelledOptimizer(LayerOptimizer):
@@ -140,40 +137,21 @@ class ModelledOptimizer(LayerOptimizer):
     # ------------------------------------------------------------------ stage 7 with the model
 
     def _apply(self, gradients: Directions, directions: Directions, gate: Tensor | None) -> None:
+        size = None
         if self._adaptation.quadratic_model and directions:
             directions = {p: d + w * p if (w := self._coupled_decay(p)) else d for p, d in directions.items()}
             along = [directions]
-            if any(self._table.group_of[p]["momentum"] and self._steps_of(p) > 1 for p in directions):
+            if any(self._table.group_of[p]["momentum"] and self._update.steps_of(p) > 1 for p in directions):
                 along.append({p: self._previous(p) for p in directions})
             tolerance = torch.finfo(precision_of(next(iter(directions)))).eps ** 0.5
             found = self._model(along, {p: gradients[p] for p in directions}, {}).minimum(tolerance)
-            self._coefficients = torch.nn.functional.pad(found, (0, 2 - len(found)))
-        super()._apply(gradients, directions, gate)
+            self._coefficients = size = torch.nn.functional.pad(found, (0, 2 - len(found)))
+        self._update.apply(gradients, directions, gate, size)
 
     def _previous(self, p: nn.Parameter) -> Tensor:
         """The previous step before ``lr``, or zeros where momentum is off."""
-        return -self._rule_state(p, "momentum_buffer") if self._table.group_of[p]["momentum"] else torch.zeros_like(p)
-
-    def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
-        modelled = self._adaptation.quadratic_model and preconditioned
-        return "model" if modelled else super()._rule(p, group, preconditioned)
-
-    def _apply_rule(
-        self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
-    ) -> None:
-        if rule != "model":
-            super()._apply_rule(rule, params, group, directions, gate)
-            return
-        assert self._coefficients is not None
-        alpha, mu = self._coefficients.to(params[0].device).unbind()
-        decay = group["weight_decay"] if group["decoupled_weight_decay"] else 0.0
-        # δ = lr (α d₁ + μ d₂) as heavy-ball momentum μ on −α d₁: the buffer is −δ / lr, like SGD's.
-        update.sgd_(
-            cast("list[Tensor]", params), [d * -alpha for d in directions],
-            [self._rule_state(p, "momentum_buffer") for p in params] if group["momentum"] else None,
-            lr=rate(group["lr"]), momentum=cast("float", mu), nesterov=False,
-            weight_decay=decay, decoupled=True, gate=gate,
-        )  # fmt: skip
+        buffer = self._update.state_of(p, "momentum_buffer") if self._table.group_of[p]["momentum"] else None
+        return torch.zeros_like(p) if buffer is None else -buffer
 
 
 def _inner(x: Directions, y: Directions, device: torch.device) -> Tensor:

@@ -92,7 +92,7 @@ class Checkpointing(Lifecycle):
         self._follow_replaced()
         for p, group in self._table.group_of.items():
             if p.requires_grad and self._table.signature:  # a copy without its module does not know its rules
-                self._init_rule(p, group)
+                self._update.allocate(p, group)
         packed = super().state_dict()
         for names, group in zip(self._table.names_of_groups(), packed["param_groups"], strict=True):
             if names is not None:
@@ -387,7 +387,7 @@ class Checkpointing(Lifecycle):
         expected |= self._curvature_schema(p, group, theirs)
         if p.requires_grad:
             rule = Entry(p, "momentum", Place.OWN, always=True)
-            expected |= dict.fromkeys(self._rule_keys(p, group), rule)
+            expected |= dict.fromkeys(self._update.keys(p, group), rule)
         elif not self._covers(p):  # what a frozen parameter has is kept as it is, for when it is unfrozen
             expected |= {k: self.entries[k]._replace(like=v) for k, v in theirs.items() if k in self.entries}
         return expected

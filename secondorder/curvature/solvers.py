@@ -61,6 +61,10 @@ class WindowSolver(ABC):
         """Return β₁ of Adam's rule in a group."""
         return float(group["betas"][0])
 
+    def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
+        """Return β₁, β₂ and ε of Adam's rule in a group."""
+        return group["betas"], group["eps"]
+
     def flops(self, m: int) -> float:
         """Return the number of FLOPs of a solve with m rows."""
         return m**3 / 3 + 2 * m**2
@@ -202,6 +206,10 @@ class GGTSolver(WindowSolver):
         """β₁ of the fallback. ``betas`` belong to GGT itself, but a β₁ above 0 there also applies to a graft."""
         own, beta = group["betas"][0], group["fallback_betas"][0]
         return float(own if own and options.is_adam(group["graft"]) else beta)
+
+    def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
+        """β₁, β₂ and ε of the fallback, since ``betas`` and ``eps`` belong to GGT itself; see :meth:`adam_beta`."""
+        return (self.adam_beta(group), group["fallback_betas"][1]), group["fallback_eps"]
 
     def coefficients(self, units: Sequence[Unit], lower: Tensor, step: int) -> Tensor:
         """``φ(G_wᵀG_w) x``, see :func:`secondorder.linalg.gram.ggt_coefficients`."""

@@ -39,12 +39,11 @@ from secondorder import options
 from secondorder.adaptation.trial import Adaptation
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
-from secondorder.curvature.block import Block
 from secondorder.curvature.eigenbasis import is_adam
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
 from secondorder.methods.kronecker import FactoredOptimizer, chosen
-from secondorder.parameters import Directions, Group
+from secondorder.parameters import Group
 from secondorder.preconditioners.scale import ScalePreconditioner
 
 
@@ -186,33 +185,6 @@ class EKFAC(FactoredOptimizer):
         given = locals()
         judged = Adaptation(**chosen(Adaptation, given))
         super().__init__(given, partial(_exclude, fisher=fisher, overlap=overlap, adaptation=judged))
-
-    def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
-        if self._covers(p) and self._options(p)["momentum_mode"] == "pre":
-            return ()
-        return super()._rule_keys(p, group)
-
-    # ------------------------------------------------------------------ stage 5: directions
-    def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
-        """What to precondition; with ``momentum_mode="pre"`` the bias-corrected running mean of gradients."""
-        source = super()._sources(blocks, gradients, gate)
-        for block in blocks:
-            if block.group["momentum_mode"] != "pre":
-                continue
-            for p in block.params:
-                beta, mean = self._table.group_of[p]["momentum"], self._local_state(p, "gradient_momentum")
-                gradient = gradients[p].to(mean.dtype)
-                mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
-                self.state[p]["gradient_updates"] += 1
-                source[p] = mean / (1 - beta ** self.state[p]["gradient_updates"])
-                if self._table.group_of[p]["nesterov"]:
-                    source[p] = gradient.lerp(source[p], beta)
-        return source
-
-    def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
-        if preconditioned and self._options(p)["momentum_mode"] == "pre":
-            return "plain"
-        return super()._rule(p, group, preconditioned)
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str, overlap: bool, adaptation: Adaptation) -> None:

@@ -124,10 +124,5 @@ class GGT(WindowOptimizer):
             seed=deterministic_seed,
         )
 
-    # ------------------------------------------------------------------ the fallback
     def _cycles_betas(self, defaults: Group) -> bool:
         return defaults["graft"] is None or options.is_adam(defaults["graft"]) or defaults["betas"][0] > 0
-
-    def _adam_options(self, group: Group) -> tuple[tuple[float, float], float]:
-        """Those of the fallback: ``betas`` and ``eps`` are GGT's own, but a β₁ above 0 is also that of a graft."""
-        return (self.solver.adam_beta(group), group["fallback_betas"][1]), group["fallback_eps"]

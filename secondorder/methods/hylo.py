@@ -37,7 +37,6 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.comm import CommStrategy
-from secondorder.curvature.block import Block
 from secondorder.curvature.layer import LayerOptions, SkipRule
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.linalg import selection
@@ -244,28 +243,6 @@ class HyLo(LayerOptimizer):
         norms = torch._foreach_norm([torch.view_as_real(g) if g.is_complex() else g for g in covered], 2, dtype)
         total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
         return total
-
-    # ------------------------------------------------------------------ directions and rules
-    def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
-        """What to precondition, with the decay of the parameter where that is part of it."""
-        source = super()._sources(blocks, gradients, gate)
-        for block in blocks:
-            for p in block.params:
-                group = self._table.group_of[p]
-                if group["weight_decay_mode"] == "reg" and group["weight_decay"]:
-                    source[p] = source[p] + group["weight_decay"] * p
-        return source
-
-    def _rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> str:
-        rule = super()._rule(p, group, preconditioned)
-        return "decayed" if preconditioned and rule == "sgd" and group["weight_decay_mode"] == "reg" else rule
-
-    def _apply_rule(
-        self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
-    ) -> None:
-        if rule == "decayed":
-            rule, group = "sgd", {**group, "weight_decay": 0.0}
-        super()._apply_rule(rule, params, group, directions, gate)
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str) -> None:

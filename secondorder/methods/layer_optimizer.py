@@ -8,29 +8,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from secondorder import options, update
 from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
-from secondorder.comm.layout import local
 from secondorder.curvature.block import Block
 from secondorder.curvature.layer import LayerOptions, unwrap
 from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import module_of
-from secondorder.linalg.dense import all_true_on_cpu
-from secondorder.optimizer import SecondOrderOptimizer, rate
+from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.options import FisherOptions
 from secondorder.parallel.roles import RoleWorker
-from secondorder.parameters import Directions, Group
-from secondorder.preconditioners.base import Proposal
+from secondorder.parameters import Group
 from secondorder.preconditioners.blocks import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.runtime import Clock, some_of
+from secondorder.update import Update
 
 
 class LayerOptimizer(SecondOrderOptimizer):
@@ -70,7 +66,6 @@ class LayerOptimizer(SecondOrderOptimizer):
         root, given = _module_to_hook(type(self).__name__, params, module)
         self._begin_life(comm)
         self._layer_options, self._fisher = layer_options, fisher
-        self._kl_factor: Tensor | None = None
         super().__init__(given, defaults, module=root, grad_scaler=grad_scaler)
 
     # ------------------------------------------------------------------ the blocks
@@ -103,6 +98,7 @@ class LayerOptimizer(SecondOrderOptimizer):
             weakref.WeakMethod(self._follow_schedule),
         )
         self._curvature = self.curvature(setting, **own)
+        self._update = Update(self._table, self._curvature)
         self.role_worker = RoleWorker(self._curvature, weakref.WeakMethod(self._advance))
 
     def _connect(self, root: nn.Module | None) -> None:
@@ -271,70 +267,6 @@ class LayerOptimizer(SecondOrderOptimizer):
         """
         self._curvature.observe(outputs, likelihood, targets)
 
-    # ------------------------------------------------------------------ stages 5 and 6: directions
-    def _is_on(self, p: nn.Parameter, group: Group) -> bool:
-        return bool(group[self.curvature.refresh_interval])
-
-    def _proposal(self, gradients: Directions, gate: Tensor | None) -> Proposal:
-        source = self._sources(self._curvature.active(gradients), gradients, gate)
-        proposal = self._curvature.propose(gradients, source, gate)
-        products = self._guard(proposal, source)
-        del source  # as large as the model, where it is no gradient
-        self._kl_clip(proposal.directions, products)
-        return proposal
-
-    def _sources(self, blocks: Sequence[Block], gradients: Directions, gate: Tensor | None) -> Directions:
-        """What to precondition: the gradient, or Adam's bias-corrected first moment where Adam gives the size."""
-        source = {p: gradients[p] for b in blocks for p in b.params}
-        grafted = [p for p in source if options.is_adam(self._options(p)["graft"])]
-        self._count_moments(grafted, gradients, gate)
-        for p in grafted:
-            beta1 = self._adam_options(self._table.group_of[p])[0][0]
-            source[p] = local(self.state[p]["exp_avg"]) / (1 - beta1 ** self._steps_of(p))
-        return source
-
-    def _guard(self, proposal: Proposal, source: Directions) -> Directions:
-        """A block whose direction is not finite takes its gradient for this step.
-
-        Returns:
-            ``⟨direction, source⟩`` by parameter: they are not finite where a direction is not, and kl-clip needs them.
-        """
-        directions = proposal.directions
-        if not directions:
-            return {}
-        products = {p: update.inner_product(d, source[p].to(d.dtype)) for p, d in directions.items()}
-        squares: Directions = {}
-        if self._is_cut:  # in one message: where a device computes, both are wanted
-            squares = {
-                p: update.inner_product(x, x) for p, x in ((p, source[p].to(d.dtype)) for p, d in directions.items())
-            }
-            found = torch.stack([x.to(torch.float64) for x in (*products.values(), *squares.values())])
-            sums = self._table.shards.sum(found, [*products, *products]).chunk(2)
-            products, squares = (dict(zip(products, own.unbind(), strict=True)) for own in sums)
-        finite = torch.isfinite(torch.stack([x.to(torch.float32) for x in products.values()]))
-        if finite.device.type == "cpu" and all_true_on_cpu(finite):
-            return products
-        for _, params in proposal.sets:
-            good = torch.isfinite(torch.stack([products[p] for p in params])).all()
-            for p in params:
-                plain = source[p].to(directions[p].dtype)
-                directions[p] = torch.where(good, directions[p], plain)
-                own = squares[p] if squares else update.inner_product(plain, plain)
-                products[p] = torch.where(good, products[p], own)
-        return products
-
-    def _kl_clip(self, directions: Directions, products: Directions) -> None:
-        clipped = [
-            p for p in directions if self._table.group_of[p].get("kl_clip") and self._options(p)["graft"] is None
-        ]
-        clipped = [p for p in clipped if not self._curvature.sets_length(p)]
-        if not clipped:
-            return
-        terms, lrs = [products[p] for p in clipped], [rate(self._table.group_of[p]["lr"]) for p in clipped]
-        for limit in {self._table.group_of[p]["kl_clip"] for p in clipped}:
-            self._kl_factor = factor = update.kl_clip_factor(terms, lrs, limit)
-            torch._foreach_mul_([directions[p] for p in clipped if self._table.group_of[p]["kl_clip"] == limit], factor)
-
     # ------------------------------------------------------------------ checkpoints
     def _require_loadable(self) -> None:
         if self._table.root is None:
@@ -407,7 +339,6 @@ class LayerOptimizer(SecondOrderOptimizer):
 
     def _restore(self, kept: dict[str, Any]) -> None:
         super()._restore(kept)
-        self._kl_factor = None
         self._layer_options, self._fisher = kept["curvature"]["layer_options"], kept["fisher"]
         self._make_curvature(kept["curvature"]["own"])
         self._curvature.restore(kept["curvature"])
@@ -454,12 +385,13 @@ class LayerOptimizer(SecondOrderOptimizer):
             A dict that ``json.dumps`` takes; every key is explained on the page "Diagnostics" of the documentation.
         """
         self._tabulate()
-        found = ((b, self._graft_factors.get(b.owner)) for b in self.blocks.values())
+        update = self._update
+        found = ((b, update.graft_factors.get(b.owner)) for b in self.blocks.values())
         return {
             **super().diagnostics(),
             **self._curvature.diagnostics(),
             "graft_factor": {b.name: float(factor) for b, factor in found if factor is not None},
-            "kl_clip_factor": None if self._kl_factor is None else float(self._kl_factor),
+            "kl_clip_factor": None if update.kl_factor is None else float(update.kl_factor),
         }
 
 

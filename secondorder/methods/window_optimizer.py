@@ -13,22 +13,20 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.checkpoint.windows import WindowCheckpoint
 from secondorder.comm import CommStrategy
-from secondorder.comm.layout import local
 from secondorder.curvature.layer import unwrap
 from secondorder.curvature.schema import Schema
 from secondorder.curvature.solvers import WindowSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.lowrank import LowRank
-from secondorder.curvature.window.rows import gated
 from secondorder.curvature.window.shards import plain
 from secondorder.curvature.window.topk import TopK
 from secondorder.curvature.window.window import SHARED, SLOT_DIM
 from secondorder.lifecycle import module_of
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Directions, Group
-from secondorder.preconditioners.base import Proposal
 from secondorder.preconditioners.window_plan import CATALOG, WindowOptions
 from secondorder.preconditioners.windows import WindowPreconditioner
+from secondorder.update import Update
 
 
 def window_betas(name: str, value: Any) -> None:
@@ -168,6 +166,7 @@ class WindowOptimizer(SecondOrderOptimizer):
 
     def _make_windows(self, kept: dict[str, Any] | None = None) -> None:
         self._windows = WindowPreconditioner(self.solver, self._structure, self.comm, self._table, kept)
+        self._update = Update(self._table, self._windows, self.solver.adam_options)
         self._checkpoint = WindowCheckpoint(self._windows.plan, self._windows.exchange, self.comm, self._windows.table)
         self._tabulate()
 
@@ -198,32 +197,6 @@ class WindowOptimizer(SecondOrderOptimizer):
 
     def _acceptable(self, gradients: Directions) -> Tensor:
         return self._windows.acceptable(gradients, self._table.shards.norms(list(gradients), list(gradients.values())))
-
-    def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
-        adam = [p for p in gradients if self._covers(p) and options.is_adam(self._options(p)["graft"])]
-        self._count_moments(adam, gradients, gate)
-        return super()._directions(gradients, gate)
-
-    def _proposal(self, gradients: Directions, gate: Tensor | None) -> Proposal:
-        return self._windows.propose(gradients, {}, gate)
-
-    # ------------------------------------------------------------------ stage 7: update
-    def _apply_rule(
-        self, rule: str, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
-    ) -> None:
-        if rule == "adam" and self._covers(params[0]):
-            group = {**group, "weight_decay": 0.0}  # the window contains it
-        if rule in ("sgd", "sized_adam", "sized_adamw") and self._covers(params[0]):
-            mode = group["weight_decay_mode"]
-            if mode in ("legacy", "both") and group["weight_decay"]:
-                for p in params:
-                    local(p).mul_(gated(gate, 1 - group["weight_decay"], 1.0))
-            in_window = mode != "standard" or (rule == "sgd" and not group["decoupled_weight_decay"])
-            momentum, factor = self.solver.momentum_after(group)
-            if factor != 1 and rule == "sgd":
-                directions = list(torch._foreach_mul(directions, factor))
-            group = {**group, "momentum": momentum, "weight_decay": 0.0 if in_window else group["weight_decay"]}
-        super()._apply_rule(rule, params, group, directions, gate)
 
     # ------------------------------------------------------------------ life
     def _covers(self, p: nn.Parameter) -> bool:
@@ -271,14 +244,6 @@ class WindowOptimizer(SecondOrderOptimizer):
 
     def _repoint(self, theirs: Mapping[str, nn.Parameter]) -> None:
         self._windows.plan.replace(self._table.repoint(theirs))
-
-    def _rule_keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
-        keys = super()._rule_keys(p, group)
-        return (
-            ()
-            if keys == ("momentum_buffer",) and self._covers(p) and not self.solver.momentum_after(group)[0]
-            else keys
-        )
 
     # ------------------------------------------------------------------ checkpoints
     def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
@@ -397,7 +362,9 @@ class WindowOptimizer(SecondOrderOptimizer):
             found["skipped_steps"] = max(int(unit.window.counters["skipped"]) for unit in held)
         found["solve_failures"] = sum(int(unit.window.counters["solve_failures"]) for unit in held)
         found["damping"] = [g.get("damping", g.get("eps")) for g in self.param_groups]
-        first = {unit.name: next((p for p in unit.params if p in self._graft_factors), None) for unit in held}
-        found["graft_factor"] = {name: float(self._graft_factors[p]) for name, p in first.items() if p is not None}
+        first = {unit.name: next((p for p in unit.params if p in self._update.graft_factors), None) for unit in held}
+        found["graft_factor"] = {
+            name: float(self._update.graft_factors[p]) for name, p in first.items() if p is not None
+        }
         found["units"] = {unit.name: dict(self._windows.metrics(unit)) for unit in held}
         return found

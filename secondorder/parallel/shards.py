@@ -13,9 +13,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from secondorder import update
 from secondorder.comm import CommStrategy
 from secondorder.comm.layout import NOTHING, Layout, Route, is_cut, layout_of, local, route
+from secondorder.linalg import first_order
 from secondorder.linalg.dense import precision_of
 
 Directions = dict[nn.Parameter, Tensor]
@@ -50,7 +50,7 @@ class WholeParameters:
 
     def norms(self, params: Sequence[nn.Parameter], tensors: Iterable[Tensor]) -> Tensor:
         """Return the norm of one tensor for each parameter ``[len(params)]``, of whole tensors if they are sharded."""
-        return update.norms(tensors)
+        return first_order.norms(tensors)
 
     def everywhere(self, flag: Tensor) -> Tensor:
         """Return whether a flag about shards is True on all ranks (0-dim bool)."""
@@ -132,7 +132,7 @@ class ParameterShards(WholeParameters):
 
     def norms(self, params: Sequence[nn.Parameter], tensors: Iterable[Tensor]) -> Tensor:
         """See the base class."""
-        return self.sum(update.norms(tensors).to(torch.float64).square(), params).sqrt()
+        return self.sum(first_order.norms(tensors).to(torch.float64).square(), params).sqrt()
 
     def everywhere(self, flag: Tensor) -> Tensor:
         """See the base class."""

@@ -77,7 +77,7 @@ class Planning(Lifecycle):
         kind_of = cast(Any, self)._kind
         for p, group in self._table.group_of.items():
             yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
-            for key in self._rule_keys(p, group) if p.requires_grad else ():
+            for key in self._update.keys(p, group) if p.requires_grad else ():
                 yield Holding(None, kind_of(p, key), p.numel() * p.element_size())
 
     def _stage_for(self, strategy: CommStrategy, units: Sequence[Unit], world: int, is_real: bool) -> Rehearsal:

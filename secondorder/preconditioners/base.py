@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from secondorder.curvature.damping_watch import Damped
-from secondorder.parameters import Directions
+from secondorder.parameters import Directions, Group
 
 
 class Proposal(NamedTuple):
@@ -31,28 +32,62 @@ class Proposal(NamedTuple):
     sets: Sequence[tuple[str | None, Sequence[nn.Parameter]]]
 
 
+class Rule(NamedTuple):
+    """The first-order rule of a parameter in a step. Parameters of a group with equal rules are updated together.
+
+    Attributes:
+        kind: ``"sgd"``; ``"plain"``, which is SGD without momentum; ``"adam"``; or ``"model"``, whose rate and momentum
+            come from the quadratic model.
+        momentum: μ.
+        weight_decay: Weight decay.
+        decoupled: Whether weight decay is decoupled, which makes Adam's rule AdamW.
+        factor: Factor of the direction.
+        shrink: What is subtracted from 1 for the factor of the parameter, whatever the learning rate.
+        is_fallback: Whether Adam's rule takes the learning rate of the fallback.
+    """
+
+    kind: str
+    momentum: float
+    weight_decay: float
+    decoupled: bool
+    factor: float = 1.0
+    shrink: float = 0.0
+    is_fallback: bool = False
+
+
 class Preconditioner(Protocol):
     """The stages of a step over all curvature of an optimizer."""
 
+    #: Whether ``propose`` preconditions its argument ``source``. Windows precondition what they contain.
+    takes_sources: ClassVar[bool] = True
+    #: Option that says how many steps lie between two refreshes; empty if there is none. 0 switches curvature off.
+    refresh_interval: ClassVar[str] = ""
+
+    @abstractmethod
     def facts(self) -> dict[str, list[str]]:
         """Return what must be equal on all ranks, in words."""
         ...
 
+    @abstractmethod
     def recover(self) -> None:
         """Find the curvature that a checkpoint has left out, once the ranks have met."""
 
+    @abstractmethod
     def check_gradients(self) -> None:
         """Check that the gradients of this rank belong to the captured statistics."""
 
+    @abstractmethod
     def collect(self) -> Any:
         """Return the statistics captured since the last step, combined over the ranks."""
 
+    @abstractmethod
     def discard(self) -> None:
         """Discard what was captured since the last step."""
 
     def drop(self) -> None:
         """Count a batch that is left out because its gradients cannot be used."""
 
+    @abstractmethod
     def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         """Update the running estimates.
 
@@ -62,13 +97,16 @@ class Preconditioner(Protocol):
             gate: None, or a 0-dim bool tensor: where it is False nothing changes.
         """
 
+    @abstractmethod
     def refresh_due(self) -> list[int]:
         """Refresh the curvature that is due, and return the indices of what was refreshed."""
         ...
 
+    @abstractmethod
     def share(self, refreshed: list[int]) -> None:
         """Send the refreshed curvature to the ranks that precondition with it."""
 
+    @abstractmethod
     def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
         """Return the preconditioned directions of the covered parameters.
 
@@ -82,5 +120,49 @@ class Preconditioner(Protocol):
         """
         ...
 
+    # ------------------------------------------------------------------ what the first-order update asks
+    @abstractmethod
+    def covers(self, p: nn.Parameter) -> bool:
+        """Return whether curvature covers a parameter."""
+        ...
+
+    @abstractmethod
+    def options_of(self, p: nn.Parameter) -> Group:
+        """Return the group whose options the curvature of a covered parameter follows."""
+        ...
+
+    @abstractmethod
+    def preconditioned(self, gradients: Directions) -> list[nn.Parameter]:
+        """Return the parameters for which a step with these gradients proposes directions."""
+        ...
+
+    def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
+        """Change in place what is preconditioned, if the method preconditions something else.
+
+        Args:
+            source: The gradient of each parameter, or Adam's first moment.
+            gradients: Gradients of this step by parameter.
+            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+        """
+        return
+
+    def sets_length(self, p: nn.Parameter) -> bool:
+        """Return whether directions of a parameter have a length that kl-clip does not change."""
+        return False
+
+    def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
+        """Return the first-order rule of a preconditioned parameter.
+
+        Args:
+            p: The parameter.
+            group: Its options.
+            rule: The rule as the options have it.
+
+        Returns:
+            The rule, which the method may have changed.
+        """
+        return rule
+
+    @abstractmethod
     def damped(self) -> list[Damped] | None:
         """Return the curvature to compare with its damping in this step; None while there is not enough data."""

@@ -389,7 +389,9 @@ class Capturing(Preconditioner):
     # ------------------------------------------------------------------ copies
     def kept(self) -> dict[str, Any]:
         """Return what copies and pickles keep, apart from the state."""
-        rules = [self._name_of(r) if isinstance(r, nn.Module) else r for r in self._layer_options.choices.skip]
+        rules = [
+            _name_of(self.table.root, r) if isinstance(r, nn.Module) else r for r in self._layer_options.choices.skip
+        ]
         return {
             "own": {},
             "layer_options": replace(self._layer_options, skip_layers=rules),
@@ -404,9 +406,10 @@ class Capturing(Preconditioner):
         self.refresher.refreshed_at.update(kept["refreshed_at"])
         self._learned_at = dict(kept["learned_at"])
 
-    def _name_of(self, module: nn.Module) -> str:
-        assert self.table.root is not None
-        return next(clean_name(name) for name, m in self.table.root.named_modules() if m is unwrap(module))
+
+def _name_of(root: nn.Module | None, module: nn.Module) -> str:
+    assert root is not None
+    return next(clean_name(name) for name, m in root.named_modules() if m is unwrap(module))
 
 
 def _refuse_tensor_parallel(root: nn.Module, layers: Sequence[Layer]) -> None:

@@ -20,7 +20,7 @@ from secondorder.capture.layers.projections import Projection
 from secondorder.capture.loss_scale import UNKNOWN
 from secondorder.capture.sites import Captured, Statistic
 from secondorder.capture.statistics.measurement import Measured
-from secondorder.comm import Parcel
+from secondorder.comm import CommStrategy, Parcel
 from secondorder.curvature.block import Block
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import Extremes, numbers
@@ -228,7 +228,9 @@ class LayerPreconditioner(Capturing):
             return
         missed, names = dict[str, str](), set[str]()
         for block in blocks:
-            reason = self._capture.refused.setdefault(block.index, self._why_missing(block))  # describe() says so too
+            reason = self._capture.refused.setdefault(
+                block.index, _why_missing(self._capture, block)
+            )  # describe() says so too
             own = {block.name, reason, f"{kind_of(block.name)}: {kind_of(reason)}"}
             if not own & self._warned:
                 missed[block.label] = reason
@@ -258,14 +260,6 @@ class LayerPreconditioner(Capturing):
             self._warned.add(REPEATED)
             warnings.warn(f"{self.setting.method}: {REPEATED}", stacklevel=depth_of_caller())
         return True
-
-    def _why_missing(self, block: Block) -> str:
-        assert self._capture is not None
-        if self._capture.observes:
-            return "observe() was not called for it"
-        if isinstance(block.layer.taps[0].module, Projection):
-            return f"{NO_HOOKS}; in a compiled model call secondorder.nn.expose(model) first"
-        return NO_HOOKS
 
     def end_step(self) -> None:
         """Prepare for the coming step."""
@@ -321,6 +315,10 @@ class LayerPreconditioner(Capturing):
         """Return the blocks that precondition in a step with these gradients."""
         return [b for b in self._blocks if self._is_ready(b) and all(p in gradients for p in b.params)]
 
+    def preconditioned(self, gradients: Directions) -> list[nn.Parameter]:
+        """Return the parameters of the blocks that precondition in a step with these gradients."""
+        return [p for b in self.active(gradients) for p in b.params]
+
     def _is_ready(self, block: Block) -> bool:
         return bool(block.group[self.refresh_interval] > 0 and self._is_refreshed(block))
 
@@ -339,7 +337,7 @@ class LayerPreconditioner(Capturing):
         """Directions of all blocks on every rank."""
         found: Directions = {}
         posted = []
-        for some in self._portions(blocks):  # those that are done travel while the next ones are computed
+        for some in _portions(blocks):  # those that are done travel while the next ones are computed
             parcels = [Parcel(b.index, self._directions_of(b, source)) for b in some]
             posted.append(self.comm.post_directions(parcels))
             for block, parcel in zip(some, parcels, strict=True):
@@ -351,34 +349,19 @@ class LayerPreconditioner(Capturing):
     def _cut_directions(self, blocks: Sequence[Block], source: Directions) -> Directions:
         """This rank's pieces of the directions of all blocks."""
         found: Directions = {}
-        for some in self._portions(blocks):
+        for some in _portions(blocks):
             params = [p for b in some for p in b.params]
             wholes = self._whole_gradients(some, source)
             ours = [b for b in some if self.comm.preconditions(b.index)]
             done = {p: d for b in ours for p, d in zip(b.params, self._directions_of(b, wholes), strict=True)}
-            found |= self.table.shards.scatter(params, done, self._ranks_of(some))
+            found |= self.table.shards.scatter(params, done, _ranks_of(self.comm, some))
         return found
 
     def _whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
         """What to precondition of some blocks, whole on the ranks that precondition them."""
         params = [p for b in blocks for p in b.params]
         pieces = {p: source[p] if p in source else zeros_like_shard(p) for p in params}
-        return self.table.shards.gather(params, pieces, self._ranks_of(blocks))
-
-    def _ranks_of(self, blocks: Sequence[Block]) -> list[Sequence[int]]:
-        """Where the parameters of some blocks are preconditioned."""
-        return [self.comm.preconditioners(b.index) for b in blocks for _ in b.params]
-
-    def _portions(self, blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-        """Blocks whose directions make messages worth sending before the others are known."""
-        start = size = 0
-        for i, block in enumerate(blocks):
-            size += sum(p.numel() * precision_of(p).itemsize for p in block.params)
-            if size >= _PORTION:
-                yield blocks[start : i + 1]
-                start, size = i + 1, 0
-        if start < len(blocks):
-            yield blocks[start:]
+        return self.table.shards.gather(params, pieces, _ranks_of(self.comm, blocks))
 
     def _directions_of(self, block: Block, source: Directions) -> list[Tensor]:
         """Directions of the parameters of a block; room for them where another rank finds them."""
@@ -395,10 +378,6 @@ class LayerPreconditioner(Capturing):
 
     def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
         """Pull vectors of the loss curvature back to the layers, where the Fisher is that of the model."""
-
-    def sets_length(self, p: nn.Parameter) -> bool:
-        """Whether directions of a parameter have a length that no clip shall change."""
-        return False
 
     # ------------------------------------------------------------------ checkpoints
     def loaded(self, rebuild: Callable[[], bool]) -> None:
@@ -559,3 +538,29 @@ class LayerPreconditioner(Capturing):
             "skipped_statistics_by_layer": {name: int(n) for name, n in self.exchange.skipped.items()},
             "refresh_failures": self.refresher.failed,
         }
+
+
+def _portions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+    """Blocks whose directions make messages worth sending before the others are known."""
+    start = size = 0
+    for i, block in enumerate(blocks):
+        size += sum(p.numel() * precision_of(p).itemsize for p in block.params)
+        if size >= _PORTION:
+            yield blocks[start : i + 1]
+            start, size = i + 1, 0
+    if start < len(blocks):
+        yield blocks[start:]
+
+
+def _ranks_of(comm: CommStrategy, blocks: Sequence[Block]) -> list[Sequence[int]]:
+    """Where the parameters of some blocks are preconditioned."""
+    return [comm.preconditioners(b.index) for b in blocks for _ in b.params]
+
+
+def _why_missing(capture: Capture, block: Block) -> str:
+    """Why nothing was captured for a block."""
+    if capture.observes:
+        return "observe() was not called for it"
+    if isinstance(block.layer.taps[0].module, Projection):
+        return f"{NO_HOOKS}; in a compiled model call secondorder.nn.expose(model) first"
+    return NO_HOOKS

@@ -24,6 +24,8 @@ from secondorder.curvature.schema import Schema, shaped
 from secondorder.linalg import kernel, selection, stacks, woodbury
 from secondorder.linalg.dense import precision_of
 from secondorder.linalg.kernel import Rows
+from secondorder.parameters import Directions
+from secondorder.preconditioners.base import Rule
 from secondorder.preconditioners.row_exchange import GatheringOptimizer
 
 
@@ -53,6 +55,20 @@ class RowPreconditioner(GatheringOptimizer):
                 "or 'curvature_prop'"
             )
         return super()._exact_vectors(heads, by_head)
+
+    # ------------------------------------------------------------------ weight decay as part of the objective
+    def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
+        """With ``weight_decay_mode="reg"``, precondition the gradient of the decay, too."""
+        for p in source:
+            group = self.table.group_of[p]
+            if group["weight_decay_mode"] == "reg" and group["weight_decay"]:
+                source[p] = source[p] + group["weight_decay"] * p
+
+    def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
+        """Return the first-order rule of a preconditioned parameter, without decay that its direction contains."""
+        if rule.kind == "sgd" and group["weight_decay_mode"] == "reg":
+            return rule._replace(weight_decay=0.0)
+        return rule
 
     # ------------------------------------------------------------------ the error of few rows
     def probe_errors(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> list[Tensor]:

@@ -26,6 +26,7 @@ from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.capture.statistics.squares import EigenSums
 from secondorder.comm import Unit
+from secondorder.comm.layout import local
 from secondorder.curvature.block import Block
 from secondorder.curvature.eigenbasis import SCALES, Due, EigenbasisBlock, like_adam, preconditions_gradient
 from secondorder.curvature.factorization import Found, joint_ok
@@ -35,7 +36,7 @@ from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import precision_of
 from secondorder.parallel.exchange import parcel_with
 from secondorder.parameters import Directions, Group
-from secondorder.preconditioners.base import Proposal
+from secondorder.preconditioners.base import Proposal, Rule
 from secondorder.preconditioners.blocks import Setting
 from secondorder.preconditioners.kronecker import FactoredPreconditioner
 
@@ -169,6 +170,26 @@ class ScalePreconditioner(FactoredPreconditioner):
         self._rotated.clear()
         self._wholes_now, self._sent = {}, set()
         return proposal
+
+    def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
+        """With ``momentum_mode="pre"``, precondition the bias-corrected running mean of gradients."""
+        for p in source:
+            if self._block_of[p].group["momentum_mode"] != "pre":
+                continue
+            group, state = self.table.group_of[p], self.state[p]
+            beta, mean = group["momentum"], local(state["gradient_momentum"])
+            gradient = gradients[p].to(mean.dtype)
+            mean.lerp_(gradient if gate is None else torch.where(gate, gradient, mean), 1 - beta)
+            state["gradient_updates"] += 1
+            source[p] = mean / (1 - beta ** state["gradient_updates"])
+            if group["nesterov"]:
+                source[p] = gradient.lerp(source[p], beta)
+
+    def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
+        """Return the first-order rule of a preconditioned parameter, without momentum that was applied before."""
+        if self._block_of[p].group["momentum_mode"] == "pre":
+            return rule._replace(kind="plain", momentum=0.0)
+        return rule
 
     def _whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
         """As in the base class; gradients that the scale was measured with are not sent again."""

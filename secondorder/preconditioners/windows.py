@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from secondorder.curvature.window.window import Push
 from secondorder.linalg import gram
 from secondorder.linalg.dense import full_precision
 from secondorder.parallel.windows import WindowExchange
-from secondorder.parameters import Directions, ParameterTable
-from secondorder.preconditioners.base import Preconditioner, Proposal
+from secondorder.parameters import Directions, Group, ParameterTable
+from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
 from secondorder.preconditioners.window_plan import Portions, WindowOptions, WindowPlan
 
 #: Steps after which the damping is compared with the curvature.
@@ -45,6 +45,8 @@ class WindowPreconditioner(Preconditioner):
         table: The parameters.
         kept: If this is a copy, the return value of ``WindowPlan.kept`` for the original.
     """
+
+    takes_sources = False
 
     def __init__(
         self,
@@ -262,6 +264,31 @@ class WindowPreconditioner(Preconditioner):
             if r is not None:
                 u.addcmul_(r.to(u.dtype), torch.as_tensor(unit.outside, dtype=u.dtype, device=u.device))
         return found
+
+    # ------------------------------------------------------------------ the first-order rules
+    def covers(self, p: nn.Parameter) -> bool:
+        """Return whether a window covers a parameter."""
+        return p in self.plan.unit_of
+
+    def options_of(self, p: nn.Parameter) -> Group:
+        """Return the group whose options the window of a covered parameter follows."""
+        return self.plan.unit_of[p].group
+
+    def preconditioned(self, gradients: Directions) -> list[nn.Parameter]:
+        """Return the covered parameters that have gradients."""
+        return [p for p in gradients if p in self.plan.unit_of]
+
+    def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
+        """Return the rule without the momentum and the weight decay that the window contains."""
+        if rule.kind == "adam":
+            return rule if rule.decoupled else rule._replace(weight_decay=0.0)
+        mode, decay = group["weight_decay_mode"], group["weight_decay"]
+        if mode != "standard" or not rule.decoupled:
+            rule = rule._replace(weight_decay=0.0, shrink=decay if mode in ("legacy", "both") else 0.0)
+        if rule.kind == "sgd":
+            momentum, factor = self.solver.momentum_after(group)
+            rule = rule._replace(momentum=momentum, factor=factor)
+        return rule
 
     # ------------------------------------------------------------------ reading
     def settle(self) -> None:

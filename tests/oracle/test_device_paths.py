@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from secondorder import KFAC, update
+from secondorder import KFAC
 from secondorder.capture.statistics import averages
-from secondorder.linalg import dense
+from secondorder.linalg import dense, first_order
 from tests.oracle.driver import assert_close, backward, noise, plain_kfac, train_step
 from tests.oracle.models import mlp, vectors
 
@@ -72,7 +72,9 @@ def test_sgd_with_an_open_gate_is_sgd(keywords, lr):
     for step in range(3):
         for (values, momenta), gate in ((gated, OPEN), (plain, None)):
             directions = draw(20 + step)
-            update.sgd_(values, directions, momenta if keywords["momentum"] else None, lr=lr, gate=gate, **keywords)
+            first_order.sgd_(
+                values, directions, momenta if keywords["momentum"] else None, lr=lr, gate=gate, **keywords
+            )
             assert_same(directions, draw(20 + step))
     assert_near(gated[0], plain[0])
     assert_near(gated[1], plain[1])
@@ -83,7 +85,7 @@ def test_sgd_with_an_open_gate_is_sgd(keywords, lr):
 def test_sgd_with_a_shut_gate_changes_nothing(keywords, lr):
     params, buffers = draw(0), draw(10)
     values, momenta = copies(params, buffers)
-    update.sgd_(values, poisoned(), momenta if keywords["momentum"] else None, lr=lr, gate=SHUT, **keywords)
+    first_order.sgd_(values, poisoned(), momenta if keywords["momentum"] else None, lr=lr, gate=SHUT, **keywords)
     assert_same(values, params)
     assert_same(momenta, buffers)
 
@@ -98,15 +100,15 @@ def moments() -> tuple[list[Tensor], list[Tensor]]:
 def test_adam_moments_with_an_open_gate_are_adam_s():
     gated, plain = moments(), moments()
     for step in range(3):
-        update.adam_moments_(draw(50 + step), *gated, BETAS, OPEN)
-        update.adam_moments_(draw(50 + step), *plain, BETAS)
+        first_order.adam_moments_(draw(50 + step), *gated, BETAS, OPEN)
+        first_order.adam_moments_(draw(50 + step), *plain, BETAS)
     assert_near(gated[0], plain[0])
     assert_near(gated[1], plain[1])
 
 
 def test_adam_moments_with_a_shut_gate_stay():
     found = moments()
-    update.adam_moments_(poisoned(), *found, BETAS, SHUT)
+    first_order.adam_moments_(poisoned(), *found, BETAS, SHUT)
     assert_same(found[0], moments()[0])
     assert_same(found[1], moments()[1])
 
@@ -117,8 +119,8 @@ def test_adam_with_an_open_gate_is_adam(weight_decay, decoupled, lr):
     keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay, "decoupled": decoupled}
     gated, plain = (draw(0), *moments()), (draw(0), *moments())
     for step in range(3):
-        update.adam_(gated[0], draw(50 + step), *gated[1:], [step + 1.0, step + 4.0], gate=OPEN, **keywords)
-        update.adam_(plain[0], draw(50 + step), *plain[1:], [step + 1.0, step + 4.0], **keywords)
+        first_order.adam_(gated[0], draw(50 + step), *gated[1:], [step + 1.0, step + 4.0], gate=OPEN, **keywords)
+        first_order.adam_(plain[0], draw(50 + step), *plain[1:], [step + 1.0, step + 4.0], **keywords)
     for one, other in zip(gated, plain, strict=True):
         assert_near(one, other)
 
@@ -132,7 +134,7 @@ def test_adam_with_a_shut_gate_changes_nothing(weight_decay, decoupled, lr, fres
         first, second = [x * 0 for x in first], [x * 0 for x in second]
     values, means, squares = copies(draw(0), first, second)
     keywords = {"lr": lr, "betas": BETAS, "eps": 1e-8, "weight_decay": weight_decay, "decoupled": decoupled}
-    update.adam_(values, poisoned(), means, squares, [1.0, 7.0], gate=SHUT, **keywords)
+    first_order.adam_(values, poisoned(), means, squares, [1.0, 7.0], gate=SHUT, **keywords)
     assert_same(values, draw(0))
     assert_same(means, first)
     assert_same(squares, second)
