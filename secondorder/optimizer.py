@@ -15,13 +15,16 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.capture.statistics.averages import all_finite
 from secondorder.checkpoint.checkpoint import Checkpointing
+from secondorder.comm import CommStrategy
 from secondorder.comm.join import JoiningOptimizer
-from secondorder.diagnostics.report import Reporting
+from secondorder.diagnostics.report import Report, representation
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.parameters import Directions, Group
-from secondorder.plan.planner import Planning
+from secondorder.plan.plan import Plan
+from secondorder.plan.planner import dry_run, holdings_of_rules
 from secondorder.preconditioners.base import Preconditioner
+from secondorder.runtime import Clock
 
 ReturnedT = TypeVar("ReturnedT")
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
@@ -39,7 +42,7 @@ def _outside_of_graphs(function: CallableT) -> CallableT:
     return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
 
 
-class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer):
+class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
     """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
 
     Two families fill the stages in: ``LayerOptimizer`` with statistics captured per layer, ``WindowOptimizer`` with a
@@ -269,6 +272,80 @@ class SecondOrderOptimizer(Checkpointing, Reporting, Planning, JoiningOptimizer)
         if self._runtime.clock is not None:
             self._runtime.clock.end_step()
         self._synchronize()
+
+    # ------------------------------------------------------------------ reading
+    @abstractmethod
+    def dense_curvature(self, name: str) -> Tensor:
+        """Curvature of a layer as a dense matrix."""
+
+    @property
+    def steps(self) -> int:
+        """Number of steps taken, with those before a checkpoint that was loaded. Without gradients none is taken."""
+        return self._t
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that the optimizer follows; None without one, as in a copy or after ``detach``."""
+        return self._table.module
+
+    @property
+    def stage_clock(self) -> Clock | None:
+        """The clock that ``time_stages`` was given; None if the stages are not timed."""
+        return self._runtime.clock
+
+    def parameter_name(self, p: nn.Parameter) -> str:
+        """Name of a parameter of the groups, as ``describe`` shows it and ``keep_directions`` uses it."""
+        return self._table.names[p]
+
+    def _report(self) -> Report:
+        self._tabulate()
+        return Report(self._table, self.preconditioner, self.comm, self._runtime)
+
+    def describe(self) -> str:
+        """A table with one row per parameter: the block that covers it or the fallback and why, sizes, owner, bytes."""
+        return self._report().describe()
+
+    def __repr__(self) -> str:
+        """As in ``torch.optim``, without the options that have the constructor's default; equal groups stand once."""
+        return representation(type(self), self.param_groups, self.defaults, self._default_betas)
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
+        return self._report().memory_usage()
+
+    def plan(
+        self, world_size: int | None = None, comm: CommStrategy | None = None, batch_size: int | None = None
+    ) -> Plan:
+        """What every rank of a world will store, send and compute, from shapes alone: nothing runs, nothing is sent.
+
+        The world may be an imagined one, of thousands of ranks. Steps are those of a run that has long begun. Bytes
+        sent are as the counter of a run counts them: the payload of messages, padding included.
+
+        Args:
+            world_size: Number of ranks; unset: those of the process group.
+            comm: Strategy; unset: the optimizer's own. It is neither bound nor changed.
+            batch_size: Examples per rank of a step, for what depends on them (the rows of HyLo); unset: as in the last
+                refresh.
+
+        Returns:
+            The plan; ``print`` shows it as a table.
+
+        Raises:
+            TypeError: For a value of a wrong kind.
+            ValueError: For a value out of range.
+            NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
+        """
+        others = holdings_of_rules(self._table, self._update.keys, self._report().kind)
+        reason_against_roles = getattr(self, "reason_against_roles", None)
+        return dry_run(self.preconditioner, others, reason_against_roles, world_size, comm, batch_size)
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Counters and factors as plain numbers; reading them may wait for the device."""
+        return {
+            "step": self._t,
+            "skipped_steps": self._skipped_steps + int(self._skipped_on_device),
+            "stage_ms": {} if self._runtime.clock is None else self._runtime.clock.last_step(),
+        }
 
 
 def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:

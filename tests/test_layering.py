@@ -73,9 +73,7 @@ INSIDE = {
 KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Mix-ins of one class: groups, names, state and the step counter are attributes of the optimizer": {
         "checkpoint.checkpoint": {"lifecycle"},
-        "diagnostics.report": {"lifecycle"},
         "methods.window_optimizer": {"checkpoint.windows"},
-        "plan.planner": {"lifecycle"},
     },
     "Mix-ins of one class: a stage extends that of another folder by inheritance": {
         "capture.fisher.fisher": {"curvature.layer", "preconditioners.layers"},

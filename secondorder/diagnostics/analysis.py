@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from secondorder import options
 from secondorder.capture.statistics.examples import ExampleRows
@@ -327,7 +328,7 @@ class Analysis:
 
 
 def _require_layers(optimizer: object) -> None:
-    if not isinstance(optimizer, Reporting) or not hasattr(optimizer, "blocks"):
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "blocks"):
         found = type(optimizer).__name__
         raise TypeError(f"Analysis looks at the layers of a layer method such as KFAC, EKFAC or HyLo, got {found}")
 

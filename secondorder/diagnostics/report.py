@@ -1,128 +1,151 @@
-"""What every optimizer tells about itself: coverage, bytes, curvature and counters."""
+"""What an optimizer reports about itself: coverage, bytes, and options that are not the default ones."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from inspect import signature
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from secondorder.comm import CommStrategy
 from secondorder.comm.layout import local
 from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
-from secondorder.lifecycle import Lifecycle
-from secondorder.parameters import RULE_KEYS, Group
-from secondorder.runtime import Clock
+from secondorder.parameters import RULE_KEYS, ParameterTable
+from secondorder.runtime import Clock, Runtime
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.base import Preconditioner
 
 
-class Reporting(Lifecycle):
-    """Read-only views of an optimizer; none of them changes a step."""
+class Reporting(Protocol):
+    """The members by which an optimizer is observed from outside."""
 
-    #: Heading of the column with the sizes of the curvature.
-    _sizes_are = "curvature"
-
-    @abstractmethod
-    def dense_curvature(self, name: str) -> Tensor:
-        """Curvature of a layer as a dense matrix."""
-
-    @abstractmethod
-    def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """What covers a parameter, the sizes of that curvature, and its owner; the first empty if nothing does."""
-
-    @abstractmethod
-    def _summary(self) -> str:
-        """Number of blocks or windows, in words."""
-
-    def _pending_bytes(self) -> int:
-        """Bytes of statistics that wait for the next step."""
-        return 0
+    comm: CommStrategy
 
     @property
     def steps(self) -> int:
-        """Number of steps taken, with those before a checkpoint that was loaded. Without gradients none is taken."""
-        return self._t
+        """Number of steps taken."""
+        ...
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that the optimizer follows; None without one, as in a copy or after ``detach``."""
-        return self._table.module
+        """The module that the optimizer follows."""
+        ...
 
     @property
     def stage_clock(self) -> Clock | None:
-        """The clock that ``time_stages`` was given; None if the stages are not timed."""
-        return self._runtime.clock
+        """The clock that times the stages of a step."""
+        ...
+
+    def time_stages(self, clock: Clock | None) -> None:
+        """Have a clock time the stages of the steps to come."""
 
     def parameter_name(self, p: nn.Parameter) -> str:
-        """Name of a parameter of the groups, as ``describe`` shows it and ``keep_directions`` uses it."""
-        return self._table.names[p]
+        """Return the name of a parameter."""
+        ...
+
+    def memory_usage(self) -> dict[str, int]:
+        """Return the bytes that the optimizer holds on this rank, by kind."""
+        ...
+
+    def keep_directions(self) -> AbstractContextManager[dict[str, Tensor]]:
+        """Keep the preconditioned directions of the steps inside the ``with`` block."""
+        ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """Reads the state of an optimizer and changes nothing.
+
+    Attributes:
+        table: The parameters.
+        curvature: Their curvature.
+        comm: Communication strategy.
+        runtime: Temporary memory.
+    """
+
+    table: ParameterTable
+    curvature: Preconditioner
+    comm: CommStrategy
+    runtime: Runtime
 
     def describe(self) -> str:
-        """A table with one row per parameter: the block that covers it or the fallback and why, sizes, owner, bytes."""
-        rows = [self._row(p) for p in self._table.group_of]
+        """Return a table with one row per parameter."""
         usage = {k: v for k, v in self.memory_usage().items() if v}
         footer = ["state: " + ", ".join(f"{k} {human_bytes(v)}" for k, v in usage.items())]
         if self.comm.combines:
             footer.append(f"ranks: this is {self.comm.rank} of {self.comm.world}, comm={self.comm!r}")
-        return render(f"{type(self).__name__} · {self._summary()}", self._sizes_are, rows, footer)
+        title = f"{self.table.method} · {self.curvature.summary()}"
+        return render(title, self.curvature.sizes_are, list(self._rows()), footer)
 
-    def _row(self, p: nn.Parameter) -> Row:
-        treatment, sizes, owner = self._coverage(p)
-        if not treatment:
-            treatment = self._table.reasons.get(p, "not covered")
-            if p.requires_grad:
-                treatment = f"{self._table.group_of[p]['fallback']} fallback: {treatment}"
-        nbytes = sum(local(v).nbytes for v in self.state[p].values() if isinstance(v, Tensor))
-        return Row(self._table.names[p], tuple(p.shape), treatment, sizes, owner, nbytes)
-
-    def __repr__(self) -> str:
-        """As in ``torch.optim``, without the options that have the constructor's default; equal groups stand once."""
-        shown = [self._unusual(group) for group in self.param_groups]
-        lines, i = [f"{type(self).__name__} ("], 0
-        for options, equal in groupby(shown):
-            last = i + len(list(equal)) - 1
-            lines.append(f"Parameter Group {i}" if i == last else f"Parameter Groups {i} to {last}")
-            lines += [f"    {name}: {value}" for name, value in options.items()]
-            i = last + 1
-        return "\n".join([*lines, "    other options: as by default, see param_groups", ")"])
-
-    def _unusual(self, group: Group) -> Group:
-        """Learning rate, weight decay, and the options of a group that do not have the constructor's default."""
-        given = signature(type(self)).parameters
-        usual = {
-            name: given[name].default if name in given else value
-            for name, value in ({"betas": self._default_betas} | self.defaults).items()
-        }
-        hidden = {"params", "param_names", "fallback_base_lr"}
-        always = {"lr", "weight_decay", min(self.defaults)}  # torch's own test of optimizers looks for the first one
-        names = [k for k, v in group.items() if k in always or (k not in hidden and (k not in usual or v != usual[k]))]
-        return {name: group[name] for name in sorted(names)}
+    def _rows(self) -> Iterator[Row]:
+        table = self.table
+        for p, group in table.group_of.items():
+            treatment, sizes, owner = self.curvature.coverage(p)
+            if not treatment:
+                treatment = table.reasons.get(p, "not covered")
+                if p.requires_grad:
+                    treatment = f"{group['fallback']} fallback: {treatment}"
+            nbytes = sum(local(v).nbytes for v in table.state[p].values() if isinstance(v, Tensor))
+            yield Row(table.names[p], tuple(p.shape), treatment, sizes, owner, nbytes)
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
-        usage = dict.fromkeys((*kinds(self.entries), "momentum", "fallback", "pending", "workspace", "buffers"), 0)
-        for p in self._table.group_of:
-            for key, value in self.state[p].items():
+        """Return the bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
+        table, kept = self.table, ("momentum", "fallback", "pending", "workspace", "buffers")
+        usage = dict.fromkeys((*kinds(table.entries), *kept), 0)
+        for p in table.group_of:
+            for key, value in table.state[p].items():
                 if isinstance(value, Tensor):
-                    usage[self._kind(p, key)] += local(value).nbytes
-        usage["pending"] = self._pending_bytes()
-        usage["workspace"] = self._runtime.workspace.nbytes
-        usage["buffers"] += self.comm.nbytes
+                    usage[self.kind(p, key)] += local(value).nbytes
+        usage["pending"] = self.curvature.pending_bytes()
+        usage["workspace"] = self.runtime.workspace.nbytes
+        usage["buffers"] += self.comm.nbytes + self.curvature.nbytes
         usage["total"] = sum(usage.values())
         return usage
 
-    def _kind(self, p: nn.Parameter, key: str) -> str:
-        if (entry := known(self.entries, key)) is not None:
+    def kind(self, p: nn.Parameter, key: str) -> str:
+        """Return the kind of an entry of a parameter's state."""
+        if (entry := known(self.table.entries, key)) is not None:
             return entry.kind
         if key in RULE_KEYS:
-            return "fallback" if key != "momentum_buffer" and not self._covers(p) else "momentum"
+            return "fallback" if key != "momentum_buffer" and not self.curvature.covers(p) else "momentum"
         return "buffers"
 
-    def diagnostics(self) -> dict[str, Any]:
-        """Counters and factors as plain numbers; reading them may wait for the device."""
-        return {
-            "step": self._t,
-            "skipped_steps": self._skipped_steps + int(self._skipped_on_device),
-            "stage_ms": {} if self._runtime.clock is None else self._runtime.clock.last_step(),
-        }
+
+def representation(
+    method: type, groups: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any], betas: object
+) -> str:
+    """Return the representation of an optimizer as in ``torch.optim``, in which equal groups are shown once.
+
+    Args:
+        method: Class of the optimizer.
+        groups: Its groups.
+        defaults: Their default options.
+        betas: The default of ``betas``, which the defaults have only where a scheduler may cycle them.
+
+    Returns:
+        Learning rate, weight decay, and all options that do not have the constructor's default.
+    """
+    shown = [_unusual(method, group, defaults, betas) for group in groups]
+    lines, i = [f"{method.__name__} ("], 0
+    for options, equal in groupby(shown):
+        last = i + len(list(equal)) - 1
+        lines.append(f"Parameter Group {i}" if i == last else f"Parameter Groups {i} to {last}")
+        lines += [f"    {name}: {value}" for name, value in options.items()]
+        i = last + 1
+    return "\n".join([*lines, "    other options: as by default, see param_groups", ")"])
+
+
+def _unusual(method: type, group: Mapping[str, Any], defaults: Mapping[str, Any], betas: object) -> dict[str, Any]:
+    given = signature(method).parameters
+    found = {"betas": betas, **defaults}
+    usual = {name: given[name].default if name in given else value for name, value in found.items()}
+    hidden = {"params", "param_names", "fallback_base_lr"}
+    always = {"lr", "weight_decay", min(defaults)}  # torch's own test of optimizers looks for the first one
+    names = [k for k, v in group.items() if k in always or (k not in hidden and (k not in usual or v != usual[k]))]
+    return {name: group[name] for name in sorted(names)}

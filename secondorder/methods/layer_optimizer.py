@@ -50,7 +50,6 @@ class LayerOptimizer(SecondOrderOptimizer):
 
     #: The curvature of the method.
     curvature: ClassVar[type[LayerPreconditioner]]
-    _sizes_are = "factors A, G"
 
     def __init__(
         self,
@@ -344,15 +343,6 @@ class LayerOptimizer(SecondOrderOptimizer):
         self._curvature.restore(kept["curvature"])
 
     # ------------------------------------------------------------------ reading
-    def _summary(self) -> str:
-        return f"{len(self.blocks)} blocks"
-
-    def _pending_bytes(self) -> int:
-        return self._curvature.pending_bytes()
-
-    def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        return self._curvature.coverage(p)
-
     def dense_curvature(self, name: str) -> Tensor:
         """The undamped curvature of a block as a dense ``[n, n]`` matrix over row-major ``vec([W | b])``.
 
@@ -368,13 +358,6 @@ class LayerOptimizer(SecondOrderOptimizer):
         """
         self._tabulate()
         return self._curvature.dense(name)
-
-    def memory_usage(self) -> dict[str, int]:
-        """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
-        usage = super().memory_usage()
-        usage["buffers"] += self._curvature.nbytes
-        usage["total"] += self._curvature.nbytes
-        return usage
 
     def diagnostics(self) -> dict[str, Any]:
         """What is going on, as plain numbers; layers whose curvature is on other ranks are left out of those by layer.

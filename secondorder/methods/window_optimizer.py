@@ -115,7 +115,6 @@ class WindowOptimizer(SecondOrderOptimizer):
     shared_options: ClassVar[tuple[str, ...]] = ("window_size", "graft", "weight_decay_mode")
     _structural = ("window_size",)
     _common: ClassVar[frozenset[str]] = SecondOrderOptimizer._common | {*SHARED}
-    _sizes_are = "rows × entries"
 
     def __init__(
         self,
@@ -200,7 +199,7 @@ class WindowOptimizer(SecondOrderOptimizer):
 
     # ------------------------------------------------------------------ life
     def _covers(self, p: nn.Parameter) -> bool:
-        return p in self._windows.plan.unit_of
+        return self._windows.covers(p)
 
     def _options(self, p: nn.Parameter) -> Group:
         return self._windows.plan.unit_of[p].group
@@ -320,13 +319,6 @@ class WindowOptimizer(SecondOrderOptimizer):
         return self._checkpoint.gather(self._asks(to))
 
     # ------------------------------------------------------------------ reading
-    def _summary(self) -> str:
-        count = len(self._windows.units)
-        return f"{count} window{'s' if count != 1 else ''}"
-
-    def _coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        return self._windows.coverage(p)
-
     def dense_curvature(self, name: str) -> Tensor:
         """The undamped curvature of a layer or a parameter as a dense ``[n, n]`` matrix, float64.
 

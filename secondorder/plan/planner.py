@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from secondorder import options
 from secondorder.comm import CommOpt, CommStrategy, DedicatedWorkers, Local, RankGrid, Unit
 from secondorder.comm.layout import is_cut
 from secondorder.curvature.schema import kinds
-from secondorder.lifecycle import Lifecycle
+from secondorder.parameters import Group, ParameterTable
 from secondorder.plan.dry_run import RehearsedLayers, RehearsedWindows, Understudy
 from secondorder.plan.dry_run_rows import RehearsedRows
 from secondorder.plan.plan import Holding, Plan, RankPlan, Sum, Traffic, Work, means, spread
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.plan.roles import RoleRehearsal
+from secondorder.preconditioners.base import Preconditioner
 from secondorder.preconditioners.rows import RowPreconditioner
 from secondorder.preconditioners.windows import WindowPreconditioner
 
@@ -25,94 +27,111 @@ from secondorder.preconditioners.windows import WindowPreconditioner
 _LONGEST = 10_000
 
 
-class Planning(Lifecycle):
-    """A dry run of the steps of an optimizer."""
+def dry_run(
+    curvature: Preconditioner,
+    others: Iterable[Holding],
+    reason_against_roles: Callable[[], str | None] | None,
+    world_size: int | None,
+    comm: CommStrategy | None,
+    batch_size: int | None,
+) -> Plan:
+    """Rehearse the steps of an optimizer in an imagined world.
 
-    def plan(
-        self, world_size: int | None = None, comm: CommStrategy | None = None, batch_size: int | None = None
-    ) -> Plan:
-        """What every rank of a world will store, send and compute, from shapes alone: nothing runs, nothing is sent.
+    Args:
+        curvature: Its curvature.
+        others: The state other than curvature, which every rank keeps.
+        reason_against_roles: Says why ranks of several roles cannot serve it; None if it has no factors of layers.
+        world_size: Number of ranks; unset: those of the process group.
+        comm: Strategy; unset: that of the curvature.
+        batch_size: Examples per rank of a step; unset: as in the last refresh.
 
-        The world may be an imagined one, of thousands of ranks. Steps are those of a run that has long begun. Bytes
-        sent are as the counter of a run counts them: the payload of messages, padding included.
+    Returns:
+        The plan.
 
-        Args:
-            world_size: Number of ranks; unset: those of the process group.
-            comm: Strategy; unset: the optimizer's own. It is neither bound nor changed.
-            batch_size: Examples per rank of a step, for what depends on them (the rows of HyLo); unset: as in the last
-                refresh.
-
-        Returns:
-            The plan; ``print`` shows it as a table.
-
-        Raises:
-            TypeError: For a value of a wrong kind.
-            ValueError: For a value out of range.
-            NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
-        """
-        options.optional_whole(1)("batch_size", batch_size)
-        if any(is_cut(p) for p in self._table.group_of):
-            raise NotImplementedError(
-                "plan() counts parameters that every rank holds: ask an optimizer of the model before fully_shard"
-            )
-        world, strategy, told = self._supposed_world(world_size, comm)
-        actor = _understudy_of(cast(Any, self).preconditioner)
-        actor.suppose(batch_size)
-        is_real = world == self.comm.world and comm in (None, self.comm)
-        rehearsal = self._stage_for(strategy, actor.units(), world, is_real)
-        actor.begin(rehearsal)
-        traffic, padding = _rehearse(actor, rehearsal)
-        return Plan(
-            _by_rank(actor, rehearsal, traffic, list(self._other_holdings()), kinds(self.entries)),
-            world,
-            type(self).__name__,
-            told,
-            rehearsal.groups,
-            padding,
-            [*_notes(rehearsal), *_note_of_period(actor, rehearsal), *actor.notes()],
+    Raises:
+        TypeError: For a value of a wrong kind.
+        ValueError: For a value out of range.
+        NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
+    """
+    table = curvature.table
+    options.optional_whole(1)("batch_size", batch_size)
+    if any(is_cut(p) for p in table.group_of):
+        raise NotImplementedError(
+            "plan() counts parameters that every rank holds: ask an optimizer of the model before fully_shard"
         )
+    world, strategy, name = _supposed_world(curvature.comm, world_size, comm)
+    actor = _understudy_of(curvature)
+    actor.suppose(batch_size)
+    is_real = world == curvature.comm.world and comm in (None, curvature.comm)
+    if isinstance(strategy, DedicatedWorkers):
+        ask = reason_against_roles or (lambda: "it has no factors of layers. Use comm=MemOpt()")
+        if reason := ask():
+            raise NotImplementedError(f"{table.method} under DedicatedWorkers: {reason}")
+    homes = strategy.homes if isinstance(strategy, RankGrid) and is_real and strategy is curvature.comm else None
+    rehearsal = _stage_for(strategy, actor.units(), world, homes, is_real)
+    actor.begin(rehearsal)
+    traffic, padding = _rehearse(actor, rehearsal)
+    return Plan(
+        _by_rank(actor, rehearsal, traffic, list(others), kinds(table.entries)),
+        world,
+        table.method,
+        name,
+        rehearsal.groups,
+        padding,
+        [*_notes(rehearsal), *_note_of_period(actor, rehearsal), *actor.notes()],
+    )
 
-    def _other_holdings(self) -> Iterator[Holding]:
-        """Yield the state other than curvature, which every rank keeps."""
-        kind_of = cast(Any, self)._kind
-        for p, group in self._table.group_of.items():
-            yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
-            for key in self._update.keys(p, group) if p.requires_grad else ():
-                yield Holding(None, kind_of(p, key), p.numel() * p.element_size())
 
-    def _stage_for(self, strategy: CommStrategy, units: Sequence[Unit], world: int, is_real: bool) -> Rehearsal:
-        """The strategy in an imagined world.
+def holdings_of_rules(
+    table: ParameterTable,
+    keys_of: Callable[[nn.Parameter, Group], Iterable[str]],
+    kind_of: Callable[[nn.Parameter, str], str],
+) -> Iterator[Holding]:
+    """Yield the state other than curvature, which every rank keeps.
 
-        Returns:
-            What counts its messages.
+    Args:
+        table: The parameters.
+        keys_of: Keys of the state of the first-order rule that a parameter of a group follows.
+        kind_of: Kind of an entry of a parameter's state.
 
-        Raises:
-            NotImplementedError: If it cannot be, or not for this optimizer.
-        """
-        if isinstance(strategy, DedicatedWorkers):
-            reason = getattr(self, "reason_against_roles", lambda: "it has no factors of layers. Use comm=MemOpt()")()
-            if reason:
-                raise NotImplementedError(f"{type(self).__name__} under DedicatedWorkers: {reason}")
-            return RoleRehearsal(strategy, units, world, is_real)
-        if not isinstance(strategy, RankGrid):
-            raise NotImplementedError(f"plan() knows nothing of {type(strategy).__name__}: pass another one as comm=")
-        homes = strategy.homes if is_real and strategy is self.comm else None
-        return Rehearsal(strategy, units, world, homes, is_real)
+    Yields:
+        One holding per entry.
+    """
+    for p, group in table.group_of.items():
+        yield Holding(None, "buffers", torch.float32.itemsize)  # the number of steps
+        for key in keys_of(p, group) if p.requires_grad else ():
+            yield Holding(None, kind_of(p, key), p.numel() * p.element_size())
 
-    def _supposed_world(self, world_size: int | None, comm: CommStrategy | None) -> tuple[int, CommStrategy, str]:
-        """World, strategy and its name."""
-        if world_size is None:
-            world_size = self.comm.world
-        options.whole(1)("world_size", world_size)
-        if comm is not None and not isinstance(comm, CommStrategy):
-            raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
-        chosen = self.comm if comm is None else comm
-        if isinstance(chosen, Local):
-            if comm is not None and world_size > 1:
-                raise ValueError(f"comm=Local() is for one process, not {world_size}")
-            chosen = CommOpt()  # what comm=None stands for where there are several
-            return world_size, chosen, repr(chosen) if world_size > 1 else "Local()"
-        return world_size, chosen, repr(chosen)
+
+def _stage_for(strategy: CommStrategy, units: Sequence[Unit], world: int, homes: Any, is_real: bool) -> Rehearsal:
+    """Return what counts the messages of a strategy in an imagined world.
+
+    Raises:
+        NotImplementedError: If it has no plan.
+    """
+    if isinstance(strategy, DedicatedWorkers):
+        return RoleRehearsal(strategy, units, world, is_real)
+    if not isinstance(strategy, RankGrid):
+        raise NotImplementedError(f"plan() knows nothing of {type(strategy).__name__}: pass another one as comm=")
+    return Rehearsal(strategy, units, world, homes, is_real)
+
+
+def _supposed_world(
+    own: CommStrategy, world_size: int | None, comm: CommStrategy | None
+) -> tuple[int, CommStrategy, str]:
+    """Return the number of ranks, the strategy, and its name."""
+    if world_size is None:
+        world_size = own.world
+    options.whole(1)("world_size", world_size)
+    if comm is not None and not isinstance(comm, CommStrategy):
+        raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
+    chosen = own if comm is None else comm
+    if isinstance(chosen, Local):
+        if comm is not None and world_size > 1:
+            raise ValueError(f"comm=Local() is for one process, not {world_size}")
+        chosen = CommOpt()  # what comm=None stands for where there are several
+        return world_size, chosen, repr(chosen) if world_size > 1 else "Local()"
+    return world_size, chosen, repr(chosen)
 
 
 def _understudy_of(curvature: Any) -> Any:

@@ -14,8 +14,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from secondorder.comm import CommStrategy
 from secondorder.curvature.damping_watch import Damped
-from secondorder.parameters import Directions, Group
+from secondorder.parameters import Directions, Group, ParameterTable
 
 
 class Proposal(NamedTuple):
@@ -62,6 +63,30 @@ class Preconditioner(Protocol):
     takes_sources: ClassVar[bool] = True
     #: Option that says how many steps lie between two refreshes; empty if there is none. 0 switches curvature off.
     refresh_interval: ClassVar[str] = ""
+
+    comm: CommStrategy
+    table: ParameterTable
+    #: Heading of the column with the sizes of the curvature.
+    sizes_are: str
+
+    @abstractmethod
+    def summary(self) -> str:
+        """Return the number of blocks or windows in words."""
+        ...
+
+    @abstractmethod
+    def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
+        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are neither in the state nor pending."""
+        return 0
+
+    def pending_bytes(self) -> int:
+        """Return the bytes of statistics that wait for the next step."""
+        return 0
 
     @abstractmethod
     def facts(self) -> dict[str, list[str]]:

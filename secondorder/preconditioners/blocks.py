@@ -72,6 +72,7 @@ class Capturing(Preconditioner):
     catalog: ClassVar[Schema] = {}
     #: Options that decide what the state of a block holds.
     allocating: ClassVar[tuple[str, ...]] = ()
+    sizes_are = "factors A, G"
     #: Options that say how many steps lie between two updates of the estimates, and between two refreshes.
     capture_interval: ClassVar[str] = "factor_update_steps"
     refresh_interval: ClassVar[str] = "inv_update_steps"

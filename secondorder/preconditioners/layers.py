@@ -453,10 +453,9 @@ class LayerPreconditioner(Capturing):
         return bool(self.state[block.owner]["refreshes"] > 0) and block.name not in self._to_renew
 
     # ------------------------------------------------------------------ what it tells
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are neither in the state nor pending."""
-        return 0
+    def summary(self) -> str:
+        """Return the number of blocks in words."""
+        return f"{len(self._blocks)} blocks"
 
     def pending_bytes(self) -> int:
         """Return the bytes of statistics that wait for the next step."""

@@ -34,6 +34,7 @@ class RowPreconditioner(GatheringOptimizer):
 
     catalog: ClassVar[Schema] = {**GatheringOptimizer.catalog, **SWITCH}
     allocating = ("mode",)
+    sizes_are = "rows × (a + g)"
 
     # ------------------------------------------------------------------ which mode
     def is_auto(self) -> bool:

@@ -47,6 +47,7 @@ class WindowPreconditioner(Preconditioner):
     """
 
     takes_sources = False
+    sizes_are = "rows × entries"
 
     def __init__(
         self,
@@ -297,6 +298,10 @@ class WindowPreconditioner(Preconditioner):
             self.plan.momentum_if_wanted(unit)
             for event in unit.arrivals.values():
                 event.synchronize()
+
+    def summary(self) -> str:
+        """Return the number of windows in words."""
+        return f"{len(self.units)} window{'s' if len(self.units) != 1 else ''}"
 
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
         """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
