@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from secondorder import options
+from secondorder.adaptation.no_trust import NoTrust
+from secondorder.adaptation.trust_region import TrustRegion
 from secondorder.capture.loss_scale import LossScale
 from secondorder.comm import CommStrategy, Unit, default_strategy
 from secondorder.comm.layout import is_cut
@@ -42,6 +44,8 @@ class Lifecycle(Optimizer):
     rules: options.GroupRules = options.GroupRules()
     #: The first-order rules, which need to know what curvature covers.
     _update: Update
+    #: What judges steps by their loss.
+    _trust: NoTrust | TrustRegion = NoTrust()
 
     # ------------------------------------------------------------------ what a family of methods supplies
     @property

@@ -6,6 +6,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -112,19 +113,9 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
     def _prepare(self) -> None:
         """Follow what has changed since the last step, and refuse a step that cannot be taken."""
 
-    # ------------------------------------------------------------------ the stages that may be wrapped
-    def _evaluate(self, closure: Callable[[], ReturnedT] | None) -> ReturnedT | None:
-        """Call the closure, if there is one, with gradients enabled."""
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
-
-    def _trial(self, gradients: Directions, gate: Tensor | None) -> AbstractContextManager[None]:
-        """Prepare the stages that move parameters, and judge what they did."""
-        return nullcontext()
-
     def _why_not_joinable(self) -> str | None:
+        if (reason := self._trust.why_not_joinable()) is not None:
+            return reason
         if not self.comm.takes_joiners:
             return f"{type(self.comm).__name__} has ranks without data; let those with data take equally many steps"
         if self._is_cut:
@@ -164,7 +155,7 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
         self._join_ranks()
         self._gathered.clear()  # of a state that this step replaces
         self.comm.begin_step()
-        returned = self._evaluate(closure)
+        returned = self._trust.evaluate(closure)
         curvature.check_gradients()
         self._join_ranks()  # the forward of a closure may have found other layers
         if not self.comm.updates:
@@ -184,19 +175,16 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
             if ok:
                 curvature.learn(statistics, gradients, gate)
             else:
+                self._trust.dropped()
                 curvature.drop()
         if ok:
             with self._runtime.stage("refresh"):
                 refreshed = curvature.refresh_due()
             with self._runtime.stage("share"):
                 curvature.share(refreshed)
-            with self._trial(gradients, gate):
-                self._update.count(gradients)
-                with self._runtime.stage("precondition"):
-                    directions = self._keep(self._directions(gradients, gate))
-                with self._runtime.stage("update"):
-                    self._apply(gradients, directions, gate)
-            self._watch_damping()
+            self._trust.take(partial(self._move, gradients, gate), gradients, gate)
+            if not self._trust.adapts_damping:
+                self._watch_damping()
         self._advance()
         return returned
 
@@ -209,6 +197,7 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
 
     def _join_ranks(self) -> None:
         """Meet the other ranks if that is needed, and find what a checkpoint has left out."""
+        self._trust.refuse()
         if not self._session.is_connected:
             if self._join_config.enable and self.comm.combines:
                 raise RuntimeError(
@@ -248,21 +237,26 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
         """Whether a step can use the gradients, a 0-dim bool tensor."""
         return self._table.shards.everywhere(all_finite(_as_real(list(gradients.values()))))
 
-    # ------------------------------------------------------------------ stages 5 and 6: directions and their size
-    def _directions(self, gradients: Directions, gate: Tensor | None) -> Directions:
-        """Preconditioned directions of the covered parameters, bounded and sized."""
-        sources = self._update.sources(gradients, gate)
-        return self._update.bound(self.preconditioner.propose(gradients, sources, gate), sources)
+    # ------------------------------------------------------------------ stages 5 to 7: directions, their size, update
+    def _move(self, gradients: Directions, gate: Tensor | None, *, quiet: bool = False) -> None:
+        """Move the parameters by a step, and in quiet without a word to profilers and to who keeps directions."""
+        stage: Callable[[str], AbstractContextManager[None]] = _unnamed if quiet else self._runtime.stage
+        update = self._update
+        update.count(gradients)
+        with stage("precondition"):
+            sources = update.sources(gradients, gate)
+            directions = update.bound(self.preconditioner.propose(gradients, sources, gate), sources)
+            if not quiet:
+                self._keep(directions)
+        with stage("update"):
+            directions, size = self._trust.size(gradients, directions)
+            update.apply(gradients, directions, gate, size)
 
-    def _keep(self, directions: Directions) -> Directions:
+    def _keep(self, directions: Directions) -> None:
         if self._kept_directions:
             found = {self._table.names[p]: d.clone() for p, d in directions.items()}
             for kept in self._kept_directions:
                 kept.update(found)
-        return directions
-
-    def _apply(self, gradients: Directions, directions: Directions, gate: Tensor | None) -> None:
-        self._update.apply(gradients, directions, gate)
 
     def _advance(self) -> None:
         self._t += 1
@@ -346,6 +340,11 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
             "skipped_steps": self._skipped_steps + int(self._skipped_on_device),
             "stage_ms": {} if self._runtime.clock is None else self._runtime.clock.last_step(),
         }
+
+
+def _unnamed(stage: str) -> AbstractContextManager[None]:
+    """Give a stage no name."""
+    return nullcontext()
 
 
 def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:

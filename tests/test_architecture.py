@@ -20,7 +20,7 @@ PACKAGE = ROOT / "secondorder"
 METHODS = ("KFAC", "EKFAC", "HyLo", "MFAC", "SparseMFAC", "GGT")
 #: Files named by a participle or a gerund: public names, and words of the field.
 NAMED_BY_A_VERB = {
-    "switching", "adaptation/damping", "capture/layers/embedding", "capture/layers/transposed",
+    "switching", "capture/layers/embedding", "capture/layers/transposed",
     "diagnostics/preconditioning", "diagnostics/profiling", "diagnostics/timing", "integrations/lightning",
 }  # fmt: skip
 #: Folders whose ``__init__.py`` exports public names. All others have a docstring and nothing else.

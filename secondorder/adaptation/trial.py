@@ -59,6 +59,23 @@ class Adaptation:
         """Options that are on and need a closure."""
         return [n for n in ("adaptive_damping", "reject_steps", "calibrate_damping") if getattr(self, n)]
 
+    @property
+    def judging(self) -> list[str]:
+        """Options that are on and judge a step."""
+        return ["quadratic_model"] * self.quadratic_model + self.needing_loss
+
+    def mark(self, groups: Sequence[dict[str, Any]], steps: int) -> None:
+        """Add to the last of some groups what judged steps will note in it.
+
+        Args:
+            groups: All groups.
+            steps: Number of steps taken. A group that joins in the middle of training keeps the damping it was given.
+        """
+        if self.calibrate_damping:
+            groups[-1].setdefault("damping_calibrated", steps > 0)
+        if self.reject_steps:
+            groups[-1].setdefault("rejected_in_a_row", groups[0].get("rejected_in_a_row", 0))
+
 
 class Evaluation(NamedTuple):
     """What the closure of a step did.

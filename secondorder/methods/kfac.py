@@ -149,7 +149,7 @@ class KFAC(FactoredOptimizer):
         """Factors and their inverses may be found by other ranks; what is judged by trial steps may not."""
         if self._layer_options.overlap:
             return "inverses are found beside training there anyway. Drop overlap=True"
-        chosen = self._adaptation
+        chosen = self.rules.adaptation
         options_on = [*chosen.needing_loss, *(["quadratic_model"] if chosen.quadratic_model else [])]
         if options_on:
             return (

@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 import torch
 
 from secondorder import options
-from secondorder.adaptation.damping import AdaptiveOptimizer
 from secondorder.adaptation.trial import Adaptation
+from secondorder.adaptation.trust_region import TrustRegion
 from secondorder.curvature import factors
 from secondorder.curvature.layer import LayerOptions
 from secondorder.frames import depth_of_caller
+from secondorder.methods.layer_optimizer import LayerOptimizer
 from secondorder.parameters import Group
 from secondorder.runtime import some_of
 
@@ -44,7 +45,9 @@ class FactoredRules(options.GroupRules):
     """
 
     def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
-        super().__init__(*exclusions)
+        #: How steps are judged by their loss.
+        self.adaptation = Adaptation(**chosen(Adaptation, given))
+        super().__init__(partial(_exclude, adaptation=self.adaptation), *exclusions)
         self.mode_by_default, self.chooses_bound = given["damping_mode"] is None, given["max_factor_dim"] == AUTO
         self.device_type = _device_type(given)
 
@@ -95,7 +98,7 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptati
         )
 
 
-class FactoredOptimizer(AdaptiveOptimizer):
+class FactoredOptimizer(LayerOptimizer):
     """Base of the methods with factors A and G per layer: what the user chooses."""
 
     checks: ClassVar[dict[str, options.Check]] = {
@@ -124,9 +127,7 @@ class FactoredOptimizer(AdaptiveOptimizer):
     def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
         """Take the arguments of a method's constructor, by name, and what excludes each other in its groups."""
         layer_options = LayerOptions(**chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
-        adaptation = Adaptation(**chosen(Adaptation, given))
-        self._begin_adaptation(adaptation)
-        self.rules = FactoredRules(given, partial(_exclude, adaptation=adaptation), *exclusions)
+        self.rules = FactoredRules(given, *exclusions)
         super().__init__(
             given["params"],
             self._default_options(given),
@@ -149,8 +150,17 @@ class FactoredOptimizer(AdaptiveOptimizer):
         defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
         return defaults
 
+    def _make_curvature(self, own: Mapping[str, Any]) -> None:
+        super()._make_curvature(own)
+        self._trust = TrustRegion(self.rules.adaptation, self._curvature, self._update)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see the base class."""
+        super().add_param_group(param_group)
+        self.rules.adaptation.mark(self.param_groups, self.steps)
+
     def _facts(self) -> dict[str, list[str]]:
-        chosen = {**vars(self._fisher), **vars(self._adaptation)}
+        chosen = {**vars(self._fisher), **vars(self.rules.adaptation)}
         told = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in chosen.items()]
         return {**super()._facts(), "Fisher and adaptation": told}
 

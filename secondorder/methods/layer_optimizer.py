@@ -105,6 +105,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         assert root is not None
         if not hasattr(self, "_curvature"):  # not before the strategy is known
             self._make_curvature(self._own_arguments())
+        self._trust.check_module(root)
         self._table.root = unwrap(root)
         self._curvature.forget_blocks()
         self._rebuild()
@@ -375,6 +376,7 @@ class LayerOptimizer(SecondOrderOptimizer):
             **self._curvature.diagnostics(),
             "graft_factor": {b.name: float(factor) for b, factor in found if factor is not None},
             "kl_clip_factor": None if update.kl_factor is None else float(update.kl_factor),
+            **self._trust.diagnostics(),
         }
 
 

@@ -317,7 +317,7 @@ def test_newer_curvature_is_not_replaced_by_what_was_begun_before() -> None:
     model = _net()
     opt = _make("cholesky", model)
     _train(model, opt, 0, INTERVAL + 1)
-    opt._set_damping([0.3])  # as adaptive damping does: inverses of now
+    opt._trust.set_damping([0.3])  # as adaptive damping does: inverses of now
     wanted = _wanted(opt)
     _train(model, opt, INTERVAL + 1, INTERVAL + LAG + 1)
     for x, y in zip(_found(opt), wanted, strict=True):

@@ -1,0 +1,64 @@
+"""Steps that are not judged by their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.parameters import Directions
+
+ReturnedT = TypeVar("ReturnedT")
+#: Directions, and rate and momentum of the quadratic model ``[2]``, or None for those of the groups.
+Sized = tuple[Directions, Tensor | None]
+
+
+class Move(Protocol):
+    """Moves the parameters by a step."""
+
+    def __call__(self, *, quiet: bool = False) -> None:
+        """Move the parameters. A quiet step is not timed, and its directions are not kept."""
+
+
+class NoTrust:
+    """Steps that are taken as they are, whatever the loss."""
+
+    #: Whether λ changes with the loss, so that a large one says nothing.
+    adapts_damping = False
+
+    def check_module(self, root: nn.Module) -> None:
+        """Do nothing, since every module will do."""
+
+    def refuse(self) -> None:
+        """Do nothing, since parameters and blocks may be anywhere."""
+
+    def why_not_joinable(self) -> str | None:
+        """Return None, since a rank without data can take such steps."""
+        return None
+
+    def evaluate(self, closure: Callable[[], ReturnedT] | None) -> ReturnedT | None:
+        """Call the closure, if there is one, with gradients enabled."""
+        return None if closure is None else called(closure)
+
+    def dropped(self) -> None:
+        """Do nothing if a batch is left out."""
+
+    def take(self, move: Move, gradients: Directions, gate: Tensor | None) -> None:
+        """Take the step."""
+        move()
+
+    def size(self, gradients: Directions, directions: Directions) -> Sized:
+        """Return the directions, which the rate and the momentum of the groups apply to."""
+        return directions, None
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Return nothing, since there is nothing to report."""
+        return {}
+
+
+def called(closure: Callable[[], ReturnedT]) -> ReturnedT:
+    """Return what a closure returns with gradients enabled."""
+    with torch.enable_grad():
+        return closure()
