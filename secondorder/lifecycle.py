@@ -24,10 +24,10 @@ from secondorder.curvature.damping_watch import DampingWatch
 from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Place, Schema
 from secondorder.frames import depth_of_caller
-from secondorder.linalg.dense import precision_of
 from secondorder.parallel.session import RankSession
 from secondorder.parallel.shards import require_separate_parameters
 from secondorder.parameters import RULE_KEYS, Group, ParameterTable
+from secondorder.preconditioners.base import Preconditioner
 from secondorder.runtime import Clock, Runtime
 from secondorder.update import Update
 
@@ -50,20 +50,17 @@ class Lifecycle(Optimizer):
     # ------------------------------------------------------------------ what a family of methods supplies
     @property
     @abstractmethod
+    def preconditioner(self) -> Preconditioner:
+        """The stages of a step over all curvature."""
+
+    @property
+    @abstractmethod
     def catalog(self) -> Schema:
         """Entries of the states of curvature, by key, as far as they are the same in every state."""
 
     @abstractmethod
     def _plan(self) -> bool:
         """Find what curvature covers, for the groups as they are now; returns whether that changed."""
-
-    @abstractmethod
-    def _covers(self, p: nn.Parameter) -> bool:
-        """Whether curvature covers a parameter."""
-
-    @abstractmethod
-    def _options(self, p: nn.Parameter) -> Group:
-        """Group whose options the curvature of a covered parameter follows."""
 
     @abstractmethod
     def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
@@ -391,10 +388,6 @@ class Lifecycle(Optimizer):
             yield kept
         finally:
             self._kept_directions = [other for other in self._kept_directions if other is not kept]
-
-    @staticmethod
-    def _precision(p: Tensor) -> torch.dtype:
-        return precision_of(p)
 
 
 def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module | None, Any]:

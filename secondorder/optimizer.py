@@ -24,7 +24,6 @@ from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.parameters import Directions, Group
 from secondorder.plan.plan import Plan
 from secondorder.plan.planner import dry_run, holdings_of_rules
-from secondorder.preconditioners.base import Preconditioner
 from secondorder.runtime import Clock
 
 ReturnedT = TypeVar("ReturnedT")
@@ -82,7 +81,7 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
         except BaseException:
             self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
-        self._table.warn_uncovered(self._covers)
+        self._table.warn_uncovered(self.preconditioner.covers)
         self._warn_without_effect(self.param_groups)
 
     def _cycles_betas(self, defaults: Group) -> bool:
@@ -104,11 +103,6 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
             self.param_groups[:] = live
 
     # ------------------------------------------------------------------ what a family supplies
-    @property
-    @abstractmethod
-    def preconditioner(self) -> Preconditioner:
-        """The stages of a step over all curvature."""
-
     @abstractmethod
     def _prepare(self) -> None:
         """Follow what has changed since the last step, and refuse a step that cannot be taken."""
@@ -239,7 +233,7 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
 
     # ------------------------------------------------------------------ stages 5 to 7: directions, their size, update
     def _move(self, gradients: Directions, gate: Tensor | None, *, quiet: bool = False) -> None:
-        """Move the parameters by a step, and in quiet without a word to profilers and to who keeps directions."""
+        """Move the parameters by a step; profilers do not see that of a quiet one, and its directions are not kept."""
         stage: Callable[[str], AbstractContextManager[None]] = _unnamed if quiet else self._runtime.stage
         update = self._update
         update.count(gradients)

@@ -388,7 +388,7 @@ class Checkpointing(Lifecycle):
         if p.requires_grad:
             rule = Entry(p, "momentum", Place.OWN, always=True)
             expected |= dict.fromkeys(self._update.keys(p, group), rule)
-        elif not self._covers(p):  # what a frozen parameter has is kept as it is, for when it is unfrozen
+        elif not self.preconditioner.covers(p):  # what a frozen parameter has is kept as it is, for when it is unfrozen
             expected |= {k: self.entries[k]._replace(like=v) for k, v in theirs.items() if k in self.entries}
         return expected
 

@@ -140,12 +140,6 @@ class LayerOptimizer(SecondOrderOptimizer):
             self._synchronize()
         self._curvature.follow_schedule()
 
-    def _covers(self, p: nn.Parameter) -> bool:
-        return self._curvature.covers(p)
-
-    def _options(self, p: nn.Parameter) -> Group:
-        return self._curvature.options_of(p)
-
     def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         return self._curvature.schema_of(p, group, held)
 

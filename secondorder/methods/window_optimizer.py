@@ -198,12 +198,6 @@ class WindowOptimizer(SecondOrderOptimizer):
         return self._windows.acceptable(gradients, self._table.shards.norms(list(gradients), list(gradients.values())))
 
     # ------------------------------------------------------------------ life
-    def _covers(self, p: nn.Parameter) -> bool:
-        return self._windows.covers(p)
-
-    def _options(self, p: nn.Parameter) -> Group:
-        return self._windows.plan.unit_of[p].group
-
     def _allocate(self, p: nn.Parameter) -> None:
         """Do nothing, since the plan allocates all parameters of a window at once."""
 
@@ -269,7 +263,7 @@ class WindowOptimizer(SecondOrderOptimizer):
             saved: Parameters with rows in the checkpoint.
         """
         plan = self._windows.plan
-        joining = {p for p in saved if not (p.requires_grad or self._covers(p) or p in plan.partition.excluded)}
+        joining = {p for p in saved if not (p.requires_grad or p in plan.unit_of or p in plan.partition.excluded)}
         if not joining:
             yield
             return
