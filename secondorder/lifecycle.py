@@ -19,6 +19,7 @@ from secondorder.adaptation.no_trust import NoTrust
 from secondorder.adaptation.trust_region import TrustRegion
 from secondorder.capture.loss_scale import LossScale
 from secondorder.comm import CommStrategy, Unit, default_strategy
+from secondorder.comm.join import UnevenInputs
 from secondorder.comm.layout import is_cut
 from secondorder.curvature.damping_watch import DampingWatch
 from secondorder.curvature.layer import as_root, clean_name
@@ -141,6 +142,7 @@ class Lifecycle(Optimizer):
 
     def _open_session(self) -> None:
         self._session = RankSession(self.comm, self._table, self._runtime)
+        self._inputs = UnevenInputs(self.comm, self._table, list(self.defaults))
 
     @abstractmethod
     def _join_ranks(self) -> None:

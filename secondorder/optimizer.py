@@ -17,7 +17,7 @@ from secondorder import options
 from secondorder.capture.statistics.averages import all_finite
 from secondorder.checkpoint.checkpoint import Checkpointing
 from secondorder.comm import CommStrategy
-from secondorder.comm.join import JoiningOptimizer
+from secondorder.comm.join import JOIN_DISABLED, Joinable, JoinHook, joining_group
 from secondorder.diagnostics.report import Report, representation
 from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import all_true_on_cpu
@@ -42,7 +42,7 @@ def _outside_of_graphs(function: CallableT) -> CallableT:
     return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
 
 
-class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
+class SecondOrderOptimizer(Checkpointing, Joinable):
     """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
 
     Two families fill the stages in: ``LayerOptimizer`` with statistics captured per layer, ``WindowOptimizer`` with a
@@ -58,6 +58,9 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
         ValueError: For a bad option.
         RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
     """
+
+    # Of the class too, as copies are made without the constructor.
+    _join_config = JOIN_DISABLED
 
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, module: nn.Module | None, grad_scaler: Any
@@ -108,6 +111,7 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
         """Follow what has changed since the last step, and refuse a step that cannot be taken."""
 
     def _why_not_joinable(self) -> str | None:
+        """Why a rank without data cannot take the steps of the others inside ``Join``, if it cannot."""
         if (reason := self._trust.why_not_joinable()) is not None:
             return reason
         if not self.comm.takes_joiners:
@@ -116,7 +120,39 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
             return "fully_shard computes no forward without all ranks; give them equally many batches"
         if self.loss_scale.multiplies:
             return "its grad_scaler leaves steps out where there is data; train in bfloat16, which needs no scaler"
-        return super()._why_not_joinable()
+        if self.comm.data_world < self.comm.world:
+            return f"under {self.comm!r} some ranks never have data; give the others equally many batches"
+        return None
+
+    def _follow_schedule(self) -> None:
+        """Let options that changed since the last step act on the forward that begins."""
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What ``Join`` calls on a rank that has no data left.
+
+        Args:
+            **kwargs: Those of ``Join``; none is used.
+
+        Returns:
+            The hook.
+
+        Raises:
+            NotImplementedError: If such a rank cannot take the steps of the others.
+        """
+        reason = self._why_not_joinable()
+        if reason is not None:
+            raise NotImplementedError(f"{type(self).__name__} cannot take part in Join: {reason}")
+        return self._inputs.hook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Device of the messages of ``Join``."""
+        return self._inputs.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Group of the messages of ``Join``: the default one, as of ``DistributedDataParallel``."""
+        return joining_group()
 
     # ------------------------------------------------------------------ the step
     @overload
@@ -155,7 +191,8 @@ class SecondOrderOptimizer(Checkpointing, JoiningOptimizer):
         if not self.comm.updates:
             self._estimate_only()
             return returned
-        self._average_gradients(list(self._table.group_of))
+        if self._inputs.average_gradients(self):
+            self._follow_schedule()  # as the others did in their forward
         gradients = self._table.gradients()
         self._session.compare_start(gradients)
         if not gradients:
