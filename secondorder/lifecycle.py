@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -18,17 +19,18 @@ from secondorder import options
 from secondorder.adaptation.no_trust import NoTrust
 from secondorder.adaptation.trust_region import TrustRegion
 from secondorder.capture.loss_scale import LossScale
+from secondorder.checkpoint.checkpoint import Checkpoint, KnownOptions
 from secondorder.comm import CommStrategy, Unit, default_strategy
 from secondorder.comm.join import UnevenInputs
 from secondorder.comm.layout import is_cut
 from secondorder.curvature.damping_watch import DampingWatch
 from secondorder.curvature.layer import as_root, clean_name
-from secondorder.curvature.schema import Place, Schema
+from secondorder.curvature.schema import Schema
 from secondorder.frames import depth_of_caller
 from secondorder.parallel.session import RankSession
 from secondorder.parallel.shards import require_separate_parameters
 from secondorder.parameters import RULE_KEYS, Group, ParameterTable
-from secondorder.preconditioners.base import Preconditioner
+from secondorder.preconditioners.base import CurvatureState, DividedState, Preconditioner
 from secondorder.runtime import Clock, Runtime
 from secondorder.update import Update
 
@@ -64,19 +66,6 @@ class Lifecycle(Optimizer):
         """Find what curvature covers, for the groups as they are now; returns whether that changed."""
 
     @abstractmethod
-    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Curvature that a parameter's state holds.
-
-        Args:
-            p: The parameter.
-            group: Its options.
-            held: Its state as it is, or as a checkpoint has it.
-
-        Returns:
-            The schema.
-        """
-
-    @abstractmethod
     def _allocate(self, p: nn.Parameter) -> None:
         """Allocate the curvature state of a parameter; what is there and still fits is kept."""
 
@@ -86,10 +75,6 @@ class Lifecycle(Optimizer):
 
     def _follow(self, replanned: bool) -> None:
         """Act on a plan that was made anew."""
-
-    def _places_here(self, p: nn.Parameter) -> frozenset[Place]:
-        """Where this rank is, of the places at which tensors of a parameter's state are."""
-        return frozenset(Place)
 
     def _kept_by_copies(self) -> dict[str, Any]:
         """Attributes that copies and pickles keep."""
@@ -149,7 +134,19 @@ class Lifecycle(Optimizer):
         """Meet the other ranks if that is needed."""
 
     def _place(self, units: Sequence[Unit]) -> None:
+        self._checkpoint.gathered.tensors.clear()
         self._session.place(units)
+
+    def _make_checkpoint(
+        self,
+        curvature: CurvatureState,
+        rules: options.GroupRules | None = None,
+        divided: DividedState | None = None,
+    ) -> None:
+        defaults = ChainMap(self.defaults, {"betas": self._default_betas})
+        known = KnownOptions(self.checks, defaults, rules or options.GroupRules())
+        parts = self.comm, self._table, self._runtime, curvature
+        self._checkpoint = Checkpoint(type(self).__name__, *parts, self._update.keys, known, divided)
 
     @property
     def _t(self) -> int:  # bridge

@@ -15,11 +15,11 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.capture.statistics.averages import all_finite
-from secondorder.checkpoint.checkpoint import Checkpointing
 from secondorder.comm import CommStrategy
 from secondorder.comm.join import JOIN_DISABLED, Joinable, JoinHook, joining_group
 from secondorder.diagnostics.report import Report, representation
 from secondorder.frames import depth_of_caller
+from secondorder.lifecycle import Lifecycle
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.parameters import Directions, Group
 from secondorder.plan.plan import Plan
@@ -42,7 +42,7 @@ def _outside_of_graphs(function: CallableT) -> CallableT:
     return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
 
 
-class SecondOrderOptimizer(Checkpointing, Joinable):
+class SecondOrderOptimizer(Lifecycle, Joinable):
     """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
 
     Two families fill the stages in: ``LayerOptimizer`` with statistics captured per layer, ``WindowOptimizer`` with a
@@ -183,7 +183,7 @@ class SecondOrderOptimizer(Checkpointing, Joinable):
         self._check_changed_options()
         self._prepare()
         self._join_ranks()
-        self._gathered.clear()  # of a state that this step replaces
+        self._checkpoint.gathered.tensors.clear()  # of a state that this step replaces
         self.comm.begin_step()
         returned = self._trust.evaluate(closure)
         curvature.check_gradients()
@@ -252,6 +252,84 @@ class SecondOrderOptimizer(Checkpointing, Joinable):
         with self._runtime.stage("statistics"):
             self.preconditioner.learn(statistics, self._table.gradients(), None)
         self._advance()
+
+    # ------------------------------------------------------------------ checkpoints
+    @property
+    def warned_of_partial(self) -> bool:
+        """Whether the user knows that `state_dict` is partial, of which it warns once; set it where that is meant."""
+        return self._checkpoint.warned_of_partial
+
+    @warned_of_partial.setter
+    def warned_of_partial(self, known: bool) -> None:
+        self._checkpoint.warned_of_partial = known
+
+    def state_dict(self) -> dict[str, Any]:
+        """State by parameter and group options, as ``torch.optim``; curvature as ``checkpoint_curvature`` says.
+
+        No message is sent, so one rank may call it alone. Where curvature is spread over the ranks, the dict has what
+        this rank holds, and says so under ``"partial"``: the same rank of an equal world can load it again. Call
+        :meth:`consolidate_state_dict` on all ranks first to save everything on one.
+
+        Returns:
+            The state.
+        """
+        self._tabulate()
+        self._checkpoint.curvature.settle(self._synchronize)
+        self._follow_replaced()
+        for p, group in self._table.group_of.items():
+            if p.requires_grad and self._table.signature:  # a copy without its module does not know its rules
+                self._update.allocate(p, group)
+        return self._checkpoint.completed(super().state_dict())
+
+    def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = True) -> None:
+        """Gather the curvature of all ranks on one, whose ``state_dict()`` is complete until the next step.
+
+        To be called on all ranks. The copies are kept on the CPU, and only on the rank that asked for them.
+
+        Args:
+            to: The rank; None for all of them. Checkpoints that all ranks write and read together need that for windows
+                in parts, if they are to be read in another world: there before the state dict to read into is made too.
+            pieces: Of parameters that ``fully_shard`` has cut, gather momentum and moments too. False before the
+                functions of ``torch.distributed.checkpoint``, which all ranks call and which gather these themselves.
+
+        Raises:
+            ValueError: If there is no such rank.
+            RuntimeError: If not all ranks call it, after the timeout of the process group.
+        """
+        self._checkpoint.require_module()
+        self._checkpoint.gathered.require_rank(to)
+        if self.comm.combines:
+            self.comm.meet("consolidate_state_dict()")
+            self._join_ranks()
+            self._tabulate()
+            self._checkpoint.gathered.gather(to, self._t, pieces=pieces)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; everything is checked before anything is changed, and every tensor is copied.
+
+        A complete one loads under any number of ranks and any strategy: every rank takes the part that it holds. No
+        message is sent.
+
+        Raises:
+            ValueError: If the dict does not fit, with the list of what differs.
+            RuntimeError: If it has a part of the curvature only and that of other ranks, or if this is a copy of a
+                layer method that was not attached to a module yet.
+        """
+        self._checkpoint.require_module()
+        self._follow_replaced()
+        state_dict = dict(state_dict)
+        for pre in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        self._tabulate()
+        self._checkpoint.install(self._checkpoint.read(state_dict, self._rebuild))
+        self._session.has_compared = False  # every rank must have loaded the same step
+        self._t = 0 if self._table.first is None else int(self.state[self._table.first].get("global_step", 0))
+        self._tabulate()
+        self._checkpoint.curvature.loaded(self._rebuild)
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
 
     # ------------------------------------------------------------------ stages 0 and 1: gradients
     def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:

@@ -74,7 +74,6 @@ INSIDE = {
 #: Imports that point upwards, by the reason: module → modules. None may be added, and one that is gone is deleted here.
 KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Mix-ins of one class: groups, names, state and the step counter are attributes of the optimizer": {
-        "checkpoint.checkpoint": {"lifecycle"},
         "methods.window_optimizer": {"checkpoint.windows"},
     },
     "Mix-ins of one class: a stage extends that of another folder by inheritance": {

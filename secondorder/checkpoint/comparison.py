@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from secondorder import options
 from secondorder.comm.layout import cut_like, is_cut
-from secondorder.parameters import RULE_KEYS
+from secondorder.curvature.layer import clean_name
+from secondorder.curvature.schema import Place, Schema
+from secondorder.parameters import RULE_KEYS, Group
 
 Spec = dict[str, "tuple[int, ...] | None"]
 
 #: Momentum that is kept with curvature, shaped like the parameter.
 CUT_KEYS = ("gradient_momentum",)
+#: Places whose tensors are on the same ranks: of what estimates, and of what preconditions.
+_TOGETHER = ({Place.ESTIMATE}, {Place.CURVATURE, Place.MEASURED})
 
 
 def compare_states(found: Mapping[str, Any], expected: Spec, shape: tuple[int, ...], label: str) -> list[str]:
@@ -61,6 +65,75 @@ def compare_groups(found: list[dict[str, Any]], live: list[dict[str, Any]]) -> l
             pairs = zip(theirs["param_names"], ours["param_names"], strict=True)
             lines += [f"group {i}: parameter '{a}', expected '{b}'" for a, b in pairs if a != b]
     return lines
+
+
+def absent(theirs: Mapping[str, Any], required: Schema) -> list[str]:
+    """Tensors that a rank without them left out: all of a sort, while the numbers, which all have, are there.
+
+    Args:
+        theirs: Saved state of the parameter.
+        required: What this rank needs of it.
+
+    Returns:
+        Their keys.
+    """
+    curvature = {k: entry for k, entry in required.items() if not entry.always}
+    numbers = [k for k, entry in curvature.items() if not isinstance(entry.like, Tensor)]
+    if not numbers or any(k not in theirs for k in numbers):
+        return []
+    large = {k: entry.place for k, entry in curvature.items() if k not in numbers and entry.kind != "buffers"}
+    sorts = [[k for k, place in large.items() if place in places] for places in _TOGETHER]
+    found = [key for keys in sorts if theirs.keys().isdisjoint(keys) for key in keys]
+    if not found:
+        return []
+    return [k for k, entry in curvature.items() if k not in theirs and (k in found or entry.kind == "buffers")]
+
+
+def was_never_trained(theirs: Mapping[str, Any], common_keys: frozenset[str]) -> bool:
+    """Whether a saved state is that of a parameter that was frozen from the beginning.
+
+    Args:
+        theirs: The saved state.
+        common_keys: Keys of the values that the state of one parameter holds for others, too.
+
+    Returns:
+        The answer.
+    """
+    step = theirs.get("step")
+    is_zero = isinstance(step, (int, float, Tensor)) and not bool(torch.as_tensor(step).any())
+    return is_zero and theirs.keys() <= {"step", "global_step", *common_keys}
+
+
+def matched_by_name(state_dict: dict[str, Any], ours: Sequence[list[str] | None]) -> dict[str, Any]:
+    """A state whose groups list their parameters in the order of an optimizer, where both sides have names.
+
+    Args:
+        state_dict: As saved.
+        ours: Names of the parameters of each group of the optimizer; None where they are not known.
+
+    Returns:
+        The state in this order, or as it is where names are not known, are the same, or do not fit.
+    """
+    given: list[Group] = state_dict["param_groups"]
+    theirs = [group.get("param_names") for group in given]
+    if None in ours or None in theirs or len(ours) != len(given):
+        return state_dict
+    by_names = {frozenset(map(clean_name, cast("list[str]", names))): g for names, g in zip(theirs, given, strict=True)}
+    wanted = [list(map(clean_name, cast("list[str]", names))) for names in ours]
+    if any(frozenset(names) not in by_names for names in wanted) or len(by_names) != len(given):
+        return state_dict  # it is refused, with a list of what differs
+    groups = []
+    for live, names in zip(ours, wanted, strict=True):
+        group = by_names[frozenset(names)]
+        numbers = dict(zip(map(clean_name, group["param_names"]), group["params"], strict=True))
+        groups.append({**group, "params": [numbers[name] for name in names], "param_names": live})
+    before, after = ([i for g in some for i in g["params"]] for some in (given, groups))
+    state = dict(state_dict["state"])
+    if before and before[0] != after[0] and before[0] in state and after[0] in state:
+        common = {k: v for k, v in state[before[0]].items() if k in ("global_step", "switch_state")}
+        state[before[0]] = {k: v for k, v in state[before[0]].items() if k not in common}
+        state[after[0]] = {**state[after[0]], **common}
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:

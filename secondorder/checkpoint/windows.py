@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from secondorder.checkpoint.comparison import was_never_trained
 from secondorder.comm import CommStrategy, Parcel
-from secondorder.curvature.schema import Schema, shaped, tensors
+from secondorder.curvature.schema import Place, Schema, shaped, tensors
 from secondorder.curvature.window.shards import Slice, join, plain
 from secondorder.curvature.window.topk import TopK
 from secondorder.curvature.window.unit import Unit, real
 from secondorder.curvature.window.window import LAG, SHARED, SLOT_DIM
 from secondorder.parameters import Group, ParameterTable
+from secondorder.preconditioners.base import SavedStates, StateForm
 from secondorder.preconditioners.window_plan import CATALOG, MOMENTUM_KEYS, WindowPlan
 
 if TYPE_CHECKING:
@@ -33,10 +36,24 @@ class WindowCheckpoint:
         table: The parameters.
     """
 
+    form: ClassVar[StateForm] = StateForm(frozenset(SHARED), ("window_size",))
+    keys: ClassVar[frozenset[str]] = frozenset(CATALOG)
+
     def __init__(self, plan: WindowPlan, exchange: WindowExchange, comm: CommStrategy, table: ParameterTable) -> None:
         self._plan, self._exchange, self._comm, self._table = plan, exchange, comm, table
 
-    def schema(self, p: nn.Parameter, group: Mapping[str, Any]) -> Schema:
+    def covers(self, p: nn.Parameter) -> bool:
+        """Whether a window contains a parameter."""
+        return p in self._plan.unit_of
+
+    def places_here(self, p: nn.Parameter) -> frozenset[Place]:
+        """All places, since :meth:`expected` leaves out what is on other ranks."""
+        return frozenset(Place)
+
+    def placed(self) -> None:
+        """None, since windows may be divided between ranks."""
+
+    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return the entries of a window in the state of a parameter."""
         unit = self._plan.unit_of.get(p)
         if unit is None:
@@ -70,31 +87,54 @@ class WindowCheckpoint:
         return rest | {f"{k}{unit.part.suffix}": entry for k, entry in own.items()}
 
     # ------------------------------------------------------------------ load
-    def led_by_first(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[nn.Parameter, Mapping[str, Any]]:
-        """Move what the parameters of a window share into the saved state of its first parameter here."""
+    def misfits(self, states: SavedStates) -> list[str]:
+        """Return an empty list, since values are checked by :meth:`bad_values`."""
+        return []
+
+    @contextmanager
+    def while_loading(self, states: SavedStates, rebuild: Callable[[], bool]) -> Iterator[None]:
+        """Cover frozen parameters that are in a window of a checkpoint, and undo this if the load fails."""
+        plan, covered = self._plan, self._plan.unit_of.keys() | self._plan.partition.excluded
+        saved = {p for p, state in states.items() if any(plain(k) in SLOT_DIM for k in state)}
+        joining = {p for p in saved - covered if not p.requires_grad}
+        if not joining:
+            yield
+            return
+        before = plan.units, plan.bounds
+        try:
+            plan.copied = plan.copied | joining
+            rebuild()
+            yield
+        except BaseException:
+            plan.retreat(*before, joining)
+            rebuild()
+            for unit in plan.units:
+                if unit.held:
+                    plan.expose(unit)
+            raise
+
+    def translated(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> SavedStates:
+        """Return saved states in which the first parameter of each window holds what its parameters share.
+
+        Args:
+            states: The saved states.
+            group_of: The saved group of each parameter.
+
+        Returns:
+            The states.
+
+        Raises:
+            RuntimeError: If they have slices of another rank, or lack windows of this rank.
+        """
         found = dict(states)
         for unit in self._plan.units:
             found |= self._led_by_its_first(unit, found)
+        for p, state in found.items():
+            self._require_own_part(p, state)
+        self._require_all_windows(found, group_of)
         return found
 
-    def require_fitting(
-        self,
-        states: Mapping[nn.Parameter, Mapping[str, Any]],
-        groups: Sequence[Group],
-        untrained: set[nn.Parameter],
-    ) -> None:
-        """Raise an error for slices of other ranks, and for a state that lacks windows of this rank.
-
-        Args:
-            states: Saved states by parameter.
-            groups: Saved groups.
-            untrained: Parameters that were never trained.
-        """
-        for p, state in states.items():
-            self._require_own_part(p, state)
-        self._require_all_windows(states, groups, untrained)
-
-    def _led_by_its_first(self, unit: Unit, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[Any, Any]:
+    def _led_by_its_first(self, unit: Unit, states: SavedStates) -> dict[Any, Any]:
         """Saved states that change because a parameter of the unit other than the first held the shared tensors."""
         first = unit.params[0]
         leader = next((p for p in unit.params if "gram" in states[p]), first)
@@ -120,23 +160,24 @@ class WindowCheckpoint:
 
     def _require_all_windows(
         self,
-        states: Mapping[nn.Parameter, Mapping[str, Any]],
-        groups: Sequence[Group],
-        untrained: set[nn.Parameter],
+        states: SavedStates,
+        group_of: Mapping[nn.Parameter, Group],
     ) -> None:
+        untrained = {p for p, state in states.items() if was_never_trained(state, self.form.common_keys)}
+        kept = next((group["checkpoint_curvature"] for group in group_of.values()), "all")
         there = {p for p, state in states.items() if any(plain(k) in CATALOG for k in state)}
         lacking = [
             unit.name
             for unit in self._plan.units
             if unit.held and there.isdisjoint(unit.params) and not untrained.issuperset(unit.params)
         ]
-        if self._plan.options.partition == "layer" and there and lacking and groups[0]["checkpoint_curvature"] == "all":
+        if self._plan.options.partition == "layer" and there and lacking and kept == "all":
             raise RuntimeError(
                 f"this state_dict has some windows only, and rank {self._comm.rank} under {self._comm!r} needs others "
                 f"(that of '{lacking[0]}'): it was saved on one rank of several. {_MEND}"
             )
 
-    def misfits(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:
+    def bad_values(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:
         """Return one line for each part of the saved window of a parameter that cannot be loaded."""
         return self._bad_offsets(p, theirs) + self._bad_slices(p, theirs)
 
@@ -186,7 +227,23 @@ class WindowCheckpoint:
                 self._plan.take_over(unit, own, loaded[unit.params[0]], _is_rounded(unit, states))
                 self._plan.expose(unit)
 
+    def loaded(self, rebuild: Callable[[], bool]) -> None:
+        """Follow the loaded options."""
+        rebuild()
+
     # ------------------------------------------------------------------ save
+    def is_a_copy(self) -> str:
+        """Return an empty string, since windows need no module."""
+        return ""
+
+    def settle(self, follow: Callable[[], None]) -> None:
+        """Make a new plan if there is a reason, and wait for all copies of which the state shows the results."""
+        follow()
+        for unit in self._plan.units:
+            self._plan.momentum_if_wanted(unit)
+            for event in unit.arrivals.values():
+                event.synchronize()
+
     def gather(self, asks: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
         """Gather whole tensors of windows that a rank stores in part or not at all. All ranks must call it.
 
@@ -196,6 +253,8 @@ class WindowCheckpoint:
         Returns:
             The tensors, on the CPU.
         """
+        if all(group["checkpoint_curvature"] == "none" for group in self._table.groups):
+            return {}
         for unit in self._plan.units:
             self._plan.momentum_if_wanted(unit)
         self._exchange.refresh_stale()

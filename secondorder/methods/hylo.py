@@ -135,7 +135,6 @@ class HyLo(LayerOptimizer):
         "checkpoint_curvature": options.choice("all", "none"),
         "deterministic_seed": options.whole(0),
     }
-    _common: ClassVar[frozenset[str]] = LayerOptimizer._common | {"switch_state"}
 
     def __init__(
         self,

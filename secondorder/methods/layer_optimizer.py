@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,16 +15,14 @@ from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block
 from secondorder.curvature.layer import LayerOptions, unwrap
-from secondorder.curvature.schema import Place, Schema
-from secondorder.frames import depth_of_caller
+from secondorder.curvature.schema import Schema
 from secondorder.lifecycle import module_of
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.options import FisherOptions
 from secondorder.parallel.roles import RoleWorker
-from secondorder.parameters import Group
 from secondorder.preconditioners.blocks import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
-from secondorder.runtime import Clock, some_of
+from secondorder.runtime import Clock
 from secondorder.update import Update
 
 
@@ -98,6 +95,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         )
         self._curvature = self.curvature(setting, **own)
         self._update = Update(self._table, self._curvature)
+        self._make_checkpoint(self._curvature, self.rules)
         self.role_worker = RoleWorker(self._curvature, weakref.WeakMethod(self._advance))
 
     def _connect(self, root: nn.Module | None) -> None:
@@ -140,17 +138,8 @@ class LayerOptimizer(SecondOrderOptimizer):
             self._synchronize()
         self._curvature.follow_schedule()
 
-    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        return self._curvature.schema_of(p, group, held)
-
     def _allocate(self, p: nn.Parameter) -> None:
         self._curvature.allocate(p)
-
-    def _places_here(self, p: nn.Parameter) -> frozenset[Place]:
-        return self._curvature.places_here(p)
-
-    def _placed(self) -> Sequence[tuple[int, nn.Parameter]]:
-        return self._curvature.placed()
 
     def _advance(self) -> None:
         super()._advance()
@@ -260,72 +249,6 @@ class LayerOptimizer(SecondOrderOptimizer):
             RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
         """
         self._curvature.observe(outputs, likelihood, targets)
-
-    # ------------------------------------------------------------------ checkpoints
-    def _require_loadable(self) -> None:
-        if self._table.root is None:
-            raise RuntimeError(self._curvature.is_a_copy())
-
-    def state_dict(self) -> dict[str, Any]:
-        """State by parameter and group options, as ``torch.optim``; curvature as ``checkpoint_curvature`` says.
-
-        No message is sent, so one rank may call it alone. Where curvature is spread over the ranks, the dict has what
-        this rank holds, and says so under ``"partial"``: the same rank of an equal world can load it again. Call
-        :meth:`consolidate_state_dict` on all ranks first to save everything on one.
-
-        Returns:
-            The state.
-        """
-        self._curvature.settle()
-        return super().state_dict()
-
-    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
-        numbered = list(self._numbered({"param_groups": groups}))
-        self._refuse(self._curvature.misfits({p: found.get(i, {}) for p, i, _ in numbered}))
-        for group in groups:
-            self.rules.check(group, self.param_groups)
-        ours = {i: self._curvature.translated(p, group, found[i]) for p, i, group in numbered if i in found}
-        with self._curvature.while_loading():
-            return self._without_spread_curvature(super()._checked_state({**found, **ours}, groups))
-
-    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Schema:
-        return super()._expected_state(p, group, theirs) | self._curvature.expected(p, theirs)
-
-    def _without_spread_curvature(
-        self, loaded: Mapping[nn.Parameter, dict[str, Any]]
-    ) -> dict[nn.Parameter, dict[str, Any]]:
-        """Loaded state without the curvature of frozen layers that is, or may be, on other ranks.
-
-        Nobody has it whole, so the ranks could not agree on it when the layer is unfrozen.
-
-        Args:
-            loaded: Checked state by parameter.
-
-        Returns:
-            The state to load.
-        """
-        world = self.comm.world
-        everywhere = all(len(self.comm.preconditioners(b.index)) == world for b in self.blocks.values())
-        complete = not self.comm.combines or (self.comm.replicates and everywhere)
-        kept, dropped = dict(loaded), list[str]()
-        for p, state in loaded.items():
-            own = (state.keys() & self.entries.keys()) - self._common
-            if p.requires_grad or not own or (complete and any(isinstance(state[k], Tensor) for k in own)):
-                continue
-            kept[p] = {k: v for k, v in state.items() if k not in own}
-            dropped.append(self._table.names[p])
-        if dropped:
-            warnings.warn(
-                f"{type(self).__name__}: the curvature of frozen parameters was spread over several ranks when it was "
-                f"saved, or is to be, and is not loaded ({some_of(dropped)}); it is estimated anew when they are "
-                "unfrozen.",
-                stacklevel=depth_of_caller(),
-            )
-        return kept
-
-    def _finish_load(self) -> None:
-        self._tabulate()
-        self._curvature.loaded(self._rebuild)
 
     # ------------------------------------------------------------------ copies
     def _kept_by_copies(self) -> dict[str, Any]:

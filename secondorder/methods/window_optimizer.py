@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,6 @@ from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.lowrank import LowRank
 from secondorder.curvature.window.shards import plain
 from secondorder.curvature.window.topk import TopK
-from secondorder.curvature.window.window import SHARED, SLOT_DIM
 from secondorder.lifecycle import module_of
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Directions, Group
@@ -113,8 +111,6 @@ class WindowOptimizer(SecondOrderOptimizer):
     solver: ClassVar[WindowSolver]
     #: Options on which the groups of one window must agree.
     shared_options: ClassVar[tuple[str, ...]] = ("window_size", "graft", "weight_decay_mode")
-    _structural = ("window_size",)
-    _common: ClassVar[frozenset[str]] = SecondOrderOptimizer._common | {*SHARED}
 
     def __init__(
         self,
@@ -166,7 +162,8 @@ class WindowOptimizer(SecondOrderOptimizer):
     def _make_windows(self, kept: dict[str, Any] | None = None) -> None:
         self._windows = WindowPreconditioner(self.solver, self._structure, self.comm, self._table, kept)
         self._update = Update(self._table, self._windows, self.solver.adam_options)
-        self._checkpoint = WindowCheckpoint(self._windows.plan, self._windows.exchange, self.comm, self._windows.table)
+        state = WindowCheckpoint(self._windows.plan, self._windows.exchange, self.comm, self._table)
+        self._make_checkpoint(state, divided=state)
         self._tabulate()
 
     def _connect(self, root: nn.Module | None) -> None:
@@ -237,80 +234,6 @@ class WindowOptimizer(SecondOrderOptimizer):
 
     def _repoint(self, theirs: Mapping[str, nn.Parameter]) -> None:
         self._windows.plan.replace(self._table.repoint(theirs))
-
-    # ------------------------------------------------------------------ checkpoints
-    def _curvature_schema(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        return self._checkpoint.schema(p, group)
-
-    def _expected_state(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Schema:
-        return self._checkpoint.expected(p, super()._expected_state(p, group, theirs), theirs)
-
-    def _checked_state(self, found: Mapping[Any, Any], groups: list[Group]) -> dict[nn.Parameter, dict[str, Any]]:
-        self._tabulate()
-        numbers = {p: i for p, i, _ in self._numbered({"param_groups": groups})}
-        states = {p: found.get(i, {}) for p, i in numbers.items()}
-        with self._frozen_members({p for p, state in states.items() if any(plain(k) in SLOT_DIM for k in state)}):
-            states = self._checkpoint.led_by_first(states)
-            untrained = {p for p, state in states.items() if self._was_never_trained(state)}
-            self._checkpoint.require_fitting(states, groups, untrained)
-            return super()._checked_state({i: states[p] for p, i in numbers.items()}, groups)
-
-    @contextmanager
-    def _frozen_members(self, saved: Set[nn.Parameter]) -> Iterator[None]:
-        """Cover frozen parameters that are in a window of a checkpoint, and undo this if the load fails.
-
-        Args:
-            saved: Parameters with rows in the checkpoint.
-        """
-        plan = self._windows.plan
-        joining = {p for p in saved if not (p.requires_grad or p in plan.unit_of or p in plan.partition.excluded)}
-        if not joining:
-            yield
-            return
-        before = plan.units, plan.bounds
-        try:
-            plan.copied = plan.copied | joining
-            self._rebuild()
-            yield
-        except BaseException:
-            plan.retreat(*before, joining)
-            self._rebuild()
-            for unit in plan.units:
-                if unit.held:
-                    plan.expose(unit)
-            raise
-
-    def _private(self, p: nn.Parameter, theirs: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
-        self._refuse(self._checkpoint.misfits(p, theirs))
-        rest = super()._private(p, {k: v for k, v in theirs.items() if plain(k) not in self.catalog}, schema)
-        return {**theirs, **rest}  # curvature is copied straight into the window
-
-    def _install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-        self._checkpoint.install(loaded)
-
-    def _finish_load(self) -> None:
-        self._rebuild()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state as ``torch.optim`` does. The state of each parameter shows its part of the window.
-
-        Returns:
-            The state. It has whole tensors instead of slices if they were gathered.
-        """
-        self._tabulate()
-        self._synchronize()
-        self._windows.settle()
-        packed = super().state_dict()
-        for p, i, _ in self._numbered(packed):
-            if self._gathered.get(p):
-                packed["state"][i] = {k: v for k, v in packed["state"][i].items() if "@" not in k}
-        return packed
-
-    def _collect(self, to: int | None) -> dict[nn.Parameter, dict[str, Tensor]]:
-        if all(group["checkpoint_curvature"] == "none" for group in self.param_groups):
-            return {}
-        self._tabulate()
-        return self._checkpoint.gather(self._asks(to))
 
     # ------------------------------------------------------------------ reading
     def dense_curvature(self, name: str) -> Tensor:

@@ -9,14 +9,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from secondorder.comm import CommStrategy
 from secondorder.curvature.damping_watch import Damped
+from secondorder.curvature.schema import Place, Schema
 from secondorder.parameters import Directions, Group, ParameterTable
+
+#: State by parameter, as a checkpoint has it.
+SavedStates = Mapping[nn.Parameter, Mapping[str, Any]]
 
 
 class Proposal(NamedTuple):
@@ -191,3 +196,99 @@ class Preconditioner(Protocol):
     @abstractmethod
     def damped(self) -> list[Damped] | None:
         """Return the curvature to compare with its damping in this step; None while there is not enough data."""
+
+
+class StateForm(NamedTuple):
+    """What is special about the state of a kind of curvature.
+
+    Attributes:
+        common_keys: Keys of the values that the state of one parameter holds for others, too.
+        structural_options: Options that decide how much is allocated. A checkpoint does not change them.
+    """
+
+    common_keys: frozenset[str] = frozenset()
+    structural_options: tuple[str, ...] = ()
+
+
+class CurvatureState(Protocol):
+    """Curvature in the state of an optimizer, as checkpoints see it.
+
+    ::
+
+        misfits ─► while_loading( translated ─► expected ) ─► loaded
+                   nothing is changed                         the state is that of the checkpoint
+    """
+
+    form: ClassVar[StateForm]
+
+    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return the curvature that the state of a parameter holds, on all ranks together.
+
+        Args:
+            p: The parameter.
+            group: Its options.
+            held: Its current state, or its state in a checkpoint, for sizes that depend on the data.
+
+        Returns:
+            The schema.
+        """
+        ...
+
+    def covers(self, p: nn.Parameter) -> bool:
+        """Whether there is curvature for a parameter."""
+        ...
+
+    def places_here(self, p: nn.Parameter) -> frozenset[Place]:
+        """Return where this rank is, of the places at which tensors of a parameter's state are."""
+        ...
+
+    def placed(self) -> Sequence[tuple[int, nn.Parameter]] | None:
+        """Return the indices of all blocks and the parameters that hold their states; None if blocks may be divided."""
+
+    def is_a_copy(self) -> str:
+        """Return what to do with a copy that has no module and cannot judge a state; empty if it can."""
+        ...
+
+    def settle(self, follow: Callable[[], None]) -> None:
+        """Bring the state up to date before it is saved; ``follow`` makes a new plan if there is a reason."""
+
+    def misfits(self, states: SavedStates) -> list[str]:
+        """Return why saved states do not fit, apart from keys and shapes."""
+        ...
+
+    def while_loading(self, states: SavedStates, rebuild: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Return the context in which saved states are compared; ``rebuild`` makes a new plan and allocates state."""
+        ...
+
+    def translated(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> SavedStates:
+        """Return saved states in the form in which this optimizer stores them, given their saved groups.
+
+        Raises:
+            RuntimeError: If they lack what only another rank has saved.
+        """
+        ...
+
+    def expected(self, p: nn.Parameter, schema: Schema, theirs: Mapping[str, Any]) -> Schema:
+        """Return the schema with which the saved state of a parameter is compared, given that of its whole state."""
+        ...
+
+    def loaded(self, rebuild: Callable[[], bool]) -> None:
+        """Complete what a checkpoint may leave out, and follow the loaded options with a new plan."""
+
+
+class DividedState(Protocol):
+    """Curvature whose tensors may be divided between ranks, and which copies a checkpoint into them itself."""
+
+    #: Keys of these tensors.
+    keys: ClassVar[frozenset[str]]
+
+    def bad_values(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:
+        """Return one line for each saved tensor of a parameter whose values cannot be loaded."""
+        ...
+
+    def install(self, loaded: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        """Replace the state by checked values, of which those of these tensors are copied."""
+
+    def gather(self, asks: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """Return what this rank lacks, on the CPU, if it asks for it. All ranks must call it."""
+        ...

@@ -32,7 +32,7 @@ from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
 from secondorder.options import FisherOptions
 from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parameters import Group, ParameterTable
-from secondorder.preconditioners.base import Preconditioner
+from secondorder.preconditioners.base import Preconditioner, StateForm
 from secondorder.runtime import Clock, Runtime
 
 
@@ -68,6 +68,7 @@ class Capturing(Preconditioner):
         setting: What it shares with the optimizer.
     """
 
+    form: ClassVar[StateForm] = StateForm()
     #: Entries of the states of blocks, by key, as far as they are the same in every state.
     catalog: ClassVar[Schema] = {}
     #: Options that decide what the state of a block holds.
@@ -265,7 +266,7 @@ class Capturing(Preconditioner):
         return block.layer.empty(shape, dtype)
 
     def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Return what the state of a parameter holds of curvature, as ``Preconditioner`` describes it."""
+        """Return what the state of a parameter holds of curvature, as ``CurvatureState`` describes it."""
         block = self._block_of.get(p)
         return self.schema(block, group, held) if block is not None and block.owner is p else {}
 

@@ -25,6 +25,7 @@ from secondorder.curvature.layer import Layer
 from secondorder.curvature.schema import Schema
 from secondorder.linalg import polar
 from secondorder.parameters import Group
+from secondorder.preconditioners.base import SavedStates
 
 _Key = tuple[FactoredBlock, str]
 #: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
@@ -68,8 +69,11 @@ class OverlappingRefreshes(Observing):
         return cast("dict[_Key, Found]", self.refresher.find(blocks, host_checks, self.comm.combines))
 
     # ------------------------------------------------------------------ checkpoints and ends
-    def translated(self, p: Any, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state of a parameter in a checkpoint in the form in which this optimizer keeps it."""
+    def translated(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> SavedStates:
+        """Return saved states in the form in which this optimizer stores them."""
+        return {p: self._translated(p, group_of[p], theirs) for p, theirs in states.items()}
+
+    def _translated(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
         block = self._block_of.get(p)
         if block is not None and block.owner is p:
             return block.factors.in_own_form(theirs, group)

@@ -32,7 +32,7 @@ from secondorder.parallel.exchange import parcel_of
 from secondorder.parallel.session import words_of_options
 from secondorder.parallel.shards import zeros_like_shard
 from secondorder.parameters import Directions, Group
-from secondorder.preconditioners.base import Proposal
+from secondorder.preconditioners.base import Proposal, SavedStates
 from secondorder.preconditioners.blocks import Capturing
 from secondorder.runtime import some_of
 
@@ -425,24 +425,24 @@ class LayerPreconditioner(Capturing):
                     self.state[block.owner]["refreshes"] = 0
             self._to_renew.clear()
 
-    def translated(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the state of a parameter in a checkpoint in the form in which this optimizer keeps it."""
-        return theirs
+    def translated(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> SavedStates:
+        """Return saved states in the form in which this optimizer stores them."""
+        return states
 
-    def misfits(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> list[str]:
-        """Return why the states of a checkpoint do not fit, apart from keys and shapes."""
+    def misfits(self, states: SavedStates) -> list[str]:
+        """Return why saved states do not fit, apart from keys and shapes."""
         return []
 
-    def expected(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> Schema:
-        """Return what the state of a parameter holds for all blocks together."""
-        return {}
+    def expected(self, p: nn.Parameter, schema: Schema, theirs: Mapping[str, Any]) -> Schema:
+        """Return the schema with which the saved state of a parameter is compared."""
+        return schema
 
-    def while_loading(self) -> AbstractContextManager[None]:
-        """Return a context in which the state of a checkpoint is compared with the schemas."""
+    def while_loading(self, states: SavedStates, rebuild: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Return a context in which saved states are compared with the schemas."""
         return nullcontext()
 
-    def settle(self) -> None:
-        """Bring the state up to date before somebody looks at it."""
+    def settle(self, follow: Callable[[], None]) -> None:
+        """Bring the state up to date before it is saved."""
 
     def _renew_loaded(self, blocks: list[Block]) -> Tensor:
         """Find what a checkpoint left out."""

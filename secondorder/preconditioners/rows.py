@@ -25,7 +25,7 @@ from secondorder.linalg import kernel, selection, stacks, woodbury
 from secondorder.linalg.dense import precision_of
 from secondorder.linalg.kernel import Rows
 from secondorder.parameters import Directions
-from secondorder.preconditioners.base import Rule
+from secondorder.preconditioners.base import Rule, SavedStates, StateForm
 from secondorder.preconditioners.row_exchange import GatheringOptimizer
 
 
@@ -34,6 +34,7 @@ class RowPreconditioner(GatheringOptimizer):
 
     catalog: ClassVar[Schema] = {**GatheringOptimizer.catalog, **SWITCH}
     allocating = ("mode",)
+    form: ClassVar[StateForm] = StateForm(common_keys=frozenset(SWITCH))
     sizes_are = "rows × (a + g)"
 
     # ------------------------------------------------------------------ which mode
@@ -187,19 +188,19 @@ class RowPreconditioner(GatheringOptimizer):
             if self.is_auto() or self.modes.mode is not None:
                 self.state[first]["switch_state"] = self.modes.vector()
 
-    def settle(self) -> None:
+    def settle(self, follow: Callable[[], None]) -> None:
         """Bring the state of the policy up to date if the state of the first parameter contains it."""
         if (first := self._switch_holder) is not None and "switch_state" in self.state[first]:
             self.state[first]["switch_state"] = self.modes.vector()
 
-    def expected(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> Schema:
-        """Return what the state of a parameter holds for all blocks together."""
+    def expected(self, p: nn.Parameter, schema: Schema, theirs: Mapping[str, Any]) -> Schema:
+        """Return the schema with the state of the policy if the saved state of the first parameter contains it."""
         if p is self._switch_holder and "switch_state" in theirs:
-            return shaped(self.catalog, {"switch_state": self.modes.vector()})
-        return {}
+            return schema | shaped(self.catalog, {"switch_state": self.modes.vector()})
+        return schema
 
-    def misfits(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> list[str]:
-        """Return why the states of a checkpoint do not fit, apart from keys and shapes."""
+    def misfits(self, states: SavedStates) -> list[str]:
+        """Return an error if the saved state of the policy is that of another policy."""
         first = self._switch_holder
         if first is None or self.modes.accepts(states.get(first, {}).get("switch_state")):
             return []

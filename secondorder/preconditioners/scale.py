@@ -36,7 +36,7 @@ from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import precision_of
 from secondorder.parallel.exchange import parcel_with
 from secondorder.parameters import Directions, Group
-from secondorder.preconditioners.base import Proposal, Rule
+from secondorder.preconditioners.base import Proposal, Rule, SavedStates
 from secondorder.preconditioners.blocks import Setting
 from secondorder.preconditioners.kronecker import FactoredPreconditioner
 
@@ -297,7 +297,7 @@ class ScalePreconditioner(FactoredPreconditioner):
 
     # ------------------------------------------------------------------ checkpoints and copies
     @contextmanager
-    def while_loading(self) -> Iterator[None]:
+    def while_loading(self, states: SavedStates, rebuild: Callable[[], bool]) -> Iterator[None]:
         """Compare a checkpoint with schemas in which bases that the owners will send may be missing."""
         before, self.exchange.unsent = self.exchange.unsent, {block.name for block in self._blocks}
         try:

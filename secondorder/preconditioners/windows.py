@@ -292,13 +292,6 @@ class WindowPreconditioner(Preconditioner):
         return rule
 
     # ------------------------------------------------------------------ reading
-    def settle(self) -> None:
-        """Wait for all copies of which the state shows the results."""
-        for unit in self.units:
-            self.plan.momentum_if_wanted(unit)
-            for event in unit.arrivals.values():
-                event.synchronize()
-
     def summary(self) -> str:
         """Return the number of windows in words."""
         return f"{len(self.units)} window{'s' if len(self.units) != 1 else ''}"

@@ -175,7 +175,7 @@ def opt(request: pytest.FixtureRequest) -> Iterator[Any]:
 def _schemas(opt: Any) -> Iterator[tuple[nn.Parameter, dict[str, Entry]]]:
     for group in opt.param_groups:
         for p in group["params"]:
-            yield p, opt._curvature_schema(p, group, opt.state[p])
+            yield p, opt._checkpoint.curvature.schema_of(p, group, opt.state[p])
 
 
 def test_the_schema_is_the_state(opt: Any) -> None:

@@ -126,7 +126,12 @@ def consolidated(rank: int, world: int, strategy: str, method: str, to: int | No
     assert optimizer.consolidate_state_dict(to=to) is None
     complete = snapshot(optimizer)
     train(model, optimizer, rank, world, run, BREAK, BREAK + 1)
-    return {"own": own, "complete": complete, "later": snapshot(optimizer), "gathered": len(optimizer._gathered)}
+    return {
+        "own": own,
+        "complete": complete,
+        "later": snapshot(optimizer),
+        "gathered": len(optimizer._checkpoint.gathered.tensors),
+    }
 
 
 def one_process(method: str, keywords: Any = None) -> Saved:

@@ -186,7 +186,8 @@ def test_what_is_stored_does_not_depend_on_the_world(storage: str, world: int, d
     def rank(comm: ThreadRank) -> list[dict[str, Tensor]]:
         opt, params = made(f"mfac {storage}", comm, dtype, **settings)
         push(opt, params)
-        found = opt._collect(0)
+        opt._checkpoint.gathered.gather(0, opt._t, pieces=False)
+        found = opt._checkpoint.gathered.tensors
         return [found.get(p, {}) for p in params]
 
     single, params = made(f"mfac {storage}", None, dtype, **settings)
