@@ -84,7 +84,7 @@ NUMBERS = {
     "others: most names on one object":                   Number(201, 75),
     "SecondOrderOptimizer: its own methods":              Number(34, 38),
     "largest other class: its own methods":               Number(61, 25),
-    "classes with more than 25 methods":                  Number(12, 0),
+    "classes with more than 25 methods":                  Number(11, 0),
     "classes that write more than 15 attributes":         Number(5, 0),
     "accesses to underscore attributes of others":        Number(0, 0),
     "height of imports":                                  Number(26, 14),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(12, 0),
     "functions of more than 35 lines":                    Number(13, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(35502, 28500),
+    "lines":                                              Number(35491, 28500),
 }
 # fmt: on
 

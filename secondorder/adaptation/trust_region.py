@@ -24,7 +24,6 @@ from secondorder.adaptation.no_trust import Move, Sized, called
 from secondorder.adaptation.replay import Moment, eager, kept_gradients, recorded
 from secondorder.adaptation.trial import Adaptation, Evaluation, Snapshot, match_outputs, parts_of
 from secondorder.capture.batch import rules
-from secondorder.curvature.block import Block
 from secondorder.curvature.layer import Parts, forwarded
 from secondorder.curvature.schema import of_kinds
 from secondorder.linalg import quadratic
@@ -120,7 +119,8 @@ class TrustRegion:
             self._require_no_loss()
             return None
         recording = self._needs_forwards()
-        if not (recording or self._looks_again()):
+        looks_again = self._adapts() or self.adaptation.reject_steps or self._calibrates()
+        if not (recording or looks_again):
             return called(closure)
         assert self._table.root is not None
         devices, layers = {p.device for p in self._table.group_of}, self._setting.layers
@@ -155,10 +155,6 @@ class TrustRegion:
 
     def _calibrates(self) -> bool:
         return any(group.get("damping_calibrated") is False for group in self._table.groups)
-
-    def _looks_again(self) -> bool:
-        """Whether this step evaluates the loss at other parameters too."""
-        return self._adapts() or self.adaptation.reject_steps or self._calibrates()
 
     def _needs_forwards(self) -> bool:
         """Whether the model needs the forwards of this step: to differentiate them, or to count their examples."""
@@ -213,21 +209,19 @@ class TrustRegion:
         """Return the directions with coupled weight decay, and the rate and momentum that minimize the model."""
         if not (self.adaptation.quadratic_model and directions):
             return directions, None
-        model, update = self._model, self._update
+        model, update, group_of = self._model, self._update, self._table.group_of
         directions = {p: d + w * p if (w := model.coupled_decay(p)) else d for p, d in directions.items()}
         along = [directions]
-        if any(self._table.group_of[p]["momentum"] and update.steps_of(p) > 1 for p in directions):
-            along.append({p: self._previous(p) for p in directions})
+        if any(group_of[p]["momentum"] and update.steps_of(p) > 1 for p in directions):
+            along.append({  # the previous step before `lr`, or zeros where momentum is off
+                p: -update.state_of(p, "momentum_buffer") if group_of[p]["momentum"] else torch.zeros_like(p)
+                for p in directions
+            })  # fmt: skip
         tolerance = torch.finfo(precision_of(next(iter(directions)))).eps ** 0.5
         own = {p: gradients[p] for p in directions}
         found = model.along(along, own, {}, self._evaluation).minimum(tolerance)
         self._coefficients = torch.nn.functional.pad(found, (0, 2 - len(found)))
         return directions, self._coefficients
-
-    def _previous(self, p: nn.Parameter) -> Tensor:
-        """The previous step before ``lr``, or zeros where momentum is off."""
-        has_momentum = self._table.group_of[p]["momentum"]
-        return -self._update.state_of(p, "momentum_buffer") if has_momentum else torch.zeros_like(p)
 
     def _judge_step(self, evaluation: Evaluation, before: Snapshot, gradients: Directions, gate: Tensor | None) -> None:
         """Compare the loss after the step with the one before and with the model, and act on it."""
@@ -243,18 +237,15 @@ class TrustRegion:
         rejected = self.adaptation.reject_steps and taken and not new <= old
         factor = self._verdict(old, new - old, others[-1], _epsilon(evaluation.loss)) if self._adapts() else 1.0
         if self.adaptation.reject_steps:
-            self._count_rejections(rejected)
+            self._rejected_steps += rejected
+            for group in self._table.groups:
+                group["rejected_in_a_row"] = group.get("rejected_in_a_row", 0) + 1 if rejected else 0
         if rejected:
             before.undo()
             self._forget_momentum(before)
             # By a few percent each it would take dozens of steps, none of which moves, to correct a λ that is far off.
             factor = max(self._rise(), 2.0 ** (self._table.groups[0]["rejected_in_a_row"] - 1))
         self._scale_damping(factor)
-
-    def _count_rejections(self, rejected: bool) -> None:
-        self._rejected_steps += rejected
-        for group in self._table.groups:
-            group["rejected_in_a_row"] = group.get("rejected_in_a_row", 0) + 1 if rejected else 0
 
     def _forget_momentum(self, before: Snapshot) -> None:
         """After a second rejection in a row, start momentum anew: no damping improves a step that it causes."""
@@ -314,11 +305,9 @@ class TrustRegion:
                 changed.append(group)
         # Factored inverses hold the damping of their refresh, and would answer to a change many steps too late.
         affected = (b for b in self._curvature.all_blocks if any(b.group is g for g in changed))
-        if late := [b for b in affected if self._is_damped_at_refresh(b)]:
+        factored = (b for b in affected if b.group.get("inverse_method") == "cholesky")
+        if late := [b for b in factored if self._table.state[b.owner]["refreshes"] > 0]:
             self._curvature.renew(late)
-
-    def _is_damped_at_refresh(self, block: Block) -> bool:
-        return block.group.get("inverse_method") == "cholesky" and self._table.state[block.owner]["refreshes"] > 0
 
     def _calibrate(self, evaluation: Evaluation, move: Move, gradients: Directions) -> None:
         """Take the damping of a geometric grid whose step lowers the loss of this batch most."""
