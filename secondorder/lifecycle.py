@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
-from inspect import signature
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -26,10 +23,9 @@ from secondorder.comm.layout import is_cut
 from secondorder.curvature.damping_watch import DampingWatch
 from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Schema
-from secondorder.frames import depth_of_caller
 from secondorder.parallel.session import RankSession
 from secondorder.parallel.shards import require_separate_parameters
-from secondorder.parameters import RULE_KEYS, Group, ParameterTable
+from secondorder.parameters import RULE_KEYS, Group, ParameterTable, check_keys, warn_without_effect
 from secondorder.preconditioners.base import CurvatureState, DividedState, Preconditioner
 from secondorder.runtime import Clock, Runtime
 from secondorder.update import Update
@@ -231,7 +227,7 @@ class Lifecycle(Optimizer):
         param_group = self.rules.complete(param_group, self.defaults, self.param_groups if self._table.group_of else [])
         param_group = {k: v if k == "params" else options.plain(v) for k, v in param_group.items()}
         param_group = {"betas": self._default_betas, **options.renamed(param_group, self.checks)}
-        self._check_keys(param_group)
+        check_keys(type(self), param_group, {*options.COMMON, *self.checks})
         merged = {**self.defaults, **param_group}
         if param_group.get("fallback") is None and ("graft" in param_group or "fallback" in param_group):
             merged["fallback"] = options.resolve_fallback(None, merged["graft"])
@@ -242,26 +238,8 @@ class Lifecycle(Optimizer):
         group = self.param_groups[-1]
         group.setdefault("fallback_base_lr", float(group["lr"]))
         if self._table.group_of:  # not while the constructor adds its groups
-            self._warn_without_effect([group])
+            warn_without_effect(type(self), [group])
             self._follow(self._rebuild())
-
-    def _check_keys(self, param_group: Group) -> None:
-        """Refuse keys of a group that only the constructor takes, and warn about those that look misspelled."""
-        known = {*options.COMMON, *self.checks}
-        fixed = set(signature(type(self)).parameters) - known - {"params", *options.RENAMED}
-        if found := sorted(fixed & param_group.keys()):
-            raise ValueError(
-                f"{', '.join(found)}: set once for all groups; give it to the constructor of {type(self).__name__}, "
-                "not to a parameter group"
-            )
-        for key in param_group.keys() - known:
-            if close := get_close_matches(key, known | fixed, n=1, cutoff=0.85):
-                place = ", which only the constructor takes" if close[0] in fixed else ""
-                warnings.warn(
-                    f"{type(self).__name__}: the key {key!r} of a parameter group has no effect; did you mean "
-                    f"{close[0]!r}{place}?",
-                    stacklevel=depth_of_caller(),
-                )
 
     def _check_changed_options(self) -> None:
         """Refuse what was written into a group since the last step, as the constructor would, before anything changes.
@@ -275,13 +253,6 @@ class Lifecycle(Optimizer):
             for group in self.param_groups:
                 self.rules.check(group, self.param_groups)
             self._checked = found
-
-    def _warn_without_effect(self, groups: Sequence[Group]) -> None:
-        """Warn once of options that were given although no rule of their group reads them."""
-        usual = {name: parameter.default for name, parameter in signature(type(self)).parameters.items()}
-        for text in dict.fromkeys(options.without_effect(group, usual) for group in groups):
-            if text:
-                warnings.warn(f"{type(self).__name__}: {text}", stacklevel=depth_of_caller())
 
     # ------------------------------------------------------------------ copies
     def __getstate__(self) -> dict[str, Any]:
@@ -307,10 +278,6 @@ class Lifecycle(Optimizer):
         else:
             self._tabulate()
 
-    def _repoint(self, theirs: Mapping[str, nn.Parameter]) -> None:
-        """Train a module's parameters of the same names and shapes instead."""
-        self._table.repoint(theirs)
-
     def attach(self, module: nn.Module | Sequence[nn.Module]) -> None:
         """Follow a module, or the parts of a model, again, after ``copy.deepcopy``, unpickling or :meth:`detach`.
 
@@ -324,7 +291,7 @@ class Lifecycle(Optimizer):
         root = as_root(module)
         mine, theirs = {p for g in self.param_groups for p in g["params"]}, dict(root.named_parameters())
         if not mine & set(theirs.values()):
-            self._repoint({clean_name(n): p for n, p in theirs.items()})
+            self.preconditioner.replace(self._table.repoint({clean_name(n): p for n, p in theirs.items()}))
         self.detach()
         self._table.names.clear()
         self.comm.claim(self)
@@ -387,21 +354,3 @@ class Lifecycle(Optimizer):
             yield kept
         finally:
             self._kept_directions = [other for other in self._kept_directions if other is not kept]
-
-
-def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] | None) -> tuple[nn.Module | None, Any]:
-    """The module and the parameters to train, from the two first ways to give them; several parts make one module."""
-    if isinstance(params, nn.Module) or _is_list_of_modules(params):
-        if module is not None and module is not params:
-            raise ValueError(f"{method}: give the module once, first or as module=")
-        module = params
-        root = as_root(params)
-        params = list(root.named_parameters())
-        if not params:
-            raise ValueError(f"{method}: the module {type(root).__name__} has no parameters")
-        return root, params
-    return None if module is None else as_root(module), params
-
-
-def _is_list_of_modules(params: Any) -> bool:
-    return isinstance(params, (list, tuple)) and bool(params) and all(isinstance(p, nn.Module) for p in params)

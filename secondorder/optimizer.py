@@ -21,7 +21,7 @@ from secondorder.diagnostics.report import Report, representation
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Lifecycle
 from secondorder.linalg.dense import all_true_on_cpu
-from secondorder.parameters import Directions, Group
+from secondorder.parameters import Directions, Group, warn_without_effect
 from secondorder.plan.plan import Plan
 from secondorder.plan.planner import dry_run, holdings_of_rules
 from secondorder.runtime import Clock
@@ -85,7 +85,7 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
             self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
         self._table.warn_uncovered(self.preconditioner.covers)
-        self._warn_without_effect(self.param_groups)
+        warn_without_effect(type(self), self.param_groups)
 
     def _cycles_betas(self, defaults: Group) -> bool:
         """Whether a scheduler that cycles the momentum acts on β₁, as with AdamW, instead of ``momentum``."""

@@ -16,10 +16,10 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature.block import Block
 from secondorder.curvature.layer import LayerOptions, unwrap
 from secondorder.curvature.schema import Schema
-from secondorder.lifecycle import module_of
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.options import FisherOptions
 from secondorder.parallel.roles import RoleWorker
+from secondorder.parameters import module_of
 from secondorder.preconditioners.blocks import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.runtime import Clock

@@ -19,9 +19,8 @@ from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.lowrank import LowRank
 from secondorder.curvature.window.shards import plain
 from secondorder.curvature.window.topk import TopK
-from secondorder.lifecycle import module_of
 from secondorder.optimizer import SecondOrderOptimizer
-from secondorder.parameters import Directions, Group
+from secondorder.parameters import Directions, Group, module_of
 from secondorder.preconditioners.window_plan import CATALOG, WindowOptions
 from secondorder.preconditioners.windows import WindowPreconditioner
 from secondorder.update import Update
@@ -231,9 +230,6 @@ class WindowOptimizer(SecondOrderOptimizer):
         self._structure = kept["windows"]["options"]
         self._make_windows(kept["windows"])
         self._rebuild()
-
-    def _repoint(self, theirs: Mapping[str, nn.Parameter]) -> None:
-        self._windows.plan.replace(self._table.repoint(theirs))
 
     # ------------------------------------------------------------------ reading
     def dense_curvature(self, name: str) -> Tensor:

@@ -114,6 +114,10 @@ class Preconditioner(Protocol):
     def discard(self) -> None:
         """Discard what was captured since the last step."""
 
+    def replace(self, after: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Replace the parameters by those that ``after`` maps them to."""
+        return
+
     def drop(self) -> None:
         """Count a batch that is left out because its gradients cannot be used."""
 

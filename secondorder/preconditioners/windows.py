@@ -76,6 +76,10 @@ class WindowPreconditioner(Preconditioner):
         self.reconnect()
         return changed
 
+    def replace(self, after: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Replace the parameters by those that ``after`` maps them to."""
+        self.plan.replace(after)
+
     def reconnect(self) -> None:
         """Let the exchange use the current windows of the plan."""
         self.exchange.follow(self.plan.units, self.table.group_of, self.table.shards.layouts)
