@@ -76,9 +76,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Mix-ins of one class: groups, names, state and the step counter are attributes of the optimizer": {
         "methods.window_optimizer": {"checkpoint.windows"},
     },
-    "Mix-ins of one class: a stage extends that of another folder by inheritance": {
-        "capture.fisher.fisher": {"curvature.layer", "preconditioners.layers"},
-    },
     "Copies of a model must come without the hooks of attention": {
         "capture.layers.projections": {"capture.copies"},
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from secondorder.adaptation.replay import exact_products
 from secondorder.adaptation.trial import Evaluation
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.curvature.block import Block
+from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.linalg.dense import precision_of
 from secondorder.linalg.quadratic import QuadraticModel
 from secondorder.parameters import Directions
@@ -74,7 +76,7 @@ class LocalModel:
     ) -> Tensor:
         """``⟨d_i, C d_j⟩ [k, k]``: of the loss where the closure returned its outputs, else of the method's blocks."""
         if evaluation is None or self._likelihood is None or not evaluation.exact:
-            return self._block_products(directions, self._curvature.curvature_product, evaluation)
+            return self._block_products(directions, lambda block, matrix: block.product(matrix), evaluation)
         assert self._table.root is not None
         with unseen(self._curvature):
             own = exact_products(
@@ -117,16 +119,16 @@ class LocalModel:
         return found
 
     def _damping_product(self, block: Block, matrix: Tensor) -> Tensor:
-        damping = self._curvature.block_damping(block)
+        damping: Tensor | float = cast(FactoredBlock, block).damping()
         return matrix * (damping[..., None, None] if isinstance(damping, Tensor) else damping)
 
 
 @contextmanager
 def unseen(curvature: LayerPreconditioner) -> Iterator[None]:
     """Pause capture, without the next step taking this for the user's own pause."""
-    capture = curvature.capture
+    capture = curvature.hooks.capture
     before = capture.was_paused
-    with curvature.pause_capture():
+    with curvature.hooks.pause():
         yield
     capture.was_paused = before
 

@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics.averages import all_finite
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
-from secondorder.curvature.layer import Layer
-from secondorder.curvature.schema import Schema
+from secondorder.curvature.layer import Layer, LayerOptions
+from secondorder.curvature.schema import Place, Schema, keys
+from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
+
+
+class Due(NamedTuple):
+    """What a step measures of a block.
+
+    Attributes:
+        factors: Whether the step captures statistics for the running estimate.
+        scale: Whether it measures the scale example by example, in the bases that exist when it begins.
+        late: Whether it measures the scale in the bases that its own refresh finds.
+        keeps_calls: Whether it stores what it captures, since the bases are not on this rank yet.
+    """
+
+    factors: bool
+    scale: bool = False
+    late: bool = False
+    keeps_calls: bool = False
+
+
+#: What a step measures of a block that has nothing but a running estimate.
+ESTIMATE_ALONE = Due(factors=True)
 
 
 class Block:
@@ -30,6 +51,8 @@ class Block:
         index: Position among the blocks of the optimizer.
         group: The parameter group of the owner, whose options the block follows.
         runtime: The values that all parts of the optimizer share.
+        options: The options that are the same for all layers.
+        fisher: Which Fisher is estimated.
 
     Attributes:
         name: Module name as in ``named_modules()``.
@@ -42,7 +65,16 @@ class Block:
         kind: Type of the module that holds the parameters, in words.
     """
 
-    def __init__(self, layer: Layer, index: int, group: dict[str, Any], runtime: Runtime) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        index: int,
+        group: dict[str, Any],
+        runtime: Runtime,
+        options: LayerOptions | None = None,
+        fisher: FisherOptions | None = None,
+    ) -> None:
+        self.options, self.fisher = options or LayerOptions(), fisher or FisherOptions()
         self.layer, self.index, self.group, self.runtime = layer, index, group, runtime
         # These attributes of the layer never change, and are read many times in a step.
         self.name, self.label, self.adapter = layer.name, layer.label, layer.adapter
@@ -75,6 +107,51 @@ class Block:
         """Whether what was measured is finite, a 0-dim bool tensor."""
         return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
 
+    @property
+    def has_estimate(self) -> bool:
+        """Whether something was folded into the estimate."""
+        return bool(self.state["factor_updates"] > 0)
+
+    @property
+    def uses_estimate(self) -> bool:
+        """Whether preconditioning uses the running estimate itself."""
+        return False
+
+    @property
+    def refresh_size(self) -> int:
+        """Number of elements that a refresh factorizes."""
+        return 0
+
+    @property
+    def shaping_flops(self) -> float:
+        """FLOPs of :meth:`shape`."""
+        return 0.0
+
+    @property
+    def sets_length(self) -> bool:
+        """Whether directions have a length that no clip shall change."""
+        return False
+
+    def shape(self, direction: Tensor) -> Tensor:
+        """Return what becomes of a preconditioned matrix ``[(Γ,) n_g, n_a]``: by default, the matrix itself."""
+        return direction
+
+    def described(self) -> tuple[str, str]:
+        """Return what ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
+        lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
+        return "", f"{lead}{self.adapter.n_a}, {self.adapter.n_g}"
+
+    def translated(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Convert a loaded state to the form in which this optimizer stores it."""
+        return theirs
+
+    @classmethod
+    def without_block(
+        cls, theirs: Mapping[str, Any], options: LayerOptions, known: Container[str]
+    ) -> Mapping[str, Any]:
+        """Convert the loaded state of a parameter that owns no block; ``known`` are the keys of curvature."""
+        return theirs
+
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
@@ -85,13 +162,18 @@ class Block:
             held: The state, current or loaded, which decides sizes that follow from data alone.
         """
 
-    @abstractmethod
-    def statistic(self) -> Statistic:
-        """Return empty sums for the statistics of a batch."""
+    def momentum_schema(self, p: nn.Parameter, group: Mapping[str, Any]) -> Schema:
+        """Return the entries that the state of one of the parameters has in addition."""
+        return {}
 
     @abstractmethod
-    def sums(self) -> Schema:
-        """Return the entries for what this step measures, as ranks add it up."""
+    def statistic(self, due: Due = ESTIMATE_ALONE) -> Statistic:
+        """Return empty sums for the statistics of a batch."""
+
+    def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
+        """Return the entries for what this step measures, as ranks add it up: by default those of the estimate."""
+        schema = self.schema(self.group, self.state)
+        return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
 
     @abstractmethod
     def measure(self, statistic: Statistic, examples: int) -> Measured:
@@ -101,6 +183,10 @@ class Block:
     def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
         """Fold what was measured into the running estimate, and return whether it was finite."""
 
+    def count_update(self, measured: Measured, due: Due) -> None:
+        """Count an update of the estimate, on whatever rank it took place."""
+        self.state["factor_updates"] += 1
+
     def tasks(self, begun: bool = False) -> dict[str, Task]:
         """Return what a refresh factorizes, by side.
 
@@ -108,6 +194,10 @@ class Block:
             begun: Whether to take the copies with which a refresh in the background was begun.
         """
         return {}
+
+    @abstractmethod
+    def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
+        """Adopt what a refresh has found of each task where ``good`` is True."""
 
     @abstractmethod
     def precondition(self, gradient: Tensor) -> Tensor:
@@ -121,9 +211,9 @@ class Block:
         """λ and upper bounds of the largest eigenvalues, found without waiting for the device."""
         return self.extremes()
 
-    @abstractmethod
     def product(self, matrix: Tensor) -> Tensor:
         """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``."""
+        raise NotImplementedError
 
     @abstractmethod
     def dense(self) -> Tensor:

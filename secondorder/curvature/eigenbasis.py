@@ -11,7 +11,7 @@ A refresh finds other bases. Then the scale is carried over from the last ones, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.kronecker import Call
 from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.capture.statistics.squares import EigenSums, ScaleSums
+from secondorder.curvature.block import ESTIMATE_ALONE, Due
 from secondorder.curvature.extremes import Extremes, of_values
 from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped, tensors
@@ -41,26 +42,6 @@ SCALES: Schema = {
 }
 
 
-class Due(NamedTuple):
-    """What a step measures of a block.
-
-    Attributes:
-        factors: Whether the step captures statistics for the factors.
-        scale: Whether it measures the scale example by example, in the bases that exist when it begins.
-        late: Whether it measures the scale in the bases that its own refresh finds.
-        keeps_calls: Whether it stores what it captures, since the bases are not on this rank yet.
-    """
-
-    factors: bool
-    scale: bool = False
-    late: bool = False
-    keeps_calls: bool = False
-
-
-#: What a step measures of a block that has no bases yet.
-FACTORS_ALONE = Due(factors=True)
-
-
 def preconditions_gradient(group: Mapping[str, Any]) -> bool:
     """Whether the gradient itself is preconditioned, and not a running mean of gradients."""
     return bool(not options.is_adam(group["graft"]) and group["momentum_mode"] == "post")
@@ -78,6 +59,9 @@ def is_adam(group: Mapping[str, Any]) -> bool:
 
 class EigenbasisBlock(FactoredBlock):
     """``F = (Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ``, with a running scale s."""
+
+    #: The gradient of this step in the eigenbases, between the measurement of the scale and the direction.
+    rotated: Tensor | None = None
 
     # ------------------------------------------------------------------ what the state holds
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
@@ -109,7 +93,7 @@ class EigenbasisBlock(FactoredBlock):
         return shaped(SCALES, {"scale": self.layer.empty((*lead, adapter.n_g, adapter.n_a))})
 
     # ------------------------------------------------------------------ statistics
-    def statistic(self, due: Due = FACTORS_ALONE) -> EigenSums:
+    def statistic(self, due: Due = ESTIMATE_ALONE) -> EigenSums:
         """Empty sums of what is due."""
         factors = self.new_sums() if due.factors else None
         scales = self.new_scales() if due.scale and not due.keeps_calls else None
@@ -137,7 +121,7 @@ class EigenbasisBlock(FactoredBlock):
             sums.add(some, count)
         return sums
 
-    def sums(self, due: Due = FACTORS_ALONE) -> Schema:
+    def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
         """Entries for the factors and for the scale, as far as they are due."""
         found = self.factors.sums(self.group) if due.factors else {}
         return found | self.scale_sums() if due.scale else found
@@ -220,6 +204,14 @@ class EigenbasisBlock(FactoredBlock):
         if "scale_unit" in state:
             state["scale_unit"].copy_(torch.where(ok, weight, state["scale_unit"]))
 
+    def count_update(self, measured: Measured, due: Due) -> None:
+        """Count the updates of the factors and of the scale, on whatever rank they took place."""
+        if due.factors:
+            super().count_update(measured, due)
+        # After loading, ranks may find the bases only when the forward that would have measured is over.
+        if due.scale and (measured.seen is None or "scale" in measured.seen):
+            self.count_scale()
+
     def count_scale(self) -> None:
         """Count an update of the scale, on whatever rank it took place."""
         self.state["scale_updates"] += 1
@@ -289,14 +281,14 @@ class EigenbasisBlock(FactoredBlock):
         return eigenbasis.pool(scales, a, g)
 
     # ------------------------------------------------------------------ use
-    def precondition(self, gradient: Tensor, *, is_rotated: bool = False) -> Tensor:
-        """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``; ``is_rotated`` says that the gradient is in the bases already."""
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``; of :attr:`rotated`, if it is there, in the place of Q_Gᵀ ∇ Q_A."""
         group, s, adam = self.group, self.state["scale"], is_adam(self.group)
         mean = s.mean((-2, -1))
         damping = torch.full_like(mean, group["eps"]) if adam else self.damping_of(mean)
         kept = self.factors.kept_in(self.options.factor_dtype), self.factors.kept_in(self.options.inv_dtype)
         return eigenbasis.precondition(
-            gradient,
+            gradient if self.rotated is None else self.rotated,
             self.basis("a"),
             self.basis("g"),
             s,
@@ -304,7 +296,7 @@ class EigenbasisBlock(FactoredBlock):
             group["power"],
             self.runtime.workspace,
             damp_root=adam,
-            is_rotated=is_rotated,
+            is_rotated=self.rotated is not None,
             silent=eigenbasis.is_rounding(s, *self._singular_values(), kept) if adam else None,
         )
 

@@ -67,8 +67,11 @@ def pack(results: tuple[Tensor, ...]) -> Found:
 
 
 def joint_ok(found: Mapping[tuple[Any, str], Found], blocks: Sequence[Any]) -> Tensor:
-    """``[len(blocks)]``: whether both factors of a block came out well."""
-    return torch.stack([found[block, "a"][1] & found[block, "g"][1] for block in blocks])
+    """``[len(blocks)]``: whether all that was found of a block came out well."""
+    by_block: dict[Any, Tensor] = {}
+    for (block, _), (_, ok) in found.items():
+        by_block[block] = by_block[block] & ok if block in by_block else ok
+    return torch.stack([by_block[b] if b in by_block else torch.tensor(True, device=b.owner.device) for b in blocks])
 
 
 def batched(matrices: Sequence[Tensor], dense: Callable[[Tensor], Found]) -> list[Found]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,41 +14,22 @@ from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
 from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.curvature import factors
-from secondorder.curvature.block import Block
+from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
 from secondorder.curvature.factors import KroneckerFactors
 from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise, Inverse, adopt_tensor
-from secondorder.curvature.layer import Layer, LayerOptions
+from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema, tensors
-from secondorder.options import FisherOptions
-from secondorder.runtime import Runtime
+from secondorder.linalg import polar
 
 
 class FactoredBlock(Block):
-    """A running estimate of A and G, an eigenbasis of each, and the damping of both.
+    """A running estimate of A and G, an eigenbasis of each, and the damping of both."""
 
-    Args:
-        layer: The layer.
-        index: Position among the blocks of the optimizer.
-        group: The parameter group of the owner.
-        runtime: The values that all parts of the optimizer share.
-        options: The options that are the same for all layers.
-        fisher: Which Fisher is estimated.
-    """
-
-    def __init__(
-        self,
-        layer: Layer,
-        index: int,
-        group: dict[str, Any],
-        runtime: Runtime,
-        options: LayerOptions,
-        fisher: FisherOptions,
-    ) -> None:
-        super().__init__(layer, index, group, runtime)
-        self.options, self.fisher = options, fisher
-        self.factors = KroneckerFactors(layer, options)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.factors = KroneckerFactors(self.layer, self.options)
         self.eigen = Eigen(self.factors)
 
     # ------------------------------------------------------------------ what the state holds
@@ -139,6 +121,11 @@ class FactoredBlock(Block):
         """Weight W of a batch in the running estimates."""
         return float(examples) if self.group["weighting"] == "samples" else 1.0
 
+    def count_update(self, measured: Measured, due: Due) -> None:
+        """Count an update of the estimate, on whatever rank it took place."""
+        self.state["factor_updates"] += 1
+        self.note_step("factor_step")
+
     # ------------------------------------------------------------------ damping
     def damping_of(self, mean_value: Tensor) -> Tensor:
         """λ of a block whose mean eigenvalue is ``mean_value [...]``."""
@@ -171,6 +158,48 @@ class FactoredBlock(Block):
         """Copy a result into the state where ``good`` is True."""
         adopt_tensor(self.state, key, found, good)
 
+    @property
+    def refresh_size(self) -> int:
+        """Number of elements of both factors."""
+        return sum(math.prod(side.shape) for _, side in self.factors.sides(self.group))
+
+    # ------------------------------------------------------------------ directions
+    @property
+    def sets_length(self) -> bool:
+        """Whether directions get a uniform spectrum: those that mix all inputs into all outputs do."""
+        adapter = self.adapter
+        mixes = not (adapter.one_hot or adapter.is_exact) and min(adapter.n_a, adapter.n_g) > 1
+        return bool(self.group["orthogonalize"]) and mixes
+
+    def shape(self, direction: Tensor) -> Tensor:
+        """The matrix itself, or with ``orthogonalize`` its polar factor."""
+        return polar.step_of(direction, self.options.orthogonal_dtype) if self.sets_length else direction
+
+    @property
+    def shaping_flops(self) -> float:
+        """FLOPs of :meth:`shape`."""
+        adapter = self.adapter
+        each = polar.flops(adapter.n_g, adapter.n_a) if self.sets_length else 0.0
+        return adapter.groups * each
+
+    # ------------------------------------------------------------------ reading and loading
+    def described(self) -> tuple[str, str]:
+        """What ``describe()`` adds to the treatment of the layer, and the sizes of its factors."""
+        lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
+        sizes = zip("ag", (self.adapter.n_a, self.adapter.n_g), strict=True)
+        return "", lead + ", ".join(f"diagonal {n}" if self.is_diagonal(side) else str(n) for side, n in sizes)
+
+    def translated(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Convert the factors of a loaded state to the form in which this optimizer stores them."""
+        return self.factors.in_own_form(theirs, group)
+
+    @classmethod
+    def without_block(
+        cls, theirs: Mapping[str, Any], options: LayerOptions, known: Container[str]
+    ) -> Mapping[str, Any]:
+        """Convert the loaded state of a parameter that owns no block."""
+        return factors.without_block(theirs, options, known)
+
 
 class KroneckerBlock(FactoredBlock):
     """``F = G ⊗ A``, inverted by eigenvalues or factor by factor."""
@@ -181,11 +210,11 @@ class KroneckerBlock(FactoredBlock):
         inverse = self.eigen if group["inverse_method"] == "eigen" else Cholesky(self.factors)
         return self.factor_schema(group) | inverse.schema(group)
 
-    def statistic(self) -> KroneckerSums:
+    def statistic(self, due: Due = ESTIMATE_ALONE) -> KroneckerSums:
         """Empty sums for the statistics of a batch."""
         return self.new_sums()
 
-    def sums(self) -> Schema:
+    def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
         """Entries for both factors, which every captured batch contributes to."""
         return self.factors.sums(self.group)
 
@@ -209,6 +238,11 @@ class KroneckerBlock(FactoredBlock):
         if self.group["inverse_method"] == "eigen":
             return self.eigen
         return (Entrywise if self.is_entrywise else Cholesky)(self.factors)
+
+    @property
+    def uses_estimate(self) -> bool:
+        """Whether the factors themselves precondition: if both are diagonal, there are no inverses."""
+        return self.group["inverse_method"] == "cholesky" and self.is_entrywise
 
     # ------------------------------------------------------------------ use
     def precondition(self, gradient: Tensor) -> Tensor:

@@ -16,37 +16,25 @@ from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.examples import ExampleRows
 from secondorder.capture.statistics.measurement import Measured
-from secondorder.curvature.block import Block
+from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
 from secondorder.curvature.example_rows import Fresh, Kept, Raw, all_finite
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
-from secondorder.curvature.layer import Layer
 from secondorder.curvature.row_forms import FactorForm, RowForm, factors_are_cheaper
 from secondorder.curvature.schema import Schema
 from secondorder.linalg.kernel import scaled
-from secondorder.options import FisherOptions
-from secondorder.runtime import Runtime
 
 
 class RowBlock(Block):
     """Rows of examples and their kernel, or the factors that take their place.
 
-    Args:
-        layer: The layer.
-        index: Position among the blocks of the optimizer.
-        group: The parameter group of the owner.
-        runtime: The values that all parts of the optimizer share.
-        fisher: Which Fisher is estimated.
-
     Attributes:
         fresh: The rows of this step, until its end; None if nothing was captured.
     """
 
-    def __init__(
-        self, layer: Layer, index: int, group: dict[str, Any], runtime: Runtime, fisher: FisherOptions
-    ) -> None:
-        super().__init__(layer, index, group, runtime)
-        self.fisher, self.with_rows, self.with_factors = fisher, RowForm(layer), FactorForm(layer)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.with_rows, self.with_factors = RowForm(self.layer), FactorForm(self.layer)
         self.fresh: Fresh | None = None
 
     @property
@@ -103,6 +91,11 @@ class RowBlock(Block):
         """Whether the block has no estimate. It always has one, since factors are made in the refresh itself."""
         return False
 
+    @property
+    def has_estimate(self) -> bool:
+        """Whether rows or factors are there."""
+        return bool(self.state["refreshes"] > 0)
+
     def is_finite(self, measured: Measured) -> Tensor:
         """Whether the rows are finite, where ranks agree on them."""
         return torch.tensor(True) if measured.rest is None else measured.rest.finite
@@ -115,14 +108,14 @@ class RowBlock(Block):
         return (rows, *self.fresh.rows.g.shape[-2:]) != tuple(held.shape[-3:])
 
     # ------------------------------------------------------------------ statistics
-    def statistic(self) -> ExampleRows:
+    def statistic(self, due: Due = ESTIMATE_ALONE) -> ExampleRows:
         """An empty statistic; it collects pairs of rows if factors may be made of them."""
         group = self.group
         found = ExampleRows(self.adapter, group["approx"], self.layer.precision, conv_scale=group["conv_scale"])
         found.as_pairs = self.is_undecided or self.is_factored
         return found
 
-    def sums(self) -> Schema:
+    def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
         """No entries, since rows are not added up."""
         return {}
 

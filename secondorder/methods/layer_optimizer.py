@@ -20,7 +20,7 @@ from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.options import FisherOptions
 from secondorder.parallel.roles import RoleWorker
 from secondorder.parameters import module_of
-from secondorder.preconditioners.blocks import Setting
+from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.runtime import Clock
 from secondorder.update import Update
@@ -105,7 +105,7 @@ class LayerOptimizer(SecondOrderOptimizer):
             self._make_curvature(self._own_arguments())
         self._trust.check_module(root)
         self._table.root = unwrap(root)
-        self._curvature.forget_blocks()
+        self._curvature.plan.blocks = []
         self._rebuild()
         self._curvature.hook()
         self._table.is_followed = True
@@ -122,7 +122,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         return changed
 
     def _follow(self, replanned: bool) -> None:
-        if replanned and self._curvature.is_hooked:
+        if replanned and self._curvature.hooks.is_hooked:
             self._curvature.hook()
         self._curvature.arm()
 
@@ -139,7 +139,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         self._curvature.follow_schedule()
 
     def _allocate(self, p: nn.Parameter) -> None:
-        self._curvature.allocate(p)
+        self._curvature.plan.allocate(p)
 
     def _advance(self) -> None:
         super()._advance()
@@ -155,7 +155,7 @@ class LayerOptimizer(SecondOrderOptimizer):
     def detach(self) -> None:
         """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
         if hasattr(self, "_curvature"):
-            self._table.is_followed &= not self._curvature.is_hooked
+            self._table.is_followed &= not self._curvature.hooks.is_hooked
             self._curvature.detach()
 
     # ------------------------------------------------------------------ capture
@@ -166,7 +166,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         Raises:
             RuntimeError: If the optimizer was closed, or is a copy without a module.
         """
-        return self._curvature.capture
+        return self._curvature.hooks.capture
 
     @property
     def blocks(self) -> dict[str, Block]:
@@ -190,7 +190,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         stays.
         """
         super().zero_grad(set_to_none)
-        self._curvature.spare()
+        self._curvature.hooks.spare()
 
     def time_stages(self, clock: Clock | None) -> None:
         """Have a clock time the stages of the steps to come, such as a ``secondorder.diagnostics.StageClock``.
@@ -199,12 +199,12 @@ class LayerOptimizer(SecondOrderOptimizer):
             clock: The clock, or None to stop.
         """
         super().time_stages(clock)
-        self._curvature.time_stages(clock)
+        self._curvature.hooks.time_stages(clock)
 
     @contextmanager
     def pause_capture(self) -> Iterator[None]:
         """Capture nothing of the forwards that run inside the ``with`` block."""
-        with self._curvature.pause_capture():
+        with self._curvature.hooks.pause():
             yield
 
     def mask(self, keep: Tensor | None) -> AbstractContextManager[None]:
@@ -223,7 +223,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         Returns:
             The context manager.
         """
-        return self._curvature.mask(keep)
+        return self._curvature.hooks.mask(keep)
 
     def observe(
         self,

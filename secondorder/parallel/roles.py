@@ -62,7 +62,7 @@ class RoleWorker:
             The parcel, in the same order on every rank.
         """
         block = self._block(index)
-        also = place == "curvature" and self._curvature.needs_estimate_everywhere(block, block.group)
+        also = place == "curvature" and block.uses_estimate
         return self._curvature.parcel_of(block, Place(place), *([Place.ESTIMATE] if also else []))
 
     def updates_of(self, index: int) -> int:
@@ -92,7 +92,7 @@ class RoleWorker:
     def forget_curvature(self, index: int) -> None:
         """Begin anew with a block, as if nothing had ever been known of it."""
         block, state = self._block(index), self._block(index).state
-        for key in keys(self._curvature.live_schema(block), Place.ESTIMATE):
+        for key in keys(self._curvature.plan.live_schema(block), Place.ESTIMATE):
             if key in state:
                 state[key].zero_()
         state["factor_updates"] = state["refreshes"] = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from secondorder.parallel.roles import RoleWorker
 from secondorder.parameters import Directions
 from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
+from secondorder.preconditioners.layer_capture import LayerCapture
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.window_plan import CATALOG
 from secondorder.preconditioners.windows import WindowPreconditioner
@@ -104,11 +105,11 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
         own: Any = object.__new__(made)
         kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(curvature).items()}
         states: Any = defaultdict(dict)
-        runtime = replace(kept["_runtime"], states=states, clock=None)
-        blocks = [block.with_runtime(runtime) for block in kept["_blocks"]]
-        own.__dict__.update(kept, table=replace(curvature.table, state=states), _runtime=runtime)
-        own.__dict__["refresher"] = kept["refresher"].copy()
-        own.__dict__.update(_blocks=blocks, _block_of={p: block for block in blocks for p in block.params})
+        runtime = replace(curvature.runtime, states=states, clock=None)
+        table = replace(curvature.table, state=states)
+        plan = curvature.plan.imagined_on(table, runtime)
+        own.__dict__.update(kept, table=table, runtime=runtime, plan=plan, refresher=curvature.refresher.copy())
+        own.hooks = LayerCapture(replace(curvature.setting, table=table, runtime=runtime), plan)
         for p, state in curvature.table.state.items():
             states[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
         return own
@@ -119,91 +120,82 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
 
     def notes(self) -> Iterator[str]:
         """What a user should know."""
-        unseen = sum(b.name not in self.exchange.rows_seen for b in self._blocks if self._has_factors(b))
+        unseen = sum(b.name not in self.exchange.rows_seen for b in self.plan.blocks if self._has_factors(b))
         if unseen:
             known = "taken as one" if self._batch_size_supposed else "pass batch_size= too, or FLOPs of statistics lack"
             yield f"how many rows an example has in {unseen} layers is not known before a step: {known}"
 
     def units(self) -> Sequence[Unit]:
         """Blocks."""
-        return [self._unit(block) for block in self._blocks]
+        return self.plan.units()
 
     def begin(self, comm: Rehearsal) -> None:
         """Every block is here, has statistics and was refreshed."""
         super().begin(comm)
         self.exchange = DryExchange(comm, self.exchange)
-        self._known_schemas: dict[int, Schema] = {}
-        for block in self._blocks:
-            state = self.state[block.owner]
-            found = {k: v for k, v in state.items() if k in self.entries} | likes(self.live_schema(block))
+        self.plan.comm, self.plan.imagined = comm, {}  # which are empty until all of them are known
+        schemas = {block.index: self.imagined_schema(block) for block in self.plan.blocks}
+        self.plan.imagined = schemas
+        for block in self.plan.blocks:
+            state = block.state
+            found = {k: v for k, v in state.items() if k in self.table.entries} | likes(schemas[block.index])
             state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
 
-    def schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """As it is; asked for often, so it is kept."""
-        known = self.__dict__.get("_known_schemas")
-        if known is None:
-            return self.imagined_schema(block, group, held)
-        if block.index not in known:
-            known[block.index] = self.imagined_schema(block, group, held)
-        return cast(Schema, known[block.index])
-
-    def imagined_schema(self, block: Block, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def imagined_schema(self, block: Any) -> Schema:
         """Return what the state of a block would hold."""
-        return super().schema(block, group, held)  # type: ignore[safe-super]
+        return self.plan.live_schema(block)
 
     # ------------------------------------------------------------------ steps
     def _go_to(self, t: int) -> None:
         """Come to a step; what overlaps is adopted by the schedule, as nothing was begun."""
-        self._runtime.step, schedule, count = t, self._layer_options.schedule, len(self._blocks)
-        for b in self._blocks:
+        self.runtime.step, schedule, count = t, self.options.schedule, len(self.plan.blocks)
+        for b in self.plan.blocks:
             adopt_at = schedule.adoption(t, b.group[self.refresh_interval], (b.index, count))
-            self.state[b.owner]["adopt_at"] = adopt_at
+            self.table.state[b.owner]["adopt_at"] = adopt_at
 
     def intervals(self) -> list[int]:
         """Of statistics, scales and refreshes."""
-        return [n for found in self._schedule() for n in found if isinstance(n, int) and n > 0]
+        return [n for found in self.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
 
     def key(self, t: int) -> Hashable:
         """What is due."""
         self._go_to(t)
-        due = [(b.index, *self.sums(b)) for b in self._blocks if self._capture_is_due(b)]
-        return self.comm.key(t), tuple(due), tuple(b.index for b in self._blocks if self._refresh_is_due(b))
+        due = [(i, *self.plan.blocks[i].sums(own)) for i, own in self.find_due().items()]
+        return self.comm.key(t), tuple(due), tuple(b.index for b in self.plan.blocks if self.is_due(b))
 
     def rehearse(self, t: int) -> None:
         """The stages of a step, of a batch of which nothing is known."""
         me = cast(Any, self)
         self._go_to(t)
-        self._due = {b.index for b in self._blocks if self._capture_is_due(b)}
+        self.hooks.due = self.find_due()
         self.comm.average_gradients(list(self.table.group_of))
         me.learn(self.reduce(Captured({}, {})), {}, None)
         self.share(me.refresh_due())
         me.propose({}, {}, None)
         self.comm.after(RoleWorker(self), t)
 
-    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
+    def fold(self, captured: Captured, gate: Tensor | None) -> None:
         """There are none."""
 
-    def _warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
-        """Nothing was captured, and nobody is surprised."""
-
-    def _directions_of(self, block: Block, source: Directions) -> list[Tensor]:
+    def directions_of(self, block: Block, source: Directions) -> list[Tensor]:
+        """Room for directions."""
         return [torch.empty(p.shape, dtype=precision_of(p), device="meta") for p in block.params]
 
     # ------------------------------------------------------------------ what ranks keep and compute
     def holdings(self) -> Iterator[Holding]:
         """Estimates and curvature, where the strategy has them."""
-        for p in self._block_of:
-            index, near = self._block_of[p].index, {Place.ESTIMATE: "estimate", Place.CURVATURE: "curvature"}
-            if not self.exchange.sends_measured(self._block_of[p]):
+        for p in self.plan.block_of:
+            index, near = self.plan.block_of[p].index, {Place.ESTIMATE: "estimate", Place.CURVATURE: "curvature"}
+            if not self.exchange.sends_measured(self.plan.block_of[p]):
                 near[Place.MEASURED] = "curvature"
-            for entry in self.schema_of(p, self.table.group_of[p], self.state[p]).values():
+            for entry in self.plan.schema_of(p, self.table.group_of[p], self.table.state[p]).values():
                 if isinstance(entry.like, Tensor):
                     whose = self.comm.holders(index, near[entry.place]) if entry.place in near else None
                     yield Holding(whose, entry.kind, entry.nbytes)
 
     def work(self) -> Iterator[Work]:
         """Of refreshes and of directions."""
-        for block in self._blocks:
+        for block in self.plan.blocks:
             interval = block.group[self.refresh_interval]
             if interval:
                 yield from self._work_of_statistics(block)
@@ -213,7 +205,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
 
     def _has_factors(self, block: Block) -> bool:
         """Whether factors are sums over rows."""
-        schema = self.live_schema(block)
+        schema = self.plan.live_schema(block)
         return "factor_weight" in schema and "rows_instead" not in schema
 
     def _work_of_statistics(self, block: Block) -> Iterator[Work]:
@@ -224,7 +216,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
             return
         per_example = 1.0 if seen is None else float(torch.as_tensor(seen[1]).flatten()[0]) / seen[0]
         sizes, group = (block.adapter.n_a, block.adapter.n_g), block.group
-        schema = self.live_schema(block)
+        schema = self.plan.live_schema(block)
         dense = [f"packed_{s}" in schema or schema[f"factor_{s}"].symmetric for s in "ag"]
         squares = sum(size**2 if full else size for size, full in zip(sizes, dense, strict=True))
         who, lead = self.comm.holders(block.index, "captures"), block.adapter.groups
@@ -235,7 +227,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
 
     def _flops_of(self, block: Block) -> tuple[float, float]:
         """FLOPs of a refresh and of a direction."""
-        found = tensors(self.live_schema(block))
+        found = tensors(self.plan.live_schema(block))
         n_a, n_g, groups = block.adapter.n_a, block.adapter.n_g, block.adapter.groups
         refresh = direction = 0.0
         for side, n in zip("ag", (n_a, n_g), strict=True):
@@ -247,7 +239,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
                         refresh += 2.0 * groups * (n**3 + n * n_a * n_g)
         if "rows_g" in found:
             refresh, direction = _flops_of_rows(found["rows_g"], found["rows_a"], n_a, n_g)
-        return refresh, direction + self.shaping_flops(block)
+        return refresh, direction + block.shaping_flops
 
 
 def _flops_of_squares(rows: float, n_a: int, n_g: int) -> float:

@@ -4,9 +4,6 @@ It plays a refresh of which every rank has captured as much: as many examples as
 refresh has seen on the rank with the most of them.
 """
 
-# bridge: verbs that take blocks with rows
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +15,7 @@ from torch import Tensor
 from secondorder.capture.sites import Captured
 from secondorder.curvature.example_rows import Batch, Kept, Sizes
 from secondorder.curvature.row_block import RowBlock
-from secondorder.curvature.schema import Schema, likes
+from secondorder.curvature.schema import Schema
 from secondorder.parallel.rows import Census
 from secondorder.plan.dry_run import RehearsedLayers
 from secondorder.plan.rehearsal import Rehearsal
@@ -31,14 +28,15 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
     def suppose(self, batch_size: int | None) -> None:
         """Suppose that steps have so many examples per rank."""
         #: Ranks that the rows which are kept now came from.
-        self._ranks_now = {block.index: self.comm.sources(block.index) for block in self._blocks}
-        self._batch_size = self._batch_size if batch_size is None else batch_size
+        self._ranks_now = {block.index: self.comm.sources(block.index) for block in self.plan.blocks}
+        self.plan.batch_size = self.plan.batch_size if batch_size is None else batch_size
 
     def begin(self, comm: Rehearsal) -> None:
         """Every rank captured as much."""
         self._forget_step()
-        self.comm = comm
-        known = {block: self._supposed(block) for block in self._blocks}
+        self.comm = self.plan.comm = comm
+        self.plan.imagined = {}
+        known = {block: self._supposed(block) for block in self.plan.blocks}
         self._census = {block: self._census_of(block, batch) for block, batch in known.items() if batch is not None}
         if not comm.is_real:
             self._decide_forms()
@@ -49,7 +47,7 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
     def notes(self) -> Iterator[str]:
         """Rows that nothing is known of."""
         yield from super().notes()
-        if len(self._every_census) < len(self._blocks):
+        if len(self._every_census) < len(self.plan.blocks):
             yield "how many rows a layer has, a batch tells: pass batch_size=, or take a step before"
 
     # ------------------------------------------------------------------ what is supposed
@@ -58,16 +56,13 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
         for block, census in self._census.items():
             if not block.group["kfac_when_cheaper"]:
                 continue
-            state, adapter = self.state[block.owner], block.adapter
+            state, adapter = block.state, block.adapter
             for key in [k for k in state if k in self.catalog]:
                 del state[key]
             state["refreshes"] = 0
-            rows = self.planned_rows(block, block.group, self._batch_size or max(census.examples))
-            whole = self.choose_form(block, rows, census.positions, not adapter.constant_input)
+            rows = self.plan.planned_rows(block, block.group, self.plan.batch_size or max(census.examples))
+            whole = self.plan.choose_form(block, rows, census.positions, not adapter.constant_input)
             self._census[block] = census._replace(whole=whole)
-
-    def _take_factors(self, block: RowBlock, rows: int, positions: int) -> None:
-        self.state[block.owner].update(likes(block.with_factors.schema(rows, positions)))
 
     def _supposed(self, block: RowBlock) -> Batch | None:
         """What a rank captures of a block; None if nothing is known."""
@@ -76,8 +71,8 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
         if last is None:  # rows that were loaded, or none yet
             whole = not held.d_a and not held.by_index and not block.adapter.constant_input
             last = Batch(0, self._kept_by_rank(block), held.positions, whole)
-        if self._batch_size is not None:
-            last = last._replace(examples=self._batch_size, rows=self._batch_size)
+        if self.plan.batch_size is not None:
+            last = last._replace(examples=self.plan.batch_size, rows=self.plan.batch_size)
         return last if last.rows else None
 
     def _kept_by_rank(self, block: RowBlock) -> int:
@@ -103,29 +98,29 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
     # ------------------------------------------------------------------ sizes
     def _held_sizes(self, block: RowBlock) -> Sizes:
         """Sizes of the rows that are kept now, or are planned."""
-        planned = self.planned_rows(block, block.group, self._batch_size or 0)
+        planned = self.plan.planned_rows(block, block.group, self.plan.batch_size or 0)
         return block.with_rows.sizes_in(block.state, block.group, planned)
 
-    def imagined_schema(self, block: RowBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def imagined_schema(self, block: Any) -> Schema:
         """Return what the state of a block would hold."""
-        planned = self.planned_rows(block, group, self._batch_size or 0)
-        if block not in self._census or block.factor_schema(group, held, planned):
-            return super().imagined_schema(block, group, held)
-        return block.with_rows.schema(
-            self._census[block].sizes(block, self._total_rows(block)), known=self.comm.replicates
-        )
+        own: RowBlock = block
+        planned = self.plan.planned_rows(own, own.group, self.plan.batch_size or 0)
+        if own not in self._census or own.factor_schema(own.group, own.state, planned):
+            return super().imagined_schema(own)
+        sizes = self._census[own].sizes(own, self._total_rows(own))
+        return own.with_rows.schema(sizes, known=self.comm.replicates)
 
     def device_of(self, block: RowBlock) -> torch.device:
         """Nowhere."""
         return torch.device("meta")
 
     # ------------------------------------------------------------------ stages of a step
-    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
+    def fold(self, captured: Captured, gate: Tensor | None) -> None:
         """What is due was captured."""
-        self._seen = {self._blocks[i]: None for i in sorted(self._due)}
+        self._seen = {self.plan.blocks[i]: None for i in sorted(self.hooks.due)}
 
-    def _refresh_is_due(self, block: RowBlock) -> bool:
-        return block in self._every_census and self._capture_is_due(block)
+    def is_due(self, block: RowBlock) -> bool:
+        return block in self._every_census and self.captures(block)
 
     def _take_census(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Census]:
         super()._take_census(blocks)

@@ -16,9 +16,6 @@ union with the least variance. One factor for all ranks would leave rows unsent 
 Layers that take factors instead of rows add up second moments of rows, as K-FAC does.
 """
 
-# bridge: verbs that take blocks with rows
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 import logging
@@ -42,7 +39,7 @@ from secondorder.linalg import kernel
 from secondorder.linalg.dense import full_precision
 from secondorder.linalg.kernel import scaled
 from secondorder.parallel.rows import Census, census_of, count_words, filled_up, put_together, words_of
-from secondorder.preconditioners.blocks import Setting
+from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.row_layers import RowLayers
 
 log: logging.Logger = logging.getLogger("secondorder")
@@ -52,9 +49,7 @@ class GatheringOptimizer(RowLayers):
     """Base of the methods whose rows may come from several ranks."""
 
     def __init__(self, setting: Setting, batch_size: int | None, modes: ModeSwitch) -> None:
-        super().__init__(setting, batch_size)
-        #: What ``mode="auto"`` means.
-        self.modes = modes
+        super().__init__(setting, batch_size, modes)
         #: This rank's examples of the step, by block where it captured some, and of all its forwards.
         self._own_examples: tuple[Mapping[int, int], int] = {}, 0
         self._gate: Tensor | None = None
@@ -82,11 +77,11 @@ class GatheringOptimizer(RowLayers):
     def begin_rows(self, blocks: Sequence[RowBlock]) -> None:
         """Ask the policy for the mode of this refresh if any of the blocks depends on it."""
         if any(block.group["mode"] == "auto" for block in blocks):
-            self.modes.decide(self._t)
+            self.plan.modes.decide(self.runtime.step)
 
     def interpolates(self, block: RowBlock) -> bool:
         """Whether the mode of a block is KID."""
-        return self.modes.mode_in(block.group) == "kid"
+        return self.plan.modes.mode_in(block.group) == "kid"
 
     def device_of(self, block: RowBlock) -> torch.device:
         """Where the rows of a block are."""
@@ -112,7 +107,7 @@ class GatheringOptimizer(RowLayers):
         return words
 
     def _asks_energy(self, block: RowBlock) -> bool:
-        return block.group["rank_energy"] is not None and self.modes.mode_in(block.group) != "sngd"
+        return block.group["rank_energy"] is not None and self.plan.modes.mode_in(block.group) != "sngd"
 
     def _by_energy(self, limits: Mapping[RowBlock, int]) -> dict[RowBlock, int]:
         """R of the blocks for which the energy of their kernels decides."""
@@ -122,23 +117,25 @@ class GatheringOptimizer(RowLayers):
     def _most_rows(self, block: RowBlock) -> int:
         census, ranks = self._census[block], self.comm.sources(block.index)
         wanted = [
-            min(self.rank_of(block.group, self._batch_size or n, ranks), rows)
+            min(self.plan.rank_of(block.group, self.plan.batch_size or n, ranks), rows)
             for n, rows in set(zip(census.examples, census.rows, strict=True))
             if rows
         ]
-        return max([*wanted, self.rank_of(block.group, self._batch_size, ranks) if self._batch_size else 0])
+        return max(
+            [*wanted, self.plan.rank_of(block.group, self.plan.batch_size, ranks) if self.plan.batch_size else 0]
+        )
 
     # ------------------------------------------------------------------ stages 2 and 3: what was captured
     def reduce(self, statistics: Captured) -> Captured:
         self._own_examples = dict(statistics.examples), statistics.total
         return super().reduce(statistics)
 
-    def _update_estimates(self, captured: Captured, gate: Tensor | None) -> None:
+    def fold(self, captured: Captured, gate: Tensor | None) -> None:
         if self.comm.combines:
             found = sorted(captured.statistics.items())
-            self._seen = {self._blocks[i]: measured.rest for i, measured in found}  # type: ignore[attr-defined]
+            self._seen = {self.plan.blocks[i]: measured.rest for i, measured in found}  # type: ignore[attr-defined]
             self._gate = gate
-        super()._update_estimates(captured, gate)
+        super().fold(captured, gate)
 
     def _forget_step(self) -> None:
         super()._forget_step()
@@ -146,13 +143,13 @@ class GatheringOptimizer(RowLayers):
         self._seen, self._census, self._ranks_sent, self._union = {}, {}, {}, {}
 
     # ------------------------------------------------------------------ stage 4: refresh
-    def _refresh_is_due(self, block: RowBlock) -> bool:
-        return block in self._census if self.comm.combines else super()._refresh_is_due(block)
+    def is_due(self, block: RowBlock) -> bool:
+        return block in self._census if self.comm.combines else super().is_due(block)
 
     def refresh_due(self) -> list[int]:
         """As in the base class, after the ranks have agreed on how many rows each of them has."""
         if self.comm.combines and self._seen:
-            with full_precision(next(iter(self._seen)).owner.device), self._stage("select"):
+            with full_precision(next(iter(self._seen)).owner.device), self.runtime.stage("select"):
                 self._census = self._take_census(list(self._seen))
                 self._bring_together(list(self._census))
         return super().refresh_due()
@@ -249,7 +246,7 @@ class GatheringOptimizer(RowLayers):
 
         error, count = self._try_together("choosing rows", [2], attempt)
         if count:
-            self.modes.policy.probe(error / count)
+            self.plan.modes.policy.probe(error / count)
         self._add_moments(moments)
         self._gather({b: kept.get(b) for b in others})
 
@@ -260,9 +257,9 @@ class GatheringOptimizer(RowLayers):
 
     def _settle_form(self, block: RowBlock, census: Census) -> Census:
         """Decide between rows and factors, and between pairs of rows and gradients."""
-        rows = self.planned_rows(block, block.group, self._batch_size or max(census.examples))
+        rows = self.plan.planned_rows(block, block.group, self.plan.batch_size or max(census.examples))
         pairs = not census.whole and not block.adapter.constant_input
-        if self.choose_form(block, rows, census.positions, pairs):
+        if self.plan.choose_form(block, rows, census.positions, pairs):
             self._census[block] = census._replace(whole=True)
         return self._census[block]
 
@@ -281,7 +278,7 @@ class GatheringOptimizer(RowLayers):
     # ------------------------------------------------------------------ factors
     def _own_moments(self, block: RowBlock) -> list[Tensor]:
         """This rank's part of A and G."""
-        fresh, likes = block.fresh, tensors(self.live_schema(block))
+        fresh, likes = block.fresh, tensors(self.plan.live_schema(block))
         if fresh is None:
             return [torch.zeros_like(likes[key], device=self.device_of(block)) for key in ("factor_a", "factor_g")]
         a, g = second_moments(fresh.rows, fresh.real)
@@ -317,7 +314,7 @@ class GatheringOptimizer(RowLayers):
 
     def _total_rows(self, block: RowBlock) -> int:
         """R, of all ranks."""
-        fixed = self.planned_rows(block, block.group, self._batch_size) if self._batch_size else 0
+        fixed = self.plan.planned_rows(block, block.group, self.plan.batch_size) if self.plan.batch_size else 0
         return max(sum(self._counts(block)), fixed)
 
     def _parcel(self, block: RowBlock, kept: Kept | None) -> Parcel:
@@ -339,8 +336,8 @@ class GatheringOptimizer(RowLayers):
     # ------------------------------------------------------------------ stage 4: share
     def share(self, refreshed: list[int]) -> None:
         if self.comm.combines:  # the others keep what they have, of whatever size
-            refreshed = [i for i in refreshed if self._blocks[i].name not in self.refresher.failures]
-            for block in (self._blocks[i] for i in refreshed):
+            refreshed = [i for i in refreshed if self.plan.blocks[i].name not in self.refresher.failures]
+            for block in (self.plan.blocks[i] for i in refreshed):
                 if self.comm.preconditions(block.index) and not self.comm.refreshes(block.index):
                     self._make_room(block)
         super().share(refreshed)
@@ -349,7 +346,7 @@ class GatheringOptimizer(RowLayers):
         """Have tensors of the sizes of what the owner will send, and what is known without it."""
         if block.is_factored:
             return
-        state, kept = self.state[block.owner], self._union.get(block)
+        state, kept = block.state, self._union.get(block)
         schema = block.with_rows.schema(self._census[block].sizes(block, self._total_rows(block)))
         known = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
         known |= {

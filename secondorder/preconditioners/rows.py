@@ -1,19 +1,15 @@
 """Curvature by rows of examples: which rows each layer keeps, in which mode, and what is done with them."""
 
-# bridge: verbs that take blocks with rows
-# mypy: disable-error-code="override"
-
 from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.capture.fisher.heads import Head
 from secondorder.capture.statistics.examples import as_rows_matrix
 from secondorder.curvature import row_choice
 from secondorder.curvature.example_rows import Kept, filled
@@ -40,23 +36,7 @@ class RowPreconditioner(GatheringOptimizer):
     # ------------------------------------------------------------------ which mode
     def is_auto(self) -> bool:
         """Whether a policy chooses the mode of some group."""
-        return any(group["mode"] == "auto" for group in self.param_groups)
-
-    def rank_of(self, group: Mapping[str, Any], examples: int, ranks: int = 1) -> int:
-        """r, the rows to keep of so many examples on each of some ranks (at most, where an energy decides)."""
-        if self.modes.mode_in(group) == "sngd":
-            return examples
-        fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
-        return selection.planned_rank(examples, fraction, max(1, group["max_rank"] // ranks))
-
-    def _exact_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        columns = sum(head.kind.columns(head.outputs) for head in heads)
-        if columns > 1:
-            raise ValueError(
-                f"fisher='exact' would make {columns} rows of each example, of which HyLo keeps one: use fisher='mc' "
-                "or 'curvature_prop'"
-            )
-        return super()._exact_vectors(heads, by_head)
+        return any(group["mode"] == "auto" for group in self.table.groups)
 
     # ------------------------------------------------------------------ weight decay as part of the objective
     def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
@@ -77,7 +57,7 @@ class RowPreconditioner(GatheringOptimizer):
         """The relative errors of KIS on a few layers; both directions are of this rank's examples alone."""
         asking = [b for b in blocks if b.group["mode"] == "auto"]
         usable = [b for b in asking if all(p in self._gradients_now for p in b.params)]
-        count = min(self.modes.policy.probes, len(usable))
+        count = min(self.plan.modes.policy.probes, len(usable))
         chosen = [usable[round(i * (len(usable) - 1) / max(count - 1, 1))] for i in range(count)]
         return [self._probe_error(block, ranks[block]) for block in chosen]
 
@@ -103,17 +83,17 @@ class RowPreconditioner(GatheringOptimizer):
     def refresh_rows(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Tensor]:
         """Choose rows of this step and invert their kernel; returns by block whether that succeeded."""
         self.begin_rows(blocks)
-        with self._stage("select"):
+        with self.runtime.stage("select"):
             # Not every example need pass a layer.
-            limits = {b: min(self._limit(b), b.captured.rows.n) for b in blocks}
+            limits = {b: min(self.plan.limit(b), b.captured.rows.n) for b in blocks}
             ranks = limits | self._by_energy(limits)
             kept = self.choose_rows(blocks, ranks)
-            if self._batch_size is not None:
-                kept = {b: filled(k, self.rank_of(b.group, self._batch_size)) for b, k in kept.items()}
+            if self.plan.batch_size is not None:
+                kept = {b: filled(k, self.plan.rank_of(b.group, self.plan.batch_size)) for b, k in kept.items()}
         ok = self.invert_rows(kept, {b: b.captured.ok for b in kept})
         errors = self.probe_errors(blocks, ranks)
         if errors:
-            self.modes.policy.probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
+            self.plan.modes.policy.probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
         return ok
 
     def invert_rows(self, kept: Mapping[RowBlock, Kept], good: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Tensor]:
@@ -137,11 +117,11 @@ class RowPreconditioner(GatheringOptimizer):
 
     def _invert(self, kept: Mapping[RowBlock, Kept], usable: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Tensor]:
         """Invert the kernels of equally many rows together, and adopt them."""
-        with self._stage("kernel"):
+        with self.runtime.stage("kernel"):
             kernels = [row_choice.widened(kernel.gram(k.rows)) for k in kept.values()]
             stack, leads = stacks.joined(kernels, 2), [x.shape[:-2] for x in kernels]
             del kernels
-        with self._stage("invert"):
+        with self.runtime.stage("invert"):
             cores = [k.core.to(stack.dtype) for k in kept.values() if k.core is not None]
             if cores:
                 found = woodbury.interpolated_inverse(stacks.joined(cores, 2), stack)
@@ -159,7 +139,7 @@ class RowPreconditioner(GatheringOptimizer):
         kept: dict[RowBlock, Kept] = {}
         pivots: dict[RowBlock, Pivots] = {}
         for block in blocks:
-            mode, rows, group = self.modes.mode_in(block.group), block.captured.rows, block.group
+            mode, rows, group = self.plan.modes.mode_in(block.group), block.captured.rows, block.group
             if mode == "kid":
                 pivots[block] = Pivots(rows, ranks[block], group["kid_pivoting"], group["kid_residual"], block.damping)
                 continue
@@ -172,7 +152,7 @@ class RowPreconditioner(GatheringOptimizer):
         """Rows drawn by their scores ``[(Γ,) n]``; a draw depends on layer, refresh and rank alone."""
         place = f" on rank {self.comm.rank}" if self.comm.combines else ""
         refresh: int = block.state["refreshes"]
-        seed = self._runtime.seed(zlib.crc32(f"{purpose}{block.name}{place}".encode()), refresh)
+        seed = self.runtime.seed(zlib.crc32(f"{purpose}{block.name}{place}".encode()), refresh)
         return row_choice.sampled(rows, scores, rank, block.group["kis_sampling"], seed)
 
     # ------------------------------------------------------------------ state of the policy
@@ -183,15 +163,16 @@ class RowPreconditioner(GatheringOptimizer):
 
     def rebuilt(self) -> None:
         """Act on a new plan, whose state has been allocated."""
+        super().rebuilt()
         if (first := self._switch_holder) is not None:
-            self.state[first].pop("switch_state", None)
-            if self.is_auto() or self.modes.mode is not None:
-                self.state[first]["switch_state"] = self.modes.vector()
+            self.table.state[first].pop("switch_state", None)
+            if self.is_auto() or self.plan.modes.mode is not None:
+                self.table.state[first]["switch_state"] = self.plan.modes.vector()
 
     def settle(self, follow: Callable[[], None]) -> None:
         """Bring the state of the policy up to date if the state of the first parameter contains it."""
-        if (first := self._switch_holder) is not None and "switch_state" in self.state[first]:
-            self.state[first]["switch_state"] = self.modes.vector()
+        if (first := self._switch_holder) is not None and "switch_state" in self.table.state[first]:
+            self.table.state[first]["switch_state"] = self.plan.modes.vector()
 
     def expected(self, p: nn.Parameter, schema: Schema, theirs: Mapping[str, Any]) -> Schema:
         """Return the schema with the state of the policy if the saved state of the first parameter contains it."""
@@ -202,50 +183,50 @@ class RowPreconditioner(GatheringOptimizer):
     def misfits(self, states: SavedStates) -> list[str]:
         """Return an error if the saved state of the policy is that of another policy."""
         first = self._switch_holder
-        if first is None or self.modes.accepts(states.get(first, {}).get("switch_state")):
+        if first is None or self.plan.modes.accepts(states.get(first, {}).get("switch_state")):
             return []
         todo = "build the optimizer with the same switch=, or delete that key, and the policy starts anew"
-        policy = self.modes.policy
+        policy = self.plan.modes.policy
         return [f"parameter '{self.table.names[first]}': switch_state is of another policy than {policy!r}: {todo}"]
 
     def loaded(self, rebuild: Callable[[], bool]) -> None:
         """Complete what a checkpoint may leave out; see the base class."""
         first = self._switch_holder
-        self.modes.load(None if first is None else self.state[first].get("switch_state"), self._t)
-        for block in self._blocks:  # whether a block has rows or factors depends only on what was loaded
-            self._shapes.pop(block.owner, None)
+        self.plan.modes.load(None if first is None else self.table.state[first].get("switch_state"), self.runtime.step)
+        for block in self.plan.blocks:  # whether a block has rows or factors depends only on what was loaded
+            self.plan.shapes.pop(block.owner, None)
         self._forget_step()
         super().loaded(rebuild)
 
     # ------------------------------------------------------------------ copies and facts
     def facts(self) -> dict[str, list[str]]:
-        own = {"batch size and switch": [str(self._batch_size), type(self.modes.policy).__name__]}
-        if self._fisher.is_observed:
-            own["Fisher"] = [f"fisher={self._fisher.fisher!r}"]
+        own = {"batch size and switch": [str(self.plan.batch_size), type(self.plan.modes.policy).__name__]}
+        if self.setting.fisher.is_observed:
+            own["Fisher"] = [f"fisher={self.setting.fisher.fisher!r}"]
         return {**super().facts(), **own}
 
     def kept(self) -> dict[str, Any]:
         """Return what copies and pickles keep, apart from the state."""
-        return {**super().kept(), "own": {"batch_size": self._batch_size, "modes": copy.copy(self.modes)}}
+        return {**super().kept(), "own": {"batch_size": self.plan.batch_size, "modes": copy.copy(self.plan.modes)}}
 
     @property
     def nbytes(self) -> int:
         """Bytes of the switching policy."""
-        return self.modes.policy.nbytes
+        return self.plan.modes.policy.nbytes
 
     def diagnostics(self) -> dict[str, Any]:
         """Return counters, modes and ranks as plain numbers; reading them may wait for the device."""
-        groups = self.param_groups
-        factored = bool(self._blocks) and all(b.is_factored for b in self._blocks)
-        mode_in = self.modes.mode_in
-        modes = ["kfac" if factored else self.modes.mode] * len(groups)
+        groups = self.table.groups
+        factored = bool(self.plan.blocks) and all(b.is_factored for b in self.plan.blocks)
+        mode_in = self.plan.modes.mode_in
+        modes = ["kfac" if factored else self.plan.modes.mode] * len(groups)
         modes = [g["mode"] if g["mode"] != "auto" else mode for g, mode in zip(groups, modes, strict=True)]
-        ranks = {b.name: b.with_rows.rows_in(b.state).n for b in self._blocks if "rows_g" in b.state}
+        ranks = {b.name: b.with_rows.rows_in(b.state).n for b in self.plan.blocks if "rows_g" in b.state}
         return super().diagnostics() | {
             "damping": [group["damping"] for group in groups],
             "mode": modes[0],
             "modes": modes,
-            "mode_by_layer": {b.name: "kfac" if b.is_factored else mode_in(b.group) for b in self._blocks},
-            "switches": [list(switch) for switch in self.modes.history],
+            "mode_by_layer": {b.name: "kfac" if b.is_factored else mode_in(b.group) for b in self.plan.blocks},
+            "switches": [list(switch) for switch in self.plan.modes.history],
             "rank": ranks,
         }

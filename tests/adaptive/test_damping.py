@@ -75,7 +75,8 @@ def test_damping_over_steps_is_that_of_a_restatement(name: str, include: bool) -
 def test_a_model_of_the_wrong_sign_raises_damping(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, y = regression()
     optimizer = kfac(model, lr=0.1, adaptive_damping=True, damping_interval=1)
-    monkeypatch.setattr(optimizer.preconditioner, "curvature_product", lambda block, matrix: -1e3 * matrix)
+    for block in optimizer.blocks.values():
+        monkeypatch.setattr(block, "product", lambda matrix: -1e3 * matrix)
     optimizer.step(Loop(model, optimizer, x, y, F.mse_loss))
     assert 0 < ratio(optimizer) < 0.25
     assert damping(optimizer) == pytest.approx(0.1 / 0.95)

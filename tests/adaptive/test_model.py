@@ -31,9 +31,8 @@ def test_on_a_quadratic_with_its_own_curvature_the_step_is_newtons(monkeypatch: 
     optimizer = kfac(model, quadratic_model=True, momentum=0.9, likelihood=Gaussian(variance=1.0), damping=1e-30)
     a = torch.cat([x, torch.ones(9, 1).double()], 1)
     A = a.mT @ a / 9  # C = I ⊗ A
-    monkeypatch.setattr(
-        optimizer.preconditioner, "precondition", lambda block, gradient: gradient @ torch.linalg.inv(A)
-    )
+    (block,) = optimizer.blocks.values()
+    monkeypatch.setattr(block, "precondition", lambda gradient: gradient @ torch.linalg.inv(A))
     loop = Loop(model, optimizer, x, y, squares, outputs=True)
     optimizer.step(loop)
     assert modelled(optimizer) == (pytest.approx(-1), 0.0)

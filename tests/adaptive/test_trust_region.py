@@ -31,12 +31,13 @@ class Problem:
         self.renewed: list[Any] = []
         self.quiet: list[bool] = []
         curvature = SimpleNamespace(
-            table=table, comm=SimpleNamespace(combines=False), capture=SimpleNamespace(was_paused=False),
+            table=table, comm=SimpleNamespace(combines=False),
+            hooks=SimpleNamespace(capture=SimpleNamespace(was_paused=False), pause=nullcontext),
             setting=SimpleNamespace(
                 runtime=SimpleNamespace(step=0), layers=SimpleNamespace(batch_dim=0, batch_input=None),
                 loss_scale=SimpleNamespace(multiplies=False),
             ),
-            active=lambda gradients: [self.block], all_blocks=[self.block], pause_capture=nullcontext,
+            active=lambda gradients: [self.block], all_blocks=[self.block],
             renew=self.renewed.extend,
         )  # fmt: skip
         self.trust = TrustRegion(Adaptation(**options), curvature, SimpleNamespace())  # type: ignore[arg-type]

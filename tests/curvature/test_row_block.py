@@ -34,7 +34,7 @@ def block_of(group: dict[str, Any] = GROUP) -> RowBlock:
     """The block of a linear layer, whose state is a plain dict."""
     model = nn.Linear(D_IN, D_OUT).double()
     (layer,) = plan_layers(model, model.parameters(), Choices([], "head", "unit")).layers
-    return RowBlock(layer, 0, group, Runtime(states={layer.owner: {}}), FisherOptions())
+    return RowBlock(layer, 0, group, Runtime(states={layer.owner: {}}), fisher=FisherOptions())
 
 
 def allocate(block: RowBlock, schema: dict[str, Any]) -> None:

@@ -9,103 +9,103 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.heads import Head
 from secondorder.capture.fisher.likelihood import Likelihood, resolve
-from secondorder.capture.sites import Captured
-from secondorder.curvature.layer import forwarded
-from secondorder.preconditioners.layers import LayerPreconditioner
+from secondorder.options import FisherOptions
+from secondorder.runtime import Runtime
 
 #: Backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000
 
 
-class Observing(LayerPreconditioner):
-    """A layer method with a choice of Fishers."""
+class ModelFisher:
+    """Pulls vectors of the loss curvature back to the layers.
 
-    #: Calls of `observe` since the last step.
-    _observations = 0
+    Args:
+        options: Which Fisher is estimated.
+        runtime: The values that all parts of the optimizer share.
+        batch_dim: Dimension of the model's input that counts examples.
+        most_rows: The largest number of rows of each example that the method can use, or None for no limit.
+    """
 
-    def hook(self) -> None:
-        """Hook the layers of the blocks."""
-        super().hook()
-        assert self._capture is not None
-        self._capture.observes = self._fisher.is_observed
+    def __init__(self, options: FisherOptions, runtime: Runtime, batch_dim: int, most_rows: int | None = None) -> None:
+        self.options, self._runtime, self._batch_dim, self._most_rows = options, runtime, batch_dim, most_rows
+        #: Calls of :meth:`observe` since the last step.
+        self._observations = 0
 
     def observe(
         self,
-        outputs: Tensor | Sequence[Tensor],
-        likelihood: str | Likelihood | Sequence[str | Likelihood],
-        targets: Tensor | None | Sequence[Tensor | None] = None,
+        capture: Capture,
+        heads: Sequence[Tensor],
+        kinds: Sequence[Likelihood],
+        targets: Sequence[Tensor | None],
+        *,
+        is_sum: bool,
+        rank: int | None,
     ) -> None:
-        """Estimate the Fisher of the model's own predictions, for ``fisher`` other than ``"empirical"``.
-
-        To be called between the forward and ``loss.backward()``, for every micro-batch. It pulls vectors of the loss
-        curvature back to the layers in passes of its own, which leave ``.grad``, the graph and the random state of
-        the program as they were. Where the Fisher needs no such pass, or nothing is due, it does nothing.
+        """Estimate the Fisher of the model's own predictions from the outputs of a forward pass.
 
         Args:
-            outputs: What the model returned, logits ``[N, …]``; a sequence for a model with several heads.
-            likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (a summed squared error) or an object, such
-                as ``Categorical(class_dim=1)``; one per head.
-            targets: Only to find entries that the loss ignores; one per head.
+            capture: What has seen the forward pass.
+            heads: What the model returned, logits ``[N, …]`` of each head.
+            kinds: Their likelihoods.
+            targets: Only to find entries that the loss ignores.
+            is_sum: Whether the loss is a sum over examples.
+            rank: This rank among those that read data, if there are several.
 
         Raises:
-            ValueError: If a likelihood is unknown, or the exact Fisher needs too many passes.
-            TypeError: If an argument is of a wrong kind.
+            ValueError: If the exact Fisher needs too many passes.
             RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
         """
-        if not isinstance(outputs, (Tensor, list, tuple)):
-            raise TypeError(f"observe takes outputs of the model, a tensor or a sequence of them, got {outputs!r}")
-        heads: list[Tensor] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        kinds, given = _one_each(likelihood, len(heads)), _one_each(targets, len(heads))
-        if not heads or not all(isinstance(head, Tensor) for head in heads):
-            raise TypeError("observe takes the output of the model, a tensor or a sequence of tensors")
-        if not len(heads) == len(kinds) == len(given):
-            raise ValueError(f"observe: {len(heads)} outputs, {len(kinds)} likelihoods and {len(given)} targets")
-        resolved = [resolve(kind) for kind in kinds]
-        if not self._fisher.is_observed:
-            return
-        capture = self.capture
-        if capture.is_paused or not capture.due or not self._trains():
-            return
         waiting = capture.observable()  # of a model in parts, the last one returned the outputs
         batches = [current.examples or 0 for current in waiting if current.root == waiting[-1].root]
-        batch_dim = self._layer_options.batch_dim
-        laid = [Head.of(*head, batches, batch_dim) for head in zip(heads, resolved, given, strict=True)]
+        laid = [Head.of(*head, batches, self._batch_dim) for head in zip(heads, kinds, targets, strict=True)]
         # The mean over loss terms is taken when all micro-batches are there; heads weigh by their own numbers of terms.
         terms = [head.terms for head in laid]
         most = torch.stack([t.to(terms[0].device) for t in terms]).max()  # not 0 where any head has terms
         by_head = [
-            torch.ones_like(t) if self._is_sum() else torch.where(t > 0, (most.to(t.device) / t.clamp(min=1)).sqrt(), 0)
+            torch.ones_like(t) if is_sum else torch.where(t > 0, (most.to(t.device) / t.clamp(min=1)).sqrt(), 0)
             for t in terms
         ]
-        draw = self._exact_vectors if self._fisher.fisher == "exact" else self._drawn_vectors
-        capture.observe(heads, draw(laid, by_head), most)
+        if self.options.fisher == "exact":
+            vectors = self._exact_vectors(laid, by_head, self._columns(laid))
+        else:
+            vectors = self._drawn_vectors(laid, by_head, rank)
+        capture.observe(list(heads), vectors, most)
         self._observations += 1
 
-    def _trains(self) -> bool:
-        root = self.table.root
-        return root is None or any(part.training for part in forwarded(root))
+    def end_step(self) -> None:
+        """Count calls anew."""
+        self._observations = 0
 
-    def _is_sum(self) -> bool:
-        return bool(self.param_groups[0]["loss_reduction"] == "sum")
-
-    def _drawn_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    def _drawn_vectors(
+        self, heads: Sequence[Head], by_head: Sequence[Tensor], rank: int | None
+    ) -> Iterator[list[Tensor]]:
         """Random vectors whose second moment is the loss curvature of one example."""
         # Each rank has other examples, whose vectors must not be those of the examples of another.
         stream = -1 - self._observations
-        if self.comm.combines:
-            stream = zlib.crc32(f"observation {self._observations} on rank {self.comm.data_rank}".encode())
+        if rank is not None:
+            stream = zlib.crc32(f"observation {self._observations} on rank {rank}".encode())
         generator = torch.Generator(heads[0].outputs.device).manual_seed(self._runtime.seed(stream))
-        samples = self._fisher.fisher_samples
+        fisher, samples = self.options.fisher, self.options.fisher_samples
         for _ in range(samples):
-            yield [
-                h.draw(self._fisher.fisher, generator, f / samples**0.5) for h, f in zip(heads, by_head, strict=True)
-            ]
+            yield [h.draw(fisher, generator, f / samples**0.5) for h, f in zip(heads, by_head, strict=True)]
 
-    def _exact_vectors(self, heads: Sequence[Head], by_head: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Columns of a square root of the loss curvature, those of one head after those of another."""
+    def _columns(self, heads: Sequence[Head]) -> list[int]:
+        """Columns of a square root of the loss curvature by head."""
         counts = [head.kind.columns(head.outputs) for head in heads]
+        if self._most_rows is not None and sum(counts) > self._most_rows:
+            raise ValueError(
+                f"fisher='exact' would make {sum(counts)} rows of each example, of which HyLo keeps one: use "
+                "fisher='mc' or 'curvature_prop'"
+            )
+        return counts
+
+    def _exact_vectors(
+        self, heads: Sequence[Head], by_head: Sequence[Tensor], counts: Sequence[int]
+    ) -> Iterator[list[Tensor]]:
+        """Columns of a square root of the loss curvature, those of one head after those of another."""
         if sum(counts) > _MAX_COLUMNS:
             raise ValueError(
                 f"fisher='exact' would take {sum(counts)} backward passes, more than {_MAX_COLUMNS}: use fisher='mc' "
@@ -115,15 +115,28 @@ class Observing(LayerPreconditioner):
             for column in range(count):
                 yield [head.column(column, factor) if other is head else other.nothing() for other in heads]
 
-    def reduce(self, statistics: Captured) -> Captured:
-        if statistics.terms is not None:
-            self._runtime.observed_terms = statistics.terms
-        return super().reduce(statistics)
 
-    def end_step(self) -> None:
-        """Prepare for the coming step."""
-        self._observations = 0
-        super().end_step()
+def resolved(
+    outputs: Any, likelihood: Any, targets: Any = None
+) -> tuple[list[Tensor], list[Likelihood], list[Tensor | None]]:
+    """Check the arguments of ``observe``.
+
+    Returns:
+        Outputs, likelihoods and targets by head.
+
+    Raises:
+        ValueError: If a likelihood is unknown, or there are other numbers of them than of outputs.
+        TypeError: If an argument is of a wrong kind.
+    """
+    if not isinstance(outputs, (Tensor, list, tuple)):
+        raise TypeError(f"observe takes outputs of the model, a tensor or a sequence of them, got {outputs!r}")
+    heads: list[Tensor] = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    kinds, given = _one_each(likelihood, len(heads)), _one_each(targets, len(heads))
+    if not heads or not all(isinstance(head, Tensor) for head in heads):
+        raise TypeError("observe takes the output of the model, a tensor or a sequence of tensors")
+    if not len(heads) == len(kinds) == len(given):
+        raise ValueError(f"observe: {len(heads)} outputs, {len(kinds)} likelihoods and {len(given)} targets")
+    return heads, [resolve(kind) for kind in kinds], given
 
 
 def _one_each(given: Any, heads: int) -> list[Any]:

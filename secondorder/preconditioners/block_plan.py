@@ -1,0 +1,222 @@
+"""The plan of the blocks: the layers that they cover, their ranks, and what the states hold of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.comm import CommStrategy, Unit
+from secondorder.comm.layout import is_cut
+from secondorder.curvature.block import Block
+from secondorder.curvature.layer import Layer, LayerOptions, clean_name, plan_layers, unwrap
+from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
+from secondorder.parameters import Group, ParameterTable
+from secondorder.runtime import Runtime
+
+#: Makes the block of a layer with an index and a group.
+NewBlock = Callable[[Layer, int, Group], Block]
+PlanT = TypeVar("PlanT", bound="BlockPlan")
+
+
+class BlockPlan:
+    """Plans blocks over the layers of a module, and allocates their state.
+
+    Args:
+        new_block: Makes a block.
+        options: The options that are the same for all layers.
+        comm: Communication strategy.
+        table: The parameters.
+        runtime: The values that all parts of the optimizer share.
+        interval: Name of the option that says how many steps lie between two refreshes.
+        places_here: Where this rank is, of the places at which tensors of a block are.
+
+    Attributes:
+        blocks: The blocks, in the order of their indices.
+        block_of: The block of each covered parameter.
+        shapes: Shapes of the whole curvature of each parameter, wherever it is.
+        is_dry: Whether states are those of a dry run.
+        imagined: Schemas that a dry run supposes, by index of the block.
+    """
+
+    def __init__(
+        self,
+        new_block: NewBlock,
+        options: LayerOptions,
+        comm: CommStrategy,
+        table: ParameterTable,
+        runtime: Runtime,
+        interval: str,
+        places_here: Callable[[Block | None], frozenset[Place]],
+    ) -> None:
+        self.new_block, self.options, self.interval = new_block, options, interval
+        self.comm, self.table, self.runtime, self._places_here = comm, table, runtime, places_here
+        self.blocks: list[Any] = []
+        self.block_of: dict[nn.Parameter, Any] = {}
+        self.shapes: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
+        self.is_dry = False
+        self.imagined: dict[int, Schema] = {}
+
+    # ------------------------------------------------------------------ blocks
+    def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
+        """Find the blocks for the current parameters.
+
+        Hooks of equal blocks stay, because a compiled model would not see new ones.
+
+        Args:
+            place: Called with what the strategy has to place, if the blocks have changed.
+
+        Returns:
+            Whether the blocks changed.
+        """
+        root, group_of = self.table.root, self.table.group_of
+        assert root is not None
+        plan = plan_layers(root, [p for p in group_of if p.requires_grad], self.options.choices)
+        _refuse_tensor_parallel(root, plan.layers)
+        changed = [layer.signature for layer in plan.layers] != [b.layer.signature for b in self.blocks]
+        if changed:
+            self.blocks = [self.new_block(layer, i, group_of[layer.owner]) for i, layer in enumerate(plan.layers)]
+            self.block_of = {p: b for b in self.blocks for p in b.params}
+        for block in self.blocks:
+            block.group = group_of[block.owner]
+        if changed:
+            place(self.units())
+        self.runtime.blocks = len(self.blocks)
+        inside = set(root.parameters())
+        reasons = plan.reasons | {p: "frozen" for p in group_of if not p.requires_grad}
+        reasons |= {p: "not a parameter of the hooked module" for p in group_of if p not in inside}
+        self.table.reasons, self.table.skipped_by_user = reasons, plan.skipped_by_user
+        return changed
+
+    def units(self) -> list[Unit]:
+        """What a strategy needs to know of the blocks."""
+        return [self.unit(block) for block in self.blocks]
+
+    def unit(self, block: Any) -> Unit:
+        """What a strategy needs to know of a block."""
+        adapter, schema = block.adapter, self.live_schema(block)
+        a, g, blocks = adapter.n_a, adapter.n_g, adapter.groups
+        flat = [a if adapter.one_hot else a**3, g**3]
+        return Unit(
+            block.name,
+            f"{blocks}×{g}×{a} {block.layer.kind} " + ", ".join(f"{k} {entry.shape}" for k, entry in schema.items()),
+            refresh_flops=float(blocks * sum(flat)),
+            step_flops=2.0 * blocks * (a * a * g * (not adapter.one_hot) + a * g * g) + block.shaping_flops,
+            nbytes=sum(nbytes(schema).values()),
+            interval=max(1, int(block.group[self.interval])),
+            everywhere=block.uses_estimate,
+        )
+
+    def placed(self) -> list[tuple[int, nn.Parameter]]:
+        """Return the blocks, and the parameter whose state theirs is."""
+        return [(b.index, b.owner) for b in self.blocks]
+
+    # ------------------------------------------------------------------ what the states hold
+    def schema(self, block: Any, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return what the state of a block holds; ``held`` is that state, or a loaded one."""
+        found: Schema = block.schema(group, held)
+        return found
+
+    def live_schema(self, block: Any) -> Schema:
+        """Return what the state of a block holds now."""
+        known = self.imagined.get(block.index) if self.imagined else None
+        return self.schema(block, block.group, self.table.state.get(block.owner, {})) if known is None else known
+
+    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return what the state of a parameter holds of curvature if it has a group and a state."""
+        block = self.block_of.get(p)
+        if block is None:
+            return {}
+        imagined = self.imagined.get(block.index)
+        found = {} if block.owner is not p else self.schema(block, group, held) if imagined is None else imagined
+        return {**found, **block.momentum_schema(p, group)}
+
+    def places_here(self, p: nn.Parameter) -> frozenset[Place]:
+        """Return where this rank is, of the places at which tensors of a parameter's state are."""
+        return self._places_here(self.block_of.get(p))
+
+    def allocate(self, p: nn.Parameter) -> None:
+        """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""
+        state, before, entries = self.table.state[p], self.shapes.get(p, {}), self.table.entries
+        schema = self.schema_of(p, self.table.group_of[p], state)
+        wanted = held(schema, self.places_here(p))
+        self.shapes[p] = {k: entry.shape for k, entry in schema.items()}
+        entries.update({k: entry._replace(like=0) for k, entry in schema.items() if k not in entries})
+        stale = any(k in state and shape_of(state[k]) != entry.shape for k, entry in wanted.items())
+        # What another rank holds may have changed too: what is counted of it must not differ from rank to rank.
+        stale |= any(k in before and k not in wanted and before[k] != shape for k, shape in self.shapes[p].items())
+        for key in [k for k in state if k in entries and (k not in wanted or stale)]:
+            del state[key]
+        for key, entry in schema.items():
+            value = entry.like
+            if key not in wanted:
+                if before and key not in before and entry.derived:
+                    state["refreshes"] = 0
+            elif not isinstance(value, Tensor):
+                state.setdefault(key, value)
+            elif key not in state:
+                like = p if is_cut(p) and entry.kind == "momentum" else value
+                state[key] = torch.zeros_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
+                if entry.derived:
+                    state["refreshes"] = 0  # nothing to precondition with until the next refresh, which is due
+            else:  # the model was moved or cast
+                state[key] = state[key].to(p.device, value.dtype)
+
+    # ------------------------------------------------------------------ facts and copies
+    def imagined_on(self: PlanT, table: ParameterTable, runtime: Runtime) -> PlanT:
+        """Return the same blocks with states of a dry run."""
+        found = copy(self)
+        found.table, found.runtime, found.is_dry, found.shapes = table, runtime, True, dict(self.shapes)
+        found.blocks = [block.with_runtime(runtime) for block in self.blocks]
+        found.block_of = {p: block for block in found.blocks for p in block.params}
+        return found
+
+    def facts(self) -> dict[str, list[str]]:
+        """Return what must be equal on all ranks, in words."""
+        chosen = {f.name: getattr(self.options, f.name) for f in fields(LayerOptions) if f.name != "skip_layers"}
+        if callable(chosen["batch_input"]):
+            chosen["batch_input"] = "a function"  # its representation has an address
+        return {"options of all layers": [f"{k}={v!r}" for k, v in chosen.items()]}
+
+    def portable_rules(self) -> list[Any]:
+        """Return the rules for layers to skip, with names in the place of modules."""
+        found: list[Any] = list(self.options.choices.skip)
+        for i, rule in enumerate(found):
+            if isinstance(rule, nn.Module):
+                assert self.table.root is not None
+                named = self.table.root.named_modules()
+                found[i] = next(clean_name(name) for name, m in named if m is unwrap(rule))
+        return found
+
+
+def _refuse_tensor_parallel(root: nn.Module, layers: Sequence[Layer]) -> None:
+    """Refuse layers of which every rank applies a part: what their hooks see is no row of the layer.
+
+    Raises:
+        NotImplementedError: Naming them.
+    """
+    cut = {p for layer in layers for p in layer.params if is_cut(p)}
+    if not cut:
+        return
+    sharded = {p for m in root.modules() if _is_fully_sharded(m) for p in m.parameters()}
+    found = [
+        layer.label
+        for layer in layers
+        if any(getattr(tap.module, "_distribute_module_applied", False) for tap in layer.taps)
+        or any(p in cut and p not in sharded for p in layer.params)
+    ]
+    if found:
+        raise NotImplementedError(
+            f"layers {', '.join(found)} are tensor-parallel: each rank sees a part of their rows, from which the "
+            "curvature of the layer cannot be had. Leave them out with skip_layers=[...], or use a window method, "
+            "such as MFAC"
+        )
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to a module; by name, since not every build of torch has it."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

@@ -1,0 +1,281 @@
+"""The capture of the statistics of blocks: hooks, what the coming step uses, and warnings about what is missing."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from secondorder.capture.backwards import REPLACED
+from secondorder.capture.capture import Capture
+from secondorder.capture.coverage import NO_HOOKS, REPEATED, advice, kind_of, verdict
+from secondorder.capture.layers.parts import watched_attention
+from secondorder.capture.layers.projections import Projection
+from secondorder.capture.loss_scale import UNKNOWN, LossScale
+from secondorder.capture.sites import Captured, Site, Statistic
+from secondorder.comm import CommStrategy
+from secondorder.curvature.block import Block, Due
+from secondorder.curvature.layer import LayerOptions, forwarded
+from secondorder.frames import depth_of_caller
+from secondorder.options import FisherOptions
+from secondorder.parameters import Directions, ParameterTable
+from secondorder.preconditioners.block_plan import BlockPlan
+from secondorder.runtime import Clock, Runtime
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the preconditioner of a layer method shares with the optimizer that owns it.
+
+    Attributes:
+        method: Name of the optimizer's class, for messages.
+        comm: Communication strategy.
+        table: The parameters.
+        runtime: Step counter, seeds and temporary memory.
+        loss_scale: The loss scale of float16 training.
+        layers: What is chosen for all layers.
+        fisher: Which Fisher is estimated.
+        before_forward: Called before each forward pass of the module, if the optimizer still exists.
+    """
+
+    method: str
+    comm: CommStrategy
+    table: ParameterTable
+    runtime: Runtime
+    loss_scale: LossScale
+    layers: LayerOptions
+    fisher: FisherOptions
+    before_forward: weakref.WeakMethod[Callable[[], None]]
+
+
+class LayerCapture:
+    """Hooks the layers of blocks, and has captured what the coming step uses.
+
+    Args:
+        setting: What it shares with the optimizer.
+        plan: The blocks.
+
+    Attributes:
+        is_closed: Whether hooks were removed.
+        due: What the coming step measures of the blocks whose statistics it uses, on any rank, by index of the block.
+    """
+
+    def __init__(self, setting: Setting, plan: BlockPlan) -> None:
+        self._setting, self._plan = setting, plan
+        self.is_closed = False
+        self.due: dict[int, Due] = {}
+        self._capture: Capture | None = None
+        self._warned: set[str] = set()
+        #: The gradient of the first layer in the last step, and its version: the same again means no backward pass.
+        self._last_gradient: tuple[weakref.ref[Tensor] | None, int] = (None, 0)
+
+    # ------------------------------------------------------------------ hooks
+    def is_a_copy(self) -> str:
+        """Return what to do where a copy has no module."""
+        return f"this {self._setting.method} is a copy and has no module to capture from: call attach(module) first"
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether the layers of the module are hooked."""
+        return self._capture is not None
+
+    @property
+    def capture(self) -> Capture:
+        """What captures the statistics of the blocks.
+
+        Raises:
+            RuntimeError: If the optimizer was closed, or is a copy without a module.
+        """
+        if self._capture is None:
+            if self.is_closed:
+                raise RuntimeError(f"this {self._setting.method} was closed; call attach(module) to train on")
+            raise RuntimeError(self.is_a_copy())
+        return self._capture
+
+    def hook(self) -> None:
+        """Hook the layers of the blocks."""
+        root, blocks = self._setting.table.root, self._plan.blocks
+        assert root is not None
+        if self._capture is None:
+            chosen = self._setting.layers
+            self._capture = Capture(forwarded(root), chosen.batch_dim, chosen.batch_input, self._setting.loss_scale)
+            self._capture.before_forward = self._setting.before_forward
+            self._capture.owner = weakref.ref(self)
+            self._capture.clock = self._setting.runtime.clock
+            self._capture.observes = self._setting.fisher.is_observed
+        sites = [self._site(b) for b in blocks]
+        self._capture.set_sites(sites, watched_attention(root, {tap.module for b in blocks for tap in b.layer.taps}))
+        self.is_closed = False
+
+    def _site(self, block: Block) -> Site:
+        reference = weakref.ref(self)  # the hooks must not keep blocks and their state alive
+
+        def new_statistic() -> Statistic:
+            own = reference()
+            assert own is not None
+            return block.statistic(own.due[block.index])
+
+        return Site(block.label, block.layer.taps, block.owner, new_statistic)
+
+    def arm(self, due: Mapping[int, Due]) -> None:
+        """Have captured what the coming step uses."""
+        self.due = dict(due)
+        if self._capture is not None:
+            captures = self._setting.comm.captures
+            self._capture.arm(i for i in due if captures(i))
+
+    def time_stages(self, clock: Clock | None) -> None:
+        """Have a clock time what is captured, or none."""
+        if self._capture is not None:
+            self._capture.clock = clock
+
+    def detach(self) -> None:
+        """Remove all hooks. Idempotent."""
+        if self._capture is not None:
+            self._capture.close()
+            self._capture = None
+            self.is_closed = True
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Capture nothing of the forwards that run inside the ``with`` block."""
+        if self._capture is None:
+            yield
+            return
+        with self._capture.paused():
+            yield
+
+    @contextmanager
+    def mask(self, keep: Tensor | None) -> Iterator[None]:
+        """Keep padding out of the statistics of the forwards that run inside the ``with`` block.
+
+        Args:
+            keep: ``[N, S]``, True (or 1, as attention masks have it) for real positions; None for no mask.
+
+        Raises:
+            TypeError: If it is no tensor of bools or integers; a mask of floats is one to be added to scores.
+            ValueError: If its shape is another.
+        """
+        if keep is not None and (not isinstance(keep, Tensor) or keep.is_floating_point() or keep.is_complex()):
+            kind = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
+            raise TypeError(f"mask takes a bool or integer tensor keep of shape [N, S], got {kind}")
+        if keep is not None and keep.dim() != 2:
+            raise ValueError(f"mask takes a tensor keep of shape [N, S], got shape {tuple(keep.shape)}")
+        if self._capture is None:
+            yield
+            return
+        with self._capture.masked(None if keep is None else keep.bool()):
+            yield
+
+    # ------------------------------------------------------------------ what was captured
+    def take(self) -> Captured:
+        """Take what was captured since the last step."""
+        capture = self.capture
+        self._setting.loss_scale.infer(capture, self._setting.comm.averages)
+        taken = capture.take()
+        self._warn_of_doubts(capture)
+        return taken
+
+    def discard(self) -> None:
+        """Forget what was captured since the last step."""
+        if self._capture is not None:
+            self._capture.discard()
+
+    def spare(self) -> None:
+        """Forget what was captured since the last step, unless its backward pass has yet to come."""
+        if self._capture is not None and self._capture.awaits_backward:
+            self._capture.spare()
+        elif self._capture is not None:
+            self._capture.give_up()
+
+    def refused(self, block: Block) -> str | None:
+        """Return why nothing can be captured of a block, or None."""
+        return self._capture.refused.get(block.index) if self._capture is not None else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of statistics that wait for the next step."""
+        pending = self._capture.pending.values() if self._capture is not None else ()
+        return sum(int(getattr(s, "nbytes", 0)) for s in pending)
+
+    def end_step(self) -> None:
+        """Remember the gradient of the step."""
+        gradient = next((b.owner.grad for b in self._plan.blocks if b.owner.grad is not None), None)
+        self._last_gradient = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    # ------------------------------------------------------------------ warnings
+    def check_gradients(self) -> None:
+        """Leave out what was captured of a backward whose gradients others have replaced."""
+        if self._capture is not None and self._capture.leave_out_replaced() and REPLACED not in self._warned:
+            self._warned.add(REPLACED)
+            warnings.warn(f"{self._setting.method}: {REPLACED}", stacklevel=depth_of_caller())
+
+    def _warn_of_doubts(self, capture: Capture) -> None:
+        """Say once that the number of examples of a forward pass is a guess."""
+        doubts, key = sorted(capture.doubts), "number of examples"
+        capture.doubts.clear()
+        if not doubts or key in self._warned:
+            return
+        self._warned.add(key)
+        warnings.warn(
+            f"{self._setting.method}: it is not certain how many examples a forward pass of {doubts[0]}. The scale of "
+            "the curvature depends on that number. Name the argument of forward that counts the examples with "
+            "batch_input=, or pass a function of its arguments that returns their number. If the script calls parts "
+            "of the model instead of its forward, call them from one forward.",
+            stacklevel=depth_of_caller(),
+        )
+
+    def warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
+        """Say once, by name, which layers have a gradient but nothing captured though it was due."""
+        capture, blocks = self.capture, self._plan.blocks
+        if capture.was_paused:
+            capture.was_paused = False
+            return
+        due = capture.due | set(capture.refused)
+        wanted = [blocks[i] for i in due if blocks[i].owner in gradients]
+        lacking = [b for b in wanted if b.index not in captured.statistics and b.index not in captured.idle]
+        if not lacking or self._is_repeated(captured):
+            return
+        missed, names = dict[str, str](), set[str]()
+        for block in lacking:
+            reason = capture.refused.setdefault(block.index, self._why_missing(block))  # describe() says so too
+            own = {block.name, reason, f"{kind_of(block.name)}: {kind_of(reason)}"}
+            if not own & self._warned:
+                missed[block.label] = reason
+                names.add(block.name)
+        if not missed:
+            return
+        self._warned |= names | ({UNKNOWN} & set(missed.values()))  # that holds for every layer, also if due later
+        # Other experts of a mixture have other shapes in every batch: once for all of them.
+        self._warned |= {f"{kind_of(name)}: {kind_of(why)}" for name, why in missed.items() if kind_of(why) != why}
+        todo = advice(missed, bool(captured.statistics or captured.idle), self._setting.layers.batch_dim)
+        text = verdict(missed, len(wanted))
+        warnings.warn(f"{self._setting.method}: {text}{todo}", stacklevel=depth_of_caller())
+
+    def _is_repeated(self, captured: Captured) -> bool:
+        """Whether this step has the gradients of the last one, which is said once."""
+        before, version = self._last_gradient
+        gradient = None if before is None else before()
+        held = (block.owner.grad for block in self._plan.blocks)
+        if (
+            captured.statistics
+            or gradient is None
+            or gradient._version != version
+            or all(g is not gradient for g in held)
+        ):
+            return False
+        if REPEATED not in self._warned:
+            self._warned.add(REPEATED)
+            warnings.warn(f"{self._setting.method}: {REPEATED}", stacklevel=depth_of_caller())
+        return True
+
+    def _why_missing(self, block: Block) -> str:
+        if self.capture.observes:
+            return "observe() was not called for it"
+        if isinstance(block.layer.taps[0].module, Projection):
+            return f"{NO_HOOKS}; in a compiled model call secondorder.nn.expose(model) first"
+        return NO_HOOKS

@@ -1,0 +1,101 @@
+"""The plan of blocks with rows of examples: how many rows each of them keeps, and which of them get factors instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secondorder.comm import Unit
+from secondorder.curvature.mode import ModeSwitch
+from secondorder.curvature.row_block import RowBlock
+from secondorder.curvature.row_forms import ROWS, factors_are_cheaper, products_are_smaller
+from secondorder.curvature.schema import Schema, held, likes
+from secondorder.linalg import selection
+from secondorder.preconditioners.block_plan import BlockPlan
+
+#: Examples that costs of layers are compared for, where nobody said how many there are.
+_EXAMPLES = 32
+
+
+class RowPlan(BlockPlan):
+    """Plans blocks with rows of examples.
+
+    Attributes:
+        modes: The mode of each group.
+        batch_size: Examples of a step, if they were given at construction.
+    """
+
+    modes: ModeSwitch
+    batch_size: int | None = None
+
+    def rank_of(self, group: Mapping[str, Any], examples: int, ranks: int = 1) -> int:
+        """r, the rows to keep of so many examples on each of some ranks (at most, where an energy decides)."""
+        if self.modes.mode_in(group) == "sngd":
+            return examples
+        fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
+        return selection.planned_rank(examples, fraction, max(1, group["max_rank"] // ranks))
+
+    def planned_rows(self, block: RowBlock, group: Mapping[str, Any], examples: int) -> int:
+        """R, the rows of a block if every rank has so many examples; 0 if it has none."""
+        ranks = self.comm.sources(block.index)
+        return ranks * self.rank_of(group, examples, ranks) if examples else 0
+
+    def limit(self, block: RowBlock) -> int:
+        """The largest number of rows to keep of this step."""
+        return self.rank_of(block.group, self.batch_size or block.captured.examples)
+
+    def schema(self, block: RowBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+        """Return the entries for rows and their kernel, or for factors."""
+        planned = self.planned_rows(block, group, self.batch_size or 0)
+        return block.schema(group, held, planned, known=self.comm.replicates)
+
+    def unit(self, block: RowBlock) -> Unit:
+        """What a strategy needs to know of a block; the sizes of rows, which change, are not compared."""
+        adapter, group = block.adapter, block.group
+        blocks, wide = (1, adapter.groups * adapter.n_g) if adapter.is_exact else (adapter.groups, adapter.n_g)
+        r, batch = self.rank_of(group, self.batch_size or _EXAMPLES), self.batch_size or "of any size"
+        return (
+            super()
+            .unit(block)
+            ._replace(
+                signature=f"{blocks}×{wide}×{adapter.n_a} {block.layer.kind} {block.layer.precision}, batch {batch}",
+                refresh_flops=float(blocks * (r**3 + r * r * (adapter.n_a + wide))),
+                step_flops=4.0 * blocks * r * adapter.n_a * wide,
+                nbytes=blocks * r * (block.layer.precision.itemsize * (adapter.n_a + wide) + 8 * r),
+            )
+        )
+
+    # ------------------------------------------------------------------ rows or factors
+    def choose_form(self, block: RowBlock, rows: int, positions: int, are_pairs: bool) -> bool:
+        """Give a block factors instead of rows, at its first refresh, if they are cheaper.
+
+        Args:
+            block: The block.
+            rows: R.
+            positions: S.
+            are_pairs: Whether rows of inputs and of gradients were captured, and not their products.
+
+        Returns:
+            Whether such pairs are to be multiplied out.
+        """
+        if not block.is_undecided:
+            return False
+        if factors_are_cheaper(block.adapter, block.group, rows, positions):
+            self._take_factors(block, rows, positions)
+            return False
+        return are_pairs and products_are_smaller(block.adapter, positions)
+
+    def _take_factors(self, block: RowBlock, rows: int, positions: int) -> None:
+        """Replace the rows of a block by factors, on every rank by what it stores of them."""
+        p, schema, state = block.owner, block.with_factors.schema(rows, positions), block.state
+        if self.is_dry:
+            state.update(likes(schema))
+            return
+        for key in [k for k in state if k in ROWS and k not in ("factor_updates", "refreshes")]:
+            del state[key]
+        for key, like in likes(held(schema, self.places_here(p))).items():
+            state.setdefault(key, torch.zeros_like(like, device=p.device) if isinstance(like, Tensor) else like)
+        self.shapes[p] = {key: entry.shape for key, entry in schema.items()}
