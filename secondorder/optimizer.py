@@ -1,4 +1,12 @@
-"""The one ``step()`` that every method shares."""
+"""The one ``step()`` that every method shares.
+
+::
+
+    closure ─► gradients ─► collect ─► learn ─► refresh ─► share ─► sources ─► propose ─► bound ─► apply
+    TrustRegion  ParameterTable        preconditioner (blocks or windows)      Update
+
+An optimizer owns these parts; none of them knows the optimizer. ``CONTRIBUTING.md`` lists the files behind each stage.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, TypeVar
 
 import torch
@@ -213,13 +214,13 @@ def check_changes(
 
 
 def _are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    pairs = zip(one.values(), other.values(), strict=False)
-    return one.keys() == other.keys() and all(a is b or _is_equal(a, b) for a, b in pairs)
+    values = one.values(), other.values()
+    return one.keys() == other.keys() and (all(map(is_, *values)) or all(map(_is_equal, *values)))
 
 
 def _is_equal(one: Any, other: Any) -> bool:
     """Whether two values of an option are equal, without a look at the elements of a tensor on a device."""
-    return type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other)
+    return one is other or type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other)
 
 
 def without_effect(group: Mapping[str, Any], usual: Mapping[str, Any]) -> str:

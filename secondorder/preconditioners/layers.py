@@ -362,7 +362,7 @@ class LayerPreconditioner(Preconditioner):
 
     def active(self, gradients: Directions) -> list[Any]:
         """Return the blocks that precondition in a step with these gradients."""
-        return [b for b in self.plan.blocks if self.is_ready(b) and all(p in gradients for p in b.params)]
+        return [b for b in self.plan.blocks if self.is_ready(b) and all(map(gradients.__contains__, b.params))]
 
     def preconditioned(self, gradients: Directions) -> list[nn.Parameter]:
         """Return the parameters of the blocks that precondition in a step with these gradients."""
@@ -378,7 +378,7 @@ class LayerPreconditioner(Preconditioner):
                 found = resharded(comm, shards, ready, source, self.whole_gradients, self.directions_of)
             else:
                 found = replicated(comm, ready, source, self.directions_of)
-        active = [b for b in ready if all(p in gradients for p in b.params)]
+        active = [b for b in ready if all(map(gradients.__contains__, b.params))]
         directions = {p: found[p] for b in active for p in b.params}
         return Proposal(directions, gradients, [(b.group["graft"], b.params) for b in active])
 
@@ -388,7 +388,7 @@ class LayerPreconditioner(Preconditioner):
 
     def directions_of(self, block: Any, source: Directions) -> list[Tensor]:
         """Directions of the parameters of a block; room for them where another rank finds them."""
-        if not self.comm.preconditions(block.index) or any(p not in source for p in block.params):
+        if not self.comm.preconditions(block.index) or not all(map(source.__contains__, block.params)):
             return [torch.zeros(p.shape, dtype=precision_of(p), device=p.device) for p in block.params]
         workspace = self.runtime.workspace
         workspace.reset()
