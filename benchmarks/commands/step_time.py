@@ -297,7 +297,7 @@ def _rows_work(
         optimizer, scheme = run.trainer.optimizer, cast("KernelScheme", run.scheme)
         if isinstance(optimizer, HyLo):
             group = optimizer.param_groups[0]
-            rank = optimizer.preconditioner.rank_of(group, examples)
+            rank = optimizer.preconditioner.plan.rank_of(group, examples)
             work[str(run.scheme)] = kernel_work(shapes, training, examples, rank, scheme, group["approx"])
     return work
 

@@ -131,7 +131,8 @@ class RoleRehearsal(Rehearsal):
     def agree(self, words: Tensor) -> Tensor:
         """Count words of factor ranks."""
         collectives, group = self._in("factors")
-        return collectives.words(words, group=group, stage="words")
+        known = torch.zeros(words.shape, dtype=words.dtype) if words.device.type == "meta" else words
+        return collectives.words(known, group=group, stage="words")
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Count sums of factor ranks."""

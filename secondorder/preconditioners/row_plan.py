@@ -40,8 +40,10 @@ class RowPlan(BlockPlan):
 
     def planned_rows(self, block: RowBlock, group: Mapping[str, Any], examples: int) -> int:
         """R, the rows of a block if every rank has so many examples; 0 if it has none."""
+        if not examples:
+            return 0
         ranks = self.comm.sources(block.index)
-        return ranks * self.rank_of(group, examples, ranks) if examples else 0
+        return ranks * self.rank_of(group, examples, ranks)
 
     def limit(self, block: RowBlock) -> int:
         """The largest number of rows to keep of this step."""

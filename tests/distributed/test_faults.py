@@ -28,7 +28,7 @@ EAGER = {"factor_update_steps": 1, "inv_update_steps": 1}
 # ---------------------------------------------------------------------------------------------------------------------
 
 # Where a step of the victim ends: before its first message, between two messages, after its last one.
-MOMENTS = ("_reduce", "refresh_due", "_apply")
+MOMENTS = ("reduce", "refresh_due", "apply")
 
 
 def killed(rank: int, world: int, strategy: str, victim: int, moment: str) -> int:
@@ -36,7 +36,8 @@ def killed(rank: int, world: int, strategy: str, victim: int, moment: str) -> in
     model, optimizer = started(rank, strategy, run)
     train(model, optimizer, rank, world, run, 0, 2)
     if rank == victim:
-        setattr(optimizer, moment, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+        part = optimizer._update if moment == "apply" else optimizer.preconditioner
+        setattr(part, moment, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
     train(model, optimizer, rank, world, run, 2, 8)
     return rank
 
@@ -45,8 +46,8 @@ def killed(rank: int, world: int, strategy: str, victim: int, moment: str) -> in
     ("strategy", "world", "victim", "moment"),
     [
         ("mem", 2, 1, "refresh_due"),
-        ("comm", 2, 0, "_reduce"),
-        pytest.param("mem", 3, 0, "_apply", marks=pytest.mark.slow),
+        ("comm", 2, 0, "reduce"),
+        pytest.param("mem", 3, 0, "apply", marks=pytest.mark.slow),
         pytest.param("hybrid_half", 4, 3, "refresh_due", marks=pytest.mark.slow),
         *(pytest.param("mem", 2, v, m, marks=pytest.mark.slow) for v in (0, 1) for m in MOMENTS[::2]),
     ],
