@@ -15,6 +15,7 @@ from secondorder import TopK
 from secondorder.curvature.window.form import Form, Place
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_give_what_torch_gives() -> None:
     """In a process of its own: triton decides when it is imported whether it compiles or interprets."""
     checks = Path(__file__).with_name("interpreted_kernels.py")
