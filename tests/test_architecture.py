@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(10, 0),
     "functions of more than 35 lines":                    Number(13, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(35580, 28500),
+    "lines":                                              Number(35560, 28500),
 }
 # fmt: on
 

@@ -543,18 +543,7 @@ class LayerPreconditioner(Preconditioner):
         return f"{treatment}{reason}", sizes, f"rank {self.comm.owner(block.index)}"
 
     def dense(self, name: str) -> Tensor:
-        """The undamped curvature of a block as a dense ``[n, n]`` matrix over row-major ``vec([W | b])``.
-
-        Args:
-            name: Module name as in ``named_modules()``; wrapper prefixes may be left out.
-
-        Returns:
-            The matrix, ``n`` being the number of parameters of the layer.
-
-        Raises:
-            ValueError: If no block has this name.
-            RuntimeError: If nothing was captured for it yet.
-        """
+        """Return the undamped curvature of a block as a dense matrix ``[n, n]``; see ``dense_curvature``."""
         found = find_name(name, self.blocks)
         if found is None:
             known = ", ".join(b.name or f"'' (the {b.layer.kind} itself)" for b in self.plan.blocks)

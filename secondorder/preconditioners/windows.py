@@ -311,18 +311,7 @@ class WindowPreconditioner(Preconditioner):
         return f"window '{unit.name}' ({form})", f"{unit.window.m} × {real(p).numel()}", owner
 
     def dense(self, name: str) -> Tensor:
-        """The undamped curvature of a layer or a parameter as a dense ``[n, n]`` matrix, float64.
-
-        Args:
-            name: Module name (over row-major ``vec([W | b])``) or parameter name; wrapper prefixes may be left out.
-
-        Returns:
-            The matrix, ``n`` being the number of parameters.
-
-        Raises:
-            ValueError: If nothing covered has this name.
-            RuntimeError: If no step was taken yet, or if the rows are not all on this rank.
-        """
+        """Return the undamped curvature of a layer or a parameter ``[n, n]``, float64; see ``dense_curvature``."""
         chosen = self._named(name)
         unit = self.plan.unit_of[chosen[0]]
         if unit.part is not None or not unit.held:
