@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
@@ -37,11 +37,11 @@ class Due(NamedTuple):
     keeps_calls: bool = False
 
 
-#: What a step measures of a block that has nothing but a running estimate.
+#: A step measures nothing but the running estimate of a block.
 ESTIMATE_ALONE = Due(factors=True)
 
 
-class Block:
+class Block(ABC):
     """The curvature of one layer.
 
     Everything that is kept between steps is in ``state``. Options are read from ``group`` whenever they are used.
@@ -212,8 +212,12 @@ class Block:
         return self.extremes()
 
     def product(self, matrix: Tensor) -> Tensor:
-        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``."""
-        raise NotImplementedError
+        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``, as the quadratic model needs it.
+
+        Raises:
+            NotImplementedError: If the method does not define it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define product(), which the quadratic model needs")
 
     @abstractmethod
     def dense(self) -> Tensor:

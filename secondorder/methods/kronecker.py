@@ -161,8 +161,8 @@ class FactoredOptimizer(LayerOptimizer):
 
     def _facts(self) -> dict[str, list[str]]:
         chosen = {**vars(self._fisher), **vars(self.rules.adaptation)}
-        told = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in chosen.items()]
-        return {**super()._facts(), "Fisher and adaptation": told}
+        words = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in chosen.items()]
+        return {**super()._facts(), "Fisher and adaptation": words}
 
     def _warn_intervals(self) -> None:
         pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups)

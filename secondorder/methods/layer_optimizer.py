@@ -303,7 +303,7 @@ def _module_to_hook(method: str, params: Any, module: nn.Module | Sequence[nn.Mo
     if root is None:
         raise ValueError(
             f"{method} needs the module whose layers it covers: pass the module first, {method}(model, lr=...), "
-            f"or name it beside the groups, {method}(params, module=model)"
+            f"or name it together with the groups, {method}(params, module=model)"
         )
     given = params_given if module is None else module
     for part in [given] if isinstance(given, nn.Module) else cast("Sequence[nn.Module]", given):

@@ -100,7 +100,7 @@ class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  #
 
     @classmethod
     def of(cls, curvature: LayerPreconditioner) -> Any:
-        """The understudy of the blocks of an optimizer; it has no strategy yet."""
+        """Return the blocks of an optimizer for a dry run, which have no strategy yet."""
         made = type(f"Rehearsed{type(curvature).__name__}", (cls, type(curvature)), {})
         own: Any = object.__new__(made)
         kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(curvature).items()}

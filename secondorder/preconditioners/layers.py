@@ -519,7 +519,7 @@ class LayerPreconditioner(Preconditioner):
         finally:
             self.refresher.close()
 
-    # ------------------------------------------------------------------ what it tells
+    # ------------------------------------------------------------------ what it reports
     def summary(self) -> str:
         """Return the number of blocks in words."""
         return f"{len(self.plan.blocks)} blocks"

@@ -358,6 +358,6 @@ class GatheringOptimizer(RowLayers):
                 known[key] = torch.empty_like(like, device=self.device_of(block))
         state.update(known)
 
-    # ------------------------------------------------------------------ what it tells
+    # ------------------------------------------------------------------ what it reports
     def pending_bytes(self) -> int:
         return super().pending_bytes() + sum(kept.rows.nbytes for kept in self._union.values())

@@ -165,6 +165,14 @@ def test_the_square_of_the_mean_gradient(mode: str, factor: int) -> None:
     assert keys(block.schema(block.group, {}), Place.MEASURED) == []  # no rank measures examples in the bases
 
 
+def test_the_square_of_a_summed_gradient_that_two_ranks_have_averaged() -> None:
+    """N (S / N)² of the sum S over the N examples of both ranks, of which each rank has S / 2."""
+    sums = [drawn(D_OUT, D_IN, seed=8), drawn(D_OUT, D_IN, seed=9)]
+    block = block_of(estimator="running", loss_reduction="sum")
+    block.fold_gradient((sums[0] + sums[1]) / 2, N, 2, None)
+    torch.testing.assert_close(block.state["scale"], N * squares(block, (sums[0] + sums[1]) / N))
+
+
 # ---------------------------------------------------------------------- refresh
 @pytest.mark.parametrize("transport", ["project", "kfac", "none"])
 def test_a_refresh_carries_the_scale_over(transport: str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC
+from secondorder.curvature.block import Block
 from secondorder.curvature.schema import (
     COUNTER,
     COUNTERS,
@@ -226,3 +227,12 @@ def test_every_rank_has_its_own_memory_of_the_policy() -> None:
 def test_every_block_counts_its_updates() -> None:
     assert list(COUNTERS) == ["factor_weight", "factor_updates", "refreshes"]
     assert COUNTERS["factor_weight"].shape == ()
+
+
+def test_a_block_without_one_of_its_verbs_cannot_be_made() -> None:
+    class Unfinished(Block):
+        def schema(self, group: Any, held: Any) -> Any:
+            return {}
+
+    with pytest.raises(TypeError, match="abstract"):
+        Unfinished(*[None] * 6)  # type: ignore[abstract, arg-type]

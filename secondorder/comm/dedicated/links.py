@@ -41,7 +41,7 @@ class Worker(Protocol):
     def sent_options(self) -> dict[str, Any]:
         """Options of the groups that a refresh depends on, as JSON can hold them."""
 
-    def adopt_options(self, spoken: dict[str, Any]) -> None:
+    def adopt_options(self, sent: dict[str, Any]) -> None:
         """Take them over."""
 
     def live_parcel(self, index: int, place: str) -> Parcel:
