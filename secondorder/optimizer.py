@@ -1,4 +1,4 @@
-"""The one ``step()`` that every method shares.
+"""The one ``step()`` that every method shares, and the parts of which an optimizer consists.
 
 ::
 
@@ -10,32 +10,42 @@ An optimizer owns these parts; none of them knows the optimizer. ``CONTRIBUTING.
 
 from __future__ import annotations
 
-import warnings
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
+import weakref
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar, cast, overload
+from typing import Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer
 
 from secondorder import options
-from secondorder.capture.statistics.averages import all_finite
-from secondorder.comm import CommStrategy
-from secondorder.comm.join import JOIN_DISABLED, Joinable, JoinHook, joining_group
+from secondorder.capture.capture import Capture
+from secondorder.capture.fisher.likelihood import Likelihood
+from secondorder.capture.loss_scale import LossScale
+from secondorder.checkpoint.checkpoint import Checkpoint, KnownOptions
+from secondorder.comm import CommStrategy, Unit, default_strategy
+from secondorder.comm.join import JOIN_DISABLED, Joinable, JoinHook, UnevenInputs, joining_group
+from secondorder.comm.layout import is_cut
+from secondorder.curvature.layer import as_root, clean_name, unwrap
 from secondorder.diagnostics.report import Report, representation
-from secondorder.frames import depth_of_caller
-from secondorder.lifecycle import Lifecycle
-from secondorder.linalg.dense import all_true_on_cpu
-from secondorder.parameters import Directions, Group, warn_without_effect
+from secondorder.diagnostics.step_record import StepRecord
+from secondorder.parallel.session import RankSession
+from secondorder.parallel.shards import require_separate_parameters
+from secondorder.parameters import Directions, Group, ParameterTable
 from secondorder.plan.plan import Plan
 from secondorder.plan.planner import dry_run, holdings_of_rules
-from secondorder.runtime import Clock
+from secondorder.preconditioners.allocation import Allocator
+from secondorder.preconditioners.group_options import GroupOptions
+from secondorder.preconditioners.recipe import Recipe, Shared
+from secondorder.runtime import Clock, Runtime
+from secondorder.update import Update
 
 ReturnedT = TypeVar("ReturnedT")
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+SelfT = TypeVar("SelfT", bound="SecondOrderOptimizer")
 
 
 def _outside_of_graphs(function: CallableT) -> CallableT:
@@ -50,41 +60,46 @@ def _outside_of_graphs(function: CallableT) -> CallableT:
     return cast("CallableT", getattr(torch, "_disable_dynamo", torch.compiler.disable)(function))
 
 
-class SecondOrderOptimizer(Lifecycle, Joinable):
+class SecondOrderOptimizer(Optimizer, Joinable):
     """Base of all methods: the stages of a step, in their order, and the first-order rules that end it.
 
-    Two families fill the stages in: ``LayerOptimizer`` with statistics captured per layer, ``WindowOptimizer`` with a
-    window of past gradients. A method supplies a few verbs, never its own ``step``.
+    A method supplies a recipe and the checks of its own options, never its own ``step``.
 
     Args:
-        params: What ``torch.optim`` takes.
-        defaults: Group options.
-        module: The module, if there is one.
-        grad_scaler: Loss scaler of float16 training.
+        given: The arguments of the method's constructor by name. ``params``, ``module``, ``comm``, ``grad_scaler`` and
+            the options of groups are used; those of the common options that it lacks take their default.
+        recipe: What is special about the method.
 
     Raises:
-        ValueError: For a bad option.
+        ValueError: For a bad option, or without a module where the method needs one.
         RuntimeError: If the ranks of a process group do not all construct it; ``ValueError`` on all if they differ.
+
+    Attributes:
+        comm: The communication strategy.
+        preconditioner: The stages of a step over all curvature.
+        loss_scale: The loss scale of float16 training.
     """
 
+    comm: CommStrategy
+    #: Checks of the options that only this method has.
+    checks: ClassVar[dict[str, options.Check]] = {}
     # Of the class too, as copies are made without the constructor.
     _join_config = JOIN_DISABLED
 
-    def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], *, module: nn.Module | None, grad_scaler: Any
-    ) -> None:
-        defaults = {key: options.plain(value) for key, value in defaults.items()}
-        defaults["fallback"] = options.resolve_fallback(defaults["fallback"], defaults["graft"])
-        options.validate(defaults, {**options.COMMON, **self.checks})
-        self._default_betas = defaults["betas"]
-        if not self._cycles_betas(defaults):
-            del defaults["betas"]  # schedulers cycle them where the defaults have them, and else the momentum
-        super().__init__(params, defaults)
-        self._fit_strategy(module)
+    def __init__(self, given: Mapping[str, Any], recipe: Recipe) -> None:
+        self._recipe, self._options = recipe, GroupOptions(type(self), recipe.rules)
+        own = recipe.defaults(given, self.checks)
+        root, params = recipe.find_module(type(self).__name__, given["params"], given["module"])
+        self._begin(given["comm"])
+        super().__init__(params, self._options.defaults(own))
+        require_separate_parameters(type(self).__name__, root, [p for g in self.param_groups for p in g["params"]])
+        if given["comm"] is None and any(is_cut(p) for g in self.param_groups for p in g["params"]):
+            self.comm = default_strategy(cut=True)  # nobody chose a strategy, and sharded parameters want another one
+        self._assemble()
         self.comm.claim(self)
         try:
-            self.grad_scaler = grad_scaler
-            self._connect(module)
+            self.loss_scale.set(given["grad_scaler"], self.comm.averages)
+            self._connect(root)
             self.loss_scale.require_common(self.comm.averages)
             self._table.shards.require_fitting_strategy()
             self.comm.admit(self)
@@ -93,11 +108,100 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
             self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
         self._table.warn_uncovered(self.preconditioner.covers)
-        warn_without_effect(type(self), self.param_groups)
+        self._options.warn_without_effect(self.param_groups)
 
-    def _cycles_betas(self, defaults: Group) -> bool:
-        """Whether a scheduler that cycles the momentum acts on β₁, as with AdamW, instead of ``momentum``."""
-        return options.is_adam(defaults["graft"] or defaults["inner"])
+    # ------------------------------------------------------------------ the parts
+    def _begin(self, comm: CommStrategy | None) -> None:
+        """Make the parts that torch needs when it adds the groups."""
+        if comm is not None and not isinstance(comm, CommStrategy):
+            raise TypeError(f"comm must be a CommStrategy, got {comm!r}")
+        self.comm = comm if comm is not None else default_strategy()
+        self.loss_scale = LossScale()
+        self._runtime, self._record = Runtime(), StepRecord()
+        allocating, entries = self._recipe.allocating, dict(self._recipe.catalog)
+        self._table = ParameterTable(type(self).__name__, allocating, entries=entries)
+
+    def _assemble(self, kept: Mapping[str, Any] | None = None) -> None:
+        """Make the parts that depend on the strategy, for a copy with what the preconditioner of the original kept."""
+        method, comm, table, runtime, recipe = type(self).__name__, self.comm, self._table, self._runtime, self._recipe
+        follow = weakref.WeakMethod(self._follow_forward)
+        self.preconditioner = recipe.precondition(Shared(method, comm, table, runtime, self.loss_scale, follow), kept)
+        self._update = Update(table, self.preconditioner)
+        self._trust = recipe.judge(self.preconditioner, self._update)
+        known = KnownOptions(self.checks, ChainMap(self.defaults, {"betas": self._options.betas}), recipe.rules)
+        saved, divided = recipe.saved(self.preconditioner)
+        checkpoint = Checkpoint(method, comm, table, runtime, saved, self._update.keys, known, divided)
+        session = RankSession(comm, table, runtime)
+
+        def place(units: Sequence[Unit]) -> None:
+            checkpoint.gathered.tensors.clear()  # other ranks may own them from now on
+            session.place(units)
+
+        self._checkpoint, self._session = checkpoint, session
+        self._inputs = UnevenInputs(comm, table, list(self.defaults))
+        self._allocator = Allocator(table, runtime, self.preconditioner, self._update, place)
+        self.role_worker = recipe.worker(self.preconditioner, weakref.WeakMethod(self._advance))
+
+    def _tabulate(self) -> None:
+        """Give the parts what the user or ``load_state_dict`` may have replaced."""
+        self._runtime.renew(self.state, self.param_groups)
+        self._table.groups = self.param_groups
+        self._table.state = cast("MutableMapping[nn.Parameter, dict[str, Any]]", self.state)
+
+    def _connect(self, root: nn.Module | None) -> None:
+        """Plan for a module, and hook it where that is needed."""
+        self._trust.check_module(root)
+        self._tabulate()
+        self._table.root = None if root is None else unwrap(root)
+        self.preconditioner.forget_plan([p for group in self.param_groups for p in group["params"]])
+        self._allocator.rebuild()
+        self.preconditioner.hook()
+        self._table.is_followed = True
+
+    def _follow_forward(self) -> None:
+        """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
+        self._options.check_changes(self.param_groups)
+        self._tabulate()
+        if not self._table.is_gathered():
+            self._allocator.synchronize()
+        self.preconditioner.follow_schedule()
+
+    @property
+    def grad_scaler(self) -> Any:
+        """The loss scaler of float16 training, divided out of what is captured; may be set at any time."""
+        return self.loss_scale.scaler
+
+    @grad_scaler.setter
+    def grad_scaler(self, scaler: Any) -> None:
+        self.loss_scale.set(scaler, self.comm.averages)
+
+    # ------------------------------------------------------------------ groups
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters; options that it does not give take their default.
+
+        A window method adds zeros for its columns to the existing rows.
+
+        Raises:
+            ValueError: If an option of the group is out of range.
+            TypeError: If it is of a wrong kind.
+            RuntimeError: If the larger window does not fit into free memory. The group is not added then.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group)}")
+        is_late = bool(self._table.group_of)  # and not while the constructor adds its groups
+        group = self._options.completed(param_group, self.defaults, self.param_groups, is_late)
+        super().add_param_group(self._table.named_like_the_others(group))
+        group = self.param_groups[-1]
+        group.setdefault("fallback_base_lr", float(group["lr"]))
+        if is_late:
+            self._options.warn_without_effect([group])
+            self._tabulate()
+            try:
+                self.preconditioner.replanned(self._allocator.rebuild())
+            except RuntimeError:
+                self._allocator.take_back(group)
+                raise
+        self._options.rules.added(self.param_groups, self.steps)
 
     def check_groups(self, groups: list[Group]) -> None:
         """Refuse what ``param_groups`` is to become if options exclude each other; nothing is changed.
@@ -105,36 +209,198 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
         Raises:
             ValueError: If options of a group exclude each other, or groups disagree where they share curvature.
         """
-        live = [*self.param_groups]
-        self.param_groups[:] = groups  # they are compared with each other, and not with those of now
+        for group in groups:
+            self._options.rules.check(group, groups)
+
+    # ------------------------------------------------------------------ copies and ends
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles keep: everything but the module, the hooks and the loss scaler."""
+        found, table, state = super().__getstate__(), self._table, type(self.state)(dict)
+        state.update(cast("Any", self.preconditioner.copied(table.state)))
+        kept = {
+            "names": dict(table.names),
+            "comm": self.comm,
+            "step": self.steps,
+            "betas": self._options.betas,
+            "entries": dict(table.entries),
+            "recipe": self._recipe.copied(self.preconditioner),
+            "curvature": self.preconditioner.kept(),
+        }
+        return {**found, "state": state, "_kept": kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy."""
+        state = dict(state)
+        kept = state.pop("_kept", None)
+        defaults = dict(state.get("defaults", {}))
+        super().__setstate__(state)
+        if defaults:  # torch has added to them
+            self.defaults.clear()
+            self.defaults.update(defaults)
+        if kept is not None:
+            self._restore(kept)
+        self._options.fill(self.param_groups, self.defaults)
+        self._tabulate()
+        if kept is not None:
+            self._allocator.rebuild()
+
+    def _restore(self, kept: dict[str, Any]) -> None:
+        self._recipe = kept["recipe"]
+        self._options = GroupOptions(type(self), self._recipe.rules)
+        self._options.betas = kept["betas"]
+        self._begin(kept["comm"])
+        self._table.names, self._runtime.step = kept["names"], kept["step"]
+        self._table.entries.update(kept["entries"])
+        self._tabulate()
+        self._table.regroup()
+        self._assemble(kept["curvature"])
+
+    def attach(self, module: nn.Module | Sequence[nn.Module]) -> None:
+        """Follow a module, or the parts of a model, again, after ``copy.deepcopy``, unpickling or :meth:`detach`.
+
+        If the optimizer holds none of the module's parameters (both were copied separately), its parameters are
+        replaced by the module's of the same names and shapes.
+
+        Raises:
+            ValueError: If the module has no parameters that fit.
+            TypeError: If it is no module and no list of modules.
+        """
+        root = as_root(module)
+        mine, theirs = {p for g in self.param_groups for p in g["params"]}, dict(root.named_parameters())
+        if not mine & set(theirs.values()):
+            self.preconditioner.replace(self._table.repoint({clean_name(n): p for n, p in theirs.items()}))
+        self.detach()
+        self._table.names.clear()
+        self.comm.claim(self)
+        self._connect(root)
+
+    def detach(self) -> None:
+        """Remove every hook of this optimizer; another one on the same module keeps its own. Idempotent."""
+        self._table.is_followed = False
+        self.preconditioner.detach()
+
+    def close(self) -> None:
+        """Remove every hook and end what the strategy runs. Idempotent."""
         try:
-            for group in groups:
-                self.rules.check(group, groups)
+            self.comm.close()  # may take steps without data
         finally:
-            self.param_groups[:] = live
+            self.detach()
+            self._session.close()
 
-    # ------------------------------------------------------------------ what a family supplies
-    @abstractmethod
-    def _prepare(self) -> None:
-        """Follow what has changed since the last step, and refuse a step that cannot be taken."""
+    def __enter__(self: SelfT) -> SelfT:
+        """The optimizer itself; leaving the block closes it."""
+        return self
 
-    def _why_not_joinable(self) -> str | None:
-        """Why a rank without data cannot take the steps of the others inside ``Join``, if it cannot."""
-        if (reason := self._trust.why_not_joinable()) is not None:
-            return reason
-        if not self.comm.takes_joiners:
-            return f"{type(self.comm).__name__} has ranks without data; let those with data take equally many steps"
-        if self._is_cut:
-            return "fully_shard computes no forward without all ranks; give them equally many batches"
-        if self.loss_scale.multiplies:
-            return "its grad_scaler leaves steps out where there is data; train in bfloat16, which needs no scaler"
-        if self.comm.data_world < self.comm.world:
-            return f"under {self.comm!r} some ranks never have data; give the others equally many batches"
-        return None
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Close."""
+        if error is not None:
+            self.comm.abandon(error)
+        self.close()
 
-    def _follow_schedule(self) -> None:
-        """Let options that changed since the last step act on the forward that begins."""
+    # ------------------------------------------------------------------ capture
+    @property
+    def capture(self) -> Capture:
+        """What captures the statistics of the blocks.
 
+        Raises:
+            RuntimeError: If the optimizer was closed, or is a copy without a module.
+            AttributeError: If the method captures nothing, as those with windows.
+        """
+        return self.preconditioner.hooks.capture
+
+    @property
+    def blocks(self) -> Mapping[str, Any]:
+        """Blocks by module name; the windows of a window method by their names."""
+        return self.preconditioner.blocks
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and with them the statistics captured since the last step.
+
+        Between ``observe`` and the backward of the same forward there are no gradients of it yet: what was observed
+        stays.
+        """
+        super().zero_grad(set_to_none)
+        self.preconditioner.hooks.spare()
+
+    def pause_capture(self) -> AbstractContextManager[None]:
+        """Capture nothing of the forwards that run inside the ``with`` block."""
+        return self.preconditioner.hooks.pause()
+
+    def mask(self, keep: Tensor | None) -> AbstractContextManager[None]:
+        """Keep padding out of the statistics of the forwards that run inside the ``with`` block.
+
+        Rows of layers whose input has the leading dimensions of the mask (or its transpose, or both in one) are left
+        out where it is False; other layers, such as those after pooling, are not touched. Windows take no notice of it.
+
+        Args:
+            keep: ``[N, S]``, True (or 1, as attention masks have it) for real positions; None for no mask.
+
+        Raises:
+            TypeError: If it is no tensor of bools or integers; a mask of floats is one to be added to scores.
+            ValueError: If its shape is another.
+
+        Returns:
+            The context manager.
+        """
+        return self.preconditioner.hooks.mask(keep)
+
+    def observe(
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        likelihood: str | Likelihood | Sequence[str | Likelihood],
+        targets: Tensor | None | Sequence[Tensor | None] = None,
+    ) -> None:
+        """Estimate the Fisher of the model's own predictions, for ``fisher`` other than ``"empirical"``.
+
+        To be called between the forward and ``loss.backward()``, for every micro-batch. It pulls vectors of the loss
+        curvature back to the layers in passes of its own, which leave ``.grad``, the graph and the random state of
+        the program as they were. Where the Fisher needs no such pass, or nothing is due, it does nothing; so it is for
+        window methods.
+
+        Args:
+            outputs: What the model returned, logits ``[N, …]``; a sequence for a model with several heads.
+            likelihood: ``"categorical"``, ``"bernoulli"``, ``"gaussian"`` (a summed squared error) or an object, such
+                as ``Categorical(class_dim=1)``; one per head.
+            targets: Only to find entries that the loss ignores; one per head.
+
+        Raises:
+            ValueError: If a likelihood is unknown, or the exact Fisher needs too many passes.
+            TypeError: If an argument is of a wrong kind.
+            RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
+        """
+        self.preconditioner.observe(outputs, likelihood, targets)
+
+    def keep_directions(self) -> AbstractContextManager[dict[str, Tensor]]:
+        """Keep the preconditioned directions of the steps inside the ``with`` block, for a look at them.
+
+        They are what momentum and the learning rate are applied to; a later step replaces those of an earlier one.
+        Blocks can be nested: a step fills the dicts of all that are open, with the same tensors.
+
+        Returns:
+            The context manager of a dict that each step fills: direction by parameter name.
+
+        Example:
+            >>> import torch, secondorder
+            >>> model = torch.nn.Linear(4, 2)
+            >>> optimizer = secondorder.MFAC(model, lr=0.1)
+            >>> model(torch.randn(8, 4)).square().mean().backward()
+            >>> with optimizer.keep_directions() as kept:
+            ...     optimizer.step()
+            >>> sorted(kept)
+            ['bias', 'weight']
+        """
+        return self._record.directions()
+
+    def time_stages(self, clock: Clock | None) -> None:
+        """Have a clock time the stages of the steps to come, such as a ``secondorder.diagnostics.StageClock``.
+
+        Args:
+            clock: The clock, or None to stop.
+        """
+        self._runtime.clock = clock
+        self.preconditioner.hooks.time_stages(clock)
+
+    # ------------------------------------------------------------------ ranks
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What ``Join`` calls on a rank that has no data left.
 
@@ -147,7 +413,7 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
         Raises:
             NotImplementedError: If such a rank cannot take the steps of the others.
         """
-        reason = self._why_not_joinable()
+        reason = self._trust.why_not_joinable() or self._inputs.why_not_joinable(self.loss_scale.multiplies)
         if reason is not None:
             raise NotImplementedError(f"{type(self).__name__} cannot take part in Join: {reason}")
         return self._inputs.hook(self)
@@ -161,6 +427,10 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
     def join_process_group(self) -> Any:
         """Group of the messages of ``Join``: the default one, as of ``DistributedDataParallel``."""
         return joining_group()
+
+    def reason_against_roles(self) -> str | None:
+        """Return why ranks of several roles cannot serve this method, or None if they can."""
+        return self._options.rules.reason_against_roles(self.param_groups)
 
     # ------------------------------------------------------------------ the step
     @overload
@@ -188,8 +458,9 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
             ValueError: If it is out of range, or excluded by another option.
         """
         curvature = self.preconditioner
-        self._check_changed_options()
-        self._prepare()
+        self._options.check_changes(self.param_groups)
+        self._tabulate()
+        curvature.begin_step(self._allocator.synchronize)
         self._join_ranks()
         self._checkpoint.gathered.tensors.clear()  # of a state that this step replaces
         self.comm.begin_step()
@@ -200,7 +471,7 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
             self._estimate_only()
             return returned
         if self._inputs.average_gradients(self):
-            self._follow_schedule()  # as the others did in their forward
+            self._follow_forward()  # as the others did in their forward
         gradients = self._table.gradients()
         self._session.compare_start(gradients)
         if not gradients:
@@ -210,7 +481,8 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
         with self._runtime.stage("reduce"):
             statistics = curvature.collect()
         with self._runtime.stage("statistics"):
-            ok, gate = self._inspect(gradients)
+            ok, gate = self._record.gate(curvature.acceptable(gradients))
+            curvature.inspected(gradients)
             if ok:
                 curvature.learn(statistics, gradients, gate)
             else:
@@ -223,16 +495,9 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
                 curvature.share(refreshed)
             self._trust.take(partial(self._move, gradients, gate), gradients, gate)
             if not self._trust.adapts_damping:
-                self._watch_damping()
+                self._record.watch_damping(curvature)
         self._advance()
         return returned
-
-    def _watch_damping(self) -> None:
-        """Warn once, early in training, if the damping hides the curvature of all that is covered."""
-        if not self._watch.has_measured and (damped := self.preconditioner.damped()) is not None:
-            self._watch.measure(damped)
-        if (text := self._watch.verdict(type(self).__name__)) is not None:
-            warnings.warn(text, stacklevel=depth_of_caller())
 
     def _join_ranks(self) -> None:
         """Meet the other ranks if that is needed, and find what a checkpoint has left out."""
@@ -243,12 +508,8 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
                     "layers were frozen, unfrozen or moved inside Join, where ranks without data cannot follow: do "
                     "that before or after it"
                 )
-            self._session.connect(self._facts())
+            self._session.connect({**self.preconditioner.facts(), **self._options.rules.facts()})
         self.preconditioner.recover()
-
-    def _facts(self) -> dict[str, list[str]]:
-        """What must be equal on all ranks apart from the groups, in words."""
-        return self.preconditioner.facts()
 
     def _estimate_only(self) -> None:
         """The step of a rank that estimates curvature for others."""
@@ -282,11 +543,9 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
             The state.
         """
         self._tabulate()
-        self._checkpoint.curvature.settle(self._synchronize)
-        self._follow_replaced()
-        for p, group in self._table.group_of.items():
-            if p.requires_grad and self._table.signature:  # a copy without its module does not know its rules
-                self._update.allocate(p, group)
+        self._checkpoint.curvature.settle(self._allocator.synchronize)
+        self._allocator.follow_replaced()
+        self._allocator.allocate_rules()
         return self._checkpoint.completed(super().state_dict())
 
     def consolidate_state_dict(self, to: int | None = 0, *, pieces: bool = True) -> None:
@@ -310,7 +569,7 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
             self.comm.meet("consolidate_state_dict()")
             self._join_ranks()
             self._tabulate()
-            self._checkpoint.gathered.gather(to, self._t, pieces=pieces)
+            self._checkpoint.gathered.gather(to, self.steps, pieces=pieces)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; everything is checked before anything is changed, and every tensor is copied.
@@ -324,35 +583,21 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
                 layer method that was not attached to a module yet.
         """
         self._checkpoint.require_module()
-        self._follow_replaced()
+        self._allocator.follow_replaced()
         state_dict = dict(state_dict)
         for pre in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
         self._tabulate()
-        self._checkpoint.install(self._checkpoint.read(state_dict, self._rebuild))
+        self._checkpoint.install(self._checkpoint.read(state_dict, self._allocator.rebuild))
         self._session.has_compared = False  # every rank must have loaded the same step
-        self._t = 0 if self._table.first is None else int(self.state[self._table.first].get("global_step", 0))
+        first = self._table.first
+        self._runtime.step = 0 if first is None else int(self.state[first].get("global_step", 0))
         self._tabulate()
-        self._checkpoint.curvature.loaded(self._rebuild)
+        self._checkpoint.curvature.loaded(self._allocator.rebuild)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
-
-    # ------------------------------------------------------------------ stages 0 and 1: gradients
-    def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
-        """Drop a batch with a non-finite gradient whole: on the CPU by not stepping, else by a gate on the device."""
-        finite = self._acceptable(gradients)
-        if finite.device.type == "cpu":
-            good = all_true_on_cpu(finite)
-            self._skipped_steps += not good
-            return good, None
-        self._skipped_on_device = self._skipped_on_device + (~finite).to(torch.int64)
-        return True, finite
-
-    def _acceptable(self, gradients: Directions) -> Tensor:
-        """Whether a step can use the gradients, a 0-dim bool tensor."""
-        return self._table.shards.everywhere(all_finite(_as_real(list(gradients.values()))))
 
     # ------------------------------------------------------------------ stages 5 to 7: directions, their size, update
     def _move(self, gradients: Directions, gate: Tensor | None, *, quiet: bool = False) -> None:
@@ -364,35 +609,44 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
             sources = update.sources(gradients, gate)
             directions = update.bound(self.preconditioner.propose(gradients, sources, gate), sources)
             if not quiet:
-                self._keep(directions)
+                self._record.keep(directions, self._table.names)
         with stage("update"):
             directions, size = self._trust.size(gradients, directions)
             update.apply(gradients, directions, gate, size)
 
-    def _keep(self, directions: Directions) -> None:
-        if self._kept_directions:
-            found = {self._table.names[p]: d.clone() for p, d in directions.items()}
-            for kept in self._kept_directions:
-                kept.update(found)
-
     def _advance(self) -> None:
-        self._t += 1
+        """End a step."""
+        self._runtime.step += 1
         if self._table.first is not None:
-            self.state[self._table.first]["global_step"] = self._t
+            self.state[self._table.first]["global_step"] = self.steps
         self.comm.end_step()
         if self._runtime.clock is not None:
             self._runtime.clock.end_step()
-        self._synchronize()
+        self._allocator.synchronize()
+        self.preconditioner.end_step()
 
     # ------------------------------------------------------------------ reading
-    @abstractmethod
     def dense_curvature(self, name: str) -> Tensor:
-        """Curvature of a layer as a dense matrix."""
+        """The undamped curvature of a layer as a dense ``[n, n]`` matrix over row-major ``vec([W | b])``.
+
+        Args:
+            name: Module name as in ``named_modules()``, or that of a parameter of a window method; wrapper prefixes
+                may be left out.
+
+        Returns:
+            The matrix, ``n`` being the number of parameters of the layer.
+
+        Raises:
+            ValueError: If nothing that curvature covers has this name.
+            RuntimeError: If there is no estimate yet, or a part of it is on other ranks.
+        """
+        self._tabulate()
+        return self.preconditioner.dense(name)
 
     @property
     def steps(self) -> int:
         """Number of steps taken, with those before a checkpoint that was loaded. Without gradients none is taken."""
-        return self._t
+        return self._runtime.step
 
     @property
     def module(self) -> nn.Module | None:
@@ -418,7 +672,7 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
 
     def __repr__(self) -> str:
         """As in ``torch.optim``, without the options that have the constructor's default; equal groups stand once."""
-        return representation(type(self), self.param_groups, self.defaults, self._default_betas)
+        return representation(type(self), self.param_groups, self.defaults, self._options.betas)
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""
@@ -447,22 +701,28 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
             NotImplementedError: For a strategy that has no plan, or that cannot serve this optimizer.
         """
         others = holdings_of_rules(self._table, self._update.keys, self._report().kind)
-        reason_against_roles = getattr(self, "reason_against_roles", None)
-        return dry_run(self.preconditioner, others, reason_against_roles, world_size, comm, batch_size)
+        return dry_run(self.preconditioner, others, self.reason_against_roles, world_size, comm, batch_size)
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters and factors as plain numbers; reading them may wait for the device."""
+        """What is going on, as plain numbers; layers whose curvature is on other ranks are left out of those by layer.
+
+        Reading may wait for the device, never for another rank, and changes nothing.
+
+        Returns:
+            A dict that ``json.dumps`` takes; every key is explained on the page "Diagnostics" of the documentation.
+        """
+        self._tabulate()
+        clock = self._runtime.clock
         return {
-            "step": self._t,
-            "skipped_steps": self._skipped_steps + int(self._skipped_on_device),
-            "stage_ms": {} if self._runtime.clock is None else self._runtime.clock.last_step(),
+            "step": self.steps,
+            "skipped_steps": self._record.skipped,
+            "stage_ms": {} if clock is None else clock.last_step(),
+            **self.preconditioner.diagnostics(),
+            **self._update.diagnostics(),
+            **self._trust.diagnostics(),
         }
 
 
 def _unnamed(stage: str) -> AbstractContextManager[None]:
     """Give a stage no name."""
     return nullcontext()
-
-
-def _as_real(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.view_as_real(t) if t.is_complex() else t for t in tensors]

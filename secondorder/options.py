@@ -275,7 +275,7 @@ def from_arguments(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dic
     """Group options from the arguments of a constructor.
 
     Args:
-        given: All arguments, by name.
+        given: The arguments, by name. Options that all methods have may be missing, and then take their default.
         checks: Of the options that only this method has.
 
     Returns:
@@ -284,6 +284,7 @@ def from_arguments(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dic
     Raises:
         ValueError: If ``betas`` or ``eps`` is given under both of its names, with different values.
     """
+    given = {**DEFAULTS, **dict.fromkeys(RENAMED), **given}
     found = {name: given[name] for name in (*COMMON, *checks)}
     for old, name in RENAMED.items():
         if old in checks or given[old] is None:
@@ -378,23 +379,3 @@ class FisherOptions:
     def is_observed(self) -> bool:
         """Whether ``observe`` supplies the statistics."""
         return self.fisher in ("mc", "exact", "curvature_prop")
-
-
-class GroupRules:
-    """Rules about several options of a parameter group.
-
-    Args:
-        exclusions: Each raises ``ValueError`` if options of a group exclude each other, or those of the other groups.
-    """
-
-    def __init__(self, *exclusions: Callable[[Mapping[str, Any], list[dict[str, Any]]], None]) -> None:
-        self.exclusions = exclusions
-
-    def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[dict[str, Any]]) -> Any:
-        """Return an added group with the options that depend on other options."""
-        return given
-
-    def check(self, group: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
-        """Raise ``ValueError`` if options of a group cannot be combined."""
-        for refuse in self.exclusions:
-            refuse(group, groups)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secondorder import options
 from secondorder.comm import CommStrategy
 from secondorder.comm.layout import is_cut, local
 from secondorder.curvature.layer import as_root, clean_name
@@ -260,38 +257,3 @@ def module_of(method: str, params: Any, module: nn.Module | Sequence[nn.Module] 
 
 def _is_list_of_modules(params: Any) -> bool:
     return isinstance(params, (list, tuple)) and bool(params) and all(isinstance(p, nn.Module) for p in params)
-
-
-def check_keys(method: type, param_group: Group, known: Collection[str]) -> None:
-    """Check the keys of a group that is added, and warn about those that look misspelled.
-
-    Args:
-        method: Class of the optimizer.
-        param_group: The group.
-        known: Names of the options of groups.
-
-    Raises:
-        ValueError: If a key is an argument that only the constructor takes.
-    """
-    fixed = set(signature(method).parameters) - {*known, "params", *options.RENAMED}
-    if found := sorted(fixed & param_group.keys()):
-        raise ValueError(
-            f"{', '.join(found)}: set once for all groups; give it to the constructor of {method.__name__}, "
-            "not to a parameter group"
-        )
-    for key in param_group.keys() - set(known):
-        if close := get_close_matches(key, {*known, *fixed}, n=1, cutoff=0.85):
-            place = ", which only the constructor takes" if close[0] in fixed else ""
-            warnings.warn(
-                f"{method.__name__}: the key {key!r} of a parameter group has no effect; did you mean "
-                f"{close[0]!r}{place}?",
-                stacklevel=depth_of_caller(),
-            )
-
-
-def warn_without_effect(method: type, groups: Iterable[Group]) -> None:
-    """Warn once of options that were given although no rule of their group reads them."""
-    usual = {name: parameter.default for name, parameter in signature(method).parameters.items()}
-    for text in dict.fromkeys(options.without_effect(group, usual) for group in groups):
-        if text:
-            warnings.warn(f"{method.__name__}: {text}", stacklevel=depth_of_caller())

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -23,13 +23,6 @@ from secondorder.linalg.first_order import rate
 from secondorder.parameters import Directions, Group, ParameterTable
 from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
 
-AdamOptions = Callable[[Mapping[str, Any]], tuple[tuple[float, float], float]]
-
-
-def adam_options_of(group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
-    """Return β₁, β₂ and ε of Adam's rule in a group."""
-    return group["betas"], group["eps"]
-
 
 class Update:
     """Sizes directions and applies them by the first-order rules of the groups, whose state it allocates.
@@ -37,17 +30,27 @@ class Update:
     Args:
         table: The parameters.
         preconditioner: What covers parameters; it may change the rules of those that it has preconditioned.
-        adam_options: Returns β₁, β₂ and ε of Adam's rule in a group.
     """
 
-    def __init__(
-        self, table: ParameterTable, preconditioner: Preconditioner, adam_options: AdamOptions = adam_options_of
-    ) -> None:
-        self._table, self._preconditioner, self._adam_options = table, preconditioner, adam_options
+    def __init__(self, table: ParameterTable, preconditioner: Preconditioner) -> None:
+        self._table, self._preconditioner = table, preconditioner
         #: What grafting multiplied directions with in the last step, by the first parameter of those taken together.
         self.graft_factors: dict[nn.Parameter, Tensor] = {}
         #: What kl-clip multiplied directions with; None if it never did.
         self.kl_factor: Tensor | None = None
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Return the factors by which grafting and kl-clip have multiplied directions in the last step."""
+        firsts = {
+            name: next((p for p in params if p in self.graft_factors), None)
+            for name, params in self._preconditioner.covered()
+        }
+        found: dict[str, Any] = {
+            "graft_factor": {n: float(self.graft_factors[p]) for n, p in firsts.items() if p is not None}
+        }
+        if self._preconditioner.takes_sources:
+            found["kl_clip_factor"] = None if self.kl_factor is None else float(self.kl_factor)
+        return found
 
     # ------------------------------------------------------------------ state
     def keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -103,7 +106,7 @@ class Update:
             return {}
         found = {p: gradients[p] for p in params}
         for p in grafted:
-            beta1 = self._adam_options(self._table.group_of[p])[0][0]
+            beta1 = self._preconditioner.adam_options(self._table.group_of[p])[0][0]
             found[p] = local(self._table.state[p]["exp_avg"]) / (1 - beta1 ** self.steps_of(p))
         curvature.change_sources(found, gradients, gate)
         return found
@@ -116,7 +119,7 @@ class Update:
             if own:
                 means, squares = map(_as_real, self._moments(own))
                 grads = _as_real([self._with_decay(p, gradients[p]) for p in own])
-                betas, _ = self._adam_options(group)
+                betas, _ = self._preconditioner.adam_options(group)
                 first_order.adam_moments_(grads, means, squares, betas, gate)
 
     def _with_decay(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
@@ -208,7 +211,7 @@ class Update:
 
     def _adam_step(self, p: nn.Parameter) -> Tensor:
         """Adam's step at rate 1 (a real view of a complex one)."""
-        (beta1, beta2), eps = self._adam_options(self._table.group_of[p])
+        (beta1, beta2), eps = self._preconditioner.adam_options(self._table.group_of[p])
         state, step = self._table.state[p], self.steps_of(p)
         mean, square = _as_real([local(state["exp_avg"]), local(state["exp_avg_sq"])])
         (root,) = first_order.adam_denominators([square], [step], beta2, eps)
@@ -288,7 +291,7 @@ class Update:
         self, rule: Rule, params: list[nn.Parameter], group: Group, directions: list[Tensor], gate: Tensor | None
     ) -> None:
         means, squares = self._moments(params)
-        betas, eps = self._adam_options(group)
+        betas, eps = self._preconditioner.adam_options(group)
         first_order.adam_(
             _as_real(self._locals(params)), _as_real(directions), _as_real(means), _as_real(squares),
             [self.steps_of(p) for p in params], lr=_fallback_lr(group) if rule.is_fallback else rate(group["lr"]),

@@ -28,7 +28,7 @@ class NoTrust:
     #: Whether λ changes with the loss, so that a large one says nothing.
     adapts_damping = False
 
-    def check_module(self, root: nn.Module) -> None:
+    def check_module(self, root: nn.Module | None) -> None:
         """Do nothing, since every module will do."""
 
     def refuse(self) -> None:

@@ -62,7 +62,7 @@ class TrustRegion:
         """Whether λ changes with the loss. It may begin far too large."""
         return self.adaptation.adaptive_damping
 
-    def check_module(self, root: nn.Module) -> None:
+    def check_module(self, root: nn.Module | None) -> None:
         """Refuse a module that cannot run again.
 
         Raises:

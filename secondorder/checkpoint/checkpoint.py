@@ -34,6 +34,7 @@ from secondorder.curvature.window.shards import plain
 from secondorder.frames import depth_of_caller, filled_in_by_torch, is_saved_in_parts
 from secondorder.parameters import Group, ParameterTable
 from secondorder.preconditioners.base import CurvatureState, DividedState, SavedStates
+from secondorder.preconditioners.group_options import GroupRules
 from secondorder.runtime import Runtime, some_of
 
 _REMEDY = (
@@ -56,7 +57,7 @@ class KnownOptions:
 
     checks: Mapping[str, options.Check]
     defaults: Mapping[str, Any]
-    rules: options.GroupRules
+    rules: GroupRules
 
 
 class Loaded(NamedTuple):
@@ -198,7 +199,7 @@ class Checkpoint:
         group_of = {p: group for p, _, group in numbered}
         _refuse(curvature.misfits(states))
         for group in groups:
-            self._known.rules.check(group, self._table.groups)
+            self._known.rules.check_saved(group, self._table.groups)
         with curvature.while_loading(states, rebuild):
             return Loaded(groups, self._checked(curvature.translated(states, group_of), group_of, groups))
 

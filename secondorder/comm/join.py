@@ -72,6 +72,26 @@ class UnevenInputs:
         device: torch.device = next(p.device for group in self._table.groups for p in group["params"])
         return device
 
+    def why_not_joinable(self, is_scaled: bool) -> str | None:
+        """Return why a rank without data cannot take the steps of the others, or None if it can.
+
+        Args:
+            is_scaled: Whether gradients are multiples of those of the loss, as under a loss scaler.
+
+        Returns:
+            The reason.
+        """
+        comm = self._comm
+        if not comm.takes_joiners:
+            return f"{type(comm).__name__} has ranks without data; let those with data take equally many steps"
+        if self._table.shards.is_sharded:
+            return "fully_shard computes no forward without all ranks; give them equally many batches"
+        if is_scaled:
+            return "its grad_scaler leaves steps out where there is data; train in bfloat16, which needs no scaler"
+        if comm.data_world < comm.world:
+            return f"under {comm!r} some ranks never have data; give the others equally many batches"
+        return None
+
     def hook(self, optimizer: Stepping) -> JoinHook:
         """Return what ``Join`` calls on a rank that has no data left."""
         return _Shadow(optimizer, self)

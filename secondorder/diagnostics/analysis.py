@@ -32,6 +32,7 @@ from secondorder.diagnostics.report import Reporting
 from secondorder.diagnostics.rowtaps import RowCapture
 from secondorder.diagnostics.trend import Trend
 from secondorder.linalg import selection
+from secondorder.preconditioners.layers import LayerPreconditioner
 
 SelfT = TypeVar("SelfT", bound="Analysis")
 
@@ -140,11 +141,12 @@ class Analysis:
         self._every, self._approx = every, approx
         # The classes of layer methods stand above this one, so a type checker does not know their members here.
         self._method: Any = cast("Any", optimizer)
-        per_kernel, observed = self._method.damps_kernel, self._method.capture.observes
+        curvature = self._method.preconditioner
+        per_kernel, observed = curvature.damps_kernel, self._method.capture.observes
         if per_kernel and observed:
             raise ValueError(
                 "rows of an analysis are gradients of the loss, those of the optimizer of "
-                f"fisher={self._method.fisher!r}"
+                f"fisher={curvature.setting.fisher.fisher!r}"
             )
         self._few_rows = FewRows(self._tools, rank_fraction, max_rank, damping, per_kernel, samplings, seed)
         self.refused: dict[str, str] = {}
@@ -328,7 +330,7 @@ class Analysis:
 
 
 def _require_layers(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "blocks"):
+    if not isinstance(getattr(optimizer, "preconditioner", None), LayerPreconditioner):
         found = type(optimizer).__name__
         raise TypeError(f"Analysis looks at the layers of a layer method such as KFAC, EKFAC or HyLo, got {found}")
 

@@ -42,13 +42,14 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature.eigenbasis import is_adam
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
-from secondorder.methods.kronecker import FactoredOptimizer, chosen
+from secondorder.methods.kronecker import FACTOR_CHECKS, FactoredRules, chosen, factor_recipe, warn_of_options
+from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
 from secondorder.preconditioners.scale import ScalePreconditioner
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
-class EKFAC(FactoredOptimizer):
+class EKFAC(SecondOrderOptimizer):
     """EK-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     With ``estimator="intra"`` every rank that has examples of a layer keeps its bases, whether or not it preconditions
@@ -90,9 +91,8 @@ class EKFAC(FactoredOptimizer):
         >>> optimizer.step()
     """
 
-    curvature = ScalePreconditioner
     checks: ClassVar[dict[str, options.Check]] = {
-        **FactoredOptimizer.checks,
+        **FACTOR_CHECKS,
         "basis_update": options.choice("eigh", "qr"),
         "full_every": options.whole(1),
         "estimator": options.choice("intra", "running"),
@@ -184,7 +184,9 @@ class EKFAC(FactoredOptimizer):
     ) -> None:
         given = locals()
         judged = Adaptation(**chosen(Adaptation, given))
-        super().__init__(given, partial(_exclude, fisher=fisher, overlap=overlap, adaptation=judged))
+        rules = FactoredRules(given, partial(_exclude, fisher=fisher, overlap=overlap, adaptation=judged))
+        super().__init__(given, factor_recipe(given, ScalePreconditioner, rules))
+        warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str, overlap: bool, adaptation: Adaptation) -> None:

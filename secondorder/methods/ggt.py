@@ -16,7 +16,7 @@ Agarwal et al. 2018 (arXiv 1806.02958); sparse windows with error feedback: Modo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -28,12 +28,23 @@ from secondorder.comm import CommStrategy
 from secondorder.curvature.solvers import GGTSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.methods import documentation
-from secondorder.methods.window_optimizer import WINDOW_CHECKS, WindowOptimizer, window_betas
-from secondorder.parameters import Group
+from secondorder.methods.windows import WINDOW_CHECKS, WindowRules, window_betas, window_recipe
+from secondorder.optimizer import SecondOrderOptimizer
+
+#: Options on which the groups of one window must agree.
+_SHARED = "betas", "eps", "sgd_weight", "bias_correction"
+
+
+class GGTRules(WindowRules):
+    """Rules about the options of a group of GGT, whose ``betas`` are those of its own momentum and decay."""
+
+    def cycles_betas(self, defaults: Mapping[str, Any]) -> bool:
+        """Return whether a scheduler that cycles the momentum acts on β₁ instead of ``momentum``."""
+        return defaults["graft"] is None or options.is_adam(defaults["graft"]) or defaults["betas"][0] > 0
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)
-class GGT(WindowOptimizer):
+class GGT(SecondOrderOptimizer):
     """GGT on any parameters, with or without a module.
 
     Args:
@@ -61,7 +72,6 @@ class GGT(WindowOptimizer):
         >>> optimizer.step()
     """
 
-    solver = GGTSolver()
     checks: ClassVar[dict[str, options.Check]] = {
         **WINDOW_CHECKS,
         "betas": window_betas,
@@ -71,7 +81,6 @@ class GGT(WindowOptimizer):
         "fallback_betas": options.betas,
         "fallback_eps": options.number(0.0),
     }
-    shared_options = (*WindowOptimizer.shared_options, "betas", "eps", "sgd_weight", "bias_correction")
 
     def __init__(
         self,
@@ -110,19 +119,4 @@ class GGT(WindowOptimizer):
         checkpoint_curvature: str = "all",
     ) -> None:
         given = locals()
-        super().__init__(
-            params,
-            options.from_arguments(given, self.checks),
-            module=module,
-            comm=comm,
-            compression=compression,
-            window_dtype=window_dtype,
-            partition=partition,
-            skip_norm_layers=skip_norm_layers,
-            skip_biases=skip_biases,
-            grad_scaler=grad_scaler,
-            seed=deterministic_seed,
-        )
-
-    def _cycles_betas(self, defaults: Group) -> bool:
-        return defaults["graft"] is None or options.is_adam(defaults["graft"]) or defaults["betas"][0] > 0
+        super().__init__(given, window_recipe(given, GGTSolver(), GGTRules(_SHARED, partition)))

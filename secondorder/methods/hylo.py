@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
@@ -41,8 +40,10 @@ from secondorder.curvature.layer import LayerOptions, SkipRule
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.linalg import selection
 from secondorder.methods import documentation
-from secondorder.methods.layer_optimizer import LayerOptimizer
-from secondorder.parameters import Directions, Group
+from secondorder.methods.layers import LayerRecipe, LayerRules
+from secondorder.optimizer import SecondOrderOptimizer
+from secondorder.options import FisherOptions
+from secondorder.parameters import Group
 from secondorder.preconditioners.rows import RowPreconditioner
 from secondorder.switching import GradNormChange, SwitchPolicy
 
@@ -50,7 +51,7 @@ _MODES = ("auto", "kid", "kis", "sngd")
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS)
-class HyLo(LayerOptimizer):
+class HyLo(SecondOrderOptimizer):
     """HyLo on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
@@ -111,7 +112,6 @@ class HyLo(LayerOptimizer):
         >>> optimizer.step()
     """
 
-    curvature = RowPreconditioner
     checks: ClassVar[dict[str, options.Check]] = {
         "damping": options.number(0.0, low_open=True),
         "damping_mode": options.choice("absolute", "relative"),
@@ -196,51 +196,18 @@ class HyLo(LayerOptimizer):
         if switch is not None and not isinstance(switch, SwitchPolicy):
             raise TypeError(f"switch must be a policy of secondorder.switching, got {switch!r}")
         modes = ModeSwitch(GradNormChange() if switch is None else switch, type(self).__name__)
-        self._own = {"batch_size": batch_size, "modes": modes}
         if switch is not None and "auto" not in _modes(params, mode):
             raise ValueError(f"mode={mode!r} never asks the policy {switch!r}: drop switch, or mode")
-        self.rules = options.GroupRules(partial(_exclude, fisher=fisher))
-        defaults = options.from_arguments(given, self.checks)
-        chosen = LayerOptions(
+        layers = LayerOptions(
             skip_layers, max_failures=max_failures, tied=tied, batch_dim=batch_dim, batch_input=batch_input
         )
-        super().__init__(
-            params, defaults, module=module, comm=comm, layer_options=chosen, grad_scaler=grad_scaler,
-            fisher=options.FisherOptions(fisher),
-        )  # fmt: skip
+        rules, own = LayerRules(partial(_exclude, fisher=fisher)), {"batch_size": batch_size, "modes": modes}
+        super().__init__(given, LayerRecipe(RowPreconditioner, rules, layers, FisherOptions(fisher), own))
 
-    # ------------------------------------------------------------------ which mode
     @property
     def switch(self) -> SwitchPolicy:
         """The policy of ``mode="auto"``: a copy of the argument of this name."""
-        return self.preconditioner.modes.policy
-
-    @property
-    def preconditioner(self) -> RowPreconditioner:
-        """The blocks."""
-        return cast("RowPreconditioner", self._curvature)
-
-    def _own_arguments(self) -> dict[str, Any]:
-        return self._own
-
-    def _inspect(self, gradients: Directions) -> tuple[bool, Tensor | None]:
-        ok, gate = super()._inspect(gradients)
-        if self.preconditioner.is_auto():
-            policy = self.switch
-            lrs = [_number(g["lr"]) for g in self.param_groups] if policy.needs_rates else []
-            policy.observe(self._t, lrs, self._norm(gradients) if policy.needs_gradient_norm else None)
-        return ok, gate
-
-    def _norm(self, gradients: Directions) -> Tensor | None:
-        """Norm of the gradient of all covered parameters."""
-        covered = [g for p, g in gradients.items() if self.preconditioner.covers(p)]
-        if not covered:
-            return None
-        double = any(g.dtype in (torch.float64, torch.complex128) for g in covered)
-        dtype = torch.float64 if double else torch.float32  # a norm in half precision may overflow
-        norms = torch._foreach_norm([torch.view_as_real(g) if g.is_complex() else g for g in covered], 2, dtype)
-        total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
-        return total
+        return cast("RowPreconditioner", self.preconditioner).modes.policy
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str) -> None:
@@ -268,8 +235,3 @@ def _modes(params: Any, mode: str) -> set[str]:
     """Modes of the groups that a constructor was given."""
     groups = [g for g in params if isinstance(g, dict)] if isinstance(params, (list, tuple)) else []
     return {str(group.get("mode", mode)) for group in groups} or {mode}
-
-
-def _number(lr: Any) -> float:
-    """A learning rate as a number; one on a device is waited for."""
-    return float(lr.cpu().numpy()) if isinstance(lr, Tensor) else float(lr)

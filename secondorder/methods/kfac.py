@@ -33,13 +33,20 @@ from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.comm import CommStrategy
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
-from secondorder.methods.kronecker import FactoredOptimizer
+from secondorder.methods.kronecker import (
+    FACTOR_CHECKS,
+    Exclusion,
+    FactoredRules,
+    factor_recipe,
+    warn_of_options,
+)
+from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
 from secondorder.preconditioners.kronecker import KroneckerPreconditioner
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.LAYERS, documentation.FACTORS)
-class KFAC(FactoredOptimizer):
+class KFAC(SecondOrderOptimizer):
     """K-FAC on every layer type that has an adapter; every other parameter follows the fallback rule.
 
     Args:
@@ -64,9 +71,8 @@ class KFAC(FactoredOptimizer):
         >>> optimizer.step()
     """
 
-    curvature = KroneckerPreconditioner
     checks: ClassVar[dict[str, options.Check]] = {
-        **FactoredOptimizer.checks,
+        **FACTOR_CHECKS,
         "damping_split": options.choice(None, "exact", "pi"),
         "inverse_method": options.choice("eigen", "cholesky"),
     }
@@ -143,20 +149,35 @@ class KFAC(FactoredOptimizer):
         deterministic_seed: int = 0,
     ) -> None:
         given = locals()
-        super().__init__(given, _exclude)
+        rules = KFACRules(given, _exclude)
+        super().__init__(given, factor_recipe(given, KroneckerPreconditioner, rules))
+        warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
 
-    def reason_against_roles(self) -> str | None:
-        """Factors and their inverses may be found by other ranks; what is judged by trial steps may not."""
-        if self._layer_options.overlap:
+
+class KFACRules(FactoredRules):
+    """Rules about the options of a group of KFAC, whose factors and inverses may be found by other ranks.
+
+    Args:
+        given: The arguments of the constructor.
+        exclusions: What excludes each other.
+    """
+
+    def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
+        super().__init__(given, *exclusions)
+        self._overlap = given["overlap"]
+
+    def reason_against_roles(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return why ranks of several roles cannot serve the method, as when steps are judged by their loss."""
+        if self._overlap:
             return "inverses are found beside training there anyway. Drop overlap=True"
-        chosen = self.rules.adaptation
+        chosen = self.adaptation
         options_on = [*chosen.needing_loss, *(["quadratic_model"] if chosen.quadratic_model else [])]
         if options_on:
             return (
                 f"{', '.join(options_on)} judge a step by a quadratic model of the parameters as they are, and the "
                 "curvature belongs to those of two periods ago. Drop them, or use comm=MemOpt()"
             )
-        if any(group["checkpoint_curvature"] == "factors" for group in self.param_groups):
+        if any(group["checkpoint_curvature"] == "factors" for group in groups):
             return "checkpoint_curvature='factors' needs factors and inverses on one rank. Use 'all' or 'none'"
         return None
 

@@ -1,12 +1,12 @@
-"""Options of the methods with Kronecker factors: their defaults, their exclusions, and warnings about them."""
+"""The recipe of the methods with Kronecker factors: defaults, exclusions and warnings."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -14,11 +14,15 @@ from secondorder import options
 from secondorder.adaptation.trial import Adaptation
 from secondorder.adaptation.trust_region import TrustRegion
 from secondorder.curvature import factors
+from secondorder.curvature.block import Block
 from secondorder.curvature.layer import LayerOptions
 from secondorder.frames import depth_of_caller
-from secondorder.methods.layer_optimizer import LayerOptimizer
+from secondorder.methods.layers import LayerRecipe, LayerRules
+from secondorder.options import FisherOptions
 from secondorder.parameters import Group
+from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.runtime import some_of
+from secondorder.update import Update
 
 #: Damping when none is given: a multiple of the mean eigenvalue of each block, or λ if the mode is given as absolute.
 _RELATIVE, _ABSOLUTE = 10.0, 1e-3
@@ -31,7 +35,7 @@ Exclusion = Callable[[Mapping[str, Any], list[Group]], None]
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class FactoredRules(options.GroupRules):
+class FactoredRules(LayerRules):
     """Rules about the options of a group with factors.
 
     Args:
@@ -39,15 +43,16 @@ class FactoredRules(options.GroupRules):
         exclusions: What excludes each other.
 
     Attributes:
+        adaptation: How steps are judged by their loss.
         mode_by_default: Whether ``damping_mode`` was left to the constructor.
         chooses_bound: Whether ``max_factor_dim`` was left to the constructor.
         device_type: Type of the device for which it chooses.
     """
 
     def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
-        #: How steps are judged by their loss.
         self.adaptation = Adaptation(**chosen(Adaptation, given))
         super().__init__(partial(_exclude, adaptation=self.adaptation), *exclusions)
+        self.fisher = FisherOptions(given["fisher"], given["fisher_samples"])
         self.mode_by_default, self.chooses_bound = given["damping_mode"] is None, given["max_factor_dim"] == AUTO
         self.device_type = _device_type(given)
 
@@ -68,6 +73,16 @@ class FactoredRules(options.GroupRules):
         if found.get("max_factor_dim", AUTO if another_way else None) == AUTO:
             found["max_factor_dim"] = self.bound({**defaults, **found})
         return found
+
+    def added(self, groups: list[Group], steps: int) -> None:
+        """Add to the last group what judged steps will note in it."""
+        self.adaptation.mark(groups, steps)
+
+    def facts(self) -> dict[str, list[str]]:
+        """Return what must be equal on all ranks in addition to the options of groups, in words."""
+        found = {**vars(self.fisher), **vars(self.adaptation)}
+        words = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in found.items()]
+        return {"Fisher and adaptation": words}
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptation) -> None:
@@ -98,105 +113,107 @@ def _exclude(group: Mapping[str, Any], groups: list[Group], adaptation: Adaptati
         )
 
 
-class FactoredOptimizer(LayerOptimizer):
-    """Base of the methods with factors A and G per layer: what the user chooses."""
+#: Checks of the options that all methods with factors have.
+FACTOR_CHECKS: dict[str, options.Check] = {
+    "damping": options.number(0.0, low_open=True),
+    "damping_mode": options.choice("absolute", "relative"),
+    "factor_decay": options.number(0.0, 1.0),
+    "factor_update_steps": options.whole(1),
+    "inv_update_steps": options.whole(0),
+    "approx": options.choice("expand", "reduce"),
+    "loss_reduction": options.choice("mean", "sum"),
+    "loss_terms": options.number(0.0, low_open=True),
+    "kl_clip": options.number(0.0, low_open=True, optional=True),
+    "power": options.number(0.0, 1.0, low_open=True),
+    "orthogonalize": options.flag,
+    "max_factor_dim": options.optional_whole(1),
+    "weighting": options.choice("samples", "update"),
+    "burnin_steps": options.whole(0),
+    "decay_per_step": options.flag,
+    "factor_batch_size": options.optional_whole(1),
+    "factor_positions": options.optional_whole(1),
+    "weight_decay_in_curvature": options.flag,
+    "deterministic_seed": options.whole(0),
+}
 
-    checks: ClassVar[dict[str, options.Check]] = {
-        "damping": options.number(0.0, low_open=True),
-        "damping_mode": options.choice("absolute", "relative"),
-        "factor_decay": options.number(0.0, 1.0),
-        "factor_update_steps": options.whole(1),
-        "inv_update_steps": options.whole(0),
-        "approx": options.choice("expand", "reduce"),
-        "loss_reduction": options.choice("mean", "sum"),
-        "loss_terms": options.number(0.0, low_open=True),
-        "kl_clip": options.number(0.0, low_open=True, optional=True),
-        "power": options.number(0.0, 1.0, low_open=True),
-        "orthogonalize": options.flag,
-        "max_factor_dim": options.optional_whole(1),
-        "weighting": options.choice("samples", "update"),
-        "burnin_steps": options.whole(0),
-        "decay_per_step": options.flag,
-        "factor_batch_size": options.optional_whole(1),
-        "factor_positions": options.optional_whole(1),
-        "weight_decay_in_curvature": options.flag,
-        "deterministic_seed": options.whole(0),
-    }
+
+@dataclass(frozen=True)
+class FactorRecipe(LayerRecipe):
+    """The recipe of a method with factors A and G per layer.
+
+    Attributes:
+        rules: Rules about several options of a group.
+    """
+
     rules: FactoredRules
 
-    def __init__(self, given: Mapping[str, Any], *exclusions: Exclusion) -> None:
-        """Take the arguments of a method's constructor, by name, and what excludes each other in its groups."""
-        layer_options = LayerOptions(**chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
-        self.rules = FactoredRules(given, *exclusions)
-        super().__init__(
-            given["params"],
-            self._default_options(given),
-            module=given["module"],
-            comm=given["comm"],
-            layer_options=layer_options,
-            grad_scaler=given["grad_scaler"],
-            fisher=options.FisherOptions(given["fisher"], given["fisher_samples"]),
-        )
-        self._warn_intervals()
-        self._warn_wide()
-
-    def _default_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Group options from the arguments of a constructor, with what is unset resolved."""
-        defaults = options.from_arguments(given, self.checks)
+    def defaults(self, given: Mapping[str, Any], checks: Mapping[str, options.Check]) -> Group:
+        """Return the default options of groups, with what was not given resolved."""
+        found = options.from_arguments(given, checks)
         for name, steps in INTERVALS.items():
-            defaults[name] = steps if defaults[name] is None else defaults[name]
+            found[name] = steps if found[name] is None else found[name]
         if self.rules.chooses_bound:
-            defaults["max_factor_dim"] = self.rules.bound(given)
-        defaults["damping"], defaults["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
-        return defaults
+            found["max_factor_dim"] = self.rules.bound(given)
+        found["damping"], found["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
+        return found
 
-    def _make_curvature(self, own: Mapping[str, Any]) -> None:
-        super()._make_curvature(own)
-        self._trust = TrustRegion(self.rules.adaptation, self._curvature, self._update)
+    def judge(self, preconditioner: LayerPreconditioner, update: Update) -> TrustRegion:
+        """Return what judges steps by their loss."""
+        return TrustRegion(self.rules.adaptation, preconditioner, update)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see the base class."""
-        super().add_param_group(param_group)
-        self.rules.adaptation.mark(self.param_groups, self.steps)
 
-    def _facts(self) -> dict[str, list[str]]:
-        chosen = {**vars(self._fisher), **vars(self.rules.adaptation)}
-        words = [f"{k}={v!r}" if isinstance(v, _PLAIN) else f"{k}={type(v).__name__}" for k, v in chosen.items()]
-        return {**super()._facts(), "Fisher and adaptation": words}
+def factor_recipe(given: Mapping[str, Any], curvature: type[LayerPreconditioner], rules: FactoredRules) -> FactorRecipe:
+    """Return the recipe of a method with factors, from the arguments of its constructor by name."""
+    layers = LayerOptions(**chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
+    return FactorRecipe(curvature, rules, layers, rules.fisher)
 
-    def _warn_intervals(self) -> None:
-        pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in self.param_groups)
-        odd = [
-            f"inv_update_steps={refresh} is not a multiple of factor_update_steps={update}"
-            for refresh, update in pairs
-            if refresh % update
-        ]
-        if odd:
-            warnings.warn(
-                f"{'; '.join(odd)}: some refreshes will use factors that are a few steps old. Make it a multiple",
-                stacklevel=depth_of_caller(),
-            )
 
-    def _warn_wide(self) -> None:
-        """Name once the sides that the default has made diagonal although they could be dense."""
-        if not self.rules.chooses_bound:
-            return
-        bounds = {block: self.rules.bound(block.group) for block in self.blocks.values()}
-        sides = [
-            f"{block.label} ({what}, {side.n})"
-            for block, bound in bounds.items()
-            if block.group["max_factor_dim"] == bound
-            for what, side in zip(("inputs", "outputs"), factors.sides(block.adapter, bound), strict=True)
-            if side.diagonal and not side.by_nature and side.n <= factors.WIDEST
-        ]
-        if sides:
-            bound = min(bounds.values())
-            warnings.warn(
-                f"{type(self).__name__}: factors of more than {bound} rows are kept as their diagonal, since a refresh "
-                f"of a matrix that wide takes seconds on this device: {some_of(sides)}. Give max_factor_dim={bound} to "
-                f"keep it so without this warning, or max_factor_dim={factors.WIDEST} for dense factors",
-                stacklevel=depth_of_caller(),
-            )
+def warn_of_options(method: str, groups: Sequence[Group], blocks: Iterable[Block], rules: FactoredRules) -> None:
+    """Warn of intervals that do not fit together, and of sides that the default has made diagonal.
+
+    Args:
+        method: Name of the optimizer's class.
+        groups: The parameter groups.
+        blocks: The blocks of the module.
+        rules: Rules about the options of the groups.
+    """
+    _warn_intervals(groups)
+    if rules.chooses_bound:
+        _warn_wide(method, blocks, rules)
+
+
+def _warn_intervals(groups: Sequence[Group]) -> None:
+    pairs = dict.fromkeys((g["inv_update_steps"], g["factor_update_steps"]) for g in groups)
+    odd = [
+        f"inv_update_steps={refresh} is not a multiple of factor_update_steps={update}"
+        for refresh, update in pairs
+        if refresh % update
+    ]
+    if odd:
+        warnings.warn(
+            f"{'; '.join(odd)}: some refreshes will use factors that are a few steps old. Make it a multiple",
+            stacklevel=depth_of_caller(),
+        )
+
+
+def _warn_wide(method: str, blocks: Iterable[Block], rules: FactoredRules) -> None:
+    """Name once the sides that the default has made diagonal although they could be dense."""
+    bounds = {block: rules.bound(block.group) for block in blocks}
+    sides = [
+        f"{block.label} ({what}, {side.n})"
+        for block, bound in bounds.items()
+        if block.group["max_factor_dim"] == bound
+        for what, side in zip(("inputs", "outputs"), factors.sides(block.adapter, bound), strict=True)
+        if side.diagonal and not side.by_nature and side.n <= factors.WIDEST
+    ]
+    if sides:
+        bound = min(bounds.values())
+        warnings.warn(
+            f"{method}: factors of more than {bound} rows are kept as their diagonal, since a refresh of a matrix that "
+            f"wide takes seconds on this device: {some_of(sides)}. Give max_factor_dim={bound} to keep it so without "
+            f"this warning, or max_factor_dim={factors.WIDEST} for dense factors",
+            stacklevel=depth_of_caller(),
+        )
 
 
 def _device_type(given: Mapping[str, Any]) -> str:

@@ -33,12 +33,16 @@ from secondorder.curvature.solvers import MFACSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.topk import TopK
 from secondorder.methods import documentation
-from secondorder.methods.window_optimizer import WINDOW_CHECKS, WindowOptimizer
+from secondorder.methods.windows import WINDOW_CHECKS, WindowRules, window_recipe
+from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Group
+
+#: Options on which the groups of one window must agree.
+_SHARED = "damping", "damping_mode", "scale", "solver", "momentum_mode"
 
 
 @options.complete_docstring(documentation.OPTIMIZER, documentation.WINDOW)
-class MFAC(WindowOptimizer):
+class MFAC(SecondOrderOptimizer):
     """M-FAC on any parameters, with or without a module.
 
     Args:
@@ -68,7 +72,6 @@ class MFAC(WindowOptimizer):
         >>> optimizer.step()
     """
 
-    solver = MFACSolver()
     checks: ClassVar[dict[str, options.Check]] = {
         **WINDOW_CHECKS,
         "damping": options.number(0.0, low_open=True),
@@ -77,14 +80,6 @@ class MFAC(WindowOptimizer):
         "solver": options.choice("auto", "cholesky", "eigh"),
         "momentum_mode": options.choice("heavy_ball", "ema", "pre"),
     }
-    shared_options = (
-        *WindowOptimizer.shared_options,
-        "damping",
-        "damping_mode",
-        "scale",
-        "solver",
-        "momentum_mode",
-    )
 
     def __init__(
         self,
@@ -126,20 +121,8 @@ class MFAC(WindowOptimizer):
         checkpoint_curvature: str = "all",
     ) -> None:
         given = locals()
-        super().__init__(
-            params,
-            options.from_arguments(given, MFAC.checks),
-            module=module,
-            comm=comm,
-            compression=compression,
-            window_dtype=window_dtype,
-            partition=partition,
-            skip_norm_layers=skip_norm_layers,
-            skip_biases=skip_biases,
-            grad_scaler=grad_scaler,
-            seed=deterministic_seed,
-            exclusions=[partial(_exclude, shares=partition == "global")],
-        )
+        rules = WindowRules(_SHARED, partition, partial(_exclude, shares=partition == "global"))
+        super().__init__(given, window_recipe(given, MFACSolver(), rules))
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], shares: bool) -> None:

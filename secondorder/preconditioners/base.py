@@ -8,17 +8,23 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy
+from secondorder.capture.statistics.averages import all_finite
+from secondorder.comm import CommStrategy, Unit
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.schema import Place, Schema
 from secondorder.parameters import Directions, Group, ParameterTable
+from secondorder.preconditioners.hooks import NoHooks
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.layer_capture import LayerCapture
 
 #: State by parameter, as a checkpoint has it.
 SavedStates = Mapping[nn.Parameter, Mapping[str, Any]]
@@ -61,7 +67,7 @@ class Rule(NamedTuple):
     is_fallback: bool = False
 
 
-class Preconditioner(Protocol):
+class Preconditioner(ABC):
     """The stages of a step over all curvature of an optimizer."""
 
     #: Whether ``propose`` preconditions its argument ``source``. Windows precondition what they contain.
@@ -69,20 +75,80 @@ class Preconditioner(Protocol):
     #: Option that says how many steps lie between two refreshes; empty if there is none. 0 switches curvature off.
     refresh_interval: ClassVar[str] = ""
 
+    #: Whether there is curvature only for the layers of a module, so that a copy waits for one.
+    needs_module: ClassVar[bool] = False
+
     comm: CommStrategy
     table: ParameterTable
+    #: What captures statistics in forward and backward passes.
+    hooks: NoHooks | LayerCapture
     #: Heading of the column with the sizes of the curvature.
     sizes_are: str
 
+    # ------------------------------------------------------------------ the plan
+    @abstractmethod
+    def forget_plan(self, params: Collection[nn.Parameter]) -> None:
+        """Forget a plan that was made for another module or for other parameters.
+
+        Args:
+            params: The current parameters.
+        """
+
+    @abstractmethod
+    def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
+        """Make a new plan for the current parameters.
+
+        Args:
+            place: Lets the strategy decide which rank does what.
+
+        Returns:
+            Whether the plan changed.
+        """
+
+    def allocate(self, p: nn.Parameter) -> None:
+        """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""
+
+    def forget(self, params: Sequence[nn.Parameter]) -> None:
+        """Forget parameters whose group could not be added."""
+
+    def hook(self) -> None:
+        """Hook the layers of the module, where something is captured."""
+
+    def rebuilt(self) -> None:
+        """Act on a new plan whose state has been allocated."""
+
+    def replanned(self, changed: bool) -> None:
+        """Act on a new plan between two steps, given whether it differs from the last one."""
+
+    def detach(self) -> None:
+        """Remove all hooks, and end what runs in the background. Idempotent."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Mapping[str, Any]:
+        """The blocks or windows, by name."""
+
+    @abstractmethod
+    def covered(self) -> Iterable[tuple[str, Sequence[nn.Parameter]]]:
+        """Return the name and the parameters of each block, or of each window on this rank."""
+
+    # ------------------------------------------------------------------ copies
+    @abstractmethod
+    def kept(self) -> dict[str, Any]:
+        """Return what copies and pickles keep in addition to the state and the recipe."""
+
+    def copied(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> Mapping[nn.Parameter, dict[str, Any]]:
+        """Return the state as copies and pickles contain it."""
+        return state
+
+    # ------------------------------------------------------------------ reports
     @abstractmethod
     def summary(self) -> str:
         """Return the number of blocks or windows in words."""
-        ...
 
     @abstractmethod
     def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
         """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
-        ...
 
     @property
     def nbytes(self) -> int:
@@ -94,9 +160,37 @@ class Preconditioner(Protocol):
         return 0
 
     @abstractmethod
+    def dense(self, name: str) -> Tensor:
+        """Return the undamped curvature of a layer as a dense matrix ``[n, n]``; see ``dense_curvature``."""
+
+    @abstractmethod
+    def diagnostics(self) -> dict[str, Any]:
+        """Return counters and factors as plain numbers; reading them may wait for the device."""
+
+    # ------------------------------------------------------------------ the stages of a step
+    def begin_step(self, synchronize: Callable[[], None]) -> None:
+        """Refuse a step that cannot be taken. ``synchronize`` follows parameters that changed since the last one."""
+
+    def acceptable(self, gradients: Directions) -> Tensor:
+        """Return whether a step can use the gradients, as a 0-dim bool tensor."""
+        found = [torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()]
+        return self.table.shards.everywhere(all_finite(found))
+
+    def inspected(self, gradients: Directions) -> None:
+        """Note the gradients of a step after they have been checked."""
+
+    def follow_schedule(self) -> None:
+        """Let intervals that changed since the last step act on the forward pass that begins."""
+
+    def end_step(self) -> None:
+        """Prepare for the coming step."""
+
+    def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
+        """Estimate the Fisher of the model's own predictions where it is used; see ``SecondOrderOptimizer.observe``."""
+
+    @abstractmethod
     def facts(self) -> dict[str, list[str]]:
         """Return what must be equal on all ranks, in words."""
-        ...
 
     @abstractmethod
     def recover(self) -> None:
@@ -134,7 +228,6 @@ class Preconditioner(Protocol):
     @abstractmethod
     def refresh_due(self) -> list[int]:
         """Refresh the curvature that is due, and return the indices of what was refreshed."""
-        ...
 
     @abstractmethod
     def share(self, refreshed: list[int]) -> None:
@@ -152,23 +245,23 @@ class Preconditioner(Protocol):
         Returns:
             The directions.
         """
-        ...
 
     # ------------------------------------------------------------------ what the first-order update asks
     @abstractmethod
     def covers(self, p: nn.Parameter) -> bool:
         """Return whether curvature covers a parameter."""
-        ...
 
     @abstractmethod
     def options_of(self, p: nn.Parameter) -> Group:
         """Return the group whose options the curvature of a covered parameter follows."""
-        ...
+
+    def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
+        """Return β₁, β₂ and ε of Adam's rule in a group."""
+        return group["betas"], group["eps"]
 
     @abstractmethod
     def preconditioned(self, gradients: Directions) -> list[nn.Parameter]:
         """Return the parameters for which a step with these gradients proposes directions."""
-        ...
 
     def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
         """Change in place what is preconditioned, if the method preconditions something else.

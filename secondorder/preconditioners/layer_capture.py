@@ -24,6 +24,7 @@ from secondorder.frames import depth_of_caller
 from secondorder.options import FisherOptions
 from secondorder.parameters import Directions, ParameterTable
 from secondorder.preconditioners.block_plan import BlockPlan
+from secondorder.preconditioners.hooks import check_mask
 from secondorder.runtime import Clock, Runtime
 
 
@@ -151,20 +152,8 @@ class LayerCapture:
 
     @contextmanager
     def mask(self, keep: Tensor | None) -> Iterator[None]:
-        """Keep padding out of the statistics of the forwards that run inside the ``with`` block.
-
-        Args:
-            keep: ``[N, S]``, True (or 1, as attention masks have it) for real positions; None for no mask.
-
-        Raises:
-            TypeError: If it is no tensor of bools or integers; a mask of floats is one to be added to scores.
-            ValueError: If its shape is another.
-        """
-        if keep is not None and (not isinstance(keep, Tensor) or keep.is_floating_point() or keep.is_complex()):
-            kind = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
-            raise TypeError(f"mask takes a bool or integer tensor keep of shape [N, S], got {kind}")
-        if keep is not None and keep.dim() != 2:
-            raise ValueError(f"mask takes a tensor keep of shape [N, S], got shape {tuple(keep.shape)}")
+        """Keep padding out of the statistics of the forwards that run inside the ``with`` block."""
+        check_mask(keep)
         if self._capture is None:
             yield
             return

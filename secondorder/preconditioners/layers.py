@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -52,6 +51,7 @@ class LayerPreconditioner(Preconditioner):
         refresher: When they are refreshed.
     """
 
+    hooks: LayerCapture
     form: ClassVar[StateForm] = StateForm()
     #: The class of the blocks.
     block_type: ClassVar[type[Block]]
@@ -59,6 +59,7 @@ class LayerPreconditioner(Preconditioner):
     catalog: ClassVar[Schema] = {}
     #: Options that decide what the state of a block holds.
     allocating: ClassVar[tuple[str, ...]] = ()
+    needs_module = True
     sizes_are = "factors A, G"
     #: Options that say how many steps lie between two updates of the estimates, and between two refreshes.
     capture_interval: ClassVar[str] = "factor_update_steps"
@@ -102,6 +103,18 @@ class LayerPreconditioner(Preconditioner):
         """Blocks by module name."""
         return {b.name: b for b in self.plan.blocks}
 
+    def covered(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
+        """Return the name and the parameters of each block."""
+        return ((b.name, b.params) for b in self.plan.blocks)
+
+    def forget_plan(self, params: Collection[nn.Parameter]) -> None:
+        """Forget the blocks of another module."""
+        self.plan.blocks = []
+
+    def allocate(self, p: nn.Parameter) -> None:
+        """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""
+        self.plan.allocate(p)
+
     def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
         """Find the blocks for the current parameters; see :meth:`BlockPlan.follow`."""
         return self.plan.follow(place)
@@ -127,6 +140,12 @@ class LayerPreconditioner(Preconditioner):
     def hook(self) -> None:
         """Hook the layers of the blocks."""
         self.hooks.hook()
+        self.arm()
+
+    def replanned(self, changed: bool) -> None:
+        """Hook the layers of new blocks, if there are any, and have captured what the coming step will use."""
+        if changed and self.hooks.is_hooked:
+            self.hook()
         self.arm()
 
     def arm(self) -> None:
@@ -173,6 +192,10 @@ class LayerPreconditioner(Preconditioner):
         rank = self.comm.data_rank if self.comm.combines else None
         is_sum = self.table.groups[0]["loss_reduction"] == "sum"
         self.fisher.observe(capture, heads, kinds, given, is_sum=is_sum, rank=rank)
+
+    def begin_step(self, synchronize: Callable[[], None]) -> None:
+        """Refuse a step without a module."""
+        _ = self.hooks.capture
 
     def check_gradients(self) -> None:
         """Leave out what was captured of a backward whose gradients others have replaced."""
@@ -499,12 +522,14 @@ class LayerPreconditioner(Preconditioner):
     def kept(self) -> dict[str, Any]:
         """Return what copies and pickles keep, apart from the state."""
         return {
-            "own": {},
-            "layer_options": replace(self.options, skip_layers=self.plan.portable_rules()),
             "to_renew": set(self._to_renew),
             "refreshed_at": dict(self.refresher.refreshed_at),
             "learned_at": dict(self._learned_at),
         }
+
+    def own(self) -> dict[str, Any]:
+        """Return the arguments of a copy that only this preconditioner has."""
+        return {}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Take what :meth:`kept` returned for the original."""

@@ -38,6 +38,24 @@ class RowPreconditioner(GatheringOptimizer):
         """Whether a policy chooses the mode of some group."""
         return any(group["mode"] == "auto" for group in self.table.groups)
 
+    def inspected(self, gradients: Directions) -> None:
+        """Have the policy observe the learning rates and the norm of the gradient, as far as it needs them."""
+        if self.is_auto():
+            policy, groups = self.modes.policy, self.table.groups
+            rates = [_number(g["lr"]) for g in groups] if policy.needs_rates else []
+            policy.observe(self.runtime.step, rates, self._norm(gradients) if policy.needs_gradient_norm else None)
+
+    def _norm(self, gradients: Directions) -> Tensor | None:
+        """Return the norm of the gradient of all covered parameters."""
+        covered = [g for p, g in gradients.items() if self.covers(p)]
+        if not covered:
+            return None
+        double = any(g.dtype in (torch.float64, torch.complex128) for g in covered)
+        dtype = torch.float64 if double else torch.float32  # a norm in half precision may overflow
+        norms = torch._foreach_norm([torch.view_as_real(g) if g.is_complex() else g for g in covered], 2, dtype)
+        total: Tensor = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        return total
+
     # ------------------------------------------------------------------ weight decay as part of the objective
     def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
         """With ``weight_decay_mode="reg"``, precondition the gradient of the decay, too."""
@@ -205,9 +223,9 @@ class RowPreconditioner(GatheringOptimizer):
             own["Fisher"] = [f"fisher={self.setting.fisher.fisher!r}"]
         return {**super().facts(), **own}
 
-    def kept(self) -> dict[str, Any]:
-        """Return what copies and pickles keep, apart from the state."""
-        return {**super().kept(), "own": {"batch_size": self.plan.batch_size, "modes": copy.copy(self.plan.modes)}}
+    def own(self) -> dict[str, Any]:
+        """Return the arguments of a copy that only this preconditioner has."""
+        return {"batch_size": self.plan.batch_size, "modes": copy.copy(self.plan.modes)}
 
     @property
     def nbytes(self) -> int:
@@ -230,3 +248,8 @@ class RowPreconditioner(GatheringOptimizer):
             "switches": [list(switch) for switch in self.plan.modes.history],
             "rank": ranks,
         }
+
+
+def _number(lr: Any) -> float:
+    """Return a learning rate as a number; one on a device is waited for."""
+    return float(lr.cpu().numpy()) if isinstance(lr, Tensor) else float(lr)

@@ -358,5 +358,8 @@ class WindowPlan:
 
     def kept(self) -> dict[str, Any]:
         """Return the values from which the plan of a copy is constructed."""
-        own = {"options": self.options, "excluded": dict(self.partition.excluded)}
-        return {**own, "bounds": dict(self.bounds), "covered": list(self.unit_of)}
+        return {
+            "excluded": dict(self.partition.excluded),
+            "bounds": dict(self.bounds),
+            "covered": list(self.unit_of),
+        }

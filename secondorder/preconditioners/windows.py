@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from secondorder.comm import CommStrategy
 from secondorder.comm.layout import local
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.solvers import WindowSolver
+from secondorder.curvature.window.shards import plain
 from secondorder.curvature.window.unit import Source, Unit, real
 from secondorder.curvature.window.window import Push
 from secondorder.linalg import gram
@@ -25,7 +26,9 @@ from secondorder.linalg.dense import full_precision
 from secondorder.parallel.windows import WindowExchange
 from secondorder.parameters import Directions, Group, ParameterTable
 from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
-from secondorder.preconditioners.window_plan import Portions, WindowOptions, WindowPlan
+from secondorder.preconditioners.hooks import NoHooks
+from secondorder.preconditioners.window_plan import CATALOG, Portions, WindowOptions, WindowPlan
+from secondorder.runtime import Runtime
 
 #: Steps after which the damping is compared with the curvature.
 _STEPS_BEFORE_WATCH = 20
@@ -43,6 +46,7 @@ class WindowPreconditioner(Preconditioner):
         structure: The options that are the same in all groups.
         comm: Communication strategy, which decides which ranks store which windows.
         table: The parameters.
+        runtime: The step counter.
         kept: If this is a copy, the return value of ``WindowPlan.kept`` for the original.
     """
 
@@ -55,14 +59,13 @@ class WindowPreconditioner(Preconditioner):
         structure: WindowOptions,
         comm: CommStrategy,
         table: ParameterTable,
-        kept: dict[str, Any] | None = None,
+        runtime: Runtime,
+        kept: Mapping[str, Any] | None = None,
     ) -> None:
-        known = {key: value for key, value in (kept or {}).items() if key != "options"}
         self.solver, self.structure, self.comm, self.table = solver, structure, comm, table
-        self.plan = WindowPlan(solver, structure, comm, table, **known)
+        self.plan = WindowPlan(solver, structure, comm, table, **(kept or {}))
         self.exchange = WindowExchange(comm)
-        #: Number of steps taken, which the optimizer updates.
-        self.step = 0
+        self.runtime, self.hooks = runtime, NoHooks()
         self._norms: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -70,15 +73,48 @@ class WindowPreconditioner(Preconditioner):
         """The windows."""
         return self.plan.units
 
+    @property
+    def blocks(self) -> dict[str, Unit]:
+        """The windows by name."""
+        return {unit.name: unit for unit in self.plan.units}
+
+    def covered(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
+        """Return the name and the parameters of each window on this rank."""
+        return ((unit.name, unit.params) for unit in self.units if unit.held)
+
+    def forget_plan(self, params: Collection[nn.Parameter]) -> None:
+        """Forget the windows if other parameters have replaced theirs, together with their state."""
+        if not self.plan.unit_of.keys() <= set(params):
+            self.plan.units, self.plan.unit_of = [], {}
+
     def follow(self, place: Callable[[Portions], None]) -> bool:
         """Make a new plan for the current parameters, and return whether there are new windows."""
+        table, partition = self.table, self.plan.partition
+        for group in table.groups:
+            options.whole(1)("window_size", group["window_size"])
+        table.name_parameters()
         changed = self.plan.follow(place)
         self.reconnect()
+        table.reasons = partition.reasons(table)
+        table.skipped_by_user = set(partition.excluded)
         return changed
+
+    def forget(self, params: Sequence[nn.Parameter]) -> None:
+        """Forget parameters whose group could not be added."""
+        for p in params:
+            self.plan.forget(p)
 
     def replace(self, after: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Replace the parameters by those that ``after`` maps them to."""
         self.plan.replace(after)
+
+    def kept(self) -> dict[str, Any]:
+        """Return what copies and pickles keep in addition to the state and the recipe."""
+        return self.plan.kept()
+
+    def copied(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return the state in which each parameter has its part of the window, not a view of the whole."""
+        return {p: {k: v.clone() if plain(k) in CATALOG else v for k, v in own.items()} for p, own in state.items()}
 
     def reconnect(self) -> None:
         """Let the exchange use the current windows of the plan."""
@@ -94,7 +130,7 @@ class WindowPreconditioner(Preconditioner):
         Returns:
             The windows, which only support queries that depend on shapes alone.
         """
-        found = WindowPreconditioner(self.solver, self.structure, comm, self.table, self.plan.kept())
+        found = WindowPreconditioner(self.solver, self.structure, comm, self.table, Runtime(), self.plan.kept())
         found.plan.lay_out(self.plan.portions, keep=is_real)
         found.exchange = WindowExchange(comm, torch.device("meta"))
         found.reconnect()
@@ -125,21 +161,18 @@ class WindowPreconditioner(Preconditioner):
 
     def damped(self) -> list[Damped] | None:
         """The damping of all windows on this rank, in the one step that compares it; None in all other steps."""
-        if self.step + 1 != _STEPS_BEFORE_WATCH:
+        if self.runtime.step + 1 != _STEPS_BEFORE_WATCH:
             return None
         held = (unit for unit in self.units if unit.held and unit.part is None and unit.a is not None)
         return [found for unit in held if (found := self.solver.bounds(unit)) is not None]
 
-    def acceptable(self, gradients: Directions, norms: Tensor) -> Tensor:
-        """Whether no product of gradients overflows, a 0-dim bool tensor.
+    def begin_step(self, synchronize: Callable[[], None]) -> None:
+        """Follow parameters that were frozen, unfrozen or moved since the last step."""
+        synchronize()
 
-        Args:
-            gradients: Gradients by parameter.
-            norms: Norms of the gradients ``[len(gradients)]``.
-
-        Returns:
-            The flag.
-        """
+    def acceptable(self, gradients: Directions) -> Tensor:
+        """Return whether no product of gradients overflows, as a 0-dim bool tensor."""
+        norms = self.table.shards.norms(list(gradients), list(gradients.values()))
         self._norms = dict(zip(gradients, norms.unbind(), strict=True))
         precise = all(self.structure.working(p) == torch.float64 for p in self.plan.unit_of)
         limit = _LARGEST_NORM[torch.float64 if precise else torch.float32]
@@ -198,11 +231,11 @@ class WindowPreconditioner(Preconditioner):
         for unit in self.units:
             if unit.inputs is not None and unit.held:
                 unit.source = self._source(unit)
-                alike.setdefault(self.solver.key(unit, self.step), []).append(unit)
+                alike.setdefault(self.solver.key(unit, self.runtime.step), []).append(unit)
         for units in _batches(alike.values()):
             parts = [unit.window.lower() for unit in units]
             lower = parts[0][None] if len(parts) == 1 else torch.stack(parts)
-            for unit, a in zip(units, self.solver.coefficients(units, lower, self.step), strict=True):
+            for unit, a in zip(units, self.solver.coefficients(units, lower, self.runtime.step), strict=True):
                 unit.a = a
         return []
 
@@ -275,6 +308,10 @@ class WindowPreconditioner(Preconditioner):
         """Return whether a window covers a parameter."""
         return p in self.plan.unit_of
 
+    def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
+        """Return β₁, β₂ and ε of Adam's rule in a group, as the method defines them."""
+        return self.solver.adam_options(group)
+
     def options_of(self, p: nn.Parameter) -> Group:
         """Return the group whose options the window of a covered parameter follows."""
         return self.plan.unit_of[p].group
@@ -345,6 +382,30 @@ class WindowPreconditioner(Preconditioner):
                     f"no parameter in a window is named '{name}'; there are: {', '.join(by_name) or 'none'}"
                 )
             name = name.removeprefix("module.")
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Return counters as plain numbers and, for each window, how its last direction relates to the gradient.
+
+        Everything is computed from the Gram matrix, with one eigendecomposition ``[m, m]`` per window and no pass over
+        the parameters. It waits for the device, but never for another rank: windows that are only on other ranks are
+        left out, and so are values of divided windows that ranks do not exchange.
+
+        Returns:
+            ``skipped_steps``, ``damping``, ``solve_failures``, and ``units``: by name of the window a dict of ``rows``,
+            ``count`` (rows ever stored) and, once a step was taken, ``damping``, ``condition_number``, the entries of
+            :func:`secondorder.linalg.gram.metrics` (cosine, angle in degrees, norm ratio, amplification, effective
+            rank, ...) and for compressed rows ``sent_energy``, ``residual_norm`` and ``residual_ratio`` (to the norm of
+            the gradient).
+        """
+        held = [unit for unit in self.units if unit.held]
+        # These are counted in the state, so that copies and checkpoints keep them.
+        skipped = {"skipped_steps": max(int(unit.window.counters["skipped"]) for unit in held)} if held else {}
+        return {
+            **skipped,
+            "solve_failures": sum(int(unit.window.counters["solve_failures"]) for unit in held),
+            "damping": [g.get("damping", g.get("eps")) for g in self.table.groups],
+            "units": {unit.name: dict(self.metrics(unit)) for unit in held},
+        }
 
     def metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:
         """Metrics of the last direction of a window, by name."""

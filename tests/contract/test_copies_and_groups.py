@@ -237,7 +237,7 @@ def test_each_group_saves_the_curvature_that_it_asks_for(method: Method, mlp: Ta
     model, optimizer = build()
     train(model, optimizer, mlp, 5)
     saved = snapshot(optimizer)
-    kinds = {key: entry.kind for key, entry in optimizer.catalog.items()}
+    kinds = {key: entry.kind for key, entry in optimizer.preconditioner.table.entries.items()}
     complete = {kinds[key] for key in method.variants[0].owner_state}
     expected = {"all": complete, "factors": complete - {"second_order"}, "none": set()}
     for owner, kept in ((0, first), (3, second)):

@@ -143,7 +143,7 @@ def test_a_parameter_that_was_removed(method: str, storage: str, gone: int, step
     assert torch.equal(assert_consistent(opt, kept, kind), before)
     assert torch.isfinite(push(opt, kept, g)).all()
     assert_consistent(opt, kept, kind)
-    assert not set(opt.state[left]) & set(opt.catalog)
+    assert not set(opt.state[left]) & set(opt.preconditioner.table.entries)
 
 
 @pytest.mark.parametrize("storage", MOVED)

@@ -1,0 +1,74 @@
+"""What an optimizer counts and keeps of its steps."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from secondorder.curvature.damping_watch import DampingWatch
+from secondorder.frames import depth_of_caller
+from secondorder.linalg.dense import all_true_on_cpu
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.base import Preconditioner
+
+
+class StepRecord:
+    """Counts the batches that are left out, keeps directions for a look at them, and watches the damping."""
+
+    def __init__(self) -> None:
+        self._skipped = 0
+        self._skipped_on_device: Tensor | int = 0
+        #: Open dicts of directions, the innermost last.
+        self._kept: list[dict[str, Tensor]] = []
+        self._watch = DampingWatch()
+
+    @property
+    def skipped(self) -> int:
+        """Number of batches that were left out; reading it may wait for the device."""
+        return self._skipped + int(self._skipped_on_device)
+
+    def gate(self, finite: Tensor) -> tuple[bool, Tensor | None]:
+        """Decide whether a step is taken: on the CPU at once, and otherwise by a gate on the device.
+
+        Args:
+            finite: Whether the gradients can be used, a 0-dim bool tensor.
+
+        Returns:
+            Whether to go on, and the gate, or None if there is none.
+        """
+        if finite.device.type == "cpu":
+            good = all_true_on_cpu(finite)
+            self._skipped += not good
+            return good, None
+        self._skipped_on_device = self._skipped_on_device + (~finite).to(torch.int64)
+        return True, finite
+
+    @contextmanager
+    def directions(self) -> Iterator[dict[str, Tensor]]:
+        """Yield a dict that each step inside the ``with`` block fills."""
+        kept = dict[str, Tensor]()
+        self._kept.append(kept)
+        try:
+            yield kept
+        finally:
+            self._kept = [other for other in self._kept if other is not kept]
+
+    def keep(self, directions: Mapping[nn.Parameter, Tensor], names: Mapping[nn.Parameter, str]) -> None:
+        """Fill the open dicts with copies of the directions of a step."""
+        if self._kept:
+            found = {names[p]: d.clone() for p, d in directions.items()}
+            for kept in self._kept:
+                kept.update(found)
+
+    def watch_damping(self, preconditioner: Preconditioner) -> None:
+        """Warn once, early in training, if the damping hides the curvature of all that is covered."""
+        if not self._watch.has_measured and (damped := preconditioner.damped()) is not None:
+            self._watch.measure(damped)
+        if (text := self._watch.verdict(preconditioner.table.method)) is not None:
+            warnings.warn(text, stacklevel=depth_of_caller())

@@ -1,0 +1,122 @@
+"""The recipe of the methods that capture statistics layer by layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from torch import nn
+
+from secondorder import options
+from secondorder.adaptation.no_trust import NoTrust
+from secondorder.adaptation.trust_region import TrustRegion
+from secondorder.curvature.layer import LayerOptions
+from secondorder.curvature.schema import Schema
+from secondorder.parallel.roles import RoleWorker
+from secondorder.parameters import module_of
+from secondorder.preconditioners.group_options import GroupRules
+from secondorder.preconditioners.layer_capture import Setting
+from secondorder.preconditioners.layers import LayerPreconditioner
+from secondorder.preconditioners.recipe import Recipe, Shared
+from secondorder.update import Update
+
+
+class LayerRules(GroupRules):
+    """Rules about the options of a group of a layer method."""
+
+    def reason_against_roles(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return why ranks of several roles cannot serve the method, or None if they can."""
+        return (
+            "what preconditions is found from more than running sums over examples, and could not be passed on from "
+            "rank to rank. Use KFAC, or comm=MemOpt()"
+        )
+
+
+@dataclass(frozen=True)
+class LayerRecipe(Recipe):
+    """The recipe of a method with one block per layer.
+
+    Attributes:
+        curvature: The class of its preconditioner.
+        rules: Rules about several options of a group.
+        layers: What is chosen for all layers.
+        fisher: Which Fisher is estimated.
+        own: Arguments that only this preconditioner has.
+    """
+
+    curvature: type[LayerPreconditioner]
+    rules: GroupRules = field(default_factory=LayerRules)
+    layers: LayerOptions = field(default_factory=LayerOptions)
+    fisher: options.FisherOptions = field(default_factory=options.FisherOptions)
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def catalog(self) -> Schema:
+        """Entries of the states of blocks, by key, as far as they are the same in every state."""
+        return self.curvature.catalog
+
+    @property
+    def allocating(self) -> tuple[str, ...]:
+        """Options of a group that decide how much state its parameters have."""
+        return self.curvature.allocating
+
+    def find_module(self, method: str, params: Any, module: Any) -> tuple[nn.Module, Any]:
+        """Return the module to hook and the parameters to train.
+
+        Raises:
+            ValueError: Without a module.
+            NotImplementedError: If ``nn.DataParallel`` copies it to several devices.
+        """
+        root, given = module_of(method, params, module)
+        if root is None:
+            raise ValueError(
+                f"{method} needs the module whose layers it covers: pass the module first, {method}(model, lr=...), "
+                f"or name it together with the groups, {method}(params, module=model)"
+            )
+        hooked = params if module is None else module
+        for part in [hooked] if isinstance(hooked, nn.Module) else cast("Sequence[nn.Module]", hooked):
+            _refuse_several_devices(method, part)
+        return root, given
+
+    def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> LayerPreconditioner:
+        """Return a preconditioner without blocks."""
+        setting = Setting(
+            shared.method, shared.comm, shared.table, shared.runtime, shared.loss_scale, self.layers, self.fisher,
+            shared.before_forward,
+        )  # fmt: skip
+        found = self.curvature(setting, **self.own)
+        if kept is not None:
+            found.restore(kept)
+        return found
+
+    def judge(self, preconditioner: LayerPreconditioner, update: Update) -> NoTrust | TrustRegion:
+        """Return what takes every step as it is."""
+        return NoTrust()
+
+    def saved(self, preconditioner: LayerPreconditioner) -> tuple[LayerPreconditioner, None]:
+        """Return the blocks as checkpoints see them."""
+        return preconditioner, None
+
+    def worker(
+        self, preconditioner: LayerPreconditioner, advance: weakref.WeakMethod[Callable[[], None]]
+    ) -> RoleWorker:
+        """Return what serves ranks of several roles."""
+        return RoleWorker(preconditioner, advance)
+
+    def copied(self, preconditioner: LayerPreconditioner) -> Recipe:
+        """Return the recipe for a copy, in which rules about layers name them."""
+        layers = replace(self.layers, skip_layers=preconditioner.plan.portable_rules())
+        return replace(self, layers=layers, own=preconditioner.own())
+
+
+def _refuse_several_devices(method: str, module: nn.Module) -> None:
+    """Refuse ``nn.DataParallel`` where it copies the model; on one device, or on none, it calls the model itself."""
+    copied = (m for m in module.modules() if isinstance(m, nn.DataParallel) and len(m.device_ids) > 1)
+    if (found := next(copied, None)) is not None:
+        raise NotImplementedError(
+            f"{method}: nn.DataParallel copies the model to {len(found.device_ids)} devices in one process, where "
+            "nothing can be captured. Use nn.DataParallel(model, device_ids=[0]) or no wrapper at all, or run one "
+            "process per device with DistributedDataParallel"
+        )

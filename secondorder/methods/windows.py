@@ -1,0 +1,170 @@
+"""The recipe of the methods that precondition with a window of past gradients, and the options that they share."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from secondorder import options
+from secondorder.adaptation.no_trust import NoTrust
+from secondorder.checkpoint.windows import WindowCheckpoint
+from secondorder.curvature.schema import Schema
+from secondorder.curvature.solvers import WindowSolver
+from secondorder.curvature.window.lowrank import LowRank
+from secondorder.curvature.window.topk import TopK
+from secondorder.parameters import Group, module_of
+from secondorder.preconditioners.group_options import GroupRules
+from secondorder.preconditioners.recipe import Recipe, Shared
+from secondorder.preconditioners.window_plan import CATALOG, WindowOptions
+from secondorder.preconditioners.windows import WindowPreconditioner
+from secondorder.update import Update
+
+
+def window_betas(name: str, value: Any) -> None:
+    """Check that β₁ is in [0, 1) and β₂ in (0, 1]."""
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not all(options.is_number(b) for b in value):
+        raise TypeError(f"{name} must be a pair of numbers, got {value!r}")
+    if not 0.0 <= value[0] < 1.0:
+        raise ValueError(f"{name}[0] must be in [0, 1), got {value[0]}")
+    if not 0.0 < value[1] <= 1.0:
+        raise ValueError(f"{name}[1] must be in (0, 1], got {value[1]}")
+
+
+#: Checks of the options that all window methods have.
+WINDOW_CHECKS: dict[str, options.Check] = {
+    "window_size": options.whole(1),
+    "weight_decay_mode": options.choice("standard", "legacy", "reg", "both"),
+    "checkpoint_curvature": options.choice("all", "none"),
+}
+
+
+#: Options of all methods on which the groups of one window must agree.
+_SHARED = "window_size", "graft", "weight_decay_mode"
+
+
+class WindowRules(GroupRules):
+    """Rules about the options of a group with windows.
+
+    Args:
+        shared: Options of the method on which all groups agree if they have one window.
+        partition: Which parameters share a window.
+        exclusions: What excludes each other.
+    """
+
+    def __init__(self, shared: Sequence[str], partition: str, *exclusions: Callable[..., None]) -> None:
+        super().__init__(_exclude, *exclusions)
+        self.shared = (*_SHARED, *shared) if partition == "global" else ()
+
+    def complete(self, given: dict[str, Any], defaults: Mapping[str, Any], groups: list[Group]) -> dict[str, Any]:
+        """Return an added group with the current options of the common window, which a schedule may have changed."""
+        return {key: groups[0][key] for key in self.shared} | given if groups else given
+
+    def check_saved(self, group: Mapping[str, Any], groups: list[Group]) -> None:
+        """Do nothing, since loading replaces the options of all groups of a window."""
+
+    def check(self, group: Mapping[str, Any], groups: list[Group]) -> None:
+        """Raise ``ValueError`` if options of a group cannot be combined, or do not agree with the first group."""
+        super().check(group, groups)
+        for key in self.shared if groups else ():
+            if group[key] != groups[0][key]:
+                raise ValueError(
+                    f"all groups share one window and must agree on {key}, got {groups[0][key]!r} and {group[key]!r}; "
+                    "use partition='group' for one window per group"
+                )
+
+
+def _exclude(group: Mapping[str, Any], groups: list[Group]) -> None:
+    """Refuse options that exclude each other in all window methods."""
+    mode, decay = group["weight_decay_mode"], group["decoupled_weight_decay"]
+    if mode != "standard" and decay:
+        raise ValueError(f"weight_decay_mode={mode!r} and decoupled_weight_decay=True exclude each other")
+    if mode != "standard" and options.is_adam(group["graft"] or group["inner"]):
+        raise ValueError(f"weight_decay_mode={mode!r} is for SGD's rule and not for Adam's: drop it")
+
+
+@dataclass(frozen=True)
+class WindowRecipe(Recipe):
+    """The recipe of a method with windows of past gradients.
+
+    Attributes:
+        solver: The mathematics of the method.
+        rules: Rules about several options of a group.
+        windows: The options that are the same in all groups.
+    """
+
+    solver: WindowSolver
+    rules: WindowRules
+    windows: WindowOptions
+
+    @property
+    def catalog(self) -> Schema:
+        """Entries of the states of windows by key."""
+        return CATALOG
+
+    @property
+    def allocating(self) -> tuple[str, ...]:
+        """Options of a group that decide how much state its parameters have."""
+        return ("window_size",)
+
+    def find_module(self, method: str, params: Any, module: Any) -> tuple[nn.Module | None, Any]:
+        """Return the module, which is optional and provides names and types of layers, and the parameters to train."""
+        return module_of(method, params, module)
+
+    def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> WindowPreconditioner:
+        """Return a preconditioner without windows."""
+        return WindowPreconditioner(self.solver, self.windows, shared.comm, shared.table, shared.runtime, kept)
+
+    def judge(self, preconditioner: WindowPreconditioner, update: Update) -> NoTrust:
+        """Return what takes every step as it is."""
+        return NoTrust()
+
+    def saved(self, preconditioner: WindowPreconditioner) -> tuple[WindowCheckpoint, WindowCheckpoint]:
+        """Return the windows as checkpoints see them."""
+        found = WindowCheckpoint(
+            preconditioner.plan, preconditioner.exchange, preconditioner.comm, preconditioner.table
+        )
+        return found, found
+
+    def worker(self, preconditioner: WindowPreconditioner, advance: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """Return None, since ranks of several roles serve layer methods only."""
+
+    def copied(self, preconditioner: WindowPreconditioner) -> Recipe:
+        """Return the recipe for a copy, which is the same."""
+        return self
+
+
+def window_recipe(given: Mapping[str, Any], solver: WindowSolver, rules: WindowRules) -> WindowRecipe:
+    """Return the recipe of a window method.
+
+    Args:
+        given: The arguments of its constructor, by name.
+        solver: The mathematics of the method.
+        rules: Rules about the options of its groups.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        ValueError: If an option has an invalid value.
+        TypeError: If an option has an invalid type.
+    """
+    compression, dtype, partition = given["compression"], given["window_dtype"], given["partition"]
+    if compression is not None and not isinstance(compression, (TopK, LowRank)):
+        raise TypeError(f"compression must be None, TopK(...) or LowRank(...), got {compression!r}")
+    if dtype not in (None, torch.float32, torch.float64, torch.bfloat16):
+        kind = ValueError if isinstance(dtype, torch.dtype) else TypeError
+        raise kind(f"window_dtype must be None, float32, float64 or bfloat16, got {dtype!r}")
+    if isinstance(compression, TopK) and dtype is not None:
+        raise ValueError("window_dtype is for dense and low-rank rows; TopK has its own value_dtype")
+    options.choice("global", "group", "layer")("partition", partition)
+    for flag in ("skip_norm_layers", "skip_biases"):
+        options.flag(flag, given[flag])
+    options.whole(0)("deterministic_seed", given["deterministic_seed"])
+    skipped = given["skip_norm_layers"], given["skip_biases"]
+    windows = WindowOptions(compression, dtype, partition, *skipped, given["deterministic_seed"])
+    return WindowRecipe(solver, rules, windows)

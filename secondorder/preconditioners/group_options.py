@@ -1,0 +1,161 @@
+"""The options of parameter groups: defaults, checks, and rules about several of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import signature
+from typing import Any
+
+from secondorder import options
+from secondorder.frames import depth_of_caller
+from secondorder.parameters import Group
+
+
+class GroupRules:
+    """Rules about several options of a parameter group.
+
+    Args:
+        exclusions: Each raises ``ValueError`` if options of a group exclude each other, or those of the other groups.
+    """
+
+    def __init__(self, *exclusions: Callable[[Mapping[str, Any], list[Group]], None]) -> None:
+        self.exclusions = exclusions
+
+    def complete(self, given: Group, defaults: Mapping[str, Any], groups: list[Group]) -> Group:
+        """Return an added group with the options that depend on other options."""
+        return given
+
+    def check(self, group: Mapping[str, Any], groups: list[Group]) -> None:
+        """Raise ``ValueError`` if options of a group cannot be combined."""
+        for refuse in self.exclusions:
+            refuse(group, groups)
+
+    def check_saved(self, group: Mapping[str, Any], groups: list[Group]) -> None:
+        """Raise ``ValueError`` if options of a saved group cannot be combined."""
+        self.check(group, groups)
+
+    def added(self, groups: list[Group], steps: int) -> None:
+        """Complete the last group, which was added after a number of steps."""
+
+    def cycles_betas(self, defaults: Mapping[str, Any]) -> bool:
+        """Return whether a scheduler that cycles the momentum acts on β₁, as with AdamW, instead of ``momentum``."""
+        return options.is_adam(defaults["graft"] or defaults["inner"])
+
+    def facts(self) -> dict[str, list[str]]:
+        """Return what must be equal on all ranks in addition to the options of groups, in words."""
+        return {}
+
+    def reason_against_roles(self, groups: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return why ranks of several roles cannot serve the method, or None if they can."""
+        return "it has no factors of layers. Use comm=MemOpt()"
+
+
+class GroupOptions:
+    """The options of the groups of one optimizer.
+
+    Args:
+        method: Class of the optimizer. Its attribute ``checks`` has the checks of the options that only it has.
+        rules: Rules about several options of a group.
+
+    Attributes:
+        checks: Checks of all options.
+        betas: β₁ and β₂ of a group that does not give its own. The defaults of the optimizer contain them only if
+            schedulers act on them, since they would cycle them and not the momentum otherwise.
+    """
+
+    def __init__(self, method: Any, rules: GroupRules) -> None:
+        self._method, self.rules = method, rules
+        self.checks: dict[str, options.Check] = {**options.COMMON, **method.checks}
+        self.betas: tuple[float, float] = options.DEFAULTS["betas"]
+        self._seen: list[Group] = []
+
+    def defaults(self, given: Mapping[str, Any]) -> Group:
+        """Return the default options, checked, of which ``betas`` are left out where schedulers do not act on them."""
+        found = {key: options.plain(value) for key, value in given.items()}
+        found["fallback"] = options.resolve_fallback(found["fallback"], found["graft"])
+        options.validate(found, self.checks)
+        self.betas = found["betas"]
+        if not self.rules.cycles_betas(found):
+            del found["betas"]
+        return found
+
+    def completed(self, given: Group, defaults: Mapping[str, Any], groups: list[Group], is_late: bool) -> Group:
+        """Return an added group, checked, with the options that depend on other options.
+
+        Args:
+            given: The group.
+            defaults: Default options.
+            groups: The other groups.
+            is_late: Whether it is added after the construction of the optimizer.
+
+        Returns:
+            The group.
+        """
+        found = self.rules.complete(given, defaults, groups if is_late else [])
+        found = {k: v if k == "params" else options.plain(v) for k, v in found.items()}
+        found = {"betas": self.betas, **options.renamed(found, self._method.checks)}
+        _check_keys(self._method, found, self.checks)
+        merged = {**defaults, **found}
+        if found.get("fallback") is None and ("graft" in found or "fallback" in found):
+            merged["fallback"] = found["fallback"] = options.resolve_fallback(None, merged["graft"])
+        options.validate(merged, self.checks)
+        self.rules.check(merged, groups)
+        return found
+
+    def fill(self, groups: Iterable[Group], defaults: Mapping[str, Any]) -> None:
+        """Add the options that the groups of a copy lack."""
+        for group in groups:
+            group.update(betas=group.get("betas", options.DEFAULTS["betas"]))
+            for key in self.checks:
+                if key in defaults:
+                    group.setdefault(key, defaults[key])
+            group.setdefault("fallback_base_lr", float(group["lr"]))
+
+    def check_changes(self, groups: list[Group]) -> None:
+        """Refuse values that were written into groups since the last call, before they have an effect.
+
+        Raises:
+            TypeError: For a value of a wrong kind.
+            ValueError: For a value out of range, or for options that exclude each other.
+        """
+        found = options.check_changes(groups, self._seen, self.checks)
+        if found is not None:
+            for group in groups:
+                self.rules.check(group, groups)
+            self._seen = found
+
+    def warn_without_effect(self, groups: Iterable[Group]) -> None:
+        """Warn once of options that were given although no rule of their group reads them."""
+        usual = {name: parameter.default for name, parameter in signature(self._method).parameters.items()}
+        for text in dict.fromkeys(options.without_effect(group, usual) for group in groups):
+            if text:
+                warnings.warn(f"{self._method.__name__}: {text}", stacklevel=depth_of_caller())
+
+
+def _check_keys(method: type, param_group: Group, known: Collection[str]) -> None:
+    """Check the keys of a group that is added, and warn about those that look misspelled.
+
+    Args:
+        method: Class of the optimizer.
+        param_group: The group.
+        known: Names of the options of groups.
+
+    Raises:
+        ValueError: If a key is an argument that only the constructor takes.
+    """
+    fixed = set(signature(method).parameters) - {*known, "params", *options.RENAMED}
+    if found := sorted(fixed & param_group.keys()):
+        raise ValueError(
+            f"{', '.join(found)}: set once for all groups; give it to the constructor of {method.__name__}, "
+            "not to a parameter group"
+        )
+    for key in param_group.keys() - set(known):
+        if close := get_close_matches(key, {*known, *fixed}, n=1, cutoff=0.85):
+            place = ", which only the constructor takes" if close[0] in fixed else ""
+            warnings.warn(
+                f"{method.__name__}: the key {key!r} of a parameter group has no effect; did you mean "
+                f"{close[0]!r}{place}?",
+                stacklevel=depth_of_caller(),
+            )

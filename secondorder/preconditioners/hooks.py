@@ -1,0 +1,57 @@
+"""The hooks of a preconditioner that captures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from secondorder.capture.capture import Capture
+    from secondorder.runtime import Clock
+
+
+class NoHooks:
+    """Hooks nothing, as for windows, which contain the gradients of past steps."""
+
+    @property
+    def capture(self) -> Capture:
+        """What captures statistics.
+
+        Raises:
+            AttributeError: Always, since nothing is captured.
+        """
+        raise AttributeError("a window of past gradients captures nothing of the layers of a module")
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Capture nothing of the forward passes inside the ``with`` block."""
+        yield
+
+    @contextmanager
+    def mask(self, keep: Tensor | None) -> Iterator[None]:
+        """Check a mask, which has no effect on windows."""
+        check_mask(keep)
+        yield
+
+    def spare(self) -> None:
+        """Discard statistics together with the gradients."""
+
+    def time_stages(self, clock: Clock | None) -> None:
+        """Have a clock time the capture."""
+
+
+def check_mask(keep: Tensor | None) -> None:
+    """Check the argument of ``mask``.
+
+    Raises:
+        TypeError: If it is not a tensor of bools or integers.
+        ValueError: If it has not two dimensions.
+    """
+    if keep is not None and (not isinstance(keep, Tensor) or keep.is_floating_point() or keep.is_complex()):
+        kind = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
+        raise TypeError(f"mask takes a bool or integer tensor keep of shape [N, S], got {kind}")
+    if keep is not None and keep.dim() != 2:
+        raise ValueError(f"mask takes a tensor keep of shape [N, S], got shape {tuple(keep.shape)}")

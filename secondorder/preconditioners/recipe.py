@@ -1,0 +1,109 @@
+"""What is special about a method: its curvature, and the rules about its options."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from secondorder import options
+from secondorder.capture.loss_scale import LossScale
+from secondorder.comm import CommStrategy
+from secondorder.curvature.schema import Schema
+from secondorder.parameters import Group, ParameterTable
+from secondorder.preconditioners.base import CurvatureState, DividedState, Preconditioner
+from secondorder.preconditioners.group_options import GroupRules
+from secondorder.runtime import Runtime
+
+if TYPE_CHECKING:
+    from secondorder.adaptation.no_trust import NoTrust
+    from secondorder.adaptation.trust_region import TrustRegion
+    from secondorder.parallel.roles import RoleWorker
+    from secondorder.update import Update
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The parts of an optimizer that its preconditioner needs.
+
+    Attributes:
+        method: Name of the optimizer's class, for messages.
+        comm: Communication strategy.
+        table: The parameters.
+        runtime: Step counter, seeds and temporary memory.
+        loss_scale: The loss scale of float16 training.
+        before_forward: Called before each forward pass of the module, if the optimizer still exists.
+    """
+
+    method: str
+    comm: CommStrategy
+    table: ParameterTable
+    runtime: Runtime
+    loss_scale: LossScale
+    before_forward: weakref.WeakMethod[Callable[[], None]]
+
+
+class Recipe(Protocol):
+    """Makes the parts of an optimizer that differ between methods. Copies and pickles keep it.
+
+    Attributes:
+        rules: Rules about several options of a group.
+    """
+
+    rules: GroupRules
+
+    @property
+    def catalog(self) -> Schema:
+        """Entries of the states of curvature, by key, as far as they are the same in every state."""
+        ...
+
+    @property
+    def allocating(self) -> tuple[str, ...]:
+        """Options of a group that decide how much state its parameters have."""
+        ...
+
+    def defaults(self, given: Mapping[str, Any], checks: Mapping[str, options.Check]) -> Group:
+        """Return the default options of groups.
+
+        Args:
+            given: The arguments of the constructor by name.
+            checks: Checks of the options that only this method has.
+
+        Returns:
+            The options.
+        """
+        return options.from_arguments(given, checks)
+
+    @abstractmethod
+    def find_module(self, method: str, params: Any, module: Any) -> tuple[nn.Module | None, Any]:
+        """Return the module to follow and the parameters to train, from the arguments of the constructor."""
+        ...
+
+    @abstractmethod
+    def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> Preconditioner:
+        """Return a preconditioner; that of a copy takes what ``Preconditioner.kept`` returned for the original."""
+        ...
+
+    @abstractmethod
+    def judge(self, preconditioner: Any, update: Update) -> NoTrust | TrustRegion:
+        """Return what judges steps by their loss."""
+        ...
+
+    @abstractmethod
+    def saved(self, preconditioner: Any) -> tuple[CurvatureState, DividedState | None]:
+        """Return the curvature as checkpoints see it, and again if its tensors may be divided between ranks."""
+        ...
+
+    @abstractmethod
+    def worker(self, preconditioner: Any, advance: weakref.WeakMethod[Callable[[], None]]) -> RoleWorker | None:
+        """Return what serves ranks of several roles; None if they cannot serve the method."""
+        ...
+
+    @abstractmethod
+    def copied(self, preconditioner: Any) -> Recipe:
+        """Return the recipe for a copy, which does not refer to the module."""
+        ...
