@@ -21,8 +21,8 @@ from secondorder.comm import CommStrategy, Unit, default_strategy
 from secondorder.comm.join import UnevenInputs
 from secondorder.comm.layout import is_cut
 from secondorder.curvature.damping_watch import DampingWatch
-from secondorder.curvature.layer import as_root, clean_name
 from secondorder.curvature.schema import Schema
+from secondorder.curvature.wrappers import as_root, clean_name
 from secondorder.parallel.session import RankSession
 from secondorder.parallel.shards import require_separate_parameters
 from secondorder.parameters import RULE_KEYS, Group, ParameterTable, check_keys, warn_without_effect

@@ -23,8 +23,8 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.capture.statistics.averages import all_finite
-from secondorder.comm import CommStrategy
 from secondorder.comm.join import JOIN_DISABLED, Joinable, JoinHook, joining_group
+from secondorder.comm.strategy import CommStrategy
 from secondorder.diagnostics.report import Report, representation
 from secondorder.frames import depth_of_caller
 from secondorder.lifecycle import Lifecycle

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "secondorder"
 METHODS = ("KFAC", "EKFAC", "HyLo", "MFAC", "SparseMFAC", "GGT")
 #: Files named by a participle or a gerund: public names, and words of the field.
 NAMED_BY_A_VERB = {
-    "switching", "capture/layers/embedding", "capture/layers/transposed",
+    "switching", "capture/layers/embedding",
     "diagnostics/preconditioning", "diagnostics/profiling", "diagnostics/timing", "integrations/lightning",
 }  # fmt: skip
 #: Folders whose ``__init__.py`` exports public names. All others have a docstring and nothing else.
@@ -87,14 +87,14 @@ NUMBERS = {
     "classes with more than 25 methods":                  Number(10, 0),
     "classes that write more than 15 attributes":         Number(4, 0),
     "accesses to underscore attributes of others":        Number(0, 0),
-    "height of imports":                                  Number(25, 14),
+    "height of imports":                                  Number(18, 14),
     "modules at the top level":                           Number(12, 10),
     "folders at the top level":                           Number(12, 12),
     "modules named by a verb, without reason":            Number(0, 0),
     "modules of more than 400 lines":                     Number(10, 0),
     "functions of more than 35 lines":                    Number(13, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(35560, 28500),
+    "lines":                                              Number(35580, 28500),
 }
 # fmt: on
 

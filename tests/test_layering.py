@@ -96,7 +96,7 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
 
 # A constructor's signature names the type of `comm=` so that tools can resolve it; what a strategy does is for
 # optimizer.py alone.
-METHODS_MAY_NAME = {"secondorder.comm.CommStrategy"}
+METHODS_MAY_NAME = {"secondorder.comm.strategy.CommStrategy"}
 PURE = {
     "capture/fisher/likelihood.py": set(),
     "capture/statistics/averages.py": {"linalg"},

@@ -24,8 +24,8 @@ from secondorder.adaptation.no_trust import Move, Sized, called
 from secondorder.adaptation.replay import Moment, eager, kept_gradients, recorded
 from secondorder.adaptation.trial import Adaptation, Evaluation, Snapshot, match_outputs, parts_of
 from secondorder.capture.batch import rules
-from secondorder.curvature.layer import Parts, forwarded
 from secondorder.curvature.schema import of_kinds
+from secondorder.curvature.wrappers import Parts, forwarded
 from secondorder.linalg import quadratic
 from secondorder.linalg.dense import precision_of
 from secondorder.parameters import RULE_KEYS, Directions

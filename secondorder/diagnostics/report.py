@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy
 from secondorder.comm.layout import local
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
 from secondorder.parameters import RULE_KEYS, ParameterTable

@@ -12,10 +12,11 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.likelihood import Likelihood
-from secondorder.comm import CommStrategy
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.block import Block
-from secondorder.curvature.layer import LayerOptions, unwrap
+from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema
+from secondorder.curvature.wrappers import unwrap
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.options import FisherOptions
 from secondorder.parallel.roles import RoleWorker

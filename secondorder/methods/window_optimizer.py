@@ -11,14 +11,14 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.checkpoint.windows import WindowCheckpoint
-from secondorder.comm import CommStrategy
-from secondorder.curvature.layer import unwrap
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import Schema
 from secondorder.curvature.solvers import WindowSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.lowrank import LowRank
 from secondorder.curvature.window.shards import plain
 from secondorder.curvature.window.topk import TopK
+from secondorder.curvature.wrappers import unwrap
 from secondorder.optimizer import SecondOrderOptimizer
 from secondorder.parameters import Directions, Group, module_of
 from secondorder.preconditioners.window_plan import CATALOG, WindowOptions

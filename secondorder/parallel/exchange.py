@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.statistics.measurement import Estimate, Measured, counts_of, mean_of, weighted
-from secondorder.comm import CommStrategy, Parcel, Pending
+from secondorder.comm.strategy import CommStrategy, Parcel, Pending
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import full_precision

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
-from secondorder.comm import Parcel
+from secondorder.comm.strategy import Parcel
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, keys
 from secondorder.linalg.dense import full_precision

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.schema import Place, Schema
 from secondorder.parameters import Directions, Group, ParameterTable

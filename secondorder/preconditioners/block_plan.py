@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy, Unit
 from secondorder.comm.layout import is_cut
+from secondorder.comm.strategy import CommStrategy, Unit
 from secondorder.curvature.block import Block
-from secondorder.curvature.layer import Layer, LayerOptions, clean_name, plan_layers, unwrap
+from secondorder.curvature.layer import Layer, LayerOptions
+from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
+from secondorder.curvature.wrappers import clean_name, unwrap
 from secondorder.parameters import Group, ParameterTable
 from secondorder.runtime import Runtime
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from secondorder.capture.fisher.fisher import ModelFisher, resolved
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.measurement import Measured
-from secondorder.comm import Parcel, Unit
+from secondorder.comm.strategy import Parcel, Unit
 from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import numbers
 from secondorder.curvature.factorization import joint_ok
-from secondorder.curvature.layer import find_name, forwarded
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema
+from secondorder.curvature.wrappers import find_name, forwarded
 from secondorder.linalg.dense import all_true_on_cpu, full_precision, precision_of
 from secondorder.parallel.exchange import StatisticsExchange, parcel_of
 from secondorder.parallel.session import words_of_options

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.examples import multiplied_out, second_moments
-from secondorder.comm import Parcel
+from secondorder.comm.strategy import Parcel
 from secondorder.curvature import row_choice
 from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, filled, inputs_of
 from secondorder.curvature.mode import ModeSwitch

@@ -25,8 +25,8 @@ from secondorder.capture.sites import Captured
 from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.capture.statistics.squares import EigenSums
-from secondorder.comm import Unit
 from secondorder.comm.layout import local
+from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import Block, Due
 from secondorder.curvature.eigenbasis import SCALES, EigenbasisBlock, like_adam, preconditions_gradient
 from secondorder.curvature.factorization import Found, joint_ok

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.comm import CommStrategy
 from secondorder.comm.layout import local
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.solvers import WindowSolver
 from secondorder.curvature.window.unit import Source, Unit, real
