@@ -229,7 +229,7 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
 
     def _watch_damping(self) -> None:
         """Warn once, early in training, if the damping hides the curvature of all that is covered."""
-        if not self._watch.has_measured and (damped := self.preconditioner.damped()) is not None:
+        if not self._watch.has_measured and (damped := self.preconditioner.report.damped(self._t)) is not None:
             self._watch.measure(damped)
         if (text := self._watch.verdict(type(self).__name__)) is not None:
             warnings.warn(text, stacklevel=depth_of_caller())

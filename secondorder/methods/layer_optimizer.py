@@ -172,7 +172,7 @@ class LayerOptimizer(SecondOrderOptimizer):
     @property
     def blocks(self) -> dict[str, Block]:
         """Blocks by module name."""
-        return self._curvature.blocks
+        return self._curvature.plan.by_name
 
     @property
     def damps_kernel(self) -> bool:
@@ -276,7 +276,7 @@ class LayerOptimizer(SecondOrderOptimizer):
             RuntimeError: If nothing was captured for it yet.
         """
         self._tabulate()
-        return self._curvature.dense(name)
+        return self._curvature.report.dense(name)
 
     def diagnostics(self) -> dict[str, Any]:
         """What is going on, as plain numbers; layers whose curvature is on other ranks are left out of those by layer.
@@ -291,7 +291,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         found = ((b, update.graft_factors.get(b.owner)) for b in self.blocks.values())
         return {
             **super().diagnostics(),
-            **self._curvature.diagnostics(),
+            **self._curvature.report.diagnostics(),
             "graft_factor": {b.name: float(factor) for b, factor in found if factor is not None},
             "kl_clip_factor": None if update.kl_factor is None else float(update.kl_factor),
             **self._trust.diagnostics(),

@@ -245,7 +245,7 @@ class WindowOptimizer(SecondOrderOptimizer):
             ValueError: If no covered layer or parameter has this name.
             RuntimeError: If no step was taken yet, or if some rows are on other ranks.
         """
-        return self._windows.dense(name)
+        return self._windows.report.dense(name)
 
     def diagnostics(self) -> dict[str, Any]:
         """Return counters as plain numbers and, for each window, how its last direction relates to the gradient.
@@ -271,5 +271,5 @@ class WindowOptimizer(SecondOrderOptimizer):
         found["graft_factor"] = {
             name: float(self._update.graft_factors[p]) for name, p in first.items() if p is not None
         }
-        found["units"] = {unit.name: dict(self._windows.metrics(unit)) for unit in held}
+        found["units"] = {unit.name: dict(self._windows.report.metrics(unit)) for unit in held}
         return found

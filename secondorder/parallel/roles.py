@@ -74,7 +74,8 @@ class RoleWorker:
         return bool(self._block(index).state["refreshes"] > 0)
 
     def _block(self, index: int) -> Block:
-        return self._curvature.all_blocks[index]
+        block: Block = self._curvature.plan.blocks[index]
+        return block
 
     # ------------------------------------------------------------------ what arrives
     def note_estimate(self, index: int, updates: int) -> None:

@@ -61,18 +61,11 @@ class Rule(NamedTuple):
     is_fallback: bool = False
 
 
-class Preconditioner(Protocol):
-    """The stages of a step over all curvature of an optimizer."""
+class CurvatureReport(Protocol):
+    """What curvature reports about itself."""
 
-    #: Whether ``propose`` preconditions its argument ``source``. Windows precondition what they contain.
-    takes_sources: ClassVar[bool] = True
-    #: Option that says how many steps lie between two refreshes; empty if there is none. 0 switches curvature off.
-    refresh_interval: ClassVar[str] = ""
-
-    comm: CommStrategy
-    table: ParameterTable
     #: Heading of the column with the sizes of the curvature.
-    sizes_are: str
+    sizes_are: ClassVar[str]
 
     @abstractmethod
     def summary(self) -> str:
@@ -84,14 +77,39 @@ class Preconditioner(Protocol):
         """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
         ...
 
+    @abstractmethod
+    def damped(self, step: int) -> list[Damped] | None:
+        """Return the curvature to compare with its damping in this step; None in all steps but one.
+
+        Args:
+            step: Number of steps taken before this one.
+
+        Returns:
+            The curvature with its damping.
+        """
+
     @property
     def nbytes(self) -> int:
         """Bytes that are neither in the state nor pending."""
         return 0
 
+    @property
     def pending_bytes(self) -> int:
-        """Return the bytes of statistics that wait for the next step."""
+        """Bytes of statistics that wait for the next step."""
         return 0
+
+
+class Preconditioner(Protocol):
+    """The stages of a step over all curvature of an optimizer."""
+
+    #: Whether ``propose`` preconditions its argument ``source``. Windows precondition what they contain.
+    takes_sources: ClassVar[bool] = True
+    #: Option that says how many steps lie between two refreshes; empty if there is none. 0 switches curvature off.
+    refresh_interval: ClassVar[str] = ""
+
+    comm: CommStrategy
+    table: ParameterTable
+    report: CurvatureReport
 
     @abstractmethod
     def facts(self) -> dict[str, list[str]]:
@@ -196,10 +214,6 @@ class Preconditioner(Protocol):
             The rule, which the method may have changed.
         """
         return rule
-
-    @abstractmethod
-    def damped(self) -> list[Damped] | None:
-        """Return the curvature to compare with its damping in this step; None while there is not enough data."""
 
 
 class StateForm(NamedTuple):

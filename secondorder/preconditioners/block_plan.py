@@ -94,6 +94,11 @@ class BlockPlan:
         self.table.reasons, self.table.skipped_by_user = reasons, plan.skipped_by_user
         return changed
 
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Blocks by module name."""
+        return {b.name: b for b in self.blocks}
+
     def units(self) -> list[Unit]:
         """What a strategy needs to know of the blocks."""
         return [self.unit(block) for block in self.blocks]

@@ -80,7 +80,7 @@ class ScalePreconditioner(LayerPreconditioner):
         if block.group["estimator"] != "intra":
             return Due(self.captures(block))
         late = block.group["transport"] == "recompute" and (block.state["refreshes"] == 0 or self.is_due(block))
-        scale = not late and self.is_refreshed(block) and self._scale_is_due(block)
+        scale = not late and self.refresher.is_refreshed(block) and self._scale_is_due(block)
         return Due(self.captures(block), scale, late, late or (scale and self.exchange.lacks_measured(block)))
 
     def _scale_is_due(self, block: EigenbasisBlock) -> bool:
