@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from secondorder import TopK
+from secondorder import GGT, MFAC, TopK
 from secondorder.curvature.window.window import GradientWindow
-from secondorder.methods.window_optimizer import WindowOptimizer
 
 
 def fill_windows(optimizer: Optimizer, seed: int = 0) -> int:
@@ -46,7 +45,7 @@ def windows_of(optimizer: Optimizer) -> list[GradientWindow]:
     Returns:
         The windows, none for one that is no window method.
     """
-    return [unit.window for unit in optimizer.preconditioner.units] if isinstance(optimizer, WindowOptimizer) else []
+    return [unit.window for unit in optimizer.blocks.values()] if isinstance(optimizer, MFAC | GGT) else []
 
 
 def dense_rows(optimizer: Optimizer) -> Tensor | None:

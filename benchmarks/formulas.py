@@ -28,8 +28,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from benchmarks.filling import windows_of
 from benchmarks.flops import LayerShape, factor_bytes
 from benchmarks.footprint import footprint
-from secondorder import EKFAC, KFAC, HyLo
-from secondorder.methods.window_optimizer import WindowOptimizer
+from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo
 
 _FLOAT = 4
 _DOUBLE = 8
@@ -91,7 +90,7 @@ def formula(
         return {"momentum": _FLOAT * numbers if options["momentum"] else 0}
     if type(optimizer) is AdamW:
         return {"momentum": 2 * _FLOAT * numbers, "buffers": _FLOAT * len(sizes)}
-    if isinstance(optimizer, WindowOptimizer):
+    if isinstance(optimizer, MFAC | GGT):
         found = _of_window(optimizer, sizes, spread)
         covered = numbers
     elif isinstance(optimizer, KFAC | EKFAC | HyLo):
@@ -116,7 +115,7 @@ def _block_of(s: LayerShape, blocks: Container[str]) -> str:
     return s.name if s.name in blocks else f"{stem}.{_BLOCKS.get(part, part)}"
 
 
-def _of_window(optimizer: WindowOptimizer, sizes: Sequence[tuple[int, ...]], ranks: Ranks) -> Formula | None:
+def _of_window(optimizer: MFAC | GGT, sizes: Sequence[tuple[int, ...]], ranks: Ranks) -> Formula | None:
     windows = windows_of(optimizer)
     if len(windows) != 1:
         return None  # of each layer one, say

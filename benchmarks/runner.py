@@ -23,7 +23,6 @@ from benchmarks.precision import Amp, Precision, answering_cpu, moved
 from benchmarks.ranks import Ranks
 from benchmarks.workloads import Batch, Workload
 from secondorder import SecondOrderOptimizer
-from secondorder.methods.layer_optimizer import LayerOptimizer
 
 WINDOW = 10
 """Steps that a reported loss is the mean of: single batches are noisy."""
@@ -297,7 +296,7 @@ class Trainer:
         with self.precision.autocast():
             outputs, targets = workload.outputs(self._network, batch), workload.targets(batch)
             loss = workload.criterion(outputs, targets)
-        if isinstance(self.optimizer, LayerOptimizer):
+        if isinstance(self.optimizer, SecondOrderOptimizer):
             self.optimizer.observe(outputs, workload.likelihood, targets)  # nothing, for the empirical Fisher
         self.precision.backward(loss)
         return loss, outputs, targets

@@ -26,10 +26,11 @@ from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.capture.loss_scale import LossScale
 from secondorder.checkpoint.checkpoint import Checkpoint, KnownOptions
-from secondorder.comm import CommStrategy, Unit, default_strategy
+from secondorder.comm import default_strategy
 from secondorder.comm.join import JOIN_DISABLED, Joinable, JoinHook, UnevenInputs, joining_group
 from secondorder.comm.layout import is_cut
-from secondorder.curvature.layer import as_root, clean_name, unwrap
+from secondorder.comm.strategy import CommStrategy, Unit
+from secondorder.curvature.wrappers import as_root, clean_name, unwrap
 from secondorder.diagnostics.report import Report, representation
 from secondorder.diagnostics.step_record import StepRecord
 from secondorder.parallel.session import RankSession
@@ -309,6 +310,11 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         return self.preconditioner.hooks.capture
 
     @property
+    def fisher(self) -> str:
+        """Which Fisher is estimated: the argument of this name, and ``"empirical"`` for a window of gradients."""
+        return self._recipe.fisher.fisher
+
+    @property
     def blocks(self) -> Mapping[str, Any]:
         """Blocks by module name; the windows of a window method by their names."""
         return self.preconditioner.blocks
@@ -495,7 +501,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
                 curvature.share(refreshed)
             self._trust.take(partial(self._move, gradients, gate), gradients, gate)
             if not self._trust.adapts_damping:
-                self._record.watch_damping(curvature)
+                self._record.watch_damping(curvature.report, type(self).__name__, self.steps)
         self._advance()
         return returned
 
@@ -641,7 +647,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             RuntimeError: If there is no estimate yet, or a part of it is on other ranks.
         """
         self._tabulate()
-        return self.preconditioner.dense(name)
+        return self.preconditioner.report.dense(name)
 
     @property
     def steps(self) -> int:
@@ -717,7 +723,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             "step": self.steps,
             "skipped_steps": self._record.skipped,
             "stage_ms": {} if clock is None else clock.last_step(),
-            **self.preconditioner.diagnostics(),
+            **self.preconditioner.report.diagnostics(),
             **self._update.diagnostics(),
             **self._trust.diagnostics(),
         }

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy
 from secondorder.comm.layout import is_cut, local
-from secondorder.curvature.layer import as_root, clean_name
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import Schema
+from secondorder.curvature.wrappers import as_root, clean_name
 from secondorder.frames import depth_of_caller
 from secondorder.parallel.shards import WholeParameters, find_shards
 from secondorder.runtime import some_of

@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: Modules at the top level that share a row.
 TOP = {
     "factory": "entry", "schedule": "entry",
-    "optimizer": "optimizer", "lifecycle": "optimizer",
+    "optimizer": "optimizer",
     "parameters": "preconditioners", "update": "preconditioners", "switching": "policy", "signals": "policy",
     "options": "base", "frames": "base", "runtime": "base",
     "nn": "nn",
@@ -35,9 +35,10 @@ MAY_IMPORT = {
     "entry": {"methods", "optimizer", "comm", "curvature", "base"},
     # callbacks for trainers and loggers: see an optimizer from outside
     "integrations": {"diagnostics", "optimizer"},
-    # of comm only the name, see below
+    # recipes make the parts that differ between methods; of comm only the name, see below
     "methods": {
-        "optimizer", "preconditioners", "adaptation", "curvature", "capture", "comm", "linalg", "policy", "base",
+        "optimizer", "preconditioners", "adaptation", "checkpoint",
+        "parallel", "curvature", "capture", "comm", "linalg", "policy", "base",
     },
     # SecondOrderOptimizer owns all others
     "optimizer": {
@@ -73,9 +74,6 @@ INSIDE = {
 
 #: Imports that point upwards, by the reason: module → modules. None may be added, and one that is gone is deleted here.
 KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
-    "Mix-ins of one class: groups, names, state and the step counter are attributes of the optimizer": {
-        "methods.window_optimizer": {"checkpoint.windows"},
-    },
     "Copies of a model must come without the hooks of attention": {
         "capture.layers.projections": {"capture.copies"},
     },
@@ -89,14 +87,13 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
         "preconditioners.window_plan": {"diagnostics.describe"},
     },
     "Classes over blocks and windows are not yet all in the folder of preconditioners": {
-        "methods.layer_optimizer": {"parallel.roles"},
         "plan.dry_run": {"linalg.dense"},
     },
 }
 
 # A constructor's signature names the type of `comm=` so that tools can resolve it; what a strategy does is for
 # optimizer.py alone.
-METHODS_MAY_NAME = {"secondorder.comm.CommStrategy"}
+METHODS_MAY_NAME = {"secondorder.comm.strategy.CommStrategy"}
 PURE = {
     "capture/fisher/likelihood.py": set(),
     "capture/statistics/averages.py": {"linalg"},

@@ -30,8 +30,7 @@ from benchmarks.stages import stage_figures, stage_table
 from benchmarks.timing import MEASURED, REPORTED, ROWS_REFRESHED, Intervals, StepClass, Work
 from benchmarks.workloads import Size, Workload, WorkloadName, make_workload
 from benchmarks.workloads.random_data import random_workload
-from secondorder import HyLo
-from secondorder.methods.kronecker import FactoredOptimizer
+from secondorder import EKFAC, KFAC, HyLo
 
 CLASSES: tuple[StepClass, ...] = get_args(StepClass)
 TIME_COLUMNS = (
@@ -297,7 +296,7 @@ def _rows_work(
         optimizer, scheme = run.trainer.optimizer, cast("KernelScheme", run.scheme)
         if isinstance(optimizer, HyLo):
             group = optimizer.param_groups[0]
-            rank = optimizer.preconditioner.plan.rank_of(group, examples)
+            rank = cast("Any", optimizer.preconditioner).plan.rank_of(group, examples)
             work[str(run.scheme)] = kernel_work(shapes, training, examples, rank, scheme, group["approx"])
     return work
 
@@ -338,7 +337,7 @@ def _figures(
             entry["extra_seconds"] = (entry["ratio"] - 1) * sgd
             entry["floor_seconds"] = extra / (gemm.median * 1e9)
         figures["amortised"][intervals.name if run.scheme else "every step"] = entry
-    if run.measured == MEASURED and isinstance(run.trainer.optimizer, FactoredOptimizer):
+    if run.measured == MEASURED and isinstance(run.trainer.optimizer, KFAC | EKFAC):
         figures["stages"] = stage_figures(run, work[str(run.scheme)], gemm)
     return figures
 

@@ -24,8 +24,8 @@ from secondorder.adaptation.no_trust import Move, Sized, called
 from secondorder.adaptation.replay import Moment, eager, kept_gradients, recorded
 from secondorder.adaptation.trial import Adaptation, Evaluation, Snapshot, match_outputs, parts_of
 from secondorder.capture.batch import rules
-from secondorder.curvature.layer import Parts, forwarded
 from secondorder.curvature.schema import of_kinds
+from secondorder.curvature.wrappers import Parts, forwarded
 from secondorder.linalg import quadratic
 from secondorder.linalg.dense import precision_of
 from secondorder.parameters import RULE_KEYS, Directions
@@ -87,7 +87,7 @@ class TrustRegion:
                 "(fully_shard); leave that out, or use DistributedDataParallel"
             )
         if chosen.quadratic_model or chosen.adaptive_damping:
-            comm, blocks = self._comm, self._curvature.all_blocks
+            comm, blocks = self._comm, self._curvature.plan.blocks
             away = [b for b in blocks if not (comm.estimates(b.index) and comm.preconditions(b.index))]
             if away:
                 raise NotImplementedError(
@@ -304,7 +304,7 @@ class TrustRegion:
                 group["damping"] = value
                 changed.append(group)
         # Factored inverses hold the damping of their refresh, and would answer to a change many steps too late.
-        affected = (b for b in self._curvature.all_blocks if any(b.group is g for g in changed))
+        affected = (b for b in self._curvature.plan.blocks if any(b.group is g for g in changed))
         factored = (b for b in affected if b.group.get("inverse_method") == "cholesky")
         if late := [b for b in factored if self._table.state[b.owner]["refreshes"] > 0]:
             self._curvature.renew(late)

@@ -27,8 +27,8 @@ from secondorder.checkpoint.comparison import (
     was_never_trained,
 )
 from secondorder.checkpoint.consolidate import GatheredState
-from secondorder.comm import CommStrategy
 from secondorder.comm.layout import cut_equally, is_cut
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import Entry, Place, Schema, held, known
 from secondorder.curvature.window.shards import plain
 from secondorder.frames import depth_of_caller, filled_in_by_torch, is_saved_in_parts

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from secondorder import options
 from secondorder.comm.layout import cut_like, is_cut
-from secondorder.curvature.layer import clean_name
 from secondorder.curvature.schema import Place, Schema
+from secondorder.curvature.wrappers import clean_name
 from secondorder.parameters import RULE_KEYS, Group
 
 Spec = dict[str, "tuple[int, ...] | None"]

@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy
 from secondorder.comm.layout import is_cut, whole
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import of_kinds
 from secondorder.curvature.window.shards import plain
 from secondorder.parameters import ParameterTable

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.checkpoint.comparison import was_never_trained
-from secondorder.comm import CommStrategy, Parcel
+from secondorder.comm.strategy import CommStrategy, Parcel
 from secondorder.curvature.schema import Place, Schema, shaped, tensors
 from secondorder.curvature.window.shards import Slice, join, plain
 from secondorder.curvature.window.topk import TopK

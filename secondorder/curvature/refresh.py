@@ -46,6 +46,7 @@ class Refresher:
         failed_at: Number of updates of the estimate at the last failed refresh by block.
         failed: Number of failed refreshes.
         refreshed_at: Step of the last refresh by block. Refreshes that a checkpoint brought are not known.
+        missing: Names of blocks whose curvature a checkpoint left out, until the ranks have found it again.
         jobs: Refreshes in the background by block.
         background: The thread in which they run.
     """
@@ -56,6 +57,7 @@ class Refresher:
         self.failed_at: dict[str, int] = {}
         self.failed = 0
         self.refreshed_at: dict[str, int] = {}
+        self.missing: set[str] = set()
         self.jobs: dict[Block, Job] = {}
         self.background = Background()
         #: Refreshes whose outcome is on its way to the host.
@@ -67,7 +69,7 @@ class Refresher:
         """Return a refresher with the same counters and with nothing in the background."""
         found = Refresher(self.schedule, self.interval, self.max_failures)
         found.failures, found.failed_at, found.failed = dict(self.failures), dict(self.failed_at), self.failed
-        found.refreshed_at = dict(self.refreshed_at)
+        found.refreshed_at, found.missing = dict(self.refreshed_at), set(self.missing)
         return found
 
     # ------------------------------------------------------------------ when
@@ -75,6 +77,10 @@ class Refresher:
         """Whether this step refreshes a block, ``count`` being the number of blocks."""
         interval, place = block.group[self.interval], (block.index, count)
         return self.schedule.refreshes(block.runtime.step, interval, place, self._counters(block))
+
+    def is_refreshed(self, block: Block) -> bool:
+        """Whether there is what a refresh finds."""
+        return bool(block.state["refreshes"] > 0) and block.name not in self.missing
 
     def adopts(self, block: Block) -> bool:
         """Whether this step adopts a refresh that was begun earlier."""

@@ -30,12 +30,14 @@ class RowBlock(Block):
 
     Attributes:
         fresh: The rows of this step, until its end; None if nothing was captured.
+        union: The rows that all ranks have chosen in this step, until its end; None where they are not gathered.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self.with_rows, self.with_factors = RowForm(self.layer), FactorForm(self.layer)
         self.fresh: Fresh | None = None
+        self.union: Kept | None = None
 
     @property
     def is_factored(self) -> bool:

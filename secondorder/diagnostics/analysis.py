@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from secondorder import options
 from secondorder.capture.statistics.examples import ExampleRows

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy
 from secondorder.comm.layout import local
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import kinds, known
 from secondorder.diagnostics.describe import Row, human_bytes, render
 from secondorder.parameters import RULE_KEYS, ParameterTable
@@ -80,13 +80,13 @@ class Report:
         footer = ["state: " + ", ".join(f"{k} {human_bytes(v)}" for k, v in usage.items())]
         if self.comm.combines:
             footer.append(f"ranks: this is {self.comm.rank} of {self.comm.world}, comm={self.comm!r}")
-        title = f"{self.table.method} · {self.curvature.summary()}"
-        return render(title, self.curvature.sizes_are, list(self._rows()), footer)
+        title = f"{self.table.method} · {self.curvature.report.summary()}"
+        return render(title, self.curvature.report.sizes_are, list(self._rows()), footer)
 
     def _rows(self) -> Iterator[Row]:
         table = self.table
         for p, group in table.group_of.items():
-            treatment, sizes, owner = self.curvature.coverage(p)
+            treatment, sizes, owner = self.curvature.report.coverage(p)
             if not treatment:
                 treatment = table.reasons.get(p, "not covered")
                 if p.requires_grad:
@@ -102,9 +102,9 @@ class Report:
             for key, value in table.state[p].items():
                 if isinstance(value, Tensor):
                     usage[self.kind(p, key)] += local(value).nbytes
-        usage["pending"] = self.curvature.pending_bytes()
+        usage["pending"] = self.curvature.report.pending_bytes
         usage["workspace"] = self.runtime.workspace.nbytes
-        usage["buffers"] += self.comm.nbytes + self.curvature.nbytes
+        usage["buffers"] += self.comm.nbytes + self.curvature.report.nbytes
         usage["total"] = sum(usage.values())
         return usage
 

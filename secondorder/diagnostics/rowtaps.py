@@ -14,7 +14,7 @@ from secondorder.capture.passes import Pass
 from secondorder.capture.sites import Site
 from secondorder.capture.statistics.examples import ExampleRows
 from secondorder.curvature.block import Block
-from secondorder.curvature.layer import forwarded
+from secondorder.curvature.wrappers import forwarded
 
 
 class RowCapture(Capture):

@@ -15,17 +15,20 @@ from secondorder.frames import depth_of_caller
 from secondorder.linalg.dense import all_true_on_cpu
 
 if TYPE_CHECKING:
-    from secondorder.preconditioners.base import Preconditioner
+    from secondorder.preconditioners.base import CurvatureReport
 
 
 class StepRecord:
-    """Counts the batches that are left out, keeps directions for a look at them, and watches the damping."""
+    """Counts the batches that are left out, keeps directions for a look at them, and watches the damping.
+
+    Attributes:
+        kept: Dicts of directions that are open, the innermost last.
+    """
 
     def __init__(self) -> None:
         self._skipped = 0
         self._skipped_on_device: Tensor | int = 0
-        #: Open dicts of directions, the innermost last.
-        self._kept: list[dict[str, Tensor]] = []
+        self.kept: list[dict[str, Tensor]] = []
         self._watch = DampingWatch()
 
     @property
@@ -53,22 +56,28 @@ class StepRecord:
     def directions(self) -> Iterator[dict[str, Tensor]]:
         """Yield a dict that each step inside the ``with`` block fills."""
         kept = dict[str, Tensor]()
-        self._kept.append(kept)
+        self.kept.append(kept)
         try:
             yield kept
         finally:
-            self._kept = [other for other in self._kept if other is not kept]
+            self.kept = [other for other in self.kept if other is not kept]
 
     def keep(self, directions: Mapping[nn.Parameter, Tensor], names: Mapping[nn.Parameter, str]) -> None:
         """Fill the open dicts with copies of the directions of a step."""
-        if self._kept:
+        if self.kept:
             found = {names[p]: d.clone() for p, d in directions.items()}
-            for kept in self._kept:
+            for kept in self.kept:
                 kept.update(found)
 
-    def watch_damping(self, preconditioner: Preconditioner) -> None:
-        """Warn once, early in training, if the damping hides the curvature of all that is covered."""
-        if not self._watch.has_measured and (damped := preconditioner.damped()) is not None:
+    def watch_damping(self, report: CurvatureReport, method: str, step: int) -> None:
+        """Warn once, early in training, if the damping hides the curvature of all that is covered.
+
+        Args:
+            report: Finds the curvature to compare.
+            method: Name of the optimizer's class.
+            step: Number of steps taken before this one.
+        """
+        if not self._watch.has_measured and (damped := report.damped(step)) is not None:
             self._watch.measure(damped)
-        if (text := self._watch.verdict(preconditioner.table.method)) is not None:
+        if (text := self._watch.verdict(method)) is not None:
             warnings.warn(text, stacklevel=depth_of_caller())

@@ -38,7 +38,7 @@ from torch.optim.optimizer import ParamsT
 from secondorder import options
 from secondorder.adaptation.trial import Adaptation
 from secondorder.capture.fisher.likelihood import Likelihood
-from secondorder.comm import CommStrategy
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.eigenbasis import is_adam
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation

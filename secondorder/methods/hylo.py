@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
-from secondorder.comm import CommStrategy
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.layer import LayerOptions, SkipRule
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.linalg import selection

@@ -30,7 +30,7 @@ from torch.optim.optimizer import ParamsT
 
 from secondorder import options
 from secondorder.capture.fisher.likelihood import Likelihood
-from secondorder.comm import CommStrategy
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.layer import SkipRule
 from secondorder.methods import documentation
 from secondorder.methods.kronecker import (

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from secondorder import options
-from secondorder.comm import CommStrategy
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.solvers import MFACSolver
 from secondorder.curvature.window.form import Compression
 from secondorder.curvature.window.topk import TopK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -95,11 +95,13 @@ class WindowRecipe(Recipe):
         solver: The mathematics of the method.
         rules: Rules about several options of a group.
         windows: The options that are the same in all groups.
+        fisher: The Fisher of the gradients that the windows contain.
     """
 
     solver: WindowSolver
     rules: WindowRules
     windows: WindowOptions
+    fisher: options.FisherOptions = field(default_factory=options.FisherOptions)
 
     @property
     def catalog(self) -> Schema:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.statistics.measurement import Estimate, Measured, counts_of, mean_of, weighted
-from secondorder.comm import CommStrategy, Parcel, Pending
+from secondorder.comm.strategy import CommStrategy, Parcel, Pending
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import full_precision
@@ -59,6 +59,7 @@ class StatisticsExchange:
 
     Attributes:
         skipped: Number of batches that were not finite, by block.
+        learned_at: Step of the last statistics, by block. Those that a checkpoint brought are not known.
         rows_seen: Examples of a rank in the last batch, and rows that the statistics had of them, by block: for plans.
         unsent: Names of blocks whose tensors at ``Place.MEASURED`` are so far only on ranks that precondition. The same
             on all ranks.
@@ -67,6 +68,7 @@ class StatisticsExchange:
     def __init__(self, comm: CommStrategy, device: torch.device | None = None) -> None:
         self.comm, self._device = comm, device
         self.skipped: dict[str, int | Tensor] = {}
+        self.learned_at: dict[str, int] = {}
         self.rows_seen: dict[str, tuple[float, float | Tensor]] = {}
         self.unsent: set[str] = set()
 

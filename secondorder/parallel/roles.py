@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
-from secondorder.comm import Parcel
+from secondorder.comm.strategy import Parcel
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, keys
 from secondorder.linalg.dense import full_precision
@@ -74,7 +74,8 @@ class RoleWorker:
         return bool(self._block(index).state["refreshes"] > 0)
 
     def _block(self, index: int) -> Block:
-        return self._curvature.all_blocks[index]
+        block: Block = self._curvature.plan.blocks[index]
+        return block
 
     # ------------------------------------------------------------------ what arrives
     def note_estimate(self, index: int, updates: int) -> None:

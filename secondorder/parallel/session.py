@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy, Unit
 from secondorder.comm.layout import is_cut
+from secondorder.comm.strategy import CommStrategy, Unit
 from secondorder.runtime import Runtime
 
 if TYPE_CHECKING:

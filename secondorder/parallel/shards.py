@@ -13,8 +13,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy
 from secondorder.comm.layout import NOTHING, Layout, Route, is_cut, layout_of, local, route
+from secondorder.comm.strategy import CommStrategy
 from secondorder.linalg import first_order
 from secondorder.linalg.dense import precision_of
 

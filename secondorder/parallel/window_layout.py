@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy
 from secondorder.comm.layout import NOTHING, Layout, Route, Spans, local, route
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.window.shards import Bounds, Cutting
 from secondorder.curvature.window.unit import Unit
 from secondorder.linalg.dense import precision_of

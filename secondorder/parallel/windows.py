@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy, Parcel
 from secondorder.comm.layout import Layout
+from secondorder.comm.strategy import CommStrategy, Parcel
 from secondorder.curvature.window.shards import Slice
 from secondorder.curvature.window.unit import Unit, real
 from secondorder.curvature.window.window import Push, padded

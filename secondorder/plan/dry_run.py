@@ -18,7 +18,7 @@ from torch import Tensor
 
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.measurement import Measured
-from secondorder.comm import Unit
+from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, likes, tensors
 from secondorder.curvature.window.unit import Unit as Window

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from secondorder import options
-from secondorder.comm import CommOpt, CommStrategy, DedicatedWorkers, Local, RankGrid, Unit
+from secondorder.comm import CommOpt, DedicatedWorkers, RankGrid
 from secondorder.comm.layout import is_cut
+from secondorder.comm.strategy import CommStrategy, Local, Unit
 from secondorder.curvature.schema import kinds
 from secondorder.parameters import Group, ParameterTable
 from secondorder.plan.dry_run import RehearsedLayers, RehearsedWindows, Understudy

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from secondorder.comm import Unit
+from secondorder.comm.strategy import Unit
 from secondorder.parameters import RULE_KEYS, ParameterTable
 from secondorder.preconditioners.base import Preconditioner
 from secondorder.runtime import Runtime

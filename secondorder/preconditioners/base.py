@@ -6,6 +6,7 @@
     statistics estimates inverses      to ranks directions
 """
 
+# ruff: noqa: B027 - what a kind of curvature does not need does nothing
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.capture.statistics.averages import all_finite
-from secondorder.comm import CommStrategy, Unit
+from secondorder.comm.strategy import CommStrategy, Unit
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.schema import Place, Schema
 from secondorder.parameters import Directions, Group, ParameterTable
@@ -67,6 +68,50 @@ class Rule(NamedTuple):
     is_fallback: bool = False
 
 
+class CurvatureReport(ABC):
+    """What curvature reports about itself."""
+
+    #: Heading of the column with the sizes of the curvature.
+    sizes_are: ClassVar[str]
+
+    @abstractmethod
+    def summary(self) -> str:
+        """Return the number of blocks or windows in words."""
+
+    @abstractmethod
+    def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
+        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
+
+    @abstractmethod
+    def damped(self, step: int) -> list[Damped] | None:
+        """Return the curvature to compare with its damping in this step; None in all steps but one.
+
+        Args:
+            step: Number of steps taken before this one.
+
+        Returns:
+            The curvature with its damping.
+        """
+
+    @abstractmethod
+    def dense(self, name: str) -> Tensor:
+        """Return the undamped curvature of a layer as a dense matrix ``[n, n]``; see ``dense_curvature``."""
+
+    @abstractmethod
+    def diagnostics(self) -> dict[str, Any]:
+        """Return counters and factors as plain numbers; reading them may wait for the device."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are neither in the state nor pending."""
+        return 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of statistics that wait for the next step."""
+        return 0
+
+
 class Preconditioner(ABC):
     """The stages of a step over all curvature of an optimizer."""
 
@@ -82,8 +127,7 @@ class Preconditioner(ABC):
     table: ParameterTable
     #: What captures statistics in forward and backward passes.
     hooks: NoHooks | LayerCapture
-    #: Heading of the column with the sizes of the curvature.
-    sizes_are: str
+    report: CurvatureReport
 
     # ------------------------------------------------------------------ the plan
     @abstractmethod
@@ -140,32 +184,6 @@ class Preconditioner(ABC):
     def copied(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> Mapping[nn.Parameter, dict[str, Any]]:
         """Return the state as copies and pickles contain it."""
         return state
-
-    # ------------------------------------------------------------------ reports
-    @abstractmethod
-    def summary(self) -> str:
-        """Return the number of blocks or windows in words."""
-
-    @abstractmethod
-    def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are neither in the state nor pending."""
-        return 0
-
-    def pending_bytes(self) -> int:
-        """Return the bytes of statistics that wait for the next step."""
-        return 0
-
-    @abstractmethod
-    def dense(self, name: str) -> Tensor:
-        """Return the undamped curvature of a layer as a dense matrix ``[n, n]``; see ``dense_curvature``."""
-
-    @abstractmethod
-    def diagnostics(self) -> dict[str, Any]:
-        """Return counters and factors as plain numbers; reading them may wait for the device."""
 
     # ------------------------------------------------------------------ the stages of a step
     def begin_step(self, synchronize: Callable[[], None]) -> None:
@@ -289,10 +307,6 @@ class Preconditioner(ABC):
             The rule, which the method may have changed.
         """
         return rule
-
-    @abstractmethod
-    def damped(self) -> list[Damped] | None:
-        """Return the curvature to compare with its damping in this step; None while there is not enough data."""
 
 
 class StateForm(NamedTuple):

@@ -10,11 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy, Unit
 from secondorder.comm.layout import is_cut
+from secondorder.comm.strategy import CommStrategy, Unit
 from secondorder.curvature.block import Block
-from secondorder.curvature.layer import Layer, LayerOptions, clean_name, plan_layers, unwrap
+from secondorder.curvature.layer import Layer, LayerOptions
+from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
+from secondorder.curvature.wrappers import clean_name, unwrap
 from secondorder.parameters import Group, ParameterTable
 from secondorder.runtime import Runtime
 
@@ -91,6 +93,11 @@ class BlockPlan:
         reasons |= {p: "not a parameter of the hooked module" for p in group_of if p not in inside}
         self.table.reasons, self.table.skipped_by_user = reasons, plan.skipped_by_user
         return changed
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """Blocks by module name."""
+        return {b.name: b for b in self.blocks}
 
     def units(self) -> list[Unit]:
         """What a strategy needs to know of the blocks."""

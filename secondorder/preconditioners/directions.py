@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
-from secondorder.comm import CommStrategy, Parcel
+from secondorder.comm.strategy import CommStrategy, Parcel
 from secondorder.curvature.block import Block
 from secondorder.linalg.dense import precision_of
 from secondorder.parallel.shards import WholeParameters, zeros_like_shard

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,15 +18,18 @@ from secondorder.capture.layers.parts import watched_attention
 from secondorder.capture.layers.projections import Projection
 from secondorder.capture.loss_scale import UNKNOWN, LossScale
 from secondorder.capture.sites import Captured, Site, Statistic
-from secondorder.comm import CommStrategy
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.block import Block, Due
-from secondorder.curvature.layer import LayerOptions, forwarded
+from secondorder.curvature.layer import LayerOptions
+from secondorder.curvature.wrappers import forwarded
 from secondorder.frames import depth_of_caller
 from secondorder.options import FisherOptions
 from secondorder.parameters import Directions, ParameterTable
-from secondorder.preconditioners.block_plan import BlockPlan
 from secondorder.preconditioners.hooks import check_mask
 from secondorder.runtime import Clock, Runtime
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.block_plan import BlockPlan
 
 
 @dataclass(frozen=True)

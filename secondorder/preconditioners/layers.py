@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from secondorder.capture.fisher.fisher import ModelFisher, resolved
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.measurement import Measured
-from secondorder.comm import Parcel, Unit
+from secondorder.comm.strategy import Parcel, Unit
 from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
-from secondorder.curvature.damping_watch import Damped
-from secondorder.curvature.extremes import numbers
 from secondorder.curvature.factorization import joint_ok
-from secondorder.curvature.layer import find_name, forwarded
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema
+from secondorder.curvature.wrappers import forwarded
 from secondorder.linalg.dense import all_true_on_cpu, full_precision, precision_of
 from secondorder.parallel.exchange import StatisticsExchange, parcel_of
 from secondorder.parallel.session import words_of_options
@@ -30,10 +28,8 @@ from secondorder.preconditioners.base import Preconditioner, Proposal, SavedStat
 from secondorder.preconditioners.block_plan import BlockPlan
 from secondorder.preconditioners.directions import replicated, resharded, whole_gradients
 from secondorder.preconditioners.layer_capture import LayerCapture, Setting
-from secondorder.runtime import some_of
+from secondorder.preconditioners.layer_report import LayerReport
 
-#: Refreshes of every block before λ is compared with the curvature.
-_REFRESHES_BEFORE_WATCH = 3
 #: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
 REFRESH_PORTION = 1 << 24
 
@@ -55,12 +51,13 @@ class LayerPreconditioner(Preconditioner):
     form: ClassVar[StateForm] = StateForm()
     #: The class of the blocks.
     block_type: ClassVar[type[Block]]
+    #: The class of what they report.
+    report_type: ClassVar[type[LayerReport]] = LayerReport
     #: Entries of the states of blocks, by key, as far as they are the same in every state.
     catalog: ClassVar[Schema] = {}
     #: Options that decide what the state of a block holds.
     allocating: ClassVar[tuple[str, ...]] = ()
     needs_module = True
-    sizes_are = "factors A, G"
     #: Options that say how many steps lie between two updates of the estimates, and between two refreshes.
     capture_interval: ClassVar[str] = "factor_update_steps"
     refresh_interval: ClassVar[str] = "inv_update_steps"
@@ -78,12 +75,9 @@ class LayerPreconditioner(Preconditioner):
         self.refresher = Refresher(self.options.schedule, self.refresh_interval, self.options.max_failures)
         dim = self.options.batch_dim
         self.fisher = ModelFisher(setting.fisher, setting.runtime, dim, self.rows_per_example)
-        #: Step of the last statistics, by block; not known of what a checkpoint brought.
-        self._learned_at: dict[str, int] = {}
+        self.report = self.report_type(self.plan, self.hooks, self.exchange, self.refresher)
         #: Intervals that decided what the coming step uses.
         self._armed_for: list[tuple[Any, ...]] = []
-        #: Blocks whose curvature a checkpoint left out, until the ranks have found it anew.
-        self._to_renew: set[str] = set()
 
     # ------------------------------------------------------------------ blocks
     def new_plan(self) -> BlockPlan:
@@ -94,14 +88,9 @@ class LayerPreconditioner(Preconditioner):
         return BlockPlan(make, chosen.layers, chosen.comm, chosen.table, chosen.runtime, interval, places)
 
     @property
-    def all_blocks(self) -> Sequence[Block]:
-        """All blocks, in the order of their indices."""
-        return self.plan.blocks
-
-    @property
     def blocks(self) -> dict[str, Block]:
         """Blocks by module name."""
-        return {b.name: b for b in self.plan.blocks}
+        return self.plan.by_name
 
     def covered(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
         """Return the name and the parameters of each block."""
@@ -280,7 +269,7 @@ class LayerPreconditioner(Preconditioner):
             due = self.hooks.due.get(index, ESTIMATE_ALONE)
             block.count_update(measured, due)
             if due.factors:
-                self._learned_at[block.name] = step
+                self.exchange.learned_at[block.name] = step
 
     # ------------------------------------------------------------------ stage 4: refresh and share
     def refresh_due(self) -> list[int]:
@@ -375,13 +364,9 @@ class LayerPreconditioner(Preconditioner):
         return ok
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
-    def is_refreshed(self, block: Any) -> bool:
-        """Whether what a refresh finds is there."""
-        return bool(block.state["refreshes"] > 0) and block.name not in self._to_renew
-
     def is_ready(self, block: Any) -> bool:
         """Whether a block preconditions."""
-        return block.group[self.refresh_interval] > 0 and self.is_refreshed(block)
+        return block.group[self.refresh_interval] > 0 and self.refresher.is_refreshed(block)
 
     def active(self, gradients: Directions) -> list[Any]:
         """Return the blocks that precondition in a step with these gradients."""
@@ -439,7 +424,7 @@ class LayerPreconditioner(Preconditioner):
         """
         self.refresher.forget_jobs()
         self.refresher.refreshed_at.clear()
-        self._learned_at.clear()
+        self.exchange.learned_at.clear()
         complete = {b: set(b.state) for b in self.plan.blocks}
         refreshes = {b: b.state.get("refreshes", 0) for b in self.plan.blocks}
         changed = rebuild()
@@ -449,13 +434,13 @@ class LayerPreconditioner(Preconditioner):
             for b, found in complete.items()
             if b.state["factor_updates"] > 0 and any(key in derived and key not in found for key in b.state)
         ]
-        self._to_renew.clear()
+        self.refresher.missing.clear()
         if self.comm.combines:  # with the other ranks, at the next step: loading sends nothing
             for block in self.plan.blocks:
                 lean = block.group["checkpoint_curvature"] == "factors"
                 if lean and block.state["factor_updates"] > 0 and refreshes[block]:
                     block.state["refreshes"] = refreshes[block]
-                    self._to_renew.add(block.name)
+                    self.refresher.missing.add(block.name)
         elif renewed:
             with torch.no_grad(), full_precision(renewed[0].owner.device):
                 ok = self.refresh(renewed, True)
@@ -469,13 +454,13 @@ class LayerPreconditioner(Preconditioner):
 
     def recover(self) -> None:
         """Find what a checkpoint left out together with the other ranks, which have met."""
-        if self._to_renew:
-            blocks = [b for b in self.plan.blocks if b.name in self._to_renew]
+        if self.refresher.missing:
+            blocks = [b for b in self.plan.blocks if b.name in self.refresher.missing]
             ok = self.renew(blocks, replaces_begun=False)  # what was begun is newer
             for block, good in zip(blocks, ok.tolist(), strict=True):
                 if not good:
                     block.state["refreshes"] = 0
-            self._to_renew.clear()
+            self.refresher.missing.clear()
 
     def translated(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> SavedStates:
         """Return saved states in the form in which this optimizer stores them."""
@@ -522,9 +507,9 @@ class LayerPreconditioner(Preconditioner):
     def kept(self) -> dict[str, Any]:
         """Return what copies and pickles keep, apart from the state."""
         return {
-            "to_renew": set(self._to_renew),
+            "to_renew": set(self.refresher.missing),
             "refreshed_at": dict(self.refresher.refreshed_at),
-            "learned_at": dict(self._learned_at),
+            "learned_at": dict(self.exchange.learned_at),
         }
 
     def own(self) -> dict[str, Any]:
@@ -533,9 +518,9 @@ class LayerPreconditioner(Preconditioner):
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Take what :meth:`kept` returned for the original."""
-        self._to_renew = set(kept["to_renew"])
+        self.refresher.missing = set(kept["to_renew"])
         self.refresher.refreshed_at.update(kept["refreshed_at"])
-        self._learned_at = dict(kept["learned_at"])
+        self.exchange.learned_at = dict(kept["learned_at"])
 
     def detach(self) -> None:
         """Remove all hooks, and end refreshes in the background. Idempotent."""
@@ -543,69 +528,6 @@ class LayerPreconditioner(Preconditioner):
             self.hooks.detach()
         finally:
             self.refresher.close()
-
-    # ------------------------------------------------------------------ what it reports
-    def summary(self) -> str:
-        """Return the number of blocks in words."""
-        return f"{len(self.plan.blocks)} blocks"
-
-    def pending_bytes(self) -> int:
-        """Return the bytes of statistics, and of refreshes in progress, that wait for a coming step."""
-        return self.hooks.nbytes + self.refresher.nbytes
-
-    def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
-        block = self.plan.block_of.get(p)
-        if block is None:
-            return "", "", ""
-        refused = self.hooks.refused(block)
-        treatment = f"block '{block.name}' ({block.layer.kind})" if block.name else f"block {block.layer.kind}"
-        if block.layer.other_uses:
-            treatment += f", tied; its use in {some_of(block.layer.other_uses)} has no statistics"
-        if refused and self.table.state[p].get("refreshes", 0) == 0:
-            treatment = f"{self.table.group_of[p]['fallback']} fallback: {refused}"
-        reason, sizes = block.described()
-        return f"{treatment}{reason}", sizes, f"rank {self.comm.owner(block.index)}"
-
-    def dense(self, name: str) -> Tensor:
-        """Return the undamped curvature of a block as a dense matrix ``[n, n]``; see ``dense_curvature``."""
-        found = find_name(name, self.blocks)
-        if found is None:
-            known = ", ".join(b.name or f"'' (the {b.layer.kind} itself)" for b in self.plan.blocks)
-            raise ValueError(f"no block is named '{name}'; there are: {known or 'none'}")
-        block = self.blocks[found]
-        if not (self.comm.estimates(block.index) and self.comm.preconditions(block.index)):
-            raise RuntimeError(
-                f"the curvature of layer '{name}' is on rank {self.comm.owner(block.index)}: ask there, or use "
-                "comm=CommOpt(), which keeps it on every rank"
-            )
-        if not block.has_estimate:
-            raise RuntimeError(f"nothing was captured for layer '{name}' yet: take a step first")
-        return block.dense()
-
-    def damped(self) -> list[Damped] | None:
-        """The damping of all blocks that this rank keeps, when each was refreshed three times; None before."""
-        counts = [(b, b.state["refreshes"]) for b in self.plan.blocks if self.is_refreshed(b)]
-        if min((count for _, count in counts), default=0) != _REFRESHES_BEFORE_WATCH:
-            return None
-        found = ((b, b.bounds()) for b, _ in counts)
-        return [Damped(b.name, b.group, "damping", e) for b, e in found if e is not None]
-
-    def diagnostics(self) -> dict[str, Any]:
-        """Return what is going on as plain numbers; reading them may wait for the device."""
-        refreshed = {b.name: b for b in self.plan.blocks if self.is_refreshed(b)}
-        found = {name: e for name, b in refreshed.items() if (e := b.extremes()) is not None}
-        dampings, conditions = numbers(found)
-        last, skipped = self.runtime.step - 1, self.exchange.skipped
-        return {
-            "damping_by_layer": dampings,
-            "condition_number": conditions,
-            "staleness": {n: last - at for n, at in self.refresher.refreshed_at.items() if n in found},
-            "statistics_age": {n: last - at for n, at in self._learned_at.items() if n in found},
-            "skipped_statistics": sum(int(n) for n in skipped.values()),
-            "skipped_statistics_by_layer": {name: int(n) for name, n in skipped.items()},
-            "refresh_failures": self.refresher.failed,
-        }
 
 
 def _refresh_portions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:

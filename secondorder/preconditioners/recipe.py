@@ -12,7 +12,7 @@ from torch import nn
 
 from secondorder import options
 from secondorder.capture.loss_scale import LossScale
-from secondorder.comm import CommStrategy
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import Schema
 from secondorder.parameters import Group, ParameterTable
 from secondorder.preconditioners.base import CurvatureState, DividedState, Preconditioner
@@ -52,9 +52,11 @@ class Recipe(Protocol):
 
     Attributes:
         rules: Rules about several options of a group.
+        fisher: Which Fisher is estimated.
     """
 
     rules: GroupRules
+    fisher: options.FisherOptions
 
     @property
     def catalog(self) -> Schema:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.examples import multiplied_out, second_moments
-from secondorder.comm import Parcel
+from secondorder.comm.strategy import Parcel
 from secondorder.curvature import row_choice
 from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, filled, inputs_of
 from secondorder.curvature.mode import ModeSwitch
@@ -57,8 +57,6 @@ class GatheringOptimizer(RowLayers):
         self._seen: dict[RowBlock, Raw | None] = {}
         self._census: dict[RowBlock, Census] = {}
         self._ranks_sent: dict[RowBlock, int] = {}
-        #: Rows of all ranks, where they are.
-        self._union: dict[RowBlock, Kept] = {}
 
     # ------------------------------------------------------------------ what a method supplies
     @abstractmethod
@@ -140,7 +138,7 @@ class GatheringOptimizer(RowLayers):
     def _forget_step(self) -> None:
         super()._forget_step()
         self._own_examples, self._gate = ({}, 0), None
-        self._seen, self._census, self._ranks_sent, self._union = {}, {}, {}, {}
+        self._seen, self._census, self._ranks_sent = {}, {}, {}
 
     # ------------------------------------------------------------------ stage 4: refresh
     def is_due(self, block: RowBlock) -> bool:
@@ -161,7 +159,7 @@ class GatheringOptimizer(RowLayers):
         factored = [b for b in blocks if b.is_factored]
         ok = self.factorise({b: self._good(b) for b in factored}, host_checks)
         others = [b for b in blocks if b not in ok]
-        ok |= self.invert_rows({b: self._union[b] for b in others}, {b: self._good(b) for b in others})
+        ok |= self.invert_rows({b: b.union for b in others if b.union is not None}, {b: self._good(b) for b in others})
         return torch.stack([ok[b] for b in blocks])
 
     def _good(self, block: RowBlock) -> Tensor:
@@ -305,7 +303,7 @@ class GatheringOptimizer(RowLayers):
         stacks = self.comm.gather_statistics([self._parcel(block, kept) for block, kept in chosen.items()])
         for block, stack in zip(chosen, stacks, strict=True):
             if stack.tensors and self.comm.preconditions(block.index):
-                self._union[block] = self._put_together(block, stack.tensors)
+                block.union = self._put_together(block, stack.tensors)
 
     def _counts(self, block: RowBlock) -> list[int]:
         """Rows of the ranks that send some."""
@@ -346,7 +344,7 @@ class GatheringOptimizer(RowLayers):
         """Have tensors of the sizes of what the owner will send, and what is known without it."""
         if block.is_factored:
             return
-        state, kept = block.state, self._union.get(block)
+        state, kept = block.state, block.union
         schema = block.with_rows.schema(self._census[block].sizes(block, self._total_rows(block)))
         known = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
         known |= {
@@ -357,7 +355,3 @@ class GatheringOptimizer(RowLayers):
             if key not in known:
                 known[key] = torch.empty_like(like, device=self.device_of(block))
         state.update(known)
-
-    # ------------------------------------------------------------------ what it reports
-    def pending_bytes(self) -> int:
-        return super().pending_bytes() + sum(kept.rows.nbytes for kept in self._union.values())

@@ -75,7 +75,7 @@ class RowLayers(LayerPreconditioner):
     def _forget_step(self) -> None:
         """Drop what was captured for a step."""
         for block in self.plan.blocks:
-            block.fresh = None
+            block.fresh = block.union = None
 
     def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         self._gradients_now = gradients
@@ -135,8 +135,3 @@ class RowLayers(LayerPreconditioner):
         self._forget_step()
         self._gradients_now = {}
         super().end_step()
-
-    def pending_bytes(self) -> int:
-        """Return the bytes of statistics and of rows that wait for a coming step."""
-        rows: int = sum(b.fresh.rows.nbytes for b in self.plan.blocks if b.fresh is not None)
-        return super().pending_bytes() + rows

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secondorder.comm import Unit
+from secondorder.comm.strategy import Unit
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_forms import ROWS, factors_are_cheaper, products_are_smaller

@@ -22,7 +22,9 @@ from secondorder.linalg.dense import precision_of
 from secondorder.linalg.kernel import Rows
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Rule, SavedStates, StateForm
+from secondorder.preconditioners.layer_report import LayerReport
 from secondorder.preconditioners.row_exchange import GatheringOptimizer
+from secondorder.preconditioners.row_report import RowReport
 
 
 class RowPreconditioner(GatheringOptimizer):
@@ -31,7 +33,7 @@ class RowPreconditioner(GatheringOptimizer):
     catalog: ClassVar[Schema] = {**GatheringOptimizer.catalog, **SWITCH}
     allocating = ("mode",)
     form: ClassVar[StateForm] = StateForm(common_keys=frozenset(SWITCH))
-    sizes_are = "rows × (a + g)"
+    report_type: ClassVar[type[LayerReport]] = RowReport
 
     # ------------------------------------------------------------------ which mode
     def is_auto(self) -> bool:
@@ -226,28 +228,6 @@ class RowPreconditioner(GatheringOptimizer):
     def own(self) -> dict[str, Any]:
         """Return the arguments of a copy that only this preconditioner has."""
         return {"batch_size": self.plan.batch_size, "modes": copy.copy(self.plan.modes)}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the switching policy."""
-        return self.plan.modes.policy.nbytes
-
-    def diagnostics(self) -> dict[str, Any]:
-        """Return counters, modes and ranks as plain numbers; reading them may wait for the device."""
-        groups = self.table.groups
-        factored = bool(self.plan.blocks) and all(b.is_factored for b in self.plan.blocks)
-        mode_in = self.plan.modes.mode_in
-        modes = ["kfac" if factored else self.plan.modes.mode] * len(groups)
-        modes = [g["mode"] if g["mode"] != "auto" else mode for g, mode in zip(groups, modes, strict=True)]
-        ranks = {b.name: b.with_rows.rows_in(b.state).n for b in self.plan.blocks if "rows_g" in b.state}
-        return super().diagnostics() | {
-            "damping": [group["damping"] for group in groups],
-            "mode": modes[0],
-            "modes": modes,
-            "mode_by_layer": {b.name: "kfac" if b.is_factored else mode_in(b.group) for b in self.plan.blocks},
-            "switches": [list(switch) for switch in self.plan.modes.history],
-            "rank": ranks,
-        }
 
 
 def _number(lr: Any) -> float:

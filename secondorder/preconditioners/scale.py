@@ -25,8 +25,8 @@ from secondorder.capture.sites import Captured
 from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.capture.statistics.squares import EigenSums
-from secondorder.comm import Unit
 from secondorder.comm.layout import local
+from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import Block, Due
 from secondorder.curvature.eigenbasis import SCALES, EigenbasisBlock, like_adam, preconditions_gradient
 from secondorder.curvature.factorization import Found, joint_ok
@@ -80,7 +80,7 @@ class ScalePreconditioner(LayerPreconditioner):
         if block.group["estimator"] != "intra":
             return Due(self.captures(block))
         late = block.group["transport"] == "recompute" and (block.state["refreshes"] == 0 or self.is_due(block))
-        scale = not late and self.is_refreshed(block) and self._scale_is_due(block)
+        scale = not late and self.refresher.is_refreshed(block) and self._scale_is_due(block)
         return Due(self.captures(block), scale, late, late or (scale and self.exchange.lacks_measured(block)))
 
     def _scale_is_due(self, block: EigenbasisBlock) -> bool:

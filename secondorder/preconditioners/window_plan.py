@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secondorder.comm import CommStrategy
-from secondorder.comm import Unit as Portion
+from secondorder.comm.strategy import CommStrategy
+from secondorder.comm.strategy import Unit as Portion
 from secondorder.curvature.schema import Entry, Schema
 from secondorder.curvature.schema import Place as At
 from secondorder.curvature.solvers import WindowSolver

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import options
-from secondorder.comm import CommStrategy
 from secondorder.comm.layout import local
-from secondorder.curvature.damping_watch import Damped
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.solvers import WindowSolver
 from secondorder.curvature.window.shards import plain
 from secondorder.curvature.window.unit import Source, Unit, real
@@ -28,10 +27,9 @@ from secondorder.parameters import Directions, Group, ParameterTable
 from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
 from secondorder.preconditioners.hooks import NoHooks
 from secondorder.preconditioners.window_plan import CATALOG, Portions, WindowOptions, WindowPlan
+from secondorder.preconditioners.window_report import WindowReport
 from secondorder.runtime import Runtime
 
-#: Steps after which the damping is compared with the curvature.
-_STEPS_BEFORE_WATCH = 20
 #: Norm of a gradient above which its products overflow, by working precision.
 _LARGEST_NORM = {torch.float32: 1e15, torch.float64: 1e150}
 #: Entries of the matrices that are factorised in one batch.
@@ -51,7 +49,6 @@ class WindowPreconditioner(Preconditioner):
     """
 
     takes_sources = False
-    sizes_are = "rows × entries"
 
     def __init__(
         self,
@@ -64,6 +61,7 @@ class WindowPreconditioner(Preconditioner):
     ) -> None:
         self.solver, self.structure, self.comm, self.table = solver, structure, comm, table
         self.plan = WindowPlan(solver, structure, comm, table, **(kept or {}))
+        self.report = WindowReport(self.plan)
         self.exchange = WindowExchange(comm)
         self.runtime, self.hooks = runtime, NoHooks()
         self._norms: dict[nn.Parameter, Tensor] = {}
@@ -158,13 +156,6 @@ class WindowPreconditioner(Preconditioner):
         for unit in self.units:
             if unit.held:
                 unit.window.counters["skipped"].add_(1)
-
-    def damped(self) -> list[Damped] | None:
-        """The damping of all windows on this rank, in the one step that compares it; None in all other steps."""
-        if self.runtime.step + 1 != _STEPS_BEFORE_WATCH:
-            return None
-        held = (unit for unit in self.units if unit.held and unit.part is None and unit.a is not None)
-        return [found for unit in held if (found := self.solver.bounds(unit)) is not None]
 
     def begin_step(self, synchronize: Callable[[], None]) -> None:
         """Follow parameters that were frozen, unfrozen or moved since the last step."""
@@ -331,101 +322,6 @@ class WindowPreconditioner(Preconditioner):
             momentum, factor = self.solver.momentum_after(group)
             rule = rule._replace(momentum=momentum, factor=factor)
         return rule
-
-    # ------------------------------------------------------------------ reading
-    def summary(self) -> str:
-        """Return the number of windows in words."""
-        return f"{len(self.units)} window{'s' if len(self.units) != 1 else ''}"
-
-    def coverage(self, p: nn.Parameter) -> tuple[str, str, str]:
-        """Return what covers a parameter, its size, and its owner; all are empty if nothing covers it."""
-        unit = self.plan.unit_of.get(p)
-        if unit is None:
-            return "", "", ""
-        form = unit.window.form.describe(self.structure.working(p))
-        part = unit.part
-        owner = f"rank {self.comm.owner(self.plan.units.index(unit))}" if part is None else f"in {part.size} parts"
-        return f"window '{unit.name}' ({form})", f"{unit.window.m} × {real(p).numel()}", owner
-
-    def dense(self, name: str) -> Tensor:
-        """Return the undamped curvature of a layer or a parameter ``[n, n]``, float64; see ``dense_curvature``."""
-        chosen = self._named(name)
-        unit = self.plan.unit_of[chosen[0]]
-        if unit.part is not None or not unit.held:
-            raise RuntimeError(
-                f"the rows of '{name}' are not all on rank {self.comm.rank}: use comm=CommOpt(), or load what "
-                "consolidate_state_dict() has gathered into an optimizer of one process"
-            )
-        if not unit.window.filled:
-            raise RuntimeError(f"the window of '{name}' is empty: take a step first")
-        places = [next(i for i, p in enumerate(unit.params) if p is q) for q in chosen]
-        rows = []
-        for slot in range(unit.window.filled):
-            out = [torch.zeros(p.shape, dtype=p.working, device=p.device) for p in unit.window.places]
-            unit.window.add_row(out, torch.tensor([slot], device=unit.window.device), torch.ones(()))
-            parts = [out[i].double() for i in places]
-            if len(parts) > 1:  # [W | b]
-                parts = [torch.cat([part.flatten(1) if part.dim() > 1 else part[:, None] for part in parts], 1)]
-            rows.append(parts[0].flatten())
-        return self.solver.curvature_of_rows(unit, torch.stack(rows))
-
-    def _named(self, name: str) -> list[nn.Parameter]:
-        """The covered parameters of one window that a module or parameter name refers to."""
-        by_name = {self.table.names[p]: p for p in self.plan.unit_of}
-        while True:
-            wanted = [name] if name in by_name else [f"{name}.{own}" if name else own for own in ("weight", "bias")]
-            found = [by_name[own] for own in wanted if own in by_name]
-            if found:
-                return [p for p in found if self.plan.unit_of[p] is self.plan.unit_of[found[0]]]
-            if not name.startswith("module."):
-                raise ValueError(
-                    f"no parameter in a window is named '{name}'; there are: {', '.join(by_name) or 'none'}"
-                )
-            name = name.removeprefix("module.")
-
-    def diagnostics(self) -> dict[str, Any]:
-        """Return counters as plain numbers and, for each window, how its last direction relates to the gradient.
-
-        Everything is computed from the Gram matrix, with one eigendecomposition ``[m, m]`` per window and no pass over
-        the parameters. It waits for the device, but never for another rank: windows that are only on other ranks are
-        left out, and so are values of divided windows that ranks do not exchange.
-
-        Returns:
-            ``skipped_steps``, ``damping``, ``solve_failures``, and ``units``: by name of the window a dict of ``rows``,
-            ``count`` (rows ever stored) and, once a step was taken, ``damping``, ``condition_number``, the entries of
-            :func:`secondorder.linalg.gram.metrics` (cosine, angle in degrees, norm ratio, amplification, effective
-            rank, ...) and for compressed rows ``sent_energy``, ``residual_norm`` and ``residual_ratio`` (to the norm of
-            the gradient).
-        """
-        held = [unit for unit in self.units if unit.held]
-        # These are counted in the state, so that copies and checkpoints keep them.
-        skipped = {"skipped_steps": max(int(unit.window.counters["skipped"]) for unit in held)} if held else {}
-        return {
-            **skipped,
-            "solve_failures": sum(int(unit.window.counters["solve_failures"]) for unit in held),
-            "damping": [g.get("damping", g.get("eps")) for g in self.table.groups],
-            "units": {unit.name: dict(self.metrics(unit)) for unit in held},
-        }
-
-    def metrics(self, unit: Unit) -> Iterator[tuple[str, float | int]]:
-        """Metrics of the last direction of a window, by name."""
-        window = unit.window
-        yield "rows", window.filled
-        yield "count", int(window.counters["count"])
-        if unit.a is None:
-            return
-        if (known := self.solver.extremes(unit)) is not None:
-            damping, largest = map(float, known)
-            yield "damping", damping
-            yield "condition_number", (largest + damping) / damping
-        numbers = gram.metrics(window.lower(), unit.a, window.newest)
-        square = window.residual_square() if unit.part is None else None
-        if square is not None:
-            sent = numbers["gradient_norm"] ** 2
-            numbers["sent_energy"] = sent / (sent + square).clamp(min=torch.finfo(torch.float64).tiny)
-            numbers["residual_norm"] = square.sqrt()
-            numbers["residual_ratio"] = square.sqrt() / unit.norm
-        yield from ((key, float(value)) for key, value in numbers.items())
 
 
 def _batches(alike: Iterable[list[Unit]]) -> Iterator[list[Unit]]:

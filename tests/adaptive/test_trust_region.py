@@ -37,7 +37,7 @@ class Problem:
                 runtime=SimpleNamespace(step=0), layers=SimpleNamespace(batch_dim=0, batch_input=None),
                 loss_scale=SimpleNamespace(multiplies=False),
             ),
-            active=lambda gradients: [self.block], all_blocks=[self.block],
+            active=lambda gradients: [self.block], plan=SimpleNamespace(blocks=[self.block]),
             renew=self.renewed.extend,
         )  # fmt: skip
         self.trust = TrustRegion(Adaptation(**options), curvature, SimpleNamespace())  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from secondorder.comm import Local
 from secondorder.curvature.schema import ESTIMATE, FOUND, Place, Schema
 from secondorder.parameters import ParameterTable
 from secondorder.preconditioners.base import SavedStates, StateForm
+from secondorder.preconditioners.group_options import GroupRules
 from secondorder.runtime import Runtime
 
 
@@ -64,7 +65,7 @@ def made() -> tuple[Checkpoint, ParameterTable]:
     table = ParameterTable("Method", groups=[group], entries={"factor_a": ESTIMATE})
     table.regroup()
     table.names = dict.fromkeys(table.group_of, "weight")
-    known = KnownOptions({}, {}, options.GroupRules())
+    known = KnownOptions({}, {}, GroupRules())
     return Checkpoint("Method", Local(), table, Runtime(), Curvature(), lambda p, group: (), known), table
 
 

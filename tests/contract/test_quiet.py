@@ -145,7 +145,7 @@ def test_damping_that_hides_all_curvature_is_reported_once_with_a_better_one(nam
 @pytest.mark.parametrize(("name", "split"), [("kfac", "exact"), ("kfac", "pi"), ("ekfac", None), ("inverse", "pi")])
 def test_bounds_of_factors_are_not_below_the_largest_eigenvalue(name, split):
     opt = train_for(3, name, damping_split=split) if split else train_for(3, name)
-    for block in opt.preconditioner.all_blocks:
+    for block in opt.preconditioner.plan.blocks:
         bounds = block.bounds()
         truth = torch.linalg.eigvalsh(opt.dense_curvature(block.name).double())[-1]
         assert bounds.undamped.amax() >= truth * (1 - 1e-5)
@@ -156,7 +156,7 @@ def test_bounds_of_factors_are_not_below_the_largest_eigenvalue(name, split):
 def test_bounds_of_rows_are_close_above_the_largest_eigenvalue(name):
     opt = train_for(3, name, **too_large(name))
     if name in ("hylo", "kis", "sngd"):
-        pairs = [(block.bounds(), block.extremes()) for block in opt.preconditioner.all_blocks]
+        pairs = [(block.bounds(), block.extremes()) for block in opt.preconditioner.plan.blocks]
         pairs = [(bounds.undamped, truth.largest - truth.damping) for bounds, truth in pairs]
     else:
         pairs = [

@@ -12,7 +12,8 @@ from secondorder.capture.statistics.kronecker import Call
 from secondorder.curvature.block import Due
 from secondorder.curvature.eigenbasis import EigenbasisBlock
 from secondorder.curvature.factorization import factorise
-from secondorder.curvature.layer import Choices, LayerOptions, plan_layers
+from secondorder.curvature.layer import Choices, LayerOptions
+from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.orthogonal_iteration import BasisIteration, Start, iterate
 from secondorder.curvature.schema import Place, keys, likes
 from secondorder.options import FisherOptions

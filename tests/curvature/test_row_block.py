@@ -12,7 +12,8 @@ from secondorder.capture.statistics.examples import second_moments
 from secondorder.curvature import row_choice
 from secondorder.curvature.example_rows import Kept, Raw, Sizes
 from secondorder.curvature.factorization import factorise
-from secondorder.curvature.layer import Choices, plan_layers
+from secondorder.curvature.layer import Choices
+from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_choice import Energy, Pivots
 from secondorder.curvature.schema import likes

@@ -27,6 +27,7 @@ from secondorder.curvature.schema import (
     shaped,
     tensors,
 )
+from secondorder.preconditioners.rows import RowPreconditioner
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -202,7 +203,7 @@ def test_what_is_symmetric_is(opt: Any) -> None:
 
 
 def test_kinds_sum_to_memory_usage(opt: Any) -> None:
-    expected = dict.fromkeys(kinds(opt.entries), 0)
+    expected = dict.fromkeys(kinds(opt.preconditioner.table.entries), 0)
     for p, schema in _schemas(opt):
         for kind, size in nbytes({key: entry for key, entry in schema.items() if key in opt.state[p]}).items():
             expected[kind] += size
@@ -215,12 +216,12 @@ def test_kinds_sum_to_memory_usage(opt: Any) -> None:
 def test_the_catalog_has_the_facts_of_every_schema(opt: Any) -> None:
     for _, schema in _schemas(opt):
         for key, entry in schema.items():
-            known = opt.catalog[key]
+            known = opt._recipe.catalog[key]
             assert (entry.kind, entry.derived, entry.always) == (known.kind, known.derived, known.always)
 
 
 def test_every_rank_has_its_own_memory_of_the_policy() -> None:
-    entry = HyLo.curvature.catalog["switch_state"]
+    entry = RowPreconditioner.catalog["switch_state"]
     assert (entry.place, entry.always) == (Place.OWN, True)
 
 

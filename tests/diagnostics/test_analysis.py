@@ -272,7 +272,7 @@ def hooks(model: nn.Module, optimizer: Any) -> list[Any]:
     found: list[Any] = [[*optimizer._optimizer_step_pre_hooks], [*optimizer._optimizer_step_post_hooks]]
     for module in model.modules():
         found += [[*module._forward_hooks], [*module._forward_pre_hooks], [*module._backward_hooks]]
-    return [*found, optimizer.stage_clock, [*optimizer._kept_directions]]
+    return [*found, optimizer.stage_clock, [*optimizer._record.kept]]
 
 
 @every_method
@@ -600,7 +600,7 @@ def test_norms_of_gradients_and_directions(make: Make, tmp_path: Path) -> None:
                 before = {e["layer"]: e["grad_norm"] for e in events(tmp_path, "trend", step=step)}
     backward(model, optimizer, MLP, 4)
     optimizer.step()
-    assert not optimizer._kept_directions
+    assert not optimizer._record.kept
 
 
 def test_directions_that_were_kept_before_are_not_taken_for_new_ones(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _renewed_late(rank: int, world: int) -> dict[str, tuple[Tensor, list[int]]]:
         if how == "copied":
             model, optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
             optimizer.attach(model)
-        refreshes = [optimizer.state[block.owner]["refreshes"] for block in optimizer.preconditioner.all_blocks]
+        refreshes = [optimizer.state[block.owner]["refreshes"] for block in optimizer.preconditioner.plan.blocks]
         found[how] = _train(model, optimizer, rank, 5, 9), refreshes
     return found
 

@@ -43,7 +43,7 @@ def poisoned(rank: int, world: int, case: Case, bad: int, on_device: bool = Fals
         model = case.model()
         optimizer = case.optimizer(model)
     if on_device:
-        optimizer._inspect = lambda gradients: (True, optimizer._acceptable(gradients))
+        optimizer._record.gate = lambda finite: (True, finite)
     path = []
     for step in range(case.steps):
         hook = optimizer.register_step_pre_hook(lambda *_, step=step: poison(model, rank, bad, step == POISONED))

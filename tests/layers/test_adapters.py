@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from secondorder.capture.layers import conv
+from secondorder.capture.layers.conv import ConvTransposeAdapter
 from secondorder.capture.layers.embedding import EmbeddingAdapter, EmbeddingBagAdapter
 from secondorder.capture.layers.norms import (
     BatchNormAdapter,
@@ -30,7 +31,6 @@ from secondorder.capture.layers.others import (
     TransposedLinearAdapter,
     hugging_face_conv1d,
 )
-from secondorder.capture.layers.transposed import ConvTransposeAdapter
 
 TRAINED = [(True, True), (True, False), (False, True)]
 

@@ -7,7 +7,8 @@ from torch import nn
 from secondorder.curvature.factorization import factorise
 from secondorder.curvature.factors import KroneckerFactors
 from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise
-from secondorder.curvature.layer import Choices, LayerOptions, plan_layers
+from secondorder.curvature.layer import Choices, LayerOptions
+from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import tensors
 from secondorder.linalg.dense import Workspace
 

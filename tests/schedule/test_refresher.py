@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from secondorder.curvature.factorization import joint_ok
 from secondorder.curvature.kronecker import KroneckerBlock
-from secondorder.curvature.layer import Choices, LayerOptions, plan_layers
+from secondorder.curvature.layer import Choices, LayerOptions
+from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import tensors
 from secondorder.options import FisherOptions

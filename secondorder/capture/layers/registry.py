@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from secondorder.capture.layers import embedding, norms, others, transposed
+from secondorder.capture.layers import embedding, norms, others
 from secondorder.capture.layers.adapter import Adapter, LinearAdapter
-from secondorder.capture.layers.conv import ConvAdapter
+from secondorder.capture.layers.conv import ConvAdapter, ConvTransposeAdapter
 
 #: Adapters by module type; subclasses count as long as they keep the ``forward`` of the type that is listed.
 ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
@@ -17,9 +17,9 @@ ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
     nn.Conv1d: ConvAdapter,
     nn.Conv2d: ConvAdapter,
     nn.Conv3d: ConvAdapter,
-    nn.ConvTranspose1d: transposed.ConvTransposeAdapter,
-    nn.ConvTranspose2d: transposed.ConvTransposeAdapter,
-    nn.ConvTranspose3d: transposed.ConvTransposeAdapter,
+    nn.ConvTranspose1d: ConvTransposeAdapter,
+    nn.ConvTranspose2d: ConvTransposeAdapter,
+    nn.ConvTranspose3d: ConvTransposeAdapter,
     nn.Embedding: embedding.EmbeddingAdapter,
     nn.EmbeddingBag: embedding.EmbeddingBagAdapter,
     nn.Bilinear: others.BilinearAdapter,
