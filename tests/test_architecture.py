@@ -79,11 +79,11 @@ NUMBERS = {
     "GGT: attributes written":                            Number(22, 15),
     "methods: bodies in chains of 2 or more":             Number(45, 8),
     "methods: bodies in chains of 3 or more":             Number(0, 0),
-    "others: bodies in chains of 2 or more":              Number(268, 80),
+    "others: bodies in chains of 2 or more":              Number(260, 80),
     "others: bodies in chains of 3 or more":              Number(29, 0),
-    "others: most names on one object":                   Number(135, 75),
+    "others: most names on one object":                   Number(124, 75),
     "SecondOrderOptimizer: its own methods":              Number(34, 38),
-    "largest other class: its own methods":               Number(56, 25),
+    "largest other class: its own methods":               Number(46, 25),
     "classes with more than 25 methods":                  Number(10, 0),
     "classes that write more than 15 attributes":         Number(4, 0),
     "accesses to underscore attributes of others":        Number(0, 0),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(10, 0),
     "functions of more than 35 lines":                    Number(13, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(35680, 28500),
+    "lines":                                              Number(35720, 28500),
 }
 # fmt: on
 

@@ -199,6 +199,10 @@ class Block(ABC):
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
         """Adopt what a refresh has found of each task where ``good`` is True."""
 
+    def restore(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
+        """Adopt what a checkpoint has left out, and a refresh of the loaded estimate has found again."""
+        self.adopt(found, good)
+
     @abstractmethod
     def precondition(self, gradient: Tensor) -> Tensor:
         """Apply the inverse of the damped curvature to a gradient matrix ``[(Γ,) n_g, n_a]``."""

@@ -96,7 +96,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         )
         self._curvature = self.curvature(setting, **own)
         self._update = Update(self._table, self._curvature)
-        self._make_checkpoint(self._curvature, self.rules)
+        self._make_checkpoint(self._curvature.checkpoint_type(self._curvature), self.rules)
         self.role_worker = RoleWorker(self._curvature, weakref.WeakMethod(self._advance))
 
     def _connect(self, root: nn.Module | None) -> None:
