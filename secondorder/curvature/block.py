@@ -7,16 +7,14 @@ from collections.abc import Container, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from secondorder.capture.sites import Statistic
-from secondorder.capture.statistics.averages import all_finite
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
 from secondorder.curvature.layer import Layer, LayerOptions
-from secondorder.curvature.schema import Place, Schema, keys
+from secondorder.curvature.schema import Schema
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
 
@@ -98,21 +96,6 @@ class Block(ABC):
         return 1 if self.adapter.is_exact else self.adapter.groups
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the block is new, and nothing has been folded into its estimate."""
-        weight = self.state.get("factor_weight")
-        return self.state["refreshes"] == 0 and isinstance(weight, Tensor) and not float(weight)
-
-    def is_finite(self, measured: Measured) -> Tensor:
-        """Whether what was measured is finite, a 0-dim bool tensor."""
-        return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
-
-    @property
-    def has_estimate(self) -> bool:
-        """Whether something was folded into the estimate."""
-        return bool(self.state["factor_updates"] > 0)
-
-    @property
     def uses_estimate(self) -> bool:
         """Whether preconditioning uses the running estimate itself."""
         return False
@@ -136,11 +119,6 @@ class Block(ABC):
         """Return what becomes of a preconditioned matrix ``[(Γ,) n_g, n_a]``: by default, the matrix itself."""
         return direction
 
-    def described(self) -> tuple[str, str]:
-        """Return what ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
-        lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
-        return "", f"{lead}{self.adapter.n_a}, {self.adapter.n_g}"
-
     def translated(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert a loaded state to the form in which this optimizer stores it."""
         return theirs
@@ -153,6 +131,20 @@ class Block(ABC):
         return theirs
 
     # ------------------------------------------------------------------ what a method supplies
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether the block is new, and nothing has been folded into its estimate."""
+
+    @property
+    @abstractmethod
+    def has_estimate(self) -> bool:
+        """Whether something was folded into the estimate."""
+
+    @abstractmethod
+    def described(self) -> tuple[str, str]:
+        """Return what ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
+
     @abstractmethod
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return the entries of the state.
@@ -170,10 +162,13 @@ class Block(ABC):
     def statistic(self, due: Due = ESTIMATE_ALONE) -> Statistic:
         """Return empty sums for the statistics of a batch."""
 
+    @abstractmethod
     def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
-        """Return the entries for what this step measures, as ranks add it up: by default those of the estimate."""
-        schema = self.schema(self.group, self.state)
-        return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
+        """Return the entries for what this step measures, as ranks add it up."""
+
+    @abstractmethod
+    def is_finite(self, measured: Measured) -> Tensor:
+        """Return whether what was measured is finite, a 0-dim bool tensor."""
 
     @abstractmethod
     def measure(self, statistic: Statistic, examples: int) -> Measured:
@@ -187,13 +182,13 @@ class Block(ABC):
         """Count an update of the estimate, on whatever rank it took place."""
         self.state["factor_updates"] += 1
 
+    @abstractmethod
     def tasks(self, begun: bool = False) -> dict[str, Task]:
         """Return what a refresh factorizes, by side.
 
         Args:
             begun: Whether to take the copies with which a refresh in the background was begun.
         """
-        return {}
 
     @abstractmethod
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
@@ -207,21 +202,17 @@ class Block(ABC):
     def precondition(self, gradient: Tensor) -> Tensor:
         """Apply the inverse of the damped curvature to a gradient matrix ``[(Γ,) n_g, n_a]``."""
 
+    @abstractmethod
     def extremes(self) -> Extremes | None:
         """λ and the extreme eigenvalues of the damped curvature; None if they are on other ranks."""
-        return None
 
     def bounds(self) -> Extremes | None:
         """λ and upper bounds of the largest eigenvalues, found without waiting for the device."""
         return self.extremes()
 
+    @abstractmethod
     def product(self, matrix: Tensor) -> Tensor:
-        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``, as the quadratic model needs it.
-
-        Raises:
-            NotImplementedError: If the method does not define it.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define product(), which the quadratic model needs")
+        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``, as the quadratic model needs it."""
 
     @abstractmethod
     def dense(self) -> Tensor:

@@ -158,7 +158,7 @@ class LayerPreconditioner(Preconditioner):
             return
         capture, root = self.hooks.capture, self.table.root
         trains = root is None or any(part.training for part in forwarded(root))
-        if capture.is_paused or not capture.due or not trains:
+        if capture.gate.is_paused or not capture.statistics.due or not trains:
             return
         rank = self.comm.data_rank if self.comm.combines else None
         is_sum = self.table.groups[0]["loss_reduction"] == "sum"

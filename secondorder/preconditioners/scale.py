@@ -120,7 +120,7 @@ class ScalePreconditioner(LayerPreconditioner):
                 try:
                     sums.scales = block.new_scales(sums.calls)
                 except ValueError as error:
-                    self.hooks.capture.refused[block.index] = str(error)
+                    self.hooks.refuse(block, str(error))
                     del kept[i]
                 sums.calls.clear()
         return statistics._replace(statistics=kept)
@@ -157,7 +157,7 @@ class ScalePreconditioner(LayerPreconditioner):
             try:
                 mine[block.index] = block.measure_calls(self._late[block])
             except ValueError as error:  # the other ranks go on
-                self.hooks.capture.refused[block.index] = str(error)
+                self.hooks.refuse(block, str(error))
         found, _ = self.exchange.combine({b: b.scale_sums() for b in blocks}, mine, [])
         for block in blocks:
             measured = found.get(block.index)
