@@ -15,7 +15,7 @@ from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import Schema
 from secondorder.curvature.wrappers import as_root, clean_name
 from secondorder.frames import depth_of_caller
-from secondorder.parallel.shards import WholeParameters, find_shards
+from secondorder.parallel.shards import Shards, WholeParameters, find_shards
 from secondorder.runtime import some_of
 
 Group = dict[str, Any]
@@ -56,7 +56,7 @@ class ParameterTable:
     first: nn.Parameter | None = None
     root: nn.Module | None = None
     is_followed: bool = True
-    shards: WholeParameters = field(default_factory=WholeParameters)
+    shards: Shards = field(default_factory=WholeParameters)
     entries: Schema = field(default_factory=dict)
     reasons: dict[nn.Parameter, str] = field(default_factory=dict)
     skipped_by_user: set[nn.Parameter] = field(default_factory=set)

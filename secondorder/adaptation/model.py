@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -78,7 +77,7 @@ class LocalModel:
         if evaluation is None or self._likelihood is None or not evaluation.exact:
             return self._block_products(directions, lambda block, matrix: block.product(matrix), evaluation)
         assert self._table.root is not None
-        with unseen(self._curvature):
+        with self._curvature.hooks.pause(by_user=False):
             own = exact_products(
                 self._table.root, evaluation.exact, self._likelihood, directions, at, mean=self.is_mean
             )
@@ -121,16 +120,6 @@ class LocalModel:
     def _damping_product(self, block: Block, matrix: Tensor) -> Tensor:
         damping: Tensor | float = cast(FactoredBlock, block).damping()
         return matrix * (damping[..., None, None] if isinstance(damping, Tensor) else damping)
-
-
-@contextmanager
-def unseen(curvature: LayerPreconditioner) -> Iterator[None]:
-    """Pause capture, without the next step taking this for the user's own pause."""
-    capture = curvature.hooks.capture
-    before = capture.was_paused
-    with curvature.hooks.pause():
-        yield
-    capture.was_paused = before
 
 
 def _inner(x: Directions, y: Directions, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from secondorder.adaptation.model import LocalModel, unseen
+from secondorder.adaptation.model import LocalModel
 from secondorder.adaptation.no_trust import Move, Sized, called
 from secondorder.adaptation.replay import Moment, eager, kept_gradients, recorded
 from secondorder.adaptation.trial import Adaptation, Evaluation, Snapshot, match_outputs, parts_of
@@ -277,7 +277,8 @@ class TrustRegion:
         holders = [*self._table.root.parameters(), *self._table.group_of]
         # As before, eagerly or not: the rounding of two ways to compute would be taken for a change of the loss.
         mode = eager() if evaluation.eager else nullcontext()
-        with unseen(self._curvature), kept_gradients(holders), evaluation.start.replayed(), mode, torch.enable_grad():
+        pause = self._curvature.hooks.pause(by_user=False)
+        with pause, kept_gradients(holders), evaluation.start.replayed(), mode, torch.enable_grad():
             returned = evaluation.closure()
         return self._objective(parts_of(returned)[0])
 

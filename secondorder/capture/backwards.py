@@ -12,7 +12,7 @@ passes behind it:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -54,50 +54,86 @@ def accumulates(node: Any) -> bool | None:
 class Backwards:
     """Which of the backward passes since the last step the gradients in ``.grad`` may come from.
 
+    Args:
+        are_gone: Tells whether gradients were discarded; see :func:`are_gone`.
+
     Attributes:
+        owners: The parameter of each layer whose gradient decides.
+        has_run: Whether any pass has been seen.
         accumulated: Whether a pass has accumulated in ``.grad``.
         returned: Whether a pass has returned its gradients.
         is_unclear: Whether statistics of earlier passes were dropped, so that :meth:`were_replaced` has to look.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, are_gone: Callable[[Sequence[nn.Parameter], bool], bool]) -> None:
+        self._are_gone = are_gone
+        self.owners: list[nn.Parameter] = []
+        self._nodes: dict[int, Any] = {}
         self.clear()
 
     def clear(self) -> None:
         """Begin anew, after a step."""
-        self.accumulated = self.returned = self.is_unclear = self._is_mixed = False
+        self.has_run = self.accumulated = self.returned = self.is_unclear = self._is_mixed = False
         self._left: list[Tensor | None] | None = None
         self._task = -1
+
+    def watch(self, due: Iterable[int]) -> None:
+        """Prepare for backward passes that compute the gradients of these owners, by index."""
+        self._nodes = {i: _node_of(self.owners[i]) for i in due}
 
     @property
     def only_returned(self) -> bool:
         """Whether there are gradients, all of them outside ``.grad``."""
         return self.returned and not self.accumulated
 
+    def kind(self, index: int) -> bool | None:
+        """Whether the pass that is running accumulates the gradient of an owner; see :func:`accumulates`."""
+        return accumulates(self._nodes.get(index))
+
     def note(self, accumulated: bool) -> None:
         """Note a pass whose statistics count."""
         self.accumulated |= accumulated
         self.returned |= not accumulated
+        if accumulated and self.is_unclear:
+            self._remember_later()
 
-    def mix(self) -> None:
-        """Note that statistics of both kinds of passes were added up, which nobody can take apart."""
-        self.is_unclear = self._is_mixed = True
+    def note_observed(self) -> None:
+        """Note a pass after an observation, which counts whatever the pass does with its gradients."""
+        for kind in {accumulates(node) for node in self._nodes.values()} - {None}:
+            if self.returned if kind else self.accumulated:
+                self.is_unclear = self._is_mixed = True  # nobody can take the two kinds of passes apart
+            self.note(bool(kind))
 
-    def remember(self, owners: Sequence[nn.Parameter]) -> None:
-        """Keep a part of the gradients as they are now."""
-        self._left = [_part(p) for p in owners]
+    def disregards(self, accumulated: bool) -> bool:
+        """Whether a pass does not count: one that returns gradients after others that have accumulated them."""
+        if accumulated or not self.accumulated:
+            return False
+        # What this one returns may be for another purpose: .grad will tell at the step.
+        if not self.is_unclear:
+            self.is_unclear = True
+            self._left = [_part(p) for p in self.owners]
+        return True
 
-    def remember_later(self, owners: Sequence[nn.Parameter]) -> None:
+    def gradients_are_gone(self, reduced: bool) -> bool:
+        """Whether accumulated gradients were discarded since; ``reduced`` if those of cut parameters had come."""
+        return self.has_run and not self.only_returned and self._are_gone(self.owners, reduced)
+
+    def _remember_later(self) -> None:
         """Keep a part of the gradients as they are when the backward pass that is running is over."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
         self._task = task
+        owners = list(self.owners)
+
+        def remember() -> None:
+            self._left = [_part(p) for p in owners]
+
         queue = torch.autograd.Variable._execution_engine.queue_callback
         # In two stages: DistributedDataParallel averages in a callback, which the second stage comes after.
-        queue(lambda: queue(lambda: self.remember(owners)))
+        queue(lambda: queue(remember))
 
-    def were_replaced(self, owners: Sequence[nn.Parameter]) -> bool:
+    def were_replaced(self) -> bool:
         """Whether the gradients point elsewhere than the last backward pass left them, if statistics were dropped.
 
         Returns:
@@ -105,9 +141,25 @@ class Backwards:
         """
         if not self.is_unclear or self._is_mixed or self._left is None:
             return self.is_unclear
-        differ = [_differ(before, p) for before, p in zip(self._left, owners, strict=True)]
+        differ = [_differ(before, p) for before, p in zip(self._left, self.owners, strict=True)]
         found = [d for d in differ if isinstance(d, Tensor)]
         return True in differ or bool(found and torch.stack([d.to(found[0].device) for d in found]).any())
+
+
+def is_cut(parameter: nn.Parameter) -> bool:
+    """Whether ``fully_shard`` has cut a parameter over ranks."""
+    return hasattr(parameter, "device_mesh")
+
+
+def are_gone(owners: Sequence[nn.Parameter], reduced: bool) -> bool:
+    """Whether no parameter has a gradient; those that ``fully_shard`` cuts are elsewhere until they are reduced."""
+    return all(p.grad is None and (reduced or not is_cut(p)) for p in owners)
+
+
+def _node_of(parameter: nn.Parameter) -> Any:
+    if parameter.requires_grad and is_cut(parameter):
+        return ALWAYS
+    return torch.autograd.graph.get_gradient_edge(parameter).node if parameter.requires_grad else None
 
 
 def _part(p: nn.Parameter) -> Tensor | None:

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sized
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from secondorder.frames import calling_scaler
 
+if TYPE_CHECKING:
+    from secondorder.capture.step_statistics import StepStatistics
+
 UNKNOWN = (
     "the gradients of this batch are float16 and nothing says what the loss was multiplied with, so its statistics are "
     "left out: have a torch.amp.GradScaler call the step, scaler.step(optimizer), or set optimizer.grad_scaler "
     "(GradScaler(enabled=False) where nothing scales the loss)"
 )
-
-
-class Scaled(Protocol):
-    """An object that captures gradients of a scaled loss."""
-
-    @property
-    def pending(self) -> Sized:
-        """What was captured since the last step."""
-
-    @property
-    def scale_is_unknown(self) -> bool:
-        """Whether float16 gradients were captured whose scale is not known."""
-
-    def follow_scale(self, changes: bool) -> None:
-        """Respond to a new scaler.
-
-        Args:
-            changes: Whether gradients were captured at another scale before.
-        """
 
 
 class LossScale:
@@ -51,14 +34,14 @@ class LossScale:
         #: Whether the scaler was found, and not passed by the user.
         self._is_found = False
         self._looked_for: set[str] = set()
-        self._followers: weakref.WeakSet[Scaled] = weakref.WeakSet()
+        self._followers: weakref.WeakSet[StepStatistics] = weakref.WeakSet()
 
     @property
     def multiplies(self) -> bool:
         """Whether a scaler, if there is one, multiplies the loss."""
         return _multiplies(self.scaler)
 
-    def register(self, follower: Scaled) -> None:
+    def register(self, follower: StepStatistics) -> None:
         """Notify ``follower``, of which only a weak reference is kept, of every scaler that is set from now on."""
         self._followers.add(follower)
 
@@ -94,17 +77,17 @@ class LossScale:
                 "would leave steps out on some ranks alone: wrap the model in DistributedDataParallel, or use bfloat16"
             )
 
-    def infer(self, batch: Scaled, averages: bool) -> None:
+    def infer(self, batch: StepStatistics, averages: bool) -> None:
         """Adopt the loss scaler that calls this step if none was passed; statistics captured before are left out.
 
         The stack is searched in the first step, in the first step with float16 gradients, and in every step while a
         scaler that was found is in use: if it no longer calls the step, it no longer scales the loss either.
 
         Args:
-            batch: The capture of the batch of this step.
+            batch: The statistics of the batch of this step.
             averages: Whether the strategy averages gradients in the step.
         """
-        if not (batch.pending or batch.scale_is_unknown):
+        if not (batch.by_site or batch.scale_is_unknown):
             return
         if self.scaler is not None:
             if self._is_found and calling_scaler() is not self.scaler:

@@ -194,6 +194,12 @@ class Pass:
             self._steps.setdefault(index, []).append(_Step(self._uses[index, shape], x.requires_grad))
         return call
 
+    def expects(self, index: int) -> bool:
+        """Note a backward through a use of a layer, and return whether there was such a use; yes if nobody counted."""
+        calls, done = self.calls.get(index, 0), self.done.get(index, 0) + 1
+        self.done[index] = done
+        return not calls or done <= calls
+
     def forward_of(self, index: int, call: int) -> Pass:
         """The forward that a call of a layer belongs to: the pass itself, or one of those that it consists of.
 
@@ -317,6 +323,13 @@ class Pass:
         """Rows flattened from (position, example) as rows flattened from (example, position)."""
         rows: Tensor = x.unflatten(0, self._shape[:2])
         return rows.transpose(0, 1).flatten(0, 1)
+
+    def call_of(self, seen: Seen, g: Tensor, unscale: Tensor | None = None, again: bool = False) -> Call:
+        """The gradient at the output of a use of a layer as its statistic takes it; see :class:`Call`."""
+        adapter = seen.adapter
+        x, g = self.lay_out(seen.x, g, adapter)
+        keep, shared = self.mask_for(g, adapter), self.is_shared(x, g, adapter)
+        return Call(x, g, adapter, unscale, keep, seen.part, again, shared, self.is_unclear(x, g, adapter))
 
     @property
     def is_dropped(self) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from secondorder.capture.passes import Pass
-from secondorder.capture.sites import Site
+if TYPE_CHECKING:
+    from secondorder.capture.passes import Pass
+    from secondorder.capture.sites import Site
 
 
 class Roots:

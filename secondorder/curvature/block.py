@@ -103,14 +103,14 @@ class Block(ABC):
         weight = self.state.get("factor_weight")
         return self.state["refreshes"] == 0 and isinstance(weight, Tensor) and not float(weight)
 
-    def is_finite(self, measured: Measured) -> Tensor:
-        """Whether what was measured is finite, a 0-dim bool tensor."""
-        return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
-
     @property
     def has_estimate(self) -> bool:
         """Whether something was folded into the estimate."""
         return bool(self.state["factor_updates"] > 0)
+
+    def is_finite(self, measured: Measured) -> Tensor:
+        """Return whether what was measured is finite, a 0-dim bool tensor."""
+        return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
 
     @property
     def uses_estimate(self) -> bool:
@@ -198,6 +198,10 @@ class Block(ABC):
     @abstractmethod
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
         """Adopt what a refresh has found of each task where ``good`` is True."""
+
+    def restore(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
+        """Adopt what a checkpoint has left out, and a refresh of the loaded estimate has found again."""
+        self.adopt(found, good)
 
     @abstractmethod
     def precondition(self, gradient: Tensor) -> Tensor:

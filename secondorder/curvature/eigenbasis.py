@@ -62,6 +62,8 @@ class EigenbasisBlock(FactoredBlock):
 
     #: The gradient of this step in the eigenbases, between the measurement of the scale and the direction.
     rotated: Tensor | None = None
+    #: Whether the last refresh was good, a 0-dim bool tensor.
+    adopted: Tensor
 
     # ------------------------------------------------------------------ what the state holds
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
@@ -224,16 +226,24 @@ class EigenbasisBlock(FactoredBlock):
         group, refreshes = self.group, self.state["refreshes"]
         return bool(group["basis_update"] == "qr" and refreshes > 0 and refreshes % group["full_every"] != 0)
 
+    def restore(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
+        """Adopt bases that a checkpoint has left out; the scale in it is in these bases."""
+        self.adopt(found, good, carry=False)
+
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor, *, carry: bool = True) -> None:
         """Adopt what a refresh has found for each side if it is good.
 
         Args:
             found: By side, eigenvalues, the basis of a dense factor and, after an iteration, the order of its columns.
             good: Whether both sides came out well, a 0-dim bool tensor.
-            carry: Whether the scale is brought into the new bases. It is in them if a checkpoint left out only these.
+            carry: Whether the scale is brought into the new bases.
         """
+        self.adopted = good
         state, mode = self.state, self.group["transport"]
-        values = {side: self._eigenvalues(side, found[side][0]) for side in "ag"}
+        values = {side: found[side][0].reshape(state[f"eigenvalues_{side}"].shape) for side in "ag"}
+        kept = self.factors.kept_in(self.options.factor_dtype)
+        for side in (side for side in "ag" if not self.is_diagonal(side)):
+            values[side] = eigenbasis.without_rounding(values[side], kept)
         product = values["g"][..., :, None] * values["a"][..., None, :]
         if state["scale_updates"] == 0:
             # A placeholder of weight 0: nothing of it survives the first measurement.
@@ -251,13 +261,6 @@ class EigenbasisBlock(FactoredBlock):
                 self.adopt_tensor(f"basis_{side}", basis, good)
         if carry:
             state["scale"].copy_(self._pooled(state["scale"]))
-
-    def _eigenvalues(self, side: str, found: Tensor) -> Tensor:
-        """Eigenvalues in the shape of the state; those of a dense factor without their rounding."""
-        values = found.reshape(self.state[f"eigenvalues_{side}"].shape)
-        if self.is_diagonal(side):
-            return values
-        return eigenbasis.without_rounding(values, self.factors.kept_in(self.options.factor_dtype))
 
     # ------------------------------------------------------------------ null spaces
     def _singular_values(self, dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:

@@ -166,13 +166,7 @@ class Cholesky(Inverse):
 
     def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
         """Return ``A + π√λ I`` and ``G + √λ/π I``."""
-        a, g = self.factors.pair(state, group)
-        flat_a, flat_g = (self.factors.is_diagonal(state, group, side) for side in "ag")
-        mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
-        damping = self.factors.damping_of(mean_a * mean_g, group)
-        is_exact = self.factors.layer.adapter.is_exact
-        add_a, add_g = (0 * damping, damping) if is_exact else averages.pi_damping(mean_a, mean_g, damping)
-        return averages.add_to_diagonal(a, add_a, flat_a), averages.add_to_diagonal(g, add_g, flat_g)
+        return _damped(self.factors, state, group)
 
     def adopt(self, state: State, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
         """Adopt the inverses where ``good`` is True."""
@@ -208,11 +202,21 @@ class Cholesky(Inverse):
         return Extremes(found.damping, largest=(a + add_a) * (g + add_g), undamped=a * g)
 
 
-class Entrywise(Cholesky):
+class Entrywise(Inverse):
     """The damped product of two diagonal factors, which is diagonal and is inverted entry by entry.
 
     A refresh checks that the damped factors can be inverted, as for :class:`Cholesky`, and keeps nothing.
     """
+
+    way = "cholesky"
+
+    def schema(self, group: Group) -> Schema:
+        """Return no entries."""
+        return {}
+
+    def matrices(self, state: State, group: Group) -> tuple[Tensor, Tensor]:
+        """Return ``A + π√λ I`` and ``G + √λ/π I``."""
+        return _damped(self.factors, state, group)
 
     def adopt(self, state: State, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
         """Do nothing."""
@@ -230,6 +234,13 @@ class Entrywise(Cholesky):
         a, g = self.factors.pair(state, group)
         return of_product(a, g, self.factors.damping_of(a.mean(-1) * g.mean(-1), group))
 
-    def bounds(self, state: State, group: Group) -> Extremes | None:
-        """Return the same as :meth:`extremes`."""
-        return self.extremes(state, group)
+
+def _damped(kept: KroneckerFactors, state: State, group: Group) -> tuple[Tensor, Tensor]:
+    """Both factors, each with its part of λ."""
+    a, g = kept.pair(state, group)
+    flat_a, flat_g = (kept.is_diagonal(state, group, side) for side in "ag")
+    mean_a, mean_g = factors.mean_diagonal(a, flat_a), factors.mean_diagonal(g, flat_g)
+    damping = kept.damping_of(mean_a * mean_g, group)
+    is_exact = kept.layer.adapter.is_exact
+    add_a, add_g = (0 * damping, damping) if is_exact else averages.pi_damping(mean_a, mean_g, damping)
+    return averages.add_to_diagonal(a, add_a, flat_a), averages.add_to_diagonal(g, add_g, flat_g)

@@ -10,8 +10,10 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from secondorder.curvature.eigenbasis import EigenbasisBlock
-from secondorder.curvature.factorization import Found, KeyT, batched
+from secondorder.curvature.factorization import Found, KeyT, batched, joint_ok
 from secondorder.curvature.kronecker import FactoredBlock
+from secondorder.curvature.refresh import Refresher
+from secondorder.curvature.refresh_schedule import RefreshSchedule
 from secondorder.linalg import eigenbasis
 
 #: Part of a factor off the diagonal of its basis above which the next iteration takes another sweep.
@@ -62,6 +64,33 @@ class BasisIteration:
         """What the last iteration left off the diagonals, which arrived long ago or was loaded just now."""
         arrived = self._left.get(block)
         return (block.state["off_diagonal"].cpu() if arrived is None else arrived).numpy()
+
+
+class BasisRefresher(Refresher):
+    """Finds bases by an iteration that starts from the last ones where a block may iterate."""
+
+    def __init__(self, schedule: RefreshSchedule, interval: str, max_failures: int) -> None:
+        super().__init__(schedule, interval, max_failures)
+        self._iteration = BasisIteration()
+
+    def find(
+        self, blocks: Sequence[Any], host_checks: bool, mirrors: bool, restores: bool = False
+    ) -> dict[tuple[Any, str], Found]:
+        """Return eigenvalues and bases by block and side, and what :func:`iterate` returns in addition."""
+        warm = [] if restores else [b for b in blocks if b.may_iterate]
+        found = super().find([b for b in blocks if b not in warm], host_checks, mirrors)
+        if warm:
+            iterated: dict[tuple[Any, str], Found] = {**self._iteration.run(warm)}
+            if host_checks:  # a basis that lost its orthogonality starts anew
+                lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
+                iterated.update(super().find(lost, host_checks, mirrors))
+            found.update(iterated)
+        return found
+
+    def forget_jobs(self) -> None:
+        """Leave what was begun to be found again, and read what iterations left off the diagonals from the states."""
+        super().forget_jobs()
+        self._iteration.forget()
 
 
 def iterate(starts: Mapping[KeyT, Start]) -> dict[KeyT, Found]:

@@ -67,7 +67,7 @@ class Refresher:
 
     def copy(self) -> Refresher:
         """Return a refresher with the same counters and with nothing in the background."""
-        found = Refresher(self.schedule, self.interval, self.max_failures)
+        found = type(self)(self.schedule, self.interval, self.max_failures)
         found.failures, found.failed_at, found.failed = dict(self.failures), dict(self.failed_at), self.failed
         found.refreshed_at, found.missing = dict(self.refreshed_at), set(self.missing)
         return found
@@ -180,13 +180,16 @@ class Refresher:
         return [b.index for b in blocks]
 
     # ------------------------------------------------------------------ factorizations
-    def find(self, blocks: Sequence[Block], host_checks: bool, mirrors: bool) -> dict[Key, Found]:
+    def find(
+        self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool = False
+    ) -> dict[Key, Found]:
         """Factorize what the blocks ask for: the copies with which a refresh was begun, else the estimates of now.
 
         Args:
             blocks: The blocks.
             host_checks: Whether the host may look at results.
             mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
+            restores: Whether this finds only what a checkpoint has left out.
 
         Returns:
             What was found, by block and side.

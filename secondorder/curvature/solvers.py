@@ -29,7 +29,7 @@ _LARGEST_ERROR = 2e-2
 
 
 class WindowSolver(ABC):
-    """The mathematics of a window method. A method implements the three abstract methods."""
+    """The mathematics of a window method."""
 
     @abstractmethod
     def momentum_of_gradients(self, group: Mapping[str, Any]) -> float:
@@ -49,21 +49,21 @@ class WindowSolver(ABC):
     def curvature_of_rows(self, unit: Unit, rows: Tensor) -> Tensor:
         """Return the undamped curvature ``[n, n]`` in float64 for the columns ``rows [t, n]`` of a window."""
 
+    @abstractmethod
     def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
         """Return the momentum that is applied to the direction, and the factor of the direction before it."""
-        return group["momentum"], 1.0
 
+    @abstractmethod
     def corrects_bias(self, group: Mapping[str, Any]) -> bool:
-        """Whether to divide the momentum on gradients by its total weight."""
-        return False
+        """Return whether to divide the momentum on gradients by its total weight."""
 
+    @abstractmethod
     def adam_beta(self, group: Mapping[str, Any]) -> float:
         """Return β₁ of Adam's rule in a group."""
-        return float(group["betas"][0])
 
+    @abstractmethod
     def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
         """Return β₁, β₂ and ε of Adam's rule in a group."""
-        return group["betas"], group["eps"]
 
     def flops(self, m: int) -> float:
         """Return the number of FLOPs of a solve with m rows."""
@@ -71,15 +71,20 @@ class WindowSolver(ABC):
 
     def key(self, unit: Unit, step: int) -> tuple[object, ...]:
         """Return a key; units with equal keys are solved in one batch."""
-        return unit.window.filled, unit.window.device, unit.source is not None and unit.source.q is None
+        window, has_dots = unit.window, unit.source is not None and unit.source.q is None
+        return window.filled, window.device, has_dots, window.noise, *self.solve_options(unit, step)
 
+    @abstractmethod
+    def solve_options(self, unit: Unit, step: int) -> tuple[object, ...]:
+        """Return what must be equal of units that are solved in one batch."""
+
+    @abstractmethod
     def extremes(self, unit: Unit) -> tuple[Tensor, Tensor] | None:
         """λ of a window and the largest eigenvalue of its undamped curvature, 0-dim; None if they are unknown."""
-        return None
 
+    @abstractmethod
     def bounds(self, unit: Unit) -> Damped | None:
         """The damping of a window, and upper bounds of the largest eigenvalues; never waits for the device."""
-        return None
 
 
 class MFACSolver(WindowSolver):
@@ -181,9 +186,21 @@ class MFACSolver(WindowSolver):
             unit.arrivals[i] = torch.Event(amplification.device)
             unit.arrivals[i].record()
 
-    def key(self, unit: Unit, step: int) -> tuple[object, ...]:
-        """The key also contains what determines how the spectrum is filtered."""
-        return *super().key(unit, step), unit.group["solver"], self._filters(unit, step), unit.window.noise
+    def solve_options(self, unit: Unit, step: int) -> tuple[object, ...]:
+        """What determines how the spectrum is filtered."""
+        return unit.group["solver"], self._filters(unit, step)
+
+    def corrects_bias(self, group: Mapping[str, Any]) -> bool:
+        """Return False."""
+        return False
+
+    def adam_beta(self, group: Mapping[str, Any]) -> float:
+        """β₁ of the fallback or the graft."""
+        return float(group["betas"][0])
+
+    def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
+        """β₁, β₂ and ε of the fallback or the graft."""
+        return group["betas"], group["eps"]
 
     def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
         """μ, and the factor 1 − μ in mode ``"ema"``; no momentum is applied in mode ``"pre"``."""
@@ -260,10 +277,14 @@ class GGTSolver(WindowSolver):
         window = unit.window
         return gram.decay(unit.group["betas"][1], window.counters["pos"], window.m, window.filled)
 
-    def key(self, unit: Unit, step: int) -> tuple[object, ...]:
-        """The key also contains all parameters of the function of the spectrum."""
+    def momentum_after(self, group: Mapping[str, Any]) -> tuple[float, float]:
+        """The momentum of the group, which sums directions."""
+        return group["momentum"], 1.0
+
+    def solve_options(self, unit: Unit, step: int) -> tuple[object, ...]:
+        """All parameters of the function of the spectrum."""
         group = unit.group
-        return *super().key(unit, step), tuple(group["betas"]), group["eps"], group["sgd_weight"], unit.window.noise
+        return tuple(group["betas"]), group["eps"], group["sgd_weight"]
 
 
 def _stacked(units: Sequence[Unit]) -> tuple[Tensor, Tensor | None]:

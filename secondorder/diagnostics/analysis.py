@@ -193,7 +193,7 @@ class Analysis:
         if self._trend is not None:
             self._trend.end()
         if self._capture is not None:
-            self._capture.close()
+            self._capture.capture.close()
             self._capture = None
         for file in self._files.values():
             file.close()
@@ -244,15 +244,13 @@ class Analysis:
         if list(self._followed[2:]) != blocks:
             self._capture.watch(blocks)
         self._followed = wanted
-        self._capture.arm(range(len(blocks)) if due else ())
+        self._capture.capture.arm(range(len(blocks)) if due else ())
 
     def _new_capture(self, root: nn.Module) -> RowCapture:
         if self._capture is not None:
-            self._capture.close()
+            self._capture.capture.close()
         self._followed = ()
-        capture = RowCapture(root, self._approx, self._method.capture)
-        capture.before_forward = weakref.WeakMethod(self._follow)
-        return capture
+        return RowCapture(root, self._approx, self._method.capture, weakref.WeakMethod(self._follow))
 
     # ------------------------------------------------------------------ around a step
     def _before_step(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,16 +292,18 @@ class Analysis:
         if self._capture is not None and self._step is not None:
             self._lines += self._few_rows.lines(self._looks(self._capture, gradients), self._step)
 
-    def _looks(self, capture: RowCapture, gradients: dict[Block, list[Tensor]]) -> Iterator[Look]:
+    def _looks(self, rows: RowCapture, gradients: dict[Block, list[Tensor]]) -> Iterator[Look]:
         """The layers whose rows and gradient are complete; rows that were looked at are let go of."""
-        self._method.loss_scale.infer(self._method.capture, self._method.comm.averages)
+        self._method.loss_scale.infer(self._method.capture.statistics, self._method.comm.averages)
+        capture = rows.capture
         capture.leave_out_replaced()
         taken = capture.take()
+        statistics = capture.statistics
         capture.arm(())  # what a step evaluates again is at other parameters
         self._followed = (None, None, *self._followed[2:])
-        self.refused.update({capture.sites[i].name: reason for i, reason in capture.refused.items()})
+        self.refused.update({statistics.sites[i].name: reason for i, reason in statistics.refused.items()})
         for index in sorted(taken.statistics):
-            block, statistic = capture.blocks[index], cast("ExampleRows", taken.statistics.pop(index))
+            block, statistic = rows.blocks[index], cast("ExampleRows", taken.statistics.pop(index))
             found = gradients.get(block, [])  # nothing, if the plan has changed since
             if statistic.nbytes and len(found) == len(block.params):
                 yield Look(block, statistic.finish(), taken.examples[index], found)

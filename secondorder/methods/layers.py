@@ -18,6 +18,7 @@ from secondorder.parallel.roles import RoleWorker
 from secondorder.parameters import module_of
 from secondorder.preconditioners.group_options import GroupRules
 from secondorder.preconditioners.layer_capture import Setting
+from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.recipe import Recipe, Shared
 from secondorder.update import Update
@@ -95,9 +96,9 @@ class LayerRecipe(Recipe):
         """Return what takes every step as it is."""
         return NoTrust()
 
-    def saved(self, preconditioner: LayerPreconditioner) -> tuple[LayerPreconditioner, None]:
+    def saved(self, preconditioner: LayerPreconditioner) -> tuple[LayerCheckpoint, None]:
         """Return the blocks as checkpoints see them."""
-        return preconditioner, None
+        return preconditioner.checkpoint_type(preconditioner), None
 
     def worker(
         self, preconditioner: LayerPreconditioner, advance: weakref.WeakMethod[Callable[[], None]]

@@ -13,7 +13,8 @@ Which blocks are in a message follows from the step counter and from what was ag
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,7 @@ class StatisticsExchange:
         self.learned_at: dict[str, int] = {}
         self.rows_seen: dict[str, tuple[float, float | Tensor]] = {}
         self.unsent: set[str] = set()
+        self._holds_back = False
 
     def _device_of(self, block: Block) -> torch.device:
         return self._device or block.owner.device
@@ -212,11 +214,23 @@ class StatisticsExchange:
 
     def lacks_measured(self, block: Block) -> bool:
         """Whether ranks that only capture a block have yet to receive what it is measured with."""
-        return block.name in self.unsent and self.comm.captures_elsewhere(block.index)
+        return self._is_unsent(block) and self.comm.captures_elsewhere(block.index)
 
     def sends_measured(self, block: Block) -> bool:
         """Whether what is at ``Place.MEASURED`` is now on ranks that do not precondition, too."""
-        return self.comm.captures_elsewhere(block.index) and block.name not in self.unsent
+        return self.comm.captures_elsewhere(block.index) and not self._is_unsent(block)
+
+    def _is_unsent(self, block: Block) -> bool:
+        return self._holds_back or block.name in self.unsent
+
+    @contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Count nothing at ``Place.MEASURED`` as sent inside the ``with`` block, in which a checkpoint is read."""
+        self._holds_back = True
+        try:
+            yield
+        finally:
+            self._holds_back = False
 
     def places_here(self, block: Block | None) -> frozenset[Place]:
         """Return where this rank is, of the places at which tensors of a block's state are."""

@@ -83,7 +83,7 @@ class WholeParameters:
         return wholes
 
 
-class ParameterShards(WholeParameters):
+class ParameterShards:
     """Parameters that ``fully_shard`` has divided over the ranks.
 
     Args:
@@ -94,6 +94,7 @@ class ParameterShards(WholeParameters):
         NotImplementedError: If a parameter is sharded in a way that is not supported, or is complex.
     """
 
+    #: As in :class:`WholeParameters`.
     is_sharded = True
 
     def __init__(self, names: Mapping[nn.Parameter, str], comm: CommStrategy) -> None:
@@ -108,7 +109,7 @@ class ParameterShards(WholeParameters):
         self.require_fitting_strategy()
 
     def require_fitting_strategy(self) -> None:
-        """See the base class."""
+        """See :class:`WholeParameters`."""
         if not self.comm.combines:
             return
         if self.comm.averages:
@@ -122,7 +123,7 @@ class ParameterShards(WholeParameters):
             )
 
     def sum(self, values: Tensor, params: Sequence[nn.Parameter]) -> Tensor:
-        """See the base class."""
+        """See :class:`WholeParameters`."""
         if not self.comm.combines:
             return values
         rank = self.comm.rank
@@ -131,18 +132,18 @@ class ParameterShards(WholeParameters):
         return self.comm.sum_pieces(own)
 
     def norms(self, params: Sequence[nn.Parameter], tensors: Iterable[Tensor]) -> Tensor:
-        """See the base class."""
+        """See :class:`WholeParameters`."""
         return self.sum(first_order.norms(tensors).to(torch.float64).square(), params).sqrt()
 
     def everywhere(self, flag: Tensor) -> Tensor:
-        """See the base class."""
+        """See :class:`WholeParameters`."""
         if not self.comm.combines:
             return flag
         return self.comm.sum_pieces((~flag).to(torch.float64).reshape(1))[0] == 0
 
     # ------------------------------------------------------------------ whole tensors where they are needed
     def gather(self, params: Sequence[nn.Parameter], shards: Directions, ranks: Sequence[Sequence[int]]) -> Directions:
-        """See the base class."""
+        """See :class:`WholeParameters`."""
         layouts, rank = [self.layouts[p] for p in params], self.comm.rank
         ways = [self._way(p, there, False) for p, there in zip(params, ranks, strict=True)]
         flat = [one.flat(shards[p].to(precision_of(p))) for p, one in zip(params, layouts, strict=True)]
@@ -155,7 +156,7 @@ class ParameterShards(WholeParameters):
         return found
 
     def scatter(self, params: Sequence[nn.Parameter], wholes: Directions, ranks: Sequence[Sequence[int]]) -> Directions:
-        """See the base class."""
+        """See :class:`WholeParameters`."""
         layouts, rank = [self.layouts[p] for p in params], self.comm.rank
         ways = [self._way(p, there, True) for p, there in zip(params, ranks, strict=True)]
         flat = [
@@ -179,7 +180,11 @@ class ParameterShards(WholeParameters):
         return self._ways[key]
 
 
-def find_shards(names: Mapping[nn.Parameter, str], comm: CommStrategy) -> WholeParameters:
+#: The parameters of an optimizer, whole or sharded.
+Shards = WholeParameters | ParameterShards
+
+
+def find_shards(names: Mapping[nn.Parameter, str], comm: CommStrategy) -> Shards:
     """Return how parameters, given with their names, are sharded over the ranks."""
     return ParameterShards(names, comm) if any(is_cut(p) for p in names) else WholeParameters()
 

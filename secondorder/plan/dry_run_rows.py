@@ -33,7 +33,7 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
 
     def begin(self, comm: Rehearsal) -> None:
         """Every rank captured as much."""
-        self._forget_step()
+        self.forget_step()
         self.comm = self.plan.comm = comm
         self.plan.imagined = {}
         known = {block: self._supposed(block) for block in self.plan.blocks}

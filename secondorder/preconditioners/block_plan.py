@@ -118,10 +118,6 @@ class BlockPlan:
             everywhere=block.uses_estimate,
         )
 
-    def placed(self) -> list[tuple[int, nn.Parameter]]:
-        """Return the blocks, and the parameter whose state theirs is."""
-        return [(b.index, b.owner) for b in self.blocks]
-
     # ------------------------------------------------------------------ what the states hold
     def schema(self, block: Any, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return what the state of a block holds; ``held`` is that state, or a loaded one."""

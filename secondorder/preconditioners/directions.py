@@ -9,7 +9,7 @@ from torch import Tensor
 from secondorder.comm.strategy import CommStrategy, Parcel
 from secondorder.curvature.block import Block
 from secondorder.linalg.dense import precision_of
-from secondorder.parallel.shards import WholeParameters, zeros_like_shard
+from secondorder.parallel.shards import Shards, zeros_like_shard
 from secondorder.parameters import Directions
 
 #: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
@@ -39,7 +39,7 @@ def replicated(
 
 def resharded(
     comm: CommStrategy,
-    shards: WholeParameters,
+    shards: Shards,
     blocks: Sequence[Block],
     source: Directions,
     wholes_of: WholesOf,
@@ -56,9 +56,7 @@ def resharded(
     return found
 
 
-def whole_gradients(
-    comm: CommStrategy, shards: WholeParameters, blocks: Sequence[Block], source: Directions
-) -> Directions:
+def whole_gradients(comm: CommStrategy, shards: Shards, blocks: Sequence[Block], source: Directions) -> Directions:
     """What to precondition of some blocks, whole on the ranks that precondition them."""
     params = [p for b in blocks for p in b.params]
     pieces = {p: source[p] if p in source else zeros_like_shard(p) for p in params}

@@ -106,12 +106,17 @@ class LayerCapture:
         root, blocks = self._setting.table.root, self._plan.blocks
         assert root is not None
         if self._capture is None:
-            chosen = self._setting.layers
-            self._capture = Capture(forwarded(root), chosen.batch_dim, chosen.batch_input, self._setting.loss_scale)
-            self._capture.before_forward = self._setting.before_forward
-            self._capture.owner = weakref.ref(self)
-            self._capture.clock = self._setting.runtime.clock
-            self._capture.observes = self._setting.fisher.is_observed
+            setting, chosen = self._setting, self._setting.layers
+            self._capture = Capture(
+                forwarded(root),
+                chosen.batch_dim,
+                chosen.batch_input,
+                setting.loss_scale,
+                owner=weakref.ref(self),
+                before_forward=setting.before_forward,
+                observes=setting.fisher.is_observed,
+            )
+            self._capture.clock = setting.runtime.clock
         sites = [self._site(b) for b in blocks]
         self._capture.set_sites(sites, watched_attention(root, {tap.module for b in blocks for tap in b.layer.taps}))
         self.is_closed = False
@@ -146,12 +151,16 @@ class LayerCapture:
             self.is_closed = True
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Capture nothing of the forwards that run inside the ``with`` block."""
+    def pause(self, by_user: bool = True) -> Iterator[None]:
+        """Capture nothing of the forwards that run inside the ``with`` block.
+
+        Args:
+            by_user: Whether the next step may lack statistics for this reason.
+        """
         if self._capture is None:
             yield
             return
-        with self._capture.paused():
+        with self._capture.gate.paused(by_user):
             yield
 
     @contextmanager
@@ -161,14 +170,14 @@ class LayerCapture:
         if self._capture is None:
             yield
             return
-        with self._capture.masked(None if keep is None else keep.bool()):
+        with self._capture.gate.masked(None if keep is None else keep.bool()):
             yield
 
     # ------------------------------------------------------------------ what was captured
     def take(self) -> Captured:
         """Take what was captured since the last step."""
         capture = self.capture
-        self._setting.loss_scale.infer(capture, self._setting.comm.averages)
+        self._setting.loss_scale.infer(capture.statistics, self._setting.comm.averages)
         taken = capture.take()
         self._warn_of_doubts(capture)
         return taken
@@ -180,19 +189,21 @@ class LayerCapture:
 
     def spare(self) -> None:
         """Forget what was captured since the last step, unless its backward pass has yet to come."""
-        if self._capture is not None and self._capture.awaits_backward:
-            self._capture.spare()
-        elif self._capture is not None:
-            self._capture.give_up()
+        if self._capture is not None:
+            self._capture.reset()
 
     def refused(self, block: Block) -> str | None:
         """Return why nothing can be captured of a block, or None."""
-        return self._capture.refused.get(block.index) if self._capture is not None else None
+        return self._capture.statistics.refused.get(block.index) if self._capture is not None else None
+
+    def refuse(self, block: Block, reason: str) -> None:
+        """Note why nothing of a block can be used."""
+        self.capture.statistics.refused[block.index] = reason
 
     @property
     def nbytes(self) -> int:
         """Bytes of statistics that wait for the next step."""
-        pending = self._capture.pending.values() if self._capture is not None else ()
+        pending = self._capture.statistics.by_site.values() if self._capture is not None else ()
         return sum(int(getattr(s, "nbytes", 0)) for s in pending)
 
     def end_step(self) -> None:
@@ -209,8 +220,8 @@ class LayerCapture:
 
     def _warn_of_doubts(self, capture: Capture) -> None:
         """Say once that the number of examples of a forward pass is a guess."""
-        doubts, key = sorted(capture.doubts), "number of examples"
-        capture.doubts.clear()
+        doubts, key = sorted(capture.forwards.doubts), "number of examples"
+        capture.forwards.doubts.clear()
         if not doubts or key in self._warned:
             return
         self._warned.add(key)
@@ -224,18 +235,18 @@ class LayerCapture:
 
     def warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
         """Say once, by name, which layers have a gradient but nothing captured though it was due."""
-        capture, blocks = self.capture, self._plan.blocks
-        if capture.was_paused:
-            capture.was_paused = False
+        gate, statistics, blocks = self.capture.gate, self.capture.statistics, self._plan.blocks
+        if gate.was_paused or statistics.were_left_out:
+            gate.was_paused = statistics.were_left_out = False
             return
-        due = capture.due | set(capture.refused)
+        due = frozenset(statistics.due) | set(statistics.refused)
         wanted = [blocks[i] for i in due if blocks[i].owner in gradients]
         lacking = [b for b in wanted if b.index not in captured.statistics and b.index not in captured.idle]
         if not lacking or self._is_repeated(captured):
             return
         missed, names = dict[str, str](), set[str]()
         for block in lacking:
-            reason = capture.refused.setdefault(block.index, self._why_missing(block))  # describe() says so too
+            reason = statistics.refused.setdefault(block.index, self._why_missing(block))  # describe() says so too
             own = {block.name, reason, f"{kind_of(block.name)}: {kind_of(reason)}"}
             if not own & self._warned:
                 missed[block.label] = reason

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from secondorder.curvature.damping_watch import Damped
 from secondorder.curvature.extremes import numbers
-from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.wrappers import find_name
-from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.preconditioners.base import CurvatureReport
-from secondorder.preconditioners.block_plan import BlockPlan
 from secondorder.runtime import some_of
 
 if TYPE_CHECKING:
+    from secondorder.curvature.refresh import Refresher
+    from secondorder.parallel.exchange import StatisticsExchange
+    from secondorder.preconditioners.block_plan import BlockPlan
     from secondorder.preconditioners.layer_capture import LayerCapture
 
 #: Refreshes of every block before λ is compared with the curvature.

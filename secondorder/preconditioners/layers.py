@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -24,10 +23,11 @@ from secondorder.linalg.dense import all_true_on_cpu, full_precision, precision_
 from secondorder.parallel.exchange import StatisticsExchange, parcel_of
 from secondorder.parallel.session import words_of_options
 from secondorder.parameters import Directions, Group
-from secondorder.preconditioners.base import Preconditioner, Proposal, SavedStates, StateForm
+from secondorder.preconditioners.base import Preconditioner, Proposal
 from secondorder.preconditioners.block_plan import BlockPlan
 from secondorder.preconditioners.directions import replicated, resharded, whole_gradients
 from secondorder.preconditioners.layer_capture import LayerCapture, Setting
+from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layer_report import LayerReport
 
 #: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
@@ -48,11 +48,14 @@ class LayerPreconditioner(Preconditioner):
     """
 
     hooks: LayerCapture
-    form: ClassVar[StateForm] = StateForm()
     #: The class of the blocks.
     block_type: ClassVar[type[Block]]
     #: The class of what they report.
     report_type: ClassVar[type[LayerReport]] = LayerReport
+    #: The class of their half of checkpoints.
+    checkpoint_type: ClassVar[type[LayerCheckpoint]] = LayerCheckpoint
+    #: The class of what refreshes them.
+    refresher_type: ClassVar[type[Refresher]] = Refresher
     #: Entries of the states of blocks, by key, as far as they are the same in every state.
     catalog: ClassVar[Schema] = {}
     #: Options that decide what the state of a block holds.
@@ -72,7 +75,7 @@ class LayerPreconditioner(Preconditioner):
         self.exchange = StatisticsExchange(setting.comm)
         self.plan = self.new_plan()
         self.hooks = LayerCapture(setting, self.plan)
-        self.refresher = Refresher(self.options.schedule, self.refresh_interval, self.options.max_failures)
+        self.refresher = self.refresher_type(self.options.schedule, self.refresh_interval, self.options.max_failures)
         dim = self.options.batch_dim
         self.fisher = ModelFisher(setting.fisher, setting.runtime, dim, self.rows_per_example)
         self.report = self.report_type(self.plan, self.hooks, self.exchange, self.refresher)
@@ -106,7 +109,10 @@ class LayerPreconditioner(Preconditioner):
 
     def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
         """Find the blocks for the current parameters; see :meth:`BlockPlan.follow`."""
-        return self.plan.follow(place)
+        changed = self.plan.follow(place)
+        # Bases are sent only while gradients are measured in them.
+        self.exchange.unsent |= {b.name for b in self.plan.blocks if b.group.get("estimator") != "intra"}
+        return changed
 
     def covers(self, p: nn.Parameter) -> bool:
         """Return whether a block covers a parameter."""
@@ -176,7 +182,7 @@ class LayerPreconditioner(Preconditioner):
             return
         capture, root = self.hooks.capture, self.table.root
         trains = root is None or any(part.training for part in forwarded(root))
-        if capture.is_paused or not capture.due or not trains:
+        if capture.gate.is_paused or not capture.statistics.due or not trains:
             return
         rank = self.comm.data_rank if self.comm.combines else None
         is_sum = self.table.groups[0]["loss_reduction"] == "sum"
@@ -311,24 +317,25 @@ class LayerPreconditioner(Preconditioner):
         """Return the blocks that have an estimate, and whether the host looks at how their refresh ends."""
         return self.refresher.with_estimates(due)
 
-    def refresh(self, blocks: Sequence[Any], host_checks: bool) -> Tensor:
+    def refresh(self, blocks: Sequence[Any], host_checks: bool, *, restores: bool = False) -> Tensor:
         """Refresh some blocks, a portion at a time, so that temporaries do not grow with the model.
 
         Args:
             blocks: The blocks.
             host_checks: Whether the host may look at results.
+            restores: Whether this finds only what a checkpoint has left out.
 
         Returns:
             Whether each went well, ``[len(blocks)]``. One that fails keeps its last good result.
         """
-        return torch.cat([self.refresh_some(some, host_checks) for some in _refresh_portions(blocks)])
+        return torch.cat([self._refresh_some(some, host_checks, restores) for some in _refresh_portions(blocks)])
 
-    def refresh_some(self, blocks: Sequence[Any], host_checks: bool) -> Tensor:
-        """Refresh some blocks together; see :meth:`refresh`."""
-        found = self.refresher.find(blocks, host_checks, self.comm.combines)
+    def _refresh_some(self, blocks: Sequence[Any], host_checks: bool, restores: bool) -> Tensor:
+        found = self.refresher.find(blocks, host_checks, self.comm.combines, restores)
         ok = joint_ok(found, blocks)
         for block, good in zip(blocks, ok.unbind(), strict=True):
-            block.adopt({side: found[block, side][0] for side in "ag" if (block, side) in found}, good)
+            adopt = block.restore if restores else block.adopt
+            adopt({side: found[block, side][0] for side in "ag" if (block, side) in found}, good)
         return ok
 
     def share(self, refreshed: list[int]) -> None:
@@ -341,25 +348,27 @@ class LayerPreconditioner(Preconditioner):
         """The tensors of a block's state that are at some places, as far as they are here."""
         return parcel_of(block, self.plan.live_schema(block), *places)
 
-    def renew(self, blocks: list[Any], *, replaces_begun: bool = True) -> Tensor:
+    def renew(self, blocks: list[Any], *, restores: bool = False) -> Tensor:
         """Refresh and share some blocks outside of their schedule.
 
         Args:
             blocks: The blocks.
-            replaces_begun: Whether refreshes that were begun before are not adopted.
+            restores: Whether this finds only what a checkpoint has left out. What was begun is newer, then.
 
         Returns:
             Whether each went well.
         """
+        refresh = partial(self.refresh, restores=True) if restores else self.refresh
         if self.comm.combines:
-            kept, fine = self.exchange.refresh_together(blocks, self.refresh)
-            self.share([b.index for b in kept])
+            kept, fine = self.exchange.refresh_together(blocks, refresh)
             good = dict(zip(kept, fine.tolist(), strict=True))
             ok = torch.tensor([good.get(b, False) for b in blocks])
         else:
+            kept = blocks
             with full_precision(blocks[0].owner.device):
-                ok = self.refresh(blocks, True)
-        if replaces_begun:
+                ok = refresh(blocks, True)
+        self.share([b.index for b in kept])
+        if not restores:
             self.refresher.forget(blocks)
         return ok
 
@@ -409,105 +418,32 @@ class LayerPreconditioner(Preconditioner):
         """Whether directions of a parameter have a length that no clip shall change."""
         return bool(self.plan.block_of[p].sets_length)
 
+    def forget_step(self) -> None:
+        """Forget what only the current step uses."""
+
     def end_step(self) -> None:
         """Prepare for the coming step."""
+        self.forget_step()
         self.fisher.end_step()
         self.hooks.end_step()
         self.arm()
 
-    # ------------------------------------------------------------------ checkpoints, copies and ends
-    def loaded(self, rebuild: Callable[[], bool]) -> None:
-        """Complete what a checkpoint may leave out, and follow the loaded options.
-
-        Args:
-            rebuild: Makes a new plan and allocates what is missing; returns whether the blocks changed.
-        """
-        self.refresher.forget_jobs()
-        self.refresher.refreshed_at.clear()
-        self.exchange.learned_at.clear()
-        complete = {b: set(b.state) for b in self.plan.blocks}
-        refreshes = {b: b.state.get("refreshes", 0) for b in self.plan.blocks}
-        changed = rebuild()
-        derived = {key for key, entry in self.table.entries.items() if entry.derived}
-        renewed = [
-            b
-            for b, found in complete.items()
-            if b.state["factor_updates"] > 0 and any(key in derived and key not in found for key in b.state)
-        ]
-        self.refresher.missing.clear()
-        if self.comm.combines:  # with the other ranks, at the next step: loading sends nothing
-            for block in self.plan.blocks:
-                lean = block.group["checkpoint_curvature"] == "factors"
-                if lean and block.state["factor_updates"] > 0 and refreshes[block]:
-                    block.state["refreshes"] = refreshes[block]
-                    self.refresher.missing.add(block.name)
-        elif renewed:
-            with torch.no_grad(), full_precision(renewed[0].owner.device):
-                ok = self.refresh(renewed, True)
-            for block, good in zip(renewed, ok.cpu().numpy(), strict=True):
-                block.state["refreshes"] = refreshes[block] if good else 0
-        if self.hooks.is_hooked:
-            if changed:
-                self.hook()
-            self.hooks.discard()
-            self.arm()
-
+    # ------------------------------------------------------------------ copies and ends
     def recover(self) -> None:
         """Find what a checkpoint left out together with the other ranks, which have met."""
         if self.refresher.missing:
             blocks = [b for b in self.plan.blocks if b.name in self.refresher.missing]
-            ok = self.renew(blocks, replaces_begun=False)  # what was begun is newer
+            ok = self.renew(blocks, restores=True)
             for block, good in zip(blocks, ok.tolist(), strict=True):
                 if not good:
                     block.state["refreshes"] = 0
             self.refresher.missing.clear()
 
-    def translated(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> SavedStates:
-        """Return saved states in the form in which this optimizer stores them."""
-        return {p: self._translated(p, group_of[p], theirs) for p, theirs in states.items()}
-
-    def _translated(self, p: nn.Parameter, group: Group, theirs: Mapping[str, Any]) -> Mapping[str, Any]:
-        block = self.plan.block_of.get(p)
-        if block is not None and block.owner is p:
-            found: Mapping[str, Any] = block.translated(theirs, group)
-            return found
-        return self.block_type.without_block(theirs, self.options, self.table.entries if block is None else ())
-
-    def misfits(self, states: SavedStates) -> list[str]:
-        """Return why saved states do not fit, apart from keys and shapes."""
-        return []
-
-    def expected(self, p: nn.Parameter, schema: Schema, theirs: Mapping[str, Any]) -> Schema:
-        """Return the schema with which the saved state of a parameter is compared."""
-        return schema
-
-    def while_loading(self, states: SavedStates, rebuild: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Return a context in which saved states are compared with the schemas."""
-        return nullcontext()
-
-    def settle(self, follow: Callable[[], None]) -> None:
-        """Bring the state up to date before it is saved."""
-
-    def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
-        """Return the curvature that the state of a parameter holds; see ``CurvatureState``."""
-        return self.plan.schema_of(p, group, held)
-
-    def places_here(self, p: nn.Parameter) -> frozenset[Place]:
-        """Return where this rank is, of the places at which tensors of a parameter's state are."""
-        return self.plan.places_here(p)
-
-    def placed(self) -> list[tuple[int, nn.Parameter]]:
-        """Return the blocks, and the parameter whose state theirs is."""
-        return self.plan.placed()
-
-    def is_a_copy(self) -> str:
-        """Return what to do where a copy has no module."""
-        return self.hooks.is_a_copy()
-
     def kept(self) -> dict[str, Any]:
         """Return what copies and pickles keep, apart from the state."""
         return {
             "to_renew": set(self.refresher.missing),
+            "bases_to_send": set(self.exchange.unsent),
             "refreshed_at": dict(self.refresher.refreshed_at),
             "learned_at": dict(self.exchange.learned_at),
         }
@@ -521,6 +457,7 @@ class LayerPreconditioner(Preconditioner):
         self.refresher.missing = set(kept["to_renew"])
         self.refresher.refreshed_at.update(kept["refreshed_at"])
         self.exchange.learned_at = dict(kept["learned_at"])
+        self.exchange.unsent = set(kept["bases_to_send"])
 
     def detach(self) -> None:
         """Remove all hooks, and end refreshes in the background. Idempotent."""

@@ -135,8 +135,11 @@ class GatheringOptimizer(RowLayers):
             self._gate = gate
         super().fold(captured, gate)
 
-    def _forget_step(self) -> None:
-        super()._forget_step()
+    def forget_step(self) -> None:
+        """Forget what only the current step uses."""
+        for block in self.plan.blocks:
+            block.fresh = block.union = None
+        self._gradients_now = {}
         self._own_examples, self._gate = ({}, 0), None
         self._seen, self._census, self._ranks_sent = {}, {}, {}
 
@@ -152,7 +155,7 @@ class GatheringOptimizer(RowLayers):
                 self._bring_together(list(self._census))
         return super().refresh_due()
 
-    def refresh(self, blocks: Sequence[RowBlock], host_checks: bool) -> Tensor:
+    def refresh(self, blocks: Sequence[RowBlock], host_checks: bool, *, restores: bool = False) -> Tensor:
         """Renew rows and factors; a block that fails keeps its last good ones."""
         if not self.comm.combines:
             return super().refresh(blocks, host_checks)

@@ -69,13 +69,8 @@ class RowLayers(LayerPreconditioner):
     # ------------------------------------------------------------------ stages 1 to 3: rows
     def collect(self) -> Captured:
         """Take what was captured since the last step, combined over the ranks."""
-        self._forget_step()
+        self.forget_step()
         return super().collect()
-
-    def _forget_step(self) -> None:
-        """Drop what was captured for a step."""
-        for block in self.plan.blocks:
-            block.fresh = block.union = None
 
     def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         self._gradients_now = gradients
@@ -102,7 +97,7 @@ class RowLayers(LayerPreconditioner):
         failing = any(b.name in self.refresher.failures for b in due)
         return due, on_host or first or failing or any(b.changes_layout(self.plan.limit(b)) for b in due)
 
-    def refresh(self, blocks: Sequence[RowBlock], host_checks: bool) -> Tensor:
+    def refresh(self, blocks: Sequence[RowBlock], host_checks: bool, *, restores: bool = False) -> Tensor:
         """Renew rows and factors; a block that fails keeps its last good ones."""
         for block in blocks:
             found = block.captured
@@ -129,9 +124,3 @@ class RowLayers(LayerPreconditioner):
             ok[block] = good[block] & ok[block]
             block.adopt({side: found[block, side][0] for side in "ag"}, ok[block])
         return ok
-
-    def end_step(self) -> None:
-        """Prepare for the coming step."""
-        self._forget_step()
-        self._gradients_now = {}
-        super().end_step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,13 +16,15 @@ from secondorder.curvature.example_rows import Kept, filled
 from secondorder.curvature.mode import SWITCH
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_choice import Pivots
-from secondorder.curvature.schema import Schema, shaped
+from secondorder.curvature.schema import Schema
 from secondorder.linalg import kernel, selection, stacks, woodbury
 from secondorder.linalg.dense import precision_of
 from secondorder.linalg.kernel import Rows
 from secondorder.parameters import Directions
-from secondorder.preconditioners.base import Rule, SavedStates, StateForm
+from secondorder.preconditioners.base import Rule
+from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layer_report import LayerReport
+from secondorder.preconditioners.row_checkpoint import RowCheckpoint
 from secondorder.preconditioners.row_exchange import GatheringOptimizer
 from secondorder.preconditioners.row_report import RowReport
 
@@ -32,8 +34,8 @@ class RowPreconditioner(GatheringOptimizer):
 
     catalog: ClassVar[Schema] = {**GatheringOptimizer.catalog, **SWITCH}
     allocating = ("mode",)
-    form: ClassVar[StateForm] = StateForm(common_keys=frozenset(SWITCH))
     report_type: ClassVar[type[LayerReport]] = RowReport
+    checkpoint_type: ClassVar[type[LayerCheckpoint]] = RowCheckpoint
 
     # ------------------------------------------------------------------ which mode
     def is_auto(self) -> bool:
@@ -176,47 +178,13 @@ class RowPreconditioner(GatheringOptimizer):
         return row_choice.sampled(rows, scores, rank, block.group["kis_sampling"], seed)
 
     # ------------------------------------------------------------------ state of the policy
-    @property
-    def _switch_holder(self) -> nn.Parameter | None:
-        """The parameter whose state contains that of the policy: the first one."""
-        return next(iter(self.table.group_of), None)
-
     def rebuilt(self) -> None:
         """Act on a new plan, whose state has been allocated."""
         super().rebuilt()
-        if (first := self._switch_holder) is not None:
+        if (first := self.table.first) is not None:
             self.table.state[first].pop("switch_state", None)
             if self.is_auto() or self.plan.modes.mode is not None:
                 self.table.state[first]["switch_state"] = self.plan.modes.vector()
-
-    def settle(self, follow: Callable[[], None]) -> None:
-        """Bring the state of the policy up to date if the state of the first parameter contains it."""
-        if (first := self._switch_holder) is not None and "switch_state" in self.table.state[first]:
-            self.table.state[first]["switch_state"] = self.plan.modes.vector()
-
-    def expected(self, p: nn.Parameter, schema: Schema, theirs: Mapping[str, Any]) -> Schema:
-        """Return the schema with the state of the policy if the saved state of the first parameter contains it."""
-        if p is self._switch_holder and "switch_state" in theirs:
-            return schema | shaped(self.catalog, {"switch_state": self.modes.vector()})
-        return schema
-
-    def misfits(self, states: SavedStates) -> list[str]:
-        """Return an error if the saved state of the policy is that of another policy."""
-        first = self._switch_holder
-        if first is None or self.plan.modes.accepts(states.get(first, {}).get("switch_state")):
-            return []
-        todo = "build the optimizer with the same switch=, or delete that key, and the policy starts anew"
-        policy = self.plan.modes.policy
-        return [f"parameter '{self.table.names[first]}': switch_state is of another policy than {policy!r}: {todo}"]
-
-    def loaded(self, rebuild: Callable[[], bool]) -> None:
-        """Complete what a checkpoint may leave out; see the base class."""
-        first = self._switch_holder
-        self.plan.modes.load(None if first is None else self.table.state[first].get("switch_state"), self.runtime.step)
-        for block in self.plan.blocks:  # whether a block has rows or factors depends only on what was loaded
-            self.plan.shapes.pop(block.owner, None)
-        self._forget_step()
-        super().loaded(rebuild)
 
     # ------------------------------------------------------------------ copies and facts
     def facts(self) -> dict[str, list[str]]:

@@ -14,8 +14,7 @@ it, every rank keeps the bases of that layer::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -26,27 +25,25 @@ from secondorder.capture.statistics import averages
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.capture.statistics.squares import EigenSums
 from secondorder.comm.layout import local
-from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import Block, Due
 from secondorder.curvature.eigenbasis import SCALES, EigenbasisBlock, like_adam, preconditions_gradient
-from secondorder.curvature.factorization import Found, joint_ok
 from secondorder.curvature.factors import FACTORS
-from secondorder.curvature.orthogonal_iteration import BasisIteration
+from secondorder.curvature.orthogonal_iteration import BasisRefresher
+from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import precision_of
 from secondorder.parallel.exchange import parcel_with
 from secondorder.parameters import Directions
-from secondorder.preconditioners.base import Proposal, Rule, SavedStates
+from secondorder.preconditioners.base import Proposal, Rule
 from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
-
-_Key = tuple[Block, str]
 
 
 class ScalePreconditioner(LayerPreconditioner):
     """Blocks with a scale that is measured in their eigenbases."""
 
     block_type: ClassVar[type[Block]] = EigenbasisBlock
+    refresher_type: ClassVar[type[Refresher]] = BasisRefresher
     catalog: ClassVar[Schema] = {**FACTORS, **SCALES}
     allocating: ClassVar[tuple[str, ...]] = (
         "max_factor_dim", "decay_per_step", "basis_update", "momentum_mode", "transport", "estimator",
@@ -54,9 +51,6 @@ class ScalePreconditioner(LayerPreconditioner):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._iteration = BasisIteration()
-        #: Whether bases are recomputed for a checkpoint without them.
-        self._loading = False
         #: Examples of this step.
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
@@ -126,7 +120,7 @@ class ScalePreconditioner(LayerPreconditioner):
                 try:
                     sums.scales = block.new_scales(sums.calls)
                 except ValueError as error:
-                    self.hooks.capture.refused[block.index] = str(error)
+                    self.hooks.refuse(block, str(error))
                     del kept[i]
                 sums.calls.clear()
         return statistics._replace(statistics=kept)
@@ -143,55 +137,36 @@ class ScalePreconditioner(LayerPreconditioner):
             self._share_scales(measured)
 
     # ------------------------------------------------------------------ refresh
-    def _new_bases(self, blocks: Sequence[EigenbasisBlock], host_checks: bool) -> dict[_Key, Found]:
-        """Eigenvalues and bases by block and side; of an iteration the order of columns and what it left, too."""
-        mirrors, find = self.comm.combines, self.refresher.find
-        warm = [b for b in blocks if b.may_iterate and not self._loading]
-        found = find([b for b in blocks if b not in warm], host_checks, mirrors)
-        if warm:
-            iterated = cast("dict[_Key, Found]", self._iteration.run(warm))
-            if host_checks:  # a basis that lost its orthogonality starts anew
-                lost = [b for b, ok in zip(warm, joint_ok(iterated, warm).cpu().numpy(), strict=True) if not ok]
-                iterated.update(find(lost, host_checks, mirrors))
-            found.update(iterated)
-        return found
-
-    def refresh_some(self, blocks: Sequence[EigenbasisBlock], host_checks: bool) -> Tensor:
-        """Bring the bases of some blocks up to date, and their scales into the new bases."""
-        found = self._new_bases(blocks, host_checks)
-        ok = joint_ok(found, blocks)
-        for block, good in zip(blocks, ok.unbind(), strict=True):
-            block.adopt({side: found[block, side][0] for side in "ag"}, good, carry=not self._loading)
-        for block, sums in self._late.items():
-            if block in blocks and not self.comm.combines:
-                # The scale of this step's batch alone, in the bases just found.
-                measured = block.measure_calls(sums)
-                fine = averages.all_finite([measured.parts["scale"].total])
-                block.replace_scale(measured, ok[blocks.index(block)] & fine)
-                block.count_scale()
-        return ok
-
     def share(self, refreshed: list[int]) -> None:
         """Bring what was refreshed to the ranks that precondition with it, and measure scales in the new bases."""
         super().share(refreshed)
         late = [self.plan.blocks[i] for i in refreshed if i in self._late_due]
-        if not self.comm.combines or not late:
-            return
+        if self.comm.combines and late:
+            self._measure_late(late)
+        elif late:
+            for block in (b for b in late if b in self._late):
+                measured = block.measure_calls(self._late[block])
+                fine = averages.all_finite([measured.parts["scale"].total])
+                block.replace_scale(measured, block.adopted & fine)
+                block.count_scale()
+
+    def _measure_late(self, blocks: Sequence[EigenbasisBlock]) -> None:
+        """Measure the scale of this step's batch alone on every rank, in bases that all of them have."""
         mine: dict[int, Measured] = {}
-        for block in (b for b in late if b in self._late):
+        for block in (b for b in blocks if b in self._late):
             try:
                 mine[block.index] = block.measure_calls(self._late[block])
             except ValueError as error:  # the other ranks go on
-                self.hooks.capture.refused[block.index] = str(error)
-        found, _ = self.exchange.combine({b: b.scale_sums() for b in late}, mine, [])
-        for block in late:
+                self.hooks.refuse(block, str(error))
+        found, _ = self.exchange.combine({b: b.scale_sums() for b in blocks}, mine, [])
+        for block in blocks:
             measured = found.get(block.index)
             if measured is None:
                 continue
             if measured.parts and "scale" in block.state:
                 block.replace_scale(measured, torch.tensor(True))
             block.count_scale()
-        self._share_scales(late)
+        self._share_scales(blocks)
 
     def _share_scales(self, blocks: Sequence[EigenbasisBlock]) -> None:
         """Bring scales that only the owners have measured to the others that precondition with them."""
@@ -258,56 +233,7 @@ class ScalePreconditioner(LayerPreconditioner):
                 block.rotated = rotated
         block.count_scale()
 
-    # ------------------------------------------------------------------ checkpoints and copies
-    def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
-        """Find the blocks for the current parameters; see the base class."""
-        changed = super().follow(place)
-        # After a checkpoint was loaded, or an estimator that had no use for them, bases are sent by the next step.
-        names = {b.name for b in self.plan.blocks if self._loading or b.group["estimator"] != "intra"}
-        self.exchange.unsent |= names
-        return changed
-
-    @contextmanager
-    def while_loading(self, states: SavedStates, rebuild: Callable[[], bool]) -> Iterator[None]:
-        """Compare a checkpoint with schemas in which bases that the owners will send may be missing."""
-        before, self.exchange.unsent = self.exchange.unsent, {block.name for block in self.plan.blocks}
-        try:
-            yield
-        finally:
-            self.exchange.unsent = before
-
-    @contextmanager
-    def _finding_bases(self) -> Iterator[None]:
-        self._loading = True
-        try:
-            yield
-        finally:
-            self._loading = False
-
-    def loaded(self, rebuild: Callable[[], bool]) -> None:
-        """Complete what a checkpoint may leave out; see the base class."""
+    def forget_step(self) -> None:
+        """Forget what only the current step uses."""
         self._late.clear()
         self._late_due.clear()
-        self._iteration.forget()
-        with self._finding_bases():
-            super().loaded(rebuild)
-
-    def recover(self) -> None:
-        """Find what a checkpoint left out together with the other ranks, which have met."""
-        with self._finding_bases():
-            super().recover()
-
-    def kept(self) -> dict[str, Any]:
-        """Return what copies and pickles keep, apart from the state."""
-        return {**super().kept(), "bases_to_send": set(self.exchange.unsent)}
-
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Take what :meth:`kept` returned for the original."""
-        super().restore(kept)
-        self.exchange.unsent = set(kept["bases_to_send"])
-
-    # ------------------------------------------------------------------ ends
-    def end_step(self) -> None:
-        """Prepare for the coming step."""
-        self._late.clear()
-        super().end_step()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class Method:
     steep: Mapping[str, Any] = field(default_factory=dict)
 
     def accepts(self, *keywords: str) -> bool:
-        return set(keywords) <= inspect.signature(self.cls).parameters.keys()
+        return set(keywords) <= _keywords(self.cls)
 
     def knows(self, rule: Mapping[str, Any]) -> bool:
         """Whether there are such keywords, with values of the same meaning."""
@@ -153,6 +154,11 @@ class Method:
         covered = self.covered(model)
         names = [name for name, _ in model.named_parameters()]
         return [name for name in names if (name not in covered if self.layerwise else name.endswith("bias"))]
+
+
+@cache
+def _keywords(cls: type[Optimizer]) -> frozenset[str]:
+    return frozenset(inspect.signature(cls).parameters)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,14 +22,18 @@ TOKENS, WIDTH, LENGTH = 7, 4, 3
 
 
 class Scale(nn.Module):
-    """A learned gain per feature: a parameter that belongs to no layer with a block."""
+    """A learned gain per feature: a parameter that belongs to no layer with a block.
+
+    A ``forward`` of exactly one argument would be tried as a normalization, which takes longer than many steps.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.gain = nn.Parameter(torch.linspace(0.8, 1.2, width))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * self.gain
+    def forward(self, *inputs: Tensor) -> Tensor:
+        (features,) = inputs
+        return features * self.gain
 
 
 class Mlp(nn.Module):
@@ -103,7 +107,7 @@ class Task:
 
     def model(self, dtype: torch.dtype = torch.float64) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             return self.build().to(dtype)
 
     def batch(self, step: int, dtype: torch.dtype = torch.float64) -> Batch:

@@ -54,12 +54,12 @@ def test_the_module_is_the_one_that_is_followed(method: Method) -> None:
     taps = optimizer.capture
     optimizer.detach()
     assert optimizer.module is None
-    assert taps.is_closed
+    assert taps.gate.is_closed
     with pytest.raises(RuntimeError, match="was closed"):
         _ = optimizer.capture
     optimizer.attach(model)
     assert optimizer.module is model
-    assert not optimizer.capture.is_closed
+    assert not optimizer.capture.gate.is_closed
 
 
 @every_layer_method
@@ -67,9 +67,9 @@ def test_statistics_can_be_discarded(method: Method) -> None:
     model = MLP.model()
     optimizer: Any = method.build(model)
     MLP.loss(model, 0).backward()
-    assert optimizer.capture.pending
+    assert optimizer.capture.statistics.by_site
     optimizer.preconditioner.discard()
-    assert not optimizer.capture.pending
+    assert not optimizer.capture.statistics.by_site
 
 
 @pytest.mark.parametrize("make", [KFAC, EKFAC])

@@ -123,7 +123,7 @@ class Task:
 
     def model(self, device: torch.device | None = None) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             return self.build().to(device, torch.float64)
 
     def batch(self, step: int) -> Batch:

@@ -58,7 +58,7 @@ class ModelFisher:
             ValueError: If the exact Fisher needs too many passes.
             RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
         """
-        waiting = capture.observable()  # of a model in parts, the last one returned the outputs
+        waiting = capture.forwards.waiting()  # of a model in parts, the last one returned the outputs
         batches = [current.examples or 0 for current in waiting if current.root == waiting[-1].root]
         laid = [Head.of(*head, batches, self._batch_dim) for head in zip(heads, kinds, targets, strict=True)]
         # The mean over loss terms is taken when all micro-batches are there; heads weigh by their own numbers of terms.
@@ -72,7 +72,7 @@ class ModelFisher:
             vectors = self._exact_vectors(laid, by_head, self._columns(laid))
         else:
             vectors = self._drawn_vectors(laid, by_head, rank)
-        capture.observe(list(heads), vectors, most)
+        capture.observation.observe(list(heads), vectors, most)
         self._observations += 1
 
     def end_step(self) -> None:

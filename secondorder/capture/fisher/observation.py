@@ -6,17 +6,20 @@ Forwards leave the edges of their layer outputs behind (``Pass.edges``); the gra
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from secondorder.capture.passes import Pass
-from secondorder.capture.sites import Site
-from secondorder.capture.statistics.kronecker import Call
-from secondorder.capture.taps import Seen
+if TYPE_CHECKING:
+    from secondorder.capture.forwards import Forwards
+    from secondorder.capture.passes import Pass
+    from secondorder.capture.statistics.kronecker import Call
+    from secondorder.capture.step_statistics import StepStatistics
+    from secondorder.capture.taps import Seen
+
 
 _NOTHING_TO_OBSERVE = (
     "observe: no covered layer of a forward that was captured leads to these outputs. Pass what the model itself "
@@ -36,34 +39,20 @@ _NO_GRAPH = (
 )
 
 
-class Observation(ABC):
-    """What a capture does with forwards that wait to be observed."""
+class Observation:
+    """Observes forward passes that wait for it.
 
-    sites: list[Site]
-    _passes: dict[int, Pass]
-    _due: set[int]
-    _observing: bool
-    _terms: Tensor | None
+    Args:
+        forwards: The passes.
+        statistics: What the gradients are added to.
 
-    @abstractmethod
-    def refuse(self, index: int, reason: str) -> None:
-        """Leave a layer out of this step's statistics: they would be wrong."""
+    Attributes:
+        is_running: Whether a pass through the model now is one of an observation.
+    """
 
-    @abstractmethod
-    def _add(self, index: int, calls: list[Call], examples: int) -> None:
-        """Hand calls of one pass to the statistic of a site."""
-
-    @abstractmethod
-    def forward_of(self, current: Pass, seen: Seen) -> Pass:
-        """The forward among those of a pass that a use of a layer belongs to."""
-
-    @abstractmethod
-    def _count(self, current: Pass) -> None:
-        """Count the examples of a pass, once."""
-
-    def observable(self) -> list[Pass]:
-        """Forward passes whose layer outputs are waiting to be observed."""
-        return [current for current in self._passes.values() if current.edges]
+    def __init__(self, forwards: Forwards, statistics: StepStatistics) -> None:
+        self._forwards, self._statistics = forwards, statistics
+        self.is_running = False
 
     def observe(self, outputs: list[Tensor], vectors: Iterable[list[Tensor]], terms: Tensor) -> None:
         """Push vectors back to the layer outputs and take in what arrives.
@@ -76,56 +65,52 @@ class Observation(ABC):
         Raises:
             RuntimeError: If the outputs do not depend on a layer that is waiting, or their graph is gone.
         """
-        waiting = [(current, edge, seen) for current in self.observable() for edge, seen in current.edges]
+        forwards = self._forwards
+        waiting = [(current, edge, seen) for current in forwards.waiting() for edge, seen in current.edges]
         if not waiting:
-            again = any(current.observed for current in self._passes.values())
+            again = any(current.observed for current in forwards)
             raise RuntimeError(_OBSERVED_ALREADY if again else _NOTHING_TO_OBSERVE)
-        self._observing, reached = True, set[int]()
+        self.is_running, reached = True, set[int]()
         try:
             for number, vector in enumerate(vectors):
                 gradients = _pull_back(outputs, [edge for _, edge, _ in waiting], vector)
                 if number == 0:
-                    reached = {id(w[0]) for w, g in zip(waiting, gradients, strict=True) if g is not None}
-                    used = [
-                        self.forward_of(p, s) for (p, _, s), g in zip(waiting, gradients, strict=True) if g is not None
-                    ]
-                    self._count_observed(used, terms)
+                    found = [(p, s) for (p, _, s), g in zip(waiting, gradients, strict=True) if g is not None]
+                    reached = {id(current) for current, _ in found}
+                    self._count([forwards.forward_of(*used) for used in found], terms)
                 self._take_in(waiting, gradients, number > 0)
         finally:
-            self._observing = False
-        for current in self.observable():
+            self.is_running = False
+        for current in forwards.waiting():
             if id(current) in reached:
                 current.edges.clear()
                 current.observed = True
 
-    def _count_observed(self, passes: list[Pass], terms: Tensor) -> None:
+    def _count(self, passes: list[Pass], terms: Tensor) -> None:
         """Count the examples of some passes, and the loss terms in their outputs."""
         if not passes:
             raise RuntimeError(_NOTHING_TO_OBSERVE)
-        self._terms = terms if self._terms is None else self._terms + terms
+        before = self._statistics.terms
+        self._statistics.terms = terms if before is None else before + terms
         for current in passes:
-            self._count(current)
+            self._forwards.count(current)
 
     def _take_in(
-        self,
-        waiting: list[tuple[Pass, GradientEdge, Seen]],
-        gradients: Sequence[Tensor | None],
-        again: bool,
+        self, waiting: list[tuple[Pass, GradientEdge, Seen]], gradients: Sequence[Tensor | None], again: bool
     ) -> None:
+        statistics = self._statistics
         calls: dict[tuple[int, int], tuple[Pass, list[Call]]] = {}
         for (current, _, seen), g in zip(waiting, gradients, strict=True):
-            if g is None or g.numel() == 0 or seen.site not in self._due:
+            if g is None or g.numel() == 0 or seen.site not in statistics.due:
                 continue
             if seen.is_stale:
-                self.refuse(seen.site, "its input is modified in place before it is observed")
+                statistics.refuse(seen.site, "its input is modified in place before it is observed")
                 continue
-            adapter, current = seen.adapter, self.forward_of(current, seen)
-            x, g = current.lay_out(seen.x, g.reshape(seen.shape), adapter)
-            keep, shared = current.mask_for(g, adapter), current.is_shared(x, g, adapter)
-            call = Call(x, g, adapter, None, keep, seen.part, again, shared, current.is_unclear(x, g, adapter))
+            current = self._forwards.forward_of(current, seen)
+            call = current.call_of(seen, g.reshape(seen.shape), again=again)
             calls.setdefault((id(current), seen.site), (current, []))[1].append(call)
         for (_, index), (current, found) in calls.items():
-            self._add(index, found, current.examples or 0)
+            statistics.add(index, found, current.examples or 0)
 
 
 def _pull_back(outputs: list[Tensor], edges: list[GradientEdge], vectors: list[Tensor]) -> tuple[Tensor | None, ...]:

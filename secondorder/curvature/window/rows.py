@@ -93,9 +93,9 @@ class Rows(ABC):
     def restart(self) -> None:  # noqa: B027 - most storages start from zeros
         """Put what the storage starts from, beside zeros, to its first value."""
 
+    @abstractmethod
     def residual_square(self) -> Tensor | None:
         """Squared norm of what error feedback holds back, None without error feedback."""
-        return None
 
 
 def store(target: Tensor, dim: int, slot: Tensor, value: Tensor, gate: Tensor | None) -> None:

@@ -1,0 +1,134 @@
+"""Forward passes since the last step, and to which of them a call of a layer belongs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from secondorder.capture.batch import Input
+from secondorder.capture.passes import Pass, order_of
+from secondorder.capture.roots import Roots
+from secondorder.capture.taps import Seen, in_backward
+
+#: Forwards without a backward that are remembered.
+_MAX_PASSES = 4096
+#: Forwards that may wait to be observed though the model's own outputs are gone: something may have been computed from
+#: them.
+_WAITING_PASSES = 8
+
+
+class Forwards:
+    """The forward passes of a model, and how many examples they have.
+
+    Args:
+        modules: Modules whose forward is "a forward of the model".
+        batch_dim: Dimension of an input that counts examples.
+
+    Attributes:
+        roots: The examples by module.
+        latest: The pass that began last or, in a backward, the one that the gradient has reached.
+        doubts: What speaks against the number of examples that was taken, in words, since the last step.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], batch_dim: int) -> None:
+        self.roots = Roots(modules)
+        self.doubts: set[str] = set()
+        self._batch_dim, self._order = batch_dim, order_of(modules)
+        self._passes: dict[int, Pass] = {}
+        self._numbers = itertools.count()
+        self.latest: Pass | None = None
+        #: By root, the pass that began last.
+        self._open: dict[int, Pass] = {}
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self._passes.values())
+
+    # ------------------------------------------------------------------ their begin and end
+    def make(self, keep: Tensor | None, root: int, inputs: Iterable[Input] = (), examples: int | None = None) -> Pass:
+        """Return a new pass.
+
+        Args:
+            keep: Which positions are real, ``[N, S]``; None for all.
+            root: Number of the root.
+            inputs: What the root was given.
+            examples: Number of examples, if the user gave it.
+        """
+        return Pass(inputs, self._batch_dim, keep, root, self._order, examples)
+
+    def begin(self, current: Pass) -> int:
+        """Begin a forward pass and return its number."""
+        number = next(self._numbers)
+        for old in self.waiting()[: -_WAITING_PASSES * len(self.roots)]:
+            if old.is_dropped:
+                old.edges.clear()  # a forward that nobody will observe must not keep its graph
+        self._passes[number] = current
+        if not in_backward():
+            self.latest = self._open[current.root] = current
+            self.roots.join(current)
+        if len(self._passes) > _MAX_PASSES:
+            # Forwards without a backward: the oldest can no longer matter.
+            self._passes.pop(next(iter(self._passes)))
+        return number
+
+    def resume(self, root: int, inputs: Sequence[Input], examples: int | None) -> int | None:
+        """Have a root's forward continue the pass that parts of it began before, on the same batch.
+
+        Returns:
+            The number of that pass, or None if there is none or it is too old to be known.
+        """
+        begun = self.stray(root)
+        if begun is None or not begun.is_stray or in_backward():
+            return None
+        number = next((number for number, known in self._passes.items() if known is begun), None)
+        if number is not None:
+            begun.is_stray = False
+            begun.enter(inputs, examples)
+        return number
+
+    def stray(self, root: int) -> Pass | None:
+        """The pass that a layer outside of the root's forward belongs to, if one has begun and no backward has come."""
+        found = self._open.get(root)
+        return found if found is not None and found.is_open else None
+
+    def discard(self) -> None:
+        """Forget the passes whose examples are counted."""
+        self.roots.clear()
+        self._passes = {number: current for number, current in self._passes.items() if not current.counted}
+
+    def clear(self) -> None:
+        """Forget all passes."""
+        self._passes.clear()
+        self._open.clear()
+
+    # ------------------------------------------------------------------ which one a call belongs to
+    def pass_of(self, token: Tensor) -> Pass | None:
+        """The pass that a token names, if it is known still."""
+        return self._passes.get(int(token.numpy()))
+
+    def forward_of(self, current: Pass, seen: Seen) -> Pass:
+        """The forward among those of a pass that a use of a layer belongs to."""
+        if not current.is_stray:
+            return current
+        with self._lock:
+            known = bool(current.forwards)
+            found = current.forward_of(seen.site, seen.call)
+            if not known:
+                self._passes.update((next(self._numbers), one) for one in current.forwards)
+        return found
+
+    def waiting(self) -> list[Pass]:
+        """Forward passes whose layer outputs are waiting to be observed."""
+        return [current for current in self if current.edges]
+
+    def count(self, current: Pass) -> None:
+        """Count the examples of a pass, once."""
+        with self._lock:
+            if not current.counted:
+                self.roots.count(current)
+                current.counted = True
+                if current.doubt:
+                    self.doubts.add(f"{self.roots.name_of(current.root)} has: {current.doubt}")

@@ -1,0 +1,161 @@
+"""The statistics of a step: what the backward passes since the last one have added up, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from secondorder.capture.loss_scale import UNKNOWN, LossScale
+from secondorder.capture.sites import Captured, Site, Statistic
+
+if TYPE_CHECKING:
+    from secondorder.capture.passes import Pass
+    from secondorder.capture.roots import Roots
+    from secondorder.capture.statistics.kronecker import Call
+
+
+class StepStatistics:
+    """Statistics of the layers since the last step, and the layers that cannot have any.
+
+    Args:
+        loss_scale: Scale that gradients carry.
+
+    Attributes:
+        loss_scale: As given.
+        sites: The layers that are tapped.
+        due: Sites being captured.
+        refused: Why sites have no statistics, in words.
+        idle: Sites whose layer ran on no row at all since the last step.
+        terms: Loss terms that were observed, 0-dim, or None.
+        scale_is_unknown: Whether float16 gradients came of which nobody knows the scale.
+        were_left_out: Whether statistics are missing for a reason that the user need not hear.
+    """
+
+    def __init__(self, loss_scale: LossScale) -> None:
+        self.loss_scale = loss_scale
+        self.sites: list[Site] = []
+        self.due: set[int] = set()
+        self.refused: dict[int, str] = {}
+        self.idle: set[int] = set()
+        self.were_left_out = False
+        self._void: set[int] = set()
+        self.clear()
+        loss_scale.register(self)
+
+    def set_sites(self, sites: Iterable[Site]) -> None:
+        """Begin anew with these layers."""
+        self.clear()
+        self.due.clear()
+        self.refused.clear()
+        self.sites = list(sites)
+
+    def clear(self) -> None:
+        """Forget what was captured since the last step."""
+        self._by_site: dict[int, Statistic] = {}
+        self._own_examples: dict[int, int] = {}
+        self._void.clear()
+        self.terms: Tensor | None = None
+        self.scale_is_unknown = False
+
+    @property
+    def by_site(self) -> Mapping[int, Statistic]:
+        """Statistics captured since the last step, by index of the site."""
+        return self._by_site
+
+    def take(self, roots: Roots) -> Captured:
+        """Return the statistics, with the examples that were counted.
+
+        Args:
+            roots: What has counted them.
+        """
+        examples = {i: roots.examples_of(i) + self._own_examples.get(i, 0) for i in self._by_site}
+        taken = Captured(self._by_site, examples, frozenset(self.idle), self.terms, roots.examples)
+        self.idle.clear()
+        for index in self._by_site:
+            self.refused.pop(index, None)
+        return taken
+
+    # ------------------------------------------------------------------ what is left out
+    def refuse(self, index: int, reason: str) -> None:
+        """Leave a layer out of this step's statistics: they would be wrong."""
+        self.refused[index] = reason
+        self._void.add(index)
+        self._by_site.pop(index, None)
+
+    def leave_out(self, reason: str | None = None) -> None:
+        """Leave the statistics of this step out, those captured already and those to come; its examples count.
+
+        Args:
+            reason: The reason that the user is given, or None for no warning.
+        """
+        self._by_site.clear()
+        self._void.update(range(len(self.sites)))
+        self.refused = {i: why for i, why in self.refused.items() if why != UNKNOWN}
+        if reason is None:
+            self.were_left_out = True
+        else:
+            self.refused.update(dict.fromkeys(self.due, reason))
+
+    def check_scale(self, g: Tensor) -> None:
+        """Leave the statistics out if a gradient is float16 and nobody knows its scale."""
+        if g.dtype == torch.float16 and self.loss_scale.scaler is None and not self.scale_is_unknown:
+            # Layers that run in float32 carry the same scale, and nothing in them tells.
+            self.scale_is_unknown = True
+            self.leave_out(UNKNOWN)
+
+    def follow_scale(self, changes: bool) -> None:
+        """Leave out what was captured at a scale that was not known then.
+
+        Args:
+            changes: Whether the new scale differs from the one before.
+        """
+        if self.scale_is_unknown or (changes and (self._by_site or self._void)):
+            self.leave_out()  # better no statistics than some of a wrong size
+
+    # ------------------------------------------------------------------ what is added
+    def record(self, index: int, call: Call, current: Pass | None) -> None:
+        """Take in a use of a layer, whose pass is given if it is known."""
+        if current is None or current.examples is None:
+            examples = 1 if call.adapter.is_unbatched(call.g if call.x is None else call.x) else call.g.shape[0]
+            self._own_examples[index] = self._own_examples.get(index, 0) + examples
+            self.add(index, [call], examples)
+            return
+        if call.g.numel() == 0:
+            self.idle.add(index)  # an expert without a token says nothing about its factors
+            return
+        if index in self._void:
+            return
+        if not self._statistic(index).wants_whole_pass:
+            self.add(index, [call], current.examples)
+            return
+        waiting, calls = current.fired.setdefault(index, []), current.calls.get(index, 0)
+        if calls and current.done[index] >= calls:
+            self.add(index, [*waiting, call], current.examples)
+            del current.fired[index]
+        else:
+            # Copies: a compiled backward reuses the memory of its activations.
+            waiting.append(call._replace(x=None if call.x is None else call.x.clone(), g=call.g.clone()))
+
+    def flush(self, passes: Iterable[Pass]) -> None:
+        """Add calls that waited for others of their pass (a branch without backward, a recomputed layer)."""
+        for current in passes:
+            for index, calls in current.fired.items():
+                self.add(index, calls, current.examples or 0)
+            current.fired.clear()
+
+    def add(self, index: int, calls: list[Call], examples: int) -> None:
+        """Add calls of one pass to the statistic of a site."""
+        if index in self._void:
+            return
+        try:
+            self._statistic(index).add(calls, examples)
+        except ValueError as error:
+            self.refuse(index, str(error))
+
+    def _statistic(self, index: int) -> Statistic:
+        if index not in self._by_site:
+            self._by_site[index] = self.sites[index].new_statistic()
+        return self._by_site[index]
