@@ -90,7 +90,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     },
     "Classes over blocks and windows are not yet all in the folder of preconditioners": {
         "methods.layer_optimizer": {"parallel.roles"},
-        "plan.dry_run": {"linalg.dense"},
     },
 }
 

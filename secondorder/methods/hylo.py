@@ -213,7 +213,7 @@ class HyLo(LayerOptimizer):
     @property
     def switch(self) -> SwitchPolicy:
         """The policy of ``mode="auto"``: a copy of the argument of this name."""
-        return self.preconditioner.modes.policy
+        return self.preconditioner.plan.modes.policy
 
     @property
     def preconditioner(self) -> RowPreconditioner:

@@ -24,7 +24,7 @@ from secondorder.capture.statistics.measurement import Estimate, Measured, count
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, keys, tensors
-from secondorder.linalg.dense import full_precision
+from secondorder.linalg.dense import full_precision, precision_of
 
 log: logging.Logger = logging.getLogger("secondorder")
 
@@ -76,6 +76,10 @@ class StatisticsExchange:
 
     def _device_of(self, block: Block) -> torch.device:
         return self._device or block.owner.device
+
+    def room(self, block: Block) -> list[Tensor]:
+        """Return zeros in the place of the directions of a block, where another rank finds them."""
+        return [torch.zeros(p.shape, dtype=precision_of(p), device=self._device or p.device) for p in block.params]
 
     # ------------------------------------------------------------------ statistics
     def combine(

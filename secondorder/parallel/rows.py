@@ -5,18 +5,22 @@ Every rank sends equally many rows, filled up with zeros; put together, the rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.statistics.examples import keeps_indices
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.example_rows import Kept, Raw, Sizes, inputs_of
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.schema import tensors
 from secondorder.linalg import woodbury
 from secondorder.linalg.kernel import Rows
+
+log: logging.Logger = logging.getLogger("secondorder")
 
 #: Numbers of each rank about a block: examples, rows, positions.
 _BY_RANK = 3
@@ -171,3 +175,30 @@ def put_together(
     ]
     a = parts[0] if len(parts) == 2 else None
     return Kept(Rows(a, parts[-1], columns=block.adapter.d_in if sizes.by_index else 0), damping, core)
+
+
+def sum_together(comm: CommStrategy, what: str, shape: Sequence[int], attempt: Callable[[], Tensor]) -> Tensor:
+    """Add up the words with which some work ends on every rank.
+
+    Args:
+        comm: Communication strategy.
+        what: What is tried, for messages.
+        shape: Shape of the words.
+        attempt: Does the work of this rank, and returns its words.
+
+    Returns:
+        The sums, float64 on the CPU.
+
+    Raises:
+        RuntimeError: On every rank, if one of them failed.
+    """
+    words, error = torch.zeros(*shape, dtype=torch.float64), None
+    try:
+        words = attempt()
+    except Exception as found:  # the others wait for this rank: they must hear of it
+        error = f"rank {comm.rank}: {what} failed: {type(found).__name__}: {found}"
+        log.exception("%s failed", what)
+    flag = torch.tensor([float(error is not None)], dtype=torch.float64)
+    agreed = comm.agree(torch.cat([words.cpu().flatten(), flag]))
+    comm.fail_together(error, bool(agreed[-1]))
+    return agreed[:-1].view(*shape)
