@@ -75,7 +75,9 @@ def count_words(block: RowBlock, world: int) -> int:
 def words_of(
     block: RowBlock, raw: Raw | None, traces: Tensor | None, examples: int, *, rank: int, world: int
 ) -> Tensor:
-    """The contribution of a rank to the census of a block, to be added up.
+    """Return the contribution of a rank to the census of a block: numbers to be added up.
+
+    They are ``[examples, rows, positions]`` in the places of this rank, whether rows are whole, traces, and real rows.
 
     Args:
         block: The block.
@@ -84,9 +86,6 @@ def words_of(
         examples: Number of examples of the rank.
         rank: The rank.
         world: Number of ranks.
-
-    Returns:
-        ``[examples, rows, positions]`` in the places of this rank, whether rows are whole, traces, and real rows.
     """
     by_rank = torch.zeros(_BY_RANK, world, dtype=torch.float64)
     tail = torch.zeros(count_words(block, world) - by_rank.numel(), dtype=torch.float64)
@@ -113,17 +112,9 @@ def census_of(block: RowBlock, words: Tensor, world: int) -> Census | None:
 def filled_up(
     block: RowBlock, sizes: Sizes, kept: Kept | None, *, interpolates: bool, device: torch.device
 ) -> list[Tensor]:
-    """The rows of a rank, filled up with zeros to the sizes of a message; with the core of an interpolation.
+    """Return rows a (if the layer has some) and g of a rank, filled up with zeros to the sizes of a message.
 
-    Args:
-        block: The block.
-        sizes: The sizes.
-        kept: The rows, or None if the rank has none.
-        interpolates: Whether a core is sent.
-        device: Device of the tensors.
-
-    Returns:
-        Rows a (if the layer has some), rows g and the core.
+    Where ``interpolates``, the core of the interpolation follows. A rank without rows sends zeros alone.
     """
     likes, sent = tensors(block.with_rows.schema(sizes)), []
     parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
@@ -152,7 +143,7 @@ def put_together(
     *,
     interpolates: bool,
 ) -> Kept:
-    """Rows of all ranks, in their order, without what they were filled up with.
+    """Return the rows of all ranks, in their order, without what they were filled up with.
 
     Args:
         block: The block.
@@ -161,9 +152,6 @@ def put_together(
         counts: Number of rows of each rank.
         damping: λ ``[(Γ)]``.
         interpolates: Whether cores were sent.
-
-    Returns:
-        The rows.
     """
     core = None
     if interpolates:
