@@ -1,7 +1,7 @@
 """A plan says to the byte what the ranks of a run then send and store.
 
-Every case, a method under a strategy in a world, trains once; the tests look at what was counted. A run that has begun is
-compared step by step: plain steps, steps with statistics, and steps with a refresh.
+Every case, a method under a strategy in a world, trains once; the tests look at what was counted. A run that has begun
+is compared step by step: plain steps, steps with statistics, and steps with a refresh.
 """
 
 from __future__ import annotations
