@@ -37,11 +37,7 @@ def depth_of_caller() -> int:
 
 
 def calling_scaler() -> torch.amp.GradScaler | None:
-    """Return the loss scaler whose ``step`` is running further up the stack, through the wrappers of any trainer.
-
-    Returns:
-        The innermost scaler, or None if no scaler is stepping.
-    """
+    """Return the innermost loss scaler whose ``step`` runs further up the stack, through wrappers of any trainer."""
     frame, depth = sys._getframe(1).f_back, 0
     while frame is not None and depth < _DEPTH:
         if frame.f_code.co_name in ("step", "_maybe_opt_step"):
@@ -67,9 +63,6 @@ def filled_in_by_torch() -> set[int]:
 
     With ``full_state_dict=True`` it fills in what a file lacks from the state of the optimizer, and drops the
     mark of a partial state, so that the file of one rank of several would pass for a complete one.
-
-    Returns:
-        The ids; the set is empty if the caller is another function.
     """
     frame = sys._getframe(1).f_back
     while frame is not None:

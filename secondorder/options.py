@@ -190,15 +190,7 @@ def validate(group: Mapping[str, Any], checks: Mapping[str, Check]) -> None:
 def check_changes(
     groups: Sequence[Mapping[str, Any]], seen: Sequence[Mapping[str, Any]], checks: Mapping[str, Check]
 ) -> list[dict[str, Any]] | None:
-    """Check the options of groups that differ from those of the last look, as a user may write into a group.
-
-    Args:
-        groups: All groups.
-        seen: What the last look returned.
-        checks: Of all options of the method.
-
-    Returns:
-        The options of all groups, or None if none has changed.
+    """Return the options of all groups, checked where they differ from the last look; None if none has changed.
 
     Raises:
         TypeError: For a value of a wrong kind.
@@ -224,15 +216,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def without_effect(group: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
-    """Say which options of a group differ from their default although none of its rules reads them; else empty.
-
-    Args:
-        group: The options of a group.
-        usual: Defaults of the constructor.
-
-    Returns:
-        The text.
-    """
+    """Say which options of a group differ from their usual values although none of its rules reads them; else empty."""
     rules = [is_adam(group["graft"] or group["inner"]), is_adam(group["fallback"])]
     own = "fallback_betas" if "fallback_betas" in usual and "fallback_betas" in group else "betas"
     if all(rules) and group.get("momentum_mode") != "pre":
@@ -272,14 +256,9 @@ def is_decoupled(rule: str | None, group: Mapping[str, Any]) -> bool:
 
 
 def from_arguments(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
-    """Group options from the arguments of a constructor.
+    """Return the options of groups from the arguments of a constructor; ``checks`` are of those that only it has.
 
-    Args:
-        given: The arguments, by name. Options that all methods have may be missing, and then take their default.
-        checks: Of the options that only this method has.
-
-    Returns:
-        The options.
+    Options that all methods have may be missing, and then take their default.
 
     Raises:
         ValueError: If ``betas`` or ``eps`` is given under both of its names, with different values.
@@ -297,14 +276,7 @@ def from_arguments(given: Mapping[str, Any], checks: Mapping[str, Check]) -> dic
 
 
 def renamed(group: Mapping[str, Any], checks: Mapping[str, Check]) -> dict[str, Any]:
-    """A group with the options under the names of now; ``betas`` and ``eps`` once were ``fallback_…`` everywhere.
-
-    Args:
-        group: Options as a user gave them or a checkpoint has them.
-        checks: Of the options that only this method has.
-
-    Returns:
-        The options.
+    """Return options, of a user or of a checkpoint, under the names of now; ``betas`` and ``eps`` were ``fallback_…``.
 
     Raises:
         ValueError: If an option is given under both of its names, with different values.

@@ -147,11 +147,7 @@ class ParameterTable:
         return any(is_cut(p) and p not in inside for p in self.group_of)
 
     def forget_replaced(self, steps: int) -> None:
-        """Drop the state of parameters in whose place others have come under the same names.
-
-        Args:
-            steps: Number of steps taken. After the first one this is worth a warning.
-        """
+        """Drop the state of parameters in whose place others have come, with a warning after the first step."""
         names = {self.names[p] for p in self.group_of}
         replaced = {p: name for p, name in self.names.items() if p not in self.group_of and name in names}
         for p in replaced:
@@ -180,13 +176,7 @@ class ParameterTable:
             )
 
     def repoint(self, theirs: Mapping[str, nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-        """Put a module's parameters of the same names and shapes in the place of the current ones.
-
-        Args:
-            theirs: Parameters of the module by name.
-
-        Returns:
-            The new parameter for each old one.
+        """Return the new parameter for each old one: those of a module, by name, take the place of the current ones.
 
         Raises:
             ValueError: If the module has no parameter that fits; nothing is changed then.
@@ -218,11 +208,7 @@ class ParameterTable:
 
     # ------------------------------------------------------------------ warnings
     def warn_uncovered(self, covers: Callable[[nn.Parameter], bool]) -> None:
-        """Name once, by reason, the parameters that get no curvature without the user having asked for it.
-
-        Args:
-            covers: Whether curvature covers a parameter.
-        """
+        """Name once, by reason, the parameters without curvature that the user has not asked to leave out."""
         by_reason: dict[str, list[str]] = {}
         for p, name in self.names.items():
             if not covers(p) and p not in self.skipped_by_user and p.requires_grad:

@@ -89,14 +89,10 @@ class Update:
 
     # ------------------------------------------------------------------ what is preconditioned
     def sources(self, gradients: Directions, gate: Tensor | None) -> Directions:
-        """Return what to precondition: the gradient, or Adam's first moment, bias-corrected, where Adam gives the size.
+        """Return what to precondition by parameter, nothing for windows, which contain it.
 
-        Args:
-            gradients: Gradients of this step by parameter.
-            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
-
-        Returns:
-            By parameter; empty for windows, which contain what they precondition.
+        That is the gradient, or Adam's first moment, bias-corrected, where Adam gives the size. Nothing changes where
+        ``gate``, a 0-dim bool tensor, is False.
         """
         curvature = self._preconditioner
         params = curvature.preconditioned(gradients)
@@ -131,14 +127,11 @@ class Update:
 
     # ------------------------------------------------------------------ the size of directions
     def bound(self, proposal: Proposal, sources: Directions) -> Directions:
-        """Return directions that are finite, and of the length that clips and grafting give them.
+        """Return directions by parameter that are finite, and of the length that clips and grafting give them.
 
         Args:
             proposal: Preconditioned directions, which are changed in place.
             sources: What was preconditioned. It is emptied, since it may be as large as the model.
-
-        Returns:
-            By parameter, in its shape and dtype.
         """
         if sources:
             products = self._guard(proposal, sources)
@@ -232,16 +225,7 @@ class Update:
 
     # ------------------------------------------------------------------ rules
     def rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> Rule:
-        """Return the first-order rule of a parameter in this step.
-
-        Args:
-            p: The parameter.
-            group: Its group.
-            preconditioned: Whether it has a direction, instead of its gradient.
-
-        Returns:
-            The rule.
-        """
+        """Return the first-order rule of a parameter in this step, which may differ if it has a direction."""
         curvature = self._preconditioner
         if not curvature.covers(p):
             return _rule_named(group["fallback"], group, is_fallback=True)

@@ -86,9 +86,6 @@ KNOWN_EXCEPTIONS: dict[str, dict[str, set[str]]] = {
     "Each mix-in adds its own rows to describe()": {
         "preconditioners.window_plan": {"diagnostics.describe"},
     },
-    "Classes over blocks and windows are not yet all in the folder of preconditioners": {
-        "plan.dry_run": {"linalg.dense"},
-    },
 }
 
 # A constructor's signature names the type of `comm=` so that tools can resolve it; what a strategy does is for

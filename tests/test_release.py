@@ -143,6 +143,11 @@ def test_tests_run_on_every_python_and_on_the_oldest_pinned_and_newest_torch() -
 
 
 # ------------------------------------------------------------------ types
+def test_the_types_of_the_script_of_a_user_are_checked_with_those_of_the_package() -> None:
+    configured = tomllib.loads(text_of("pyproject.toml"))["tool"]["mypy"]
+    assert {"secondorder", "tests/typed"} <= set(configured["files"])
+
+
 def test_the_script_of_a_user_runs(tmp_path: Path) -> None:
     user_script.main(tmp_path)
     model = user_script.network()
@@ -153,8 +158,9 @@ def test_the_script_of_a_user_runs(tmp_path: Path) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_the_script_of_a_user_has_the_types_that_it_says() -> None:
-    """With the cache of `make type`, if it is there: without it this takes a quarter of a minute."""
+    """Also a part of `make type`, and so of `make check`: without its cache this takes a quarter of a minute."""
     script = "tests/typed/user_script.py"
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)

@@ -121,3 +121,137 @@ def test_grafting_remembers_its_factor() -> None:
     found = update.bound(Proposal({p: torch.ones(3)}, gradients, [("sgd", [p])]), update.sources(gradients, None))
     torch.testing.assert_close(found[p], gradients[p])
     assert float(update.graft_factors[p]) == 4.0
+
+
+# ------------------------------------------------------------------ what the preconditioner is asked
+class Recording(Covering):
+    """Writes down the questions."""
+
+    def __init__(self, options: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+        super().__init__(options)
+        self.asked: list[tuple[Any, ...]] = []
+
+    def change_sources(self, source: Any, gradients: Any, gate: Any) -> None:
+        self.asked.append(("sources", dict(source), dict(gradients), gate))
+        for p in source:
+            source[p] = source[p] * 2
+
+    def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
+        self.asked.append(("rule", p, rule))
+        return rule
+
+
+def recorded(**options: Any) -> tuple[Update, nn.Parameter, nn.Parameter, Recording]:
+    update, p, q, group = make(**options)
+    recording = Recording({p: group})
+    return Update(update._table, recording), p, q, recording  # type: ignore[arg-type]
+
+
+def test_only_what_is_covered_is_preconditioned_and_the_preconditioner_may_change_it() -> None:
+    update, p, q, recording = recorded()
+    gate = torch.tensor(True)
+    gradients = {p: torch.ones(3), q: torch.ones(3)}
+    found = update.sources(gradients, gate)
+    assert recording.asked == [("sources", {p: gradients[p]}, gradients, gate)]
+    assert [*found] == [p]
+    assert found[p].tolist() == [2.0] * 3
+
+
+def test_with_a_graft_of_adam_its_mean_is_preconditioned() -> None:
+    update, p, _, recording = recorded(graft="adam", weight_decay=0.0)
+    update.count({p: torch.ones(3)})
+    update.sources({p: torch.full((3,), 4.0)}, None)
+    ((_, sources, _, _),) = recording.asked
+    torch.testing.assert_close(sources[p], torch.full((3,), 4.0))  # bias-corrected
+
+
+def test_coupled_decay_is_in_adam_s_moments() -> None:
+    update, p, _, recording = recorded(graft="adam", weight_decay=0.5)
+    update.count({p: torch.ones(3)})
+    update.sources({p: torch.full((3,), 4.0)}, None)
+    torch.testing.assert_close(recording.asked[0][1][p], torch.full((3,), 4.5))
+
+
+def test_a_closed_gate_leaves_adam_s_moments() -> None:
+    update, p, _, _ = recorded(graft="adamw")
+    update.count({p: torch.ones(3)})
+    update.sources({p: torch.full((3,), 4.0)}, torch.tensor(False))
+    assert not update.state_of(p, "exp_avg").any()
+
+
+def test_the_preconditioner_is_asked_for_the_rule_of_directions_alone() -> None:
+    update, p, q, recording = recorded(momentum=0.0, weight_decay=0.0)
+    with torch.no_grad():
+        update.apply({p: torch.ones(3), q: torch.ones(3)}, {p: torch.ones(3)}, None)
+    assert recording.asked == [("rule", p, Rule("sgd", 0.0, 0.0, False))]
+
+
+def test_a_step_counts_parameters_that_have_a_gradient() -> None:
+    update, p, q, _ = recorded()
+    update.count({p: torch.ones(3)})
+    assert (update.steps_of(p), update.steps_of(q)) == (1.0, 0.0)
+
+
+# ------------------------------------------------------------------ the size of directions
+def bounded(direction: float, gradient: float, **options: Any) -> tuple[list[float], Update]:
+    update, p, _, _ = recorded(**options)
+    proposal = Proposal({p: torch.full((3,), direction)}, {p: torch.full((3,), gradient)}, [(None, [p])])
+    return update.bound(proposal, {p: torch.full((3,), gradient)})[p].tolist(), update
+
+
+def test_a_direction_without_limits_stays() -> None:
+    found, update = bounded(2.0, 4.0)
+    assert found == [2.0] * 3
+    assert update.kl_factor is None
+
+
+@pytest.mark.parametrize(("limit", "factor"), [(1e6, 1.0), (0.06, 0.1)])
+def test_the_kl_clip_is_a_factor_of_at_most_one(limit: float, factor: float) -> None:
+    found, update = bounded(2.0, 4.0, kl_clip=limit)  # lr² ⟨direction, gradient⟩ = 6
+    torch.testing.assert_close(found, [2.0 * factor] * 3)
+    assert update.kl_factor is not None
+    assert float(update.kl_factor) == pytest.approx(factor)
+
+
+def test_the_norm_of_directions_is_limited() -> None:
+    torch.testing.assert_close(bounded(2.0, 1.0, clip_norm=3**0.5)[0], [1.0] * 3)
+    torch.testing.assert_close(bounded(0.5, 1.0, clip_norm=3**0.5)[0], [0.5] * 3)
+
+
+def test_the_entries_of_directions_are_limited() -> None:
+    assert bounded(-2.0, 1.0, clip_value=0.5)[0] == [-0.5] * 3
+
+
+def test_a_set_with_one_bad_direction_becomes_its_gradients_and_others_stay() -> None:
+    update, p, q, _ = recorded()
+    raw = {p: torch.full((3,), 5.0), q: torch.full((3,), 5.0)}
+    proposal = Proposal({p: torch.full((3,), torch.inf), q: torch.ones(3)}, raw, [(None, [p]), (None, [q])])
+    found = update.bound(proposal, dict(raw))
+    assert (found[p].tolist(), found[q].tolist()) == ([5.0] * 3, [1.0] * 3)
+
+
+# ------------------------------------------------------------------ rates
+@pytest.mark.parametrize(
+    ("options", "moved"),
+    [
+        ({}, 1e-3),  # Adam's own rate
+        ({"fallback_lr": 0.2}, 0.2),
+        ({"fallback_lr": 0.2, "lr": 0.25}, 0.1),  # half of what the schedule of lr began with
+        ({"fallback_lr": 0.2, "fallback_base_lr": 0.0}, 0.2),
+        ({"graft": "sgd"}, 0.5),
+    ],
+)
+def test_rates_of_a_fallback_to_adam(options: dict[str, Any], moved: float) -> None:
+    update, _, q, _ = recorded(fallback="adam", weight_decay=0.0, **options)
+    update.count({q: torch.ones(3)})
+    with torch.no_grad():
+        update.apply({q: torch.ones(3)}, {}, None)
+    torch.testing.assert_close(q.detach(), torch.full((3,), 1 - moved))
+
+
+def test_a_closed_gate_changes_no_parameter() -> None:
+    update, p, q, _ = recorded()
+    with torch.no_grad():
+        update.apply({p: torch.ones(3), q: torch.ones(3)}, {p: torch.ones(3)}, torch.tensor(False))
+    assert p.tolist() == q.tolist() == [1.0] * 3
+    assert not update.state_of(p, "momentum_buffer").any()

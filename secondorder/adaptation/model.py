@@ -44,16 +44,13 @@ class LocalModel:
     def along(
         self, directions: Sequence[Directions], gradients: Directions, at: Directions, evaluation: Evaluation | None
     ) -> QuadraticModel:
-        """Return the model of the objective along some directions.
+        """Return the model of the objective along some directions, in float64.
 
         Args:
             directions: ``d_i`` by parameter.
             gradients: ∇.
             at: Values of parameters that have moved since the gradient was taken.
             evaluation: What the closure of this step did.
-
-        Returns:
-            Its pieces, in float64.
         """
         device = next(iter(gradients.values())).device
         wide = [{p: d.to(torch.promote_types(d.dtype, torch.float32)) for p, d in one.items()} for one in directions]

@@ -190,16 +190,13 @@ class Evaluated:
 
 @torch.no_grad()
 def output_change(module: nn.Module, evaluated: Evaluated, direction: Directions, at: Directions) -> Tensor:
-    """``J d``: how the outputs of a forward change when the parameters move along a direction.
+    """Return ``J d``: how the outputs of a forward change when the parameters move along a direction.
 
     Args:
         module: The module.
         evaluated: Its recorded forward.
         direction: d, by parameter; those that the module does not hold are ignored.
         at: Values of parameters that have moved since.
-
-    Returns:
-        A tensor shaped like the outputs.
 
     Raises:
         RuntimeError: If part of the model has no forward-mode derivative.
@@ -233,7 +230,7 @@ def exact_products(
     *,
     mean: bool,
 ) -> Tensor:
-    """``⟨d_i, C d_j⟩`` with the Gauss-Newton matrix C of the loss over some forwards.
+    """Return ``⟨d_i, C d_j⟩ [k, k]`` with the Gauss-Newton matrix C of the loss over some forwards.
 
     Args:
         module: The module.
@@ -242,9 +239,6 @@ def exact_products(
         directions: ``d_i``, k of them.
         at: Values of parameters that have moved since.
         mean: Whether the loss is a mean over its terms; else it is their sum.
-
-    Returns:
-        A symmetric matrix ``[k, k]``.
     """
     device = evaluations[0].outputs.device
     total = torch.zeros(len(directions), len(directions), dtype=torch.float64, device=device)

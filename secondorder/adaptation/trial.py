@@ -138,16 +138,10 @@ class Snapshot:
 
 
 def parts_of(returned: Any) -> tuple[Tensor, Any, Any]:
-    """Loss, outputs and targets of what a closure returned; the last two None where they are missing.
-
-    Args:
-        returned: The loss, ``(loss, outputs)`` or ``(loss, outputs, targets)``.
-
-    Returns:
-        The loss as a 0-dim tensor of its own, and the others as given.
+    """Return loss, outputs and targets of what a closure returned; the last two are None where they are missing.
 
     Raises:
-        TypeError: If it is none of these.
+        TypeError: If it is no loss, ``(loss, outputs)`` or ``(loss, outputs, targets)``.
     """
     loss, outputs, targets = returned, None, None
     if isinstance(returned, (tuple, list)) and len(returned) in (2, 3):
@@ -163,15 +157,7 @@ def parts_of(returned: Any) -> tuple[Tensor, Any, Any]:
 
 
 def match_outputs(forwards: Sequence[Forward], outputs: Any, targets: Any) -> list[Evaluated]:
-    """Each recorded forward with its outputs.
-
-    Args:
-        forwards: Forwards of the model in the closure.
-        outputs: A tensor, or one per forward.
-        targets: Likewise, or None.
-
-    Returns:
-        One entry per forward.
+    """Return an entry for each recorded forward, with its outputs and targets.
 
     Raises:
         TypeError: If the outputs are not tensors.

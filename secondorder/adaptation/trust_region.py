@@ -102,13 +102,7 @@ class TrustRegion:
 
     # ------------------------------------------------------------------ the closure
     def evaluate(self, closure: Callable[[], ReturnedT] | None) -> ReturnedT | None:
-        """Call the closure with gradients enabled, and note what a judgment of the step will need.
-
-        Args:
-            closure: The argument of ``step``.
-
-        Returns:
-            What the closure returned.
+        """Return what the closure returns with gradients enabled, and note what a judgment of the step will need.
 
         Raises:
             RuntimeError: If there is no closure and an option needs one.

@@ -87,17 +87,7 @@ class Count(NamedTuple):
 
 
 def count_examples(inputs: Sequence[Input], outputs: Sequence[tuple[int, ...]], uses: Sequence[Use], dim: int) -> Count:
-    """Decide how many examples a forward pass has.
-
-    Args:
-        inputs: Tensors that the model was given, in order.
-        outputs: Shapes of those that it returned; none if they are not known.
-        uses: Inputs of its layers.
-        dim: The dimension of an input that counts examples.
-
-    Returns:
-        The number.
-    """
+    """Decide how many examples a forward pass has; ``outputs`` are the shapes of what it returned, as far as known."""
     sized = [x for x in inputs if len(x.shape) > dim]
     heads = [shape for shape in outputs if len(shape) > 1 or (shape and shape[0] != 1)]
     if not sized:
@@ -216,10 +206,7 @@ class Rule:
         self._batch_input, self._dim, self._position = batch_input, dim, position
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Count the examples of a call.
-
-        Returns:
-            The number.
+        """Return the number of examples of a call.
 
         Raises:
             TypeError: If the argument is no tensor with that dimension, or the function returns no integer.
@@ -241,15 +228,7 @@ class Rule:
 
 
 def rules(batch_input: BatchInput | None, roots: Sequence[nn.Module], dim: int) -> list[Rule | None]:
-    """The user's count of examples for each root, None where the forward pass is judged.
-
-    Args:
-        batch_input: What the user gave.
-        roots: Modules whose forward is "a forward of the model".
-        dim: The dimension of the argument that counts examples.
-
-    Returns:
-        A rule per root.
+    """Return the user's count of examples for each root, None where the forward pass is judged.
 
     Raises:
         ValueError: If no root has an argument of that name.

@@ -98,12 +98,7 @@ class Capture:
 
     # ------------------------------------------------------------------ lifecycle
     def set_sites(self, sites: Iterable[Site], watched: Iterable[WatchedAttention] = ()) -> None:
-        """Tap these layers and no others; what is pending for the old ones is dropped.
-
-        Args:
-            sites: The layers.
-            watched: Attention modules among whose projections some of the taps are.
-        """
+        """Tap these layers and no others, some of them projections of watched attention; what is pending is dropped."""
         self.discard()
         self.forwards.clear()
         self.statistics.set_sites(sites)
@@ -161,11 +156,7 @@ class Capture:
         return taken
 
     def leave_out_replaced(self) -> bool:
-        """Leave the statistics of this step out if its gradients are not those of the backward passes behind them.
-
-        Returns:
-            Whether that was so.
-        """
+        """Leave this step's statistics out if its gradients are not those of its backward passes; return whether so."""
         if not self.backwards.were_replaced():
             return False
         self.statistics.leave_out(REPLACED)
@@ -222,14 +213,11 @@ class Capture:
             found.enter_part(id(part), inputs)
 
     def find_pass(self, token: Tensor | None, index: int) -> Pass | None:
-        """The pass of a call of a layer.
+        """Return the pass of a call of a layer; None if it is a recomputation of a forward that nobody knows.
 
         Args:
             token: What its root's forward left; None or -1 if that has not been called.
             index: The site.
-
-        Returns:
-            The pass; None if the call is a recomputation of a forward that nobody knows.
         """
         if token is not None and int(token.numpy()) >= 0:
             return self.forwards.pass_of(token)
@@ -252,10 +240,7 @@ class Capture:
             self.backwards.note_observed()
 
     def wants(self, index: int) -> bool:
-        """Whether the backward that is running belongs to the gradient of this due site.
-
-        Returns:
-            True if its gradients are to be recorded.
+        """Return whether the backward that is running belongs to the gradient of this due site.
 
         Raises:
             RuntimeError: If that backward is itself being differentiated.

@@ -23,14 +23,7 @@ def kind_of(text: str) -> str:
 
 
 def grouped(reasons: Mapping[str, str]) -> str:
-    """Layers and why nothing was captured for them, those together whose reasons differ in numbers only.
-
-    Args:
-        reasons: Reason by layer.
-
-    Returns:
-        The text.
-    """
+    """Layers and why nothing was captured for them, those together whose reasons differ in numbers only."""
     alike: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         alike.setdefault(kind_of(reason), []).append(name)
@@ -41,15 +34,7 @@ def grouped(reasons: Mapping[str, str]) -> str:
 
 
 def verdict(reasons: Mapping[str, str], total: int) -> str:
-    """Say what became of the layers for which nothing was captured, out of all that have a gradient.
-
-    Args:
-        reasons: Reason by layer.
-        total: How many layers have a gradient and should have been captured.
-
-    Returns:
-        Two sentences.
-    """
+    """Say in two sentences what became of the layers without statistics, of ``total`` that have a gradient."""
     missed = len(reasons)
     count = "the only layer that has" if total == 1 else f"{missed} of the {total} layers that have"
     they = "It keeps its" if missed == 1 else "They keep their"

@@ -49,14 +49,7 @@ class Forwards:
 
     # ------------------------------------------------------------------ their begin and end
     def make(self, keep: Tensor | None, root: int, inputs: Iterable[Input] = (), examples: int | None = None) -> Pass:
-        """Return a new pass.
-
-        Args:
-            keep: Which positions are real, ``[N, S]``; None for all.
-            root: Number of the root.
-            inputs: What the root was given.
-            examples: Number of examples, if the user gave it.
-        """
+        """Return a new pass of a root, with what it was given and, if the user gave it, its number of examples."""
         return Pass(inputs, self._batch_dim, keep, root, self._order, examples)
 
     def begin(self, current: Pass) -> int:
@@ -75,11 +68,7 @@ class Forwards:
         return number
 
     def resume(self, root: int, inputs: Sequence[Input], examples: int | None) -> int | None:
-        """Have a root's forward continue the pass that parts of it began before, on the same batch.
-
-        Returns:
-            The number of that pass, or None if there is none or it is too old to be known.
-        """
+        """Return the number of the pass that parts of a root began before its forward, on the same batch, if any."""
         begun = self.stray(root)
         if begun is None or not begun.is_stray or in_backward():
             return None

@@ -227,12 +227,7 @@ class ModelHooks:
         weakref.finalize(self, _retire, self.switch, self._tap_handles, self._root_handles)
 
     def tap(self, sites: Sequence[Site], watched: Iterable[WatchedAttention]) -> None:
-        """Tap these layers and no others.
-
-        Args:
-            sites: The layers.
-            watched: Attention modules among whose projections some of the taps are.
-        """
+        """Tap these layers and no others, and watch the attention modules that have some of them as projections."""
         remove(self._tap_handles)
         self._tap_handles.clear()
         self.taps.clear()

@@ -82,10 +82,6 @@ class LossScale:
 
         The stack is searched in the first step, in the first step with float16 gradients, and in every step while a
         scaler that was found is in use: if it no longer calls the step, it no longer scales the loss either.
-
-        Args:
-            batch: The statistics of the batch of this step.
-            averages: Whether the strategy averages gradients in the step.
         """
         if not (batch.by_site or batch.scale_is_unknown):
             return

@@ -17,11 +17,7 @@ from secondorder.capture.taps import Seen
 
 
 def order_of(roots: Iterable[nn.Module]) -> str | None:
-    """Where attention and recurrent layers of some modules want the examples, ``"first"`` or ``"second"``.
-
-    Returns:
-        That, or None if they do not agree, or there is none.
-    """
+    """Where attention and recurrent layers want the examples, ``"first"`` or ``"second"``; None if they disagree."""
     told = (getattr(module, "batch_first", None) for root in roots for module in root.modules())
     known = {value for value in told if isinstance(value, bool)}
     return None if len(known) != 1 else "first" if known.pop() else "second"
@@ -179,11 +175,7 @@ class Pass:
         self.calls[index], self._uses[index, use.shape] = 1, use
 
     def see(self, index: int, adapter: Adapter, x: Tensor) -> int:
-        """Note a call of a layer.
-
-        Returns:
-            How many it had before.
-        """
+        """Note a call of a layer, and return how many it had before."""
         call = self.calls.get(index, 0)
         self.calls[index] = call + 1
         shape = tuple(x.shape)
@@ -201,17 +193,10 @@ class Pass:
         return not calls or done <= calls
 
     def forward_of(self, index: int, call: int) -> Pass:
-        """The forward that a call of a layer belongs to: the pass itself, or one of those that it consists of.
+        """Return the forward that a call of a layer belongs to: the pass itself, or one of those that it consists of.
 
         A script that calls parts of a model may do so for several batches before one backward. Then every layer is
         called equally often, and never on what an earlier round computed.
-
-        Args:
-            index: Site of the layer.
-            call: How many calls it had before.
-
-        Returns:
-            The forward.
         """
         if not self.counted:
             rounds = {len(steps) for steps in self._steps.values()}

@@ -66,11 +66,7 @@ class StepStatistics:
         return self._by_site
 
     def take(self, roots: Roots) -> Captured:
-        """Return the statistics, with the examples that were counted.
-
-        Args:
-            roots: What has counted them.
-        """
+        """Return the statistics, with the examples that the roots have counted."""
         examples = {i: roots.examples_of(i) + self._own_examples.get(i, 0) for i in self._by_site}
         taken = Captured(self._by_site, examples, frozenset(self.idle), self.terms, roots.examples)
         self.idle.clear()
@@ -86,11 +82,7 @@ class StepStatistics:
         self._by_site.pop(index, None)
 
     def leave_out(self, reason: str | None = None) -> None:
-        """Leave the statistics of this step out, those captured already and those to come; its examples count.
-
-        Args:
-            reason: The reason that the user is given, or None for no warning.
-        """
+        """Leave out the statistics of this step, with a warning if there is a reason for one; its examples count."""
         self._by_site.clear()
         self._void.update(range(len(self.sites)))
         self.refused = {i: why for i, why in self.refused.items() if why != UNKNOWN}
@@ -107,11 +99,7 @@ class StepStatistics:
             self.leave_out(UNKNOWN)
 
     def follow_scale(self, changes: bool) -> None:
-        """Leave out what was captured at a scale that was not known then.
-
-        Args:
-            changes: Whether the new scale differs from the one before.
-        """
+        """Leave out what was captured at a scale that was not known then; ``changes`` if the new one differs."""
         if self.scale_is_unknown or (changes and (self._by_site or self._void)):
             self.leave_out()  # better no statistics than some of a wrong size
 

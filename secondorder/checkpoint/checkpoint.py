@@ -110,14 +110,10 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ save
     def completed(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """Complete a state that ``torch.optim.Optimizer.state_dict`` has packed.
+        """Return a state that ``torch.optim.Optimizer.state_dict`` has packed, completed in a copy.
 
-        Args:
-            packed: The state; its dicts of parameters are not changed.
-
-        Returns:
-            The state, with names and gathered tensors, without what ``checkpoint_curvature`` leaves out, and with
-            ``"partial"`` if it lacks what other ranks hold.
+        It has names and gathered tensors, but not what ``checkpoint_curvature`` leaves out, and ``"partial"`` if it
+        lacks what other ranks hold.
         """
         for names, group in zip(self._table.names_of_groups(), packed["param_groups"], strict=True):
             if names is not None:
@@ -176,14 +172,11 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ load
     def read(self, state_dict: dict[str, Any], rebuild: Callable[[], bool]) -> Loaded:
-        """Check a state dict and copy what this rank needs of it. The state and the options are not changed.
+        """Return what to install of a state dict, which is checked first; nothing is changed.
 
         Args:
             state_dict: The state dict.
             rebuild: Makes a new plan and allocates what is missing; returns whether the blocks changed.
-
-        Returns:
-            What to install.
 
         Raises:
             ValueError: If the dict does not fit, with the list of what differs.
@@ -273,7 +266,7 @@ class Checkpoint:
     def _differences(
         self, p: nn.Parameter, theirs: Mapping[str, Any], schema: Schema, here: Schema, kept: str, filled_in: set[int]
     ) -> tuple[list[str], list[str]]:
-        """Compare the saved state of a parameter with its schema.
+        """Return a line for each tensor that only another rank has saved, and one for each other difference.
 
         Args:
             p: The parameter.
@@ -282,9 +275,6 @@ class Checkpoint:
             here: The schema of its state on this rank.
             kept: How much of the curvature the checkpoint has.
             filled_in: Ids of the tensors that torch has filled in.
-
-        Returns:
-            One line for each tensor that only another rank has saved, and one for each other difference.
         """
         label = f"parameter '{self._table.names[p]}'"
         required = {k: entry for k, entry in here.items() if not entry.may_lack(kept)}
@@ -335,16 +325,10 @@ class Checkpoint:
         return schema
 
     def _own_values(self, theirs: Mapping[str, Any], filled_in: set[int]) -> dict[str, Any]:
-        """Saved values of a parameter, without the empty dicts that torch's flattened checkpoints put into gaps.
+        """Return saved values of a parameter, without the empty dicts that torch's flattened checkpoints put into gaps.
 
-        torch may also have filled the gaps of a parameter that was never trained from the optimizer that loads it.
-
-        Args:
-            theirs: Saved state of the parameter.
-            filled_in: Ids of the tensors that torch has filled in.
-
-        Returns:
-            The values.
+        torch may also have filled the gaps of a parameter that was never trained from the optimizer that loads it: with
+        tensors of the ids ``filled_in``.
         """
         given = {k: v for k, v in theirs.items() if not (isinstance(v, dict) and not v)}
         own = {k: v for k, v in given.items() if id(v) not in filled_in}
@@ -353,15 +337,9 @@ class Checkpoint:
     def _without_spread_curvature(
         self, loaded: dict[nn.Parameter, dict[str, Any]]
     ) -> dict[nn.Parameter, dict[str, Any]]:
-        """Loaded state without the curvature of frozen layers that is, or may be, on other ranks.
+        """Return a loaded state without the curvature of frozen layers that is, or may be, on other ranks.
 
         Nobody has it whole, so the ranks could not agree on it when the layer is unfrozen.
-
-        Args:
-            loaded: Checked state by parameter.
-
-        Returns:
-            The state to load.
         """
         comm, placed = self._comm, self.curvature.placed()
         if placed is None:

@@ -23,16 +23,13 @@ _TOGETHER = ({Place.ESTIMATE}, {Place.CURVATURE, Place.MEASURED})
 
 
 def compare_states(found: Mapping[str, Any], expected: Spec, shape: tuple[int, ...], label: str) -> list[str]:
-    """Differences between one parameter's loaded state and what the optimizer expects.
+    """Return a line for each difference between one parameter's loaded state and what the optimizer expects.
 
     Args:
         found: Loaded state of the parameter.
         expected: Required keys with the shape of their tensor, None for a plain number.
         shape: Shape of the parameter, which the state of a first-order rule must have.
         label: What to call the parameter.
-
-    Returns:
-        One line per difference.
     """
     lines = [f"{label}: {key} is missing" for key in expected if key not in found]
     for key, value in found.items():
@@ -68,15 +65,7 @@ def compare_groups(found: list[dict[str, Any]], live: list[dict[str, Any]]) -> l
 
 
 def absent(theirs: Mapping[str, Any], required: Schema) -> list[str]:
-    """Tensors that a rank without them left out: all of a sort, while the numbers, which all have, are there.
-
-    Args:
-        theirs: Saved state of the parameter.
-        required: What this rank needs of it.
-
-    Returns:
-        Their keys.
-    """
+    """Keys of the tensors that a rank without them left out: all of a sort, while the numbers are there."""
     curvature = {k: entry for k, entry in required.items() if not entry.always}
     numbers = [k for k, entry in curvature.items() if not isinstance(entry.like, Tensor)]
     if not numbers or any(k not in theirs for k in numbers):
@@ -105,14 +94,9 @@ def was_never_trained(theirs: Mapping[str, Any], common_keys: frozenset[str]) ->
 
 
 def matched_by_name(state_dict: dict[str, Any], ours: Sequence[list[str] | None]) -> dict[str, Any]:
-    """A state whose groups list their parameters in the order of an optimizer, where both sides have names.
+    """Return a state whose groups list their parameters in the order of an optimizer, where both sides have names.
 
-    Args:
-        state_dict: As saved.
-        ours: Names of the parameters of each group of the optimizer; None where they are not known.
-
-    Returns:
-        The state in this order, or as it is where names are not known, are the same, or do not fit.
+    It stays as it is where names, given as ``ours`` by group, are not known, are the same, or do not fit.
     """
     given: list[Group] = state_dict["param_groups"]
     theirs = [group.get("param_names") for group in given]
@@ -137,12 +121,9 @@ def matched_by_name(state_dict: dict[str, Any], ours: Sequence[list[str] | None]
 
 
 def adopt_value(key: str, value: Any, live: Any, parameter: Tensor) -> Any:
-    """A private copy of a loaded value, on the right device and in the right dtype.
+    """Return a private copy of a loaded value, on the right device and in the right dtype.
 
     Curvature keeps its own precision whatever the parameter's dtype; ``step`` is a float32 CPU tensor as in torch.
-
-    Returns:
-        The copy.
     """
     if key == "step":
         return torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().reshape(()).clone()

@@ -116,13 +116,6 @@ class WindowCheckpoint:
     def translated(self, states: SavedStates, group_of: Mapping[nn.Parameter, Group]) -> SavedStates:
         """Return saved states in which the first parameter of each window holds what its parameters share.
 
-        Args:
-            states: The saved states.
-            group_of: The saved group of each parameter.
-
-        Returns:
-            The states.
-
         Raises:
             RuntimeError: If they have slices of another rank, or lack windows of this rank.
         """
@@ -245,14 +238,7 @@ class WindowCheckpoint:
                 event.synchronize()
 
     def gather(self, asks: bool) -> dict[nn.Parameter, dict[str, Tensor]]:
-        """Gather whole tensors of windows that a rank stores in part or not at all. All ranks must call it.
-
-        Args:
-            asks: Whether this rank needs the tensors.
-
-        Returns:
-            The tensors, on the CPU.
-        """
+        """Gather whole tensors of windows, on the CPU, for ranks that ask for them. All ranks must call it."""
         if all(group["checkpoint_curvature"] == "none" for group in self._table.groups):
             return {}
         for unit in self._plan.units:

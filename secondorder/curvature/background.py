@@ -40,7 +40,7 @@ class Job:
         return self._process == os.getpid()
 
     def result(self, tensors: Callable[[Any], Iterable[Tensor]]) -> Any:
-        """Wait for it: the host for the thread, the stream of now for that of the work.
+        """Wait for the result: the host for the thread, the stream of now for that of the work.
 
         Args:
             tensors: The tensors of a result, which this stream uses from now on.

@@ -102,13 +102,7 @@ class EigenbasisBlock(FactoredBlock):
         return EigenSums(factors, scales, self.group["estimator"] == "intra", due.keeps_calls)
 
     def new_scales(self, calls: Sequence[tuple[list[Call], int]] = ()) -> ScaleSums:
-        """Sums for the scale in the current bases.
-
-        Args:
-            calls: Stored calls and number of examples of each forward pass to begin with.
-
-        Returns:
-            The sums.
+        """Return sums for the scale in the current bases, which begin with stored calls of some forward passes.
 
         Raises:
             ValueError: If the rows of a call cannot be told apart by example.
@@ -264,14 +258,10 @@ class EigenbasisBlock(FactoredBlock):
 
     # ------------------------------------------------------------------ null spaces
     def _singular_values(self, dimensions: int = 1) -> tuple[Tensor | None, Tensor | None]:
-        """Eigenvalues ``[..., n]`` of A and of G, where they have a null space.
+        """Return eigenvalues ``[..., n]`` of A and of G, where a null space of so many dimensions is possible.
 
-        Args:
-            dimensions: The least number of dimensions of a null space that matters.
-
-        Returns:
-            None for a factor whose null space is known to be smaller without waiting for a device, and for a diagonal
-            factor, whose basis is the identity.
+        None stands for a factor whose null space is known to be smaller without waiting for a device, and for a
+        diagonal factor, whose basis is the identity.
         """
         keys = [None if self.is_diagonal(side) else f"eigenvalues_{side}" for side in "ag"]
         found = [None if key is None else self.state[key] for key in keys]

@@ -107,11 +107,7 @@ def of_rows(inverse: Tensor, kernel: Tensor | None, damping: Tensor, n: int) -> 
 
 
 def numbers(found: Mapping[str, Extremes]) -> tuple[dict[str, float | None], dict[str, float | None]]:
-    """λ and the condition number of each layer: the mean λ and the worst condition over its Γ blocks.
-
-    Returns:
-        Both by name, with None for what is not finite; waits for the device once.
-    """
+    """Return λ and the condition number by layer, None for what is not finite; waits for the device once."""
     if not found:
         return {}, {}
     rows = [torch.stack([e.damping.double().mean(), e.condition.double()]) for e in found.values()]

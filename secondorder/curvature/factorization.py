@@ -33,15 +33,12 @@ class Task(NamedTuple):
 
 
 def factorise(tasks: Mapping[KeyT, Task], host_checks: bool, mirrors: bool = False) -> dict[KeyT, Found]:
-    """Do all tasks, those of one method and size together.
+    """Return eigenvalues and basis, or the inverse, by name; tasks of one method and size are done together.
 
     Args:
         tasks: Matrices by name.
         host_checks: As in :func:`secondorder.linalg.dense.eigh_psd`.
         mirrors: Whether inverses are symmetric bit by bit, so that ranks that receive a triangle have the same.
-
-    Returns:
-        By name, eigenvalues and basis, or the inverse; of a diagonal no basis.
     """
     found: dict[KeyT, Found] = {}
     invert = _inverse_mirrored if mirrors else inverse_pd

@@ -41,15 +41,7 @@ WIDEST = 8192
 
 
 def default_bound(device_type: str, way: str) -> int:
-    """The bound for ``max_factor_dim="auto"``, which does not depend on measurements and so is equal on all ranks.
-
-    Args:
-        device_type: Type of the device of the factors.
-        way: ``"eigen"`` or ``"cholesky"``.
-
-    Returns:
-        The bound.
-    """
+    """The bound for ``max_factor_dim="auto"``, which no measurement decides, so that it is equal on all ranks."""
     return _CPU_BOUNDS.get(way, WIDEST) if device_type == "cpu" else WIDEST
 
 
@@ -228,14 +220,9 @@ class KroneckerFactors:
         return kept, packed
 
     def in_own_form(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert the factors of a loaded state to the form in which this optimizer stores them.
+        """Return a loaded state with its factors in the form in which this optimizer stores them.
 
-        Args:
-            theirs: The loaded state.
-            group: The options.
-
-        Returns:
-            The state. It has copies under factorization where refreshes overlap, and nowhere else.
+        It has copies under factorization where refreshes overlap, and nowhere else.
         """
         found, packs = dict(theirs), self.packs
         for name, side in self.sides(group):
@@ -260,18 +247,10 @@ class KroneckerFactors:
 
 
 def without_block(theirs: Mapping[str, Any], options: LayerOptions, known: Container[str]) -> dict[str, Any]:
-    """Convert the loaded state of a parameter that owns no block.
+    """Return the loaded state of a parameter that owns no block, converted; ``known`` are the keys of factors.
 
     Factors in the form in which this optimizer does not store them are left out with all that belongs to them. They are
     estimated anew when the parameter is trained.
-
-    Args:
-        theirs: The loaded state.
-        options: The options that are the same for all layers.
-        known: Keys of what belongs to the factors.
-
-    Returns:
-        The state.
     """
     other = "dense" if options.factor_storage == "packed" else "packed"
     in_other_form = other in {form_of(k, v) for k, v in theirs.items()}

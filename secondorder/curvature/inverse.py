@@ -62,13 +62,7 @@ class Inverse(ABC):
         """Return the matrices (or diagonals) of A and G that a refresh would factorize now."""
 
     def tasks(self, state: State, group: Group, begun: bool = False) -> dict[str, Task]:
-        """Return what a refresh factorizes for each side.
-
-        Args:
-            state: The state of the layer.
-            group: The options.
-            begun: Whether to take the copies with which a refresh in the background was begun.
-        """
+        """Return what a refresh factorizes for each side: the factors now, or copies if it was ``begun`` before."""
         pair = (state["begun_a"], state["begun_g"]) if begun else self.matrices(state, group)
         return {
             side: Task(matrix, self.way, self.factors.is_diagonal(state, group, side))

@@ -49,15 +49,7 @@ class _Use(NamedTuple):
 
 
 def plan_layers(root: nn.Module, trained: Iterable[nn.Parameter], choices: Choices) -> Plan:
-    """Find the layers of a model that get a block.
-
-    Args:
-        root: The user's module, unwrapped.
-        trained: Parameters of the optimizer that require a gradient.
-        choices: What the user chose.
-
-    Returns:
-        Layers in the order of ``named_modules()`` and reasons for what is left.
+    """Return the layers of a model that get a block, in the order of ``named_modules()``, and reasons for the rest.
 
     Raises:
         ValueError: If a rule of ``skip`` matches nothing.

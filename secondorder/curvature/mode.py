@@ -48,6 +48,12 @@ class ModeSwitch:
             return mode
         return self.mode or (self.policy.mode if isinstance(self.policy, Always) else "kid")
 
+    def fixed(self) -> ModeSwitch:
+        """Return a switch that stays in the mode of now."""
+        found = ModeSwitch(Always(self.mode_in({"mode": "auto"})), self.method)
+        found.mode = found.mode_in({"mode": "auto"})
+        return found
+
     def decide(self, step: int) -> None:
         """Ask the policy for the mode of a refresh."""
         found = self.policy.decide(step)

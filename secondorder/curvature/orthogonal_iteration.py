@@ -94,14 +94,10 @@ class BasisRefresher(Refresher):
 
 
 def iterate(starts: Mapping[KeyT, Start]) -> dict[KeyT, Found]:
-    """Take all sweeps, those of one number and size together.
+    """Return the results of all sweeps by name; those of one number and size are taken together.
 
-    Args:
-        starts: Matrices and bases by name.
-
-    Returns:
-        By name, eigenvalues, basis, the column of the last basis that each new column continues, and the part of the
-        matrix off the diagonal of the new basis; of a diagonal only eigenvalues.
+    They are eigenvalues, basis, the column of the last basis that each new column continues, and the part of the
+    matrix off the diagonal of the new basis; of a diagonal only eigenvalues.
     """
     found: dict[KeyT, Found] = {}
     pairs: dict[int, dict[KeyT, Tensor]] = {}

@@ -183,16 +183,13 @@ class Refresher:
     def find(
         self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool = False
     ) -> dict[Key, Found]:
-        """Factorize what the blocks ask for: the copies with which a refresh was begun, else the estimates of now.
+        """Return the factorizations of the copies with which a refresh was begun, else of the estimates of now.
 
         Args:
             blocks: The blocks.
             host_checks: Whether the host may look at results.
             mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
             restores: Whether this finds only what a checkpoint has left out.
-
-        Returns:
-            What was found, by block and side.
         """
         found: dict[Key, Found] = {}
         jobs = [self.jobs[b] for b in blocks if b in self._adopting and b in self.jobs]

@@ -59,16 +59,13 @@ class RowBlock(Block):
     def schema(
         self, group: Mapping[str, Any], held: Mapping[str, Any], planned: int = 0, known: bool = False
     ) -> Schema:
-        """Entries for rows and their kernel, or for factors: what a state holds decides which.
+        """Return entries for rows and their kernel, or for factors: what a state holds decides which.
 
         Args:
             group: The options.
             held: The state, which may be a loaded one.
             planned: Number of rows if it is known before the first batch, else 0.
             known: Whether every rank that stores the rows has put them together itself.
-
-        Returns:
-            The schema.
         """
         found = self.factor_schema(group, held, planned)
         return found or self.with_rows.schema(self.with_rows.sizes_in(held, group, planned), known=known)

@@ -52,18 +52,7 @@ def widened(x: Tensor) -> Tensor:
 
 
 def sampled(rows: Rows, scores: Tensor, rank: int, sampling: str, seed: int) -> Rows:
-    """Draw rows by their scores.
-
-    Args:
-        rows: Rows of all examples.
-        scores: Squared norms of the rows ``[(Γ,) n]``.
-        rank: Number of rows to draw.
-        sampling: One of ``selection.SAMPLINGS``.
-        seed: Seed of the draw.
-
-    Returns:
-        The drawn rows, weighted.
-    """
+    """Draw ``rank`` weighted rows of all examples by their squared norms ``scores [(Γ,) n]``."""
     drawn = selection.draw(scores, rank, sampling, torch.Generator().manual_seed(seed))
     return kernel.pick(rows, drawn.index, drawn.weight.to(rows.g.dtype))
 

@@ -72,15 +72,7 @@ class RowForm:
         return () if adapter.is_exact or adapter.groups == 1 else (adapter.groups,)
 
     def schema(self, sizes: Sizes, *, known: bool = False) -> Schema:
-        """Entries for rows of some sizes, for their kernel and for the counters.
-
-        Args:
-            sizes: The sizes.
-            known: Whether every rank that stores the rows has put them together itself.
-
-        Returns:
-            The schema.
-        """
+        """Entries for rows, their kernel and the counters; ``known`` if every rank puts the rows together itself."""
         empty, r, a_shape = self._empty, sizes.rows, (sizes.rows, sizes.positions)
         likes: dict[str, Tensor | int] = {
             "rows_a": empty(a_shape, torch.int64) if sizes.by_index else empty((*a_shape, sizes.d_a)),

@@ -90,15 +90,12 @@ COUNTERS: Schema = {
 
 
 def shaped(catalog: Mapping[str, Entry], likes: Mapping[str, Tensor | int], symmetric: Container[str] = ()) -> Schema:
-    """Return entries of a catalog with the tensors of one state.
+    """Return entries of a catalog with the tensors of one state, in the order of ``likes``.
 
     Args:
         catalog: What is the same in every state.
         likes: By key, a ``meta`` tensor or the initial value of a number.
         symmetric: Keys of the tensors that are symmetric matrices.
-
-    Returns:
-        The schema, in the order of ``likes``.
     """
     return {key: catalog[key]._replace(like=like, symmetric=key in symmetric) for key, like in likes.items()}
 
@@ -126,13 +123,7 @@ def held(schema: Schema, places: Container[Place]) -> Schema:
 def keys(schema: Schema, place: Place, *, known: bool = True) -> list[str]:
     """Return the sorted keys of the tensors at a place; the order of a loaded state may differ between ranks.
 
-    Args:
-        schema: The schema of a block.
-        place: The place.
-        known: Whether to include the tensors that every rank of the place computes itself.
-
-    Returns:
-        The keys.
+    Tensors that every rank of the place computes itself are included if ``known``.
     """
     return sorted(k for k in tensors(schema) if schema[k].place is place and (known or not schema[k].known))
 

@@ -40,13 +40,9 @@ class Parts(nn.ModuleList):
 
 
 def as_root(module: nn.Module | Sequence[nn.Module]) -> nn.Module:
-    """The user's own module inside its wrappers; of several parts, one module that holds them.
+    """Return the user's own module inside its wrappers; of several parts, one module that holds them.
 
-    Args:
-        module: A module, or a list or tuple of them.
-
-    Returns:
-        The module, or :class:`Parts`, whose names begin with the number of the part.
+    The names in :class:`Parts` begin with the number of the part.
 
     Raises:
         TypeError: If it is no module and no sequence of modules.

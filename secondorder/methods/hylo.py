@@ -207,7 +207,7 @@ class HyLo(SecondOrderOptimizer):
     @property
     def switch(self) -> SwitchPolicy:
         """The policy of ``mode="auto"``: a copy of the argument of this name."""
-        return cast("RowPreconditioner", self.preconditioner).modes.policy
+        return cast("RowPreconditioner", self.preconditioner).plan.modes.policy
 
 
 def _exclude(group: Mapping[str, Any], groups: list[Group], fisher: str) -> None:

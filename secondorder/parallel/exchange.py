@@ -24,7 +24,7 @@ from secondorder.capture.statistics.measurement import Estimate, Measured, count
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, keys, tensors
-from secondorder.linalg.dense import full_precision
+from secondorder.linalg.dense import full_precision, precision_of
 
 log: logging.Logger = logging.getLogger("secondorder")
 
@@ -77,20 +77,22 @@ class StatisticsExchange:
     def _device_of(self, block: Block) -> torch.device:
         return self._device or block.owner.device
 
+    def room(self, block: Block) -> list[Tensor]:
+        """Return zeros in the place of the directions of a block, where another rank finds them."""
+        return [torch.zeros(p.shape, dtype=precision_of(p), device=self._device or p.device) for p in block.params]
+
     # ------------------------------------------------------------------ statistics
     def combine(
         self, schemas: Mapping[Block, Schema], measured: Mapping[int, Measured], words: Sequence[float]
     ) -> tuple[dict[int, Measured], Tensor]:
-        """Add up what the ranks measured of some blocks, and some more words.
+        """Return what the ranks measured of some blocks, added up, and the sums of some more words.
+
+        The parts are by block, for those that any rank has seen, where this rank holds the estimate.
 
         Args:
             schemas: The parts that are measured of each block.
             measured: What this rank measured, by index of the block.
             words: Numbers to be added up, too.
-
-        Returns:
-            By block, for those that any rank has seen, the combined parts (where this rank holds the estimate), and the
-            sums of the words.
         """
         return self.read(self.post(schemas, measured, words))
 
@@ -166,14 +168,11 @@ class StatisticsExchange:
     def refresh_together(
         self, due: list[Block], refresh: Callable[[list[Block], bool], Tensor]
     ) -> tuple[list[Block], Tensor]:
-        """Let the owners refresh, and agree on how that went.
+        """Return the blocks that had an estimate, and whether each was refreshed well, the same on every rank.
 
         Args:
             due: The blocks.
             refresh: Refreshes blocks and returns ``ok [len(blocks)]``; the flag says that the host checks results.
-
-        Returns:
-            The blocks that had an estimate, and whether each went well, the same on every rank.
 
         Raises:
             RuntimeError: On every rank, if one of them could not even try.

@@ -54,12 +54,7 @@ class RoleWorker:
     def live_parcel(self, index: int, place: str) -> Parcel:
         """Return the tensors of the estimate of a block, or of the curvature that is found from it, without copies.
 
-        Args:
-            index: The block.
-            place: ``"estimate"`` or ``"curvature"``; where the estimate preconditions, it is in both.
-
-        Returns:
-            The parcel, in the same order on every rank.
+        Their order is the same on every rank. Where the estimate preconditions, it is in both places.
         """
         block = self._block(index)
         also = place == "curvature" and block.uses_estimate
@@ -102,13 +97,7 @@ class RoleWorker:
     # ------------------------------------------------------------------ work
     @torch.no_grad()
     def invert(self, indices: Sequence[int]) -> list[bool]:
-        """Refresh blocks from their estimates.
-
-        Args:
-            indices: The blocks.
-
-        Returns:
-            Whether each has something new, which is False if its estimate is empty or could not be factorized.
+        """Return whether each block has something new after a refresh: not if its estimate is empty or has no inverse.
 
         Raises:
             RuntimeError: If a block failed ``max_failures`` times in a row.

@@ -5,18 +5,22 @@ Every rank sends equally many rows, filled up with zeros; put together, the rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.statistics.examples import keeps_indices
+from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.example_rows import Kept, Raw, Sizes, inputs_of
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.schema import tensors
 from secondorder.linalg import woodbury
 from secondorder.linalg.kernel import Rows
+
+log: logging.Logger = logging.getLogger("secondorder")
 
 #: Numbers of each rank about a block: examples, rows, positions.
 _BY_RANK = 3
@@ -71,7 +75,9 @@ def count_words(block: RowBlock, world: int) -> int:
 def words_of(
     block: RowBlock, raw: Raw | None, traces: Tensor | None, examples: int, *, rank: int, world: int
 ) -> Tensor:
-    """The contribution of a rank to the census of a block, to be added up.
+    """Return the contribution of a rank to the census of a block: numbers to be added up.
+
+    They are ``[examples, rows, positions]`` in the places of this rank, whether rows are whole, traces, and real rows.
 
     Args:
         block: The block.
@@ -80,9 +86,6 @@ def words_of(
         examples: Number of examples of the rank.
         rank: The rank.
         world: Number of ranks.
-
-    Returns:
-        ``[examples, rows, positions]`` in the places of this rank, whether rows are whole, traces, and real rows.
     """
     by_rank = torch.zeros(_BY_RANK, world, dtype=torch.float64)
     tail = torch.zeros(count_words(block, world) - by_rank.numel(), dtype=torch.float64)
@@ -109,17 +112,9 @@ def census_of(block: RowBlock, words: Tensor, world: int) -> Census | None:
 def filled_up(
     block: RowBlock, sizes: Sizes, kept: Kept | None, *, interpolates: bool, device: torch.device
 ) -> list[Tensor]:
-    """The rows of a rank, filled up with zeros to the sizes of a message; with the core of an interpolation.
+    """Return rows a (if the layer has some) and g of a rank, filled up with zeros to the sizes of a message.
 
-    Args:
-        block: The block.
-        sizes: The sizes.
-        kept: The rows, or None if the rank has none.
-        interpolates: Whether a core is sent.
-        device: Device of the tensors.
-
-    Returns:
-        Rows a (if the layer has some), rows g and the core.
+    Where ``interpolates``, the core of the interpolation follows. A rank without rows sends zeros alone.
     """
     likes, sent = tensors(block.with_rows.schema(sizes)), []
     parts = {} if kept is None else {"rows_a": inputs_of(kept.rows), "rows_g": kept.rows.g}
@@ -148,7 +143,7 @@ def put_together(
     *,
     interpolates: bool,
 ) -> Kept:
-    """Rows of all ranks, in their order, without what they were filled up with.
+    """Return the rows of all ranks, in their order, without what they were filled up with.
 
     Args:
         block: The block.
@@ -157,9 +152,6 @@ def put_together(
         counts: Number of rows of each rank.
         damping: λ ``[(Γ)]``.
         interpolates: Whether cores were sent.
-
-    Returns:
-        The rows.
     """
     core = None
     if interpolates:
@@ -171,3 +163,30 @@ def put_together(
     ]
     a = parts[0] if len(parts) == 2 else None
     return Kept(Rows(a, parts[-1], columns=block.adapter.d_in if sizes.by_index else 0), damping, core)
+
+
+def sum_together(comm: CommStrategy, what: str, shape: Sequence[int], attempt: Callable[[], Tensor]) -> Tensor:
+    """Add up the words with which some work ends on every rank.
+
+    Args:
+        comm: Communication strategy.
+        what: What is tried, for messages.
+        shape: Shape of the words.
+        attempt: Does the work of this rank, and returns its words.
+
+    Returns:
+        The sums, float64 on the CPU.
+
+    Raises:
+        RuntimeError: On every rank, if one of them failed.
+    """
+    words, error = torch.zeros(*shape, dtype=torch.float64), None
+    try:
+        words = attempt()
+    except Exception as found:  # the others wait for this rank: they must hear of it
+        error = f"rank {comm.rank}: {what} failed: {type(found).__name__}: {found}"
+        log.exception("%s failed", what)
+    flag = torch.tensor([float(error is not None)], dtype=torch.float64)
+    agreed = comm.agree(torch.cat([words.cpu().flatten(), flag]))
+    comm.fail_together(error, bool(agreed[-1]))
+    return agreed[:-1].view(*shape)

@@ -57,28 +57,16 @@ class WholeParameters:
         return flag
 
     def gather(self, params: Sequence[nn.Parameter], shards: Directions, ranks: Sequence[Sequence[int]]) -> Directions:
-        """Return whole tensors on the ranks that need them.
+        """Return the whole tensors that this rank needs, from its shards, with zeros for those that are missing.
 
-        Args:
-            params: The parameters, the same on every rank.
-            shards: The shards of this rank, with zeros for those that are missing.
-            ranks: For each parameter the ranks that need it.
-
-        Returns:
-            The whole tensors that this rank needs.
+        ``ranks`` are those that need each parameter. Parameters are the same on every rank.
         """
         return shards
 
     def scatter(self, params: Sequence[nn.Parameter], wholes: Directions, ranks: Sequence[Sequence[int]]) -> Directions:
-        """Return shards of whole tensors from the ranks that have them.
+        """Return the shard of this rank of each parameter, from the whole tensors that this rank has.
 
-        Args:
-            params: The parameters, the same on every rank.
-            wholes: The whole tensors that this rank has.
-            ranks: For each parameter the ranks that have it.
-
-        Returns:
-            The shard of this rank of each.
+        ``ranks`` are those that have each parameter. Parameters are the same on every rank.
         """
         return wholes
 

@@ -149,17 +149,7 @@ class WindowCuts:
 
 
 def wished_bounds(p: nn.Parameter, layout: Layout | None, parts: Sequence[int], cutting: Cutting) -> Bounds | None:
-    """Where a parameter of a window had best be cut; None for no preference.
-
-    Args:
-        p: The parameter.
-        layout: How it is cut over the ranks; None if it is not.
-        parts: Ranks that have parts of the window.
-        cutting: Where it may be cut.
-
-    Returns:
-        The bounds.
-    """
+    """Where a parameter of a window, cut over ranks or not, had best be cut into parts; None for no preference."""
     if layout is None or layout.dim or not cutting.grain or p.is_complex():
         return None
     spans = dict(zip(parts, layout.spans, strict=True))

@@ -1,301 +1,240 @@
-"""Understudies: optimizers that play their own steps without data, to tell what ranks send, keep and compute.
+"""Dry runs: the steps of an optimizer without data, which show what ranks send, keep and compute.
 
-An understudy has the class of the optimizer, with a few verbs replaced, all its attributes, a state of ``meta``
-tensors, and a strategy that counts messages instead of sending them. What a plan says of a step is what the code of the
-step does; only what needs data is left out.
+A dry run has a preconditioner of the optimizer's class, with states of ``meta`` tensors and with a strategy that counts
+messages instead of sending them. Exchanges post their messages and read nothing, because nobody answers; what the
+answers would decide is given as values. So a plan says of a step what the code of the step does.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.measurement import Measured
-from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import Block
-from secondorder.curvature.schema import Place, Schema, likes, tensors
+from secondorder.curvature.schema import Place, Schema, likes
 from secondorder.curvature.window.unit import Unit as Window
 from secondorder.curvature.window.window import LAG, GradientWindow
-from secondorder.linalg.dense import precision_of
 from secondorder.parallel.exchange import Posted, StatisticsExchange
 from secondorder.parallel.roles import RoleWorker
-from secondorder.parameters import Directions
 from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
-from secondorder.preconditioners.layer_capture import LayerCapture
+from secondorder.plan.work import flops_of_direction, flops_of_products, flops_of_refresh, flops_of_scale
+from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.window_plan import CATALOG
 from secondorder.preconditioners.windows import WindowPreconditioner
 
-#: FLOPs of factorising [n, n] over n³: an eigendecomposition, a Cholesky factorisation with the inverse.
-_EIGEN, _CHOLESKY = 9.0, 1.0
 
-
-class Understudy:
-    """What all understudies have."""
-
-    comm: Rehearsal
-
-    def suppose(self, batch_size: int | None) -> None:
-        """Suppose that steps have so many examples per rank."""
+class DryRun(Protocol):
+    """The steps of an optimizer without data, in a run that has long begun."""
 
     def notes(self) -> Iterator[str]:
-        """What a user should know."""
-        yield from ()
+        """Yield what a user should know."""
+        ...
 
-    # ------------------------------------------------------------------ what a family supplies
-    @abstractmethod
-    def units(self) -> Sequence[Unit]:
-        """What a strategy places."""
-
-    def begin(self, comm: Rehearsal) -> None:
-        """Take a strategy, and the state of a run that has long begun."""
-        self.comm = comm
-
-    @abstractmethod
     def intervals(self) -> list[int]:
-        """Numbers of steps after which something comes again."""
+        """Return the numbers of steps after which something comes again."""
+        ...
 
-    @abstractmethod
     def key(self, t: int) -> Hashable:
-        """Steps with equal keys send the same messages."""
+        """Return a value that is the same for steps that send the same messages."""
+        ...
 
-    @abstractmethod
-    def rehearse(self, t: int) -> None:
-        """Play step t."""
+    def step(self, t: int) -> None:
+        """Take step t."""
+        ...
 
-    @abstractmethod
     def holdings(self) -> Iterator[Holding]:
-        """Curvature that ranks keep."""
+        """Yield the curvature that ranks keep."""
+        ...
 
-    @abstractmethod
     def work(self) -> Iterator[Work]:
-        """FLOPs per step."""
+        """Yield the FLOPs per step."""
+        ...
 
 
 class DryExchange(StatisticsExchange):
-    """Sends shapes alone, to which nobody answers."""
+    """Posts shapes, and reads nothing.
 
-    def __init__(self, comm: Rehearsal, like: StatisticsExchange) -> None:
+    Args:
+        comm: Counts the messages.
+        rows_seen: See :class:`StatisticsExchange`.
+    """
+
+    def __init__(self, comm: Rehearsal, rows_seen: Mapping[str, tuple[float, float | Tensor]]) -> None:
         super().__init__(comm, torch.device("meta"))
-        self.rows_seen = like.rows_seen
+        self.rows_seen = dict(rows_seen)
 
     def read(self, posted: Posted) -> tuple[dict[int, Measured], Tensor]:
-        """Return nothing: no answers are known."""
+        """Return no statistics, because nobody answers."""
         posted.work.wait()
         return {}, torch.zeros(len(posted.words[-1]))
 
 
-class RehearsedLayers(Understudy, LayerPreconditioner):  # type: ignore[misc]  # a narrower kind of strategy
-    """A layer method."""
+class LayerDryRun:
+    """Dry run of a layer method.
 
-    _batch_size_supposed: int | None = None
+    Args:
+        curvature: The blocks of the optimizer, which are not changed.
+        comm: Counts the messages.
+        batch_size: Examples per rank of a step; None for those of the last step.
 
-    @classmethod
-    def of(cls, curvature: LayerPreconditioner) -> Any:
-        """Return the blocks of an optimizer for a dry run, which have no strategy yet."""
-        made = type(f"Rehearsed{type(curvature).__name__}", (cls, type(curvature)), {})
-        own: Any = object.__new__(made)
-        kept = {k: v.copy() if type(v) in (dict, list, set) else v for k, v in vars(curvature).items()}
+    Attributes:
+        layers: The same blocks with states of ``meta`` tensors, every one of which has statistics and was refreshed.
+    """
+
+    def __init__(self, curvature: LayerPreconditioner, comm: Rehearsal, batch_size: int | None) -> None:
+        self._comm, self._batch_size = comm, batch_size
         states: Any = defaultdict(dict)
-        runtime = replace(curvature.runtime, states=states, clock=None)
-        table = replace(curvature.table, state=states)
-        plan = curvature.plan.imagined_on(table, runtime)
-        own.__dict__.update(kept, table=table, runtime=runtime, plan=plan, refresher=curvature.refresher.copy())
-        own.hooks = LayerCapture(replace(curvature.setting, table=table, runtime=runtime), plan)
         for p, state in curvature.table.state.items():
             states[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
-        return own
-
-    def suppose(self, batch_size: int | None) -> None:
-        """Suppose that steps have so many examples per rank."""
-        self._batch_size_supposed = batch_size
-
-    def notes(self) -> Iterator[str]:
-        """What a user should know."""
-        unseen = sum(b.name not in self.exchange.rows_seen for b in self.plan.blocks if self._has_factors(b))
-        if unseen:
-            known = "taken as one" if self._batch_size_supposed else "pass batch_size= too, or FLOPs of statistics lack"
-            yield f"how many rows an example has in {unseen} layers is not known before a step: {known}"
-
-    def units(self) -> Sequence[Unit]:
-        """Blocks."""
-        return self.plan.units()
-
-    def begin(self, comm: Rehearsal) -> None:
-        """Every block is here, has statistics and was refreshed."""
-        super().begin(comm)
-        self.exchange = DryExchange(comm, self.exchange)
-        self.plan.comm, self.plan.imagined = comm, {}  # which are empty until all of them are known
-        schemas = {block.index: self.imagined_schema(block) for block in self.plan.blocks}
-        self.plan.imagined = schemas
-        for block in self.plan.blocks:
+        table = replace(curvature.table, state=states)
+        runtime = replace(curvature.runtime, states=states, clock=None)
+        self.layers = self._copy(curvature, replace(curvature.setting, comm=comm, table=table, runtime=runtime))
+        self.layers.exchange = DryExchange(comm, curvature.exchange.rows_seen)
+        self.layers.refresher = curvature.refresher.copy()
+        self.layers.plan.borrow(curvature.plan)
+        schemas = self._schemas()
+        self.layers.plan.imagined = schemas
+        for block in self.layers.plan.blocks:
             state = block.state
-            found = {k: v for k, v in state.items() if k in self.table.entries} | likes(schemas[block.index])
+            found = {k: v for k, v in state.items() if k in table.entries} | likes(schemas[block.index])
             state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
 
-    def imagined_schema(self, block: Any) -> Schema:
-        """Return what the state of a block would hold."""
-        return self.plan.live_schema(block)
+    # ------------------------------------------------------------------ what a family supplies
+    def _copy(self, curvature: LayerPreconditioner, setting: Setting) -> LayerPreconditioner:
+        """The preconditioner of the dry run, without blocks."""
+        return type(curvature)(setting)
+
+    def _schemas(self) -> dict[int, Schema]:
+        """What the states of the blocks hold, by index."""
+        return {block.index: self.layers.plan.live_schema(block) for block in self.layers.plan.blocks}
+
+    def _captured(self) -> Captured:
+        """What the ranks have captured in a step; of sums nothing need be known."""
+        return Captured({}, {})
 
     # ------------------------------------------------------------------ steps
     def _go_to(self, t: int) -> None:
-        """Come to a step; what overlaps is adopted by the schedule, as nothing was begun."""
-        self.runtime.step, schedule, count = t, self.options.schedule, len(self.plan.blocks)
-        for b in self.plan.blocks:
-            adopt_at = schedule.adoption(t, b.group[self.refresh_interval], (b.index, count))
-            self.table.state[b.owner]["adopt_at"] = adopt_at
+        """Come to a step, which adopts what was begun for it in a run that takes every step."""
+        layers = self.layers
+        layers.runtime.step, schedule, count = t, layers.options.schedule, len(layers.plan.blocks)
+        for b in layers.plan.blocks:
+            b.state["adopt_at"] = schedule.adoption(t, b.group[layers.refresh_interval], (b.index, count))
 
     def intervals(self) -> list[int]:
-        """Of statistics, scales and refreshes."""
-        return [n for found in self.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
+        """Return the intervals of statistics, scales and refreshes."""
+        return [n for found in self.layers.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
 
     def key(self, t: int) -> Hashable:
-        """What is due."""
+        """Return what is due."""
         self._go_to(t)
-        due = [(i, *self.plan.blocks[i].sums(own)) for i, own in self.find_due().items()]
-        return self.comm.key(t), tuple(due), tuple(b.index for b in self.plan.blocks if self.is_due(b))
+        blocks = self.layers.plan.blocks
+        due = [(i, *blocks[i].sums(own)) for i, own in self.layers.find_due().items()]
+        return self._comm.key(t), tuple(due), tuple(b.index for b in blocks if self.layers.is_due(b))
 
-    def rehearse(self, t: int) -> None:
-        """The stages of a step, of a batch of which nothing is known."""
-        me = cast(Any, self)
+    def step(self, t: int) -> None:
+        """Run the stages of a step."""
+        layers = self.layers
         self._go_to(t)
-        self.hooks.due = self.find_due()
-        self.comm.average_gradients(list(self.table.group_of))
-        me.learn(self.reduce(Captured({}, {})), {}, None)
-        self.share(me.refresh_due())
-        me.propose({}, {}, None)
-        self.comm.after(RoleWorker(self), t)
-
-    def fold(self, captured: Captured, gate: Tensor | None) -> None:
-        """There are none."""
-
-    def directions_of(self, block: Block, source: Directions) -> list[Tensor]:
-        """Room for directions."""
-        return [torch.empty(p.shape, dtype=precision_of(p), device="meta") for p in block.params]
+        layers.hooks.arm(layers.find_due())
+        self._comm.average_gradients(list(layers.table.group_of))
+        layers.reduce(Captured({}, {}))
+        layers.learn(self._captured(), {}, None)
+        layers.share(layers.refresh_due())
+        layers.propose({}, {}, None)
+        self._comm.after(RoleWorker(layers), t)
 
     # ------------------------------------------------------------------ what ranks keep and compute
+    def notes(self) -> Iterator[str]:
+        """Yield a note if FLOPs of statistics are not known."""
+        layers = self.layers
+        unseen = sum(b.name not in layers.exchange.rows_seen for b in layers.plan.blocks if self._has_factors(b))
+        if unseen:
+            known = "taken as one" if self._batch_size else "pass batch_size= too, or FLOPs of statistics lack"
+            yield f"how many rows an example has in {unseen} layers is not known before a step: {known}"
+
     def holdings(self) -> Iterator[Holding]:
-        """Estimates and curvature, where the strategy has them."""
-        for p in self.plan.block_of:
-            index, near = self.plan.block_of[p].index, {Place.ESTIMATE: "estimate", Place.CURVATURE: "curvature"}
-            if not self.exchange.sends_measured(self.plan.block_of[p]):
+        """Yield estimates and curvature, where the strategy has them."""
+        layers, table = self.layers, self.layers.table
+        for p, block in layers.plan.block_of.items():
+            near = {Place.ESTIMATE: "estimate", Place.CURVATURE: "curvature"}
+            if not layers.exchange.sends_measured(block):
                 near[Place.MEASURED] = "curvature"
-            for entry in self.plan.schema_of(p, self.table.group_of[p], self.table.state[p]).values():
+            for entry in layers.plan.schema_of(p, table.group_of[p], table.state[p]).values():
                 if isinstance(entry.like, Tensor):
-                    whose = self.comm.holders(index, near[entry.place]) if entry.place in near else None
+                    whose = self._comm.holders(block.index, near[entry.place]) if entry.place in near else None
                     yield Holding(whose, entry.kind, entry.nbytes)
 
     def work(self) -> Iterator[Work]:
-        """Of refreshes and of directions."""
-        for block in self.plan.blocks:
-            interval = block.group[self.refresh_interval]
+        """Yield the FLOPs of statistics, refreshes and directions."""
+        for block in self.layers.plan.blocks:
+            interval = block.group[self.layers.refresh_interval]
             if interval:
-                yield from self._work_of_statistics(block)
-                refresh, direction = self._flops_of(block)
-                yield Work(self.comm.holders(block.index, "owner"), "refresh", refresh / interval)
-                yield Work(self.comm.holders(block.index, "directions"), "precondition", direction)
+                schema, holders = self.layers.plan.live_schema(block), self._comm.holders
+                yield from self._work_of_statistics(block, schema)
+                yield Work(holders(block.index, "owner"), "refresh", flops_of_refresh(block, schema) / interval)
+                yield Work(holders(block.index, "directions"), "precondition", flops_of_direction(block, schema))
 
     def _has_factors(self, block: Block) -> bool:
         """Whether factors are sums over rows."""
-        schema = self.plan.live_schema(block)
+        schema = self.layers.plan.live_schema(block)
         return "factor_weight" in schema and "rows_instead" not in schema
 
-    def _work_of_statistics(self, block: Block) -> Iterator[Work]:
+    def _work_of_statistics(self, block: Block, schema: Schema) -> Iterator[Work]:
         """Of the sums behind the factors, and of those of squares of per-example gradients."""
-        seen = self.exchange.rows_seen.get(block.name)
-        n = self._batch_size_supposed or (0 if seen is None else seen[0])
-        if not self._has_factors(block) or not n or not block.group[self.capture_interval]:
+        seen, group = self.layers.exchange.rows_seen.get(block.name), block.group
+        n = self._batch_size or (0 if seen is None else seen[0])
+        if not self._has_factors(block) or not n or not group[self.layers.capture_interval]:
             return
-        per_example = 1.0 if seen is None else float(torch.as_tensor(seen[1]).flatten()[0]) / seen[0]
-        sizes, group = (block.adapter.n_a, block.adapter.n_g), block.group
-        schema = self.plan.live_schema(block)
-        dense = [f"packed_{s}" in schema or schema[f"factor_{s}"].symmetric for s in "ag"]
-        squares = sum(size**2 if full else size for size, full in zip(sizes, dense, strict=True))
-        who, lead = self.comm.holders(block.index, "captures"), block.adapter.groups
-        yield Work(who, "statistics", 2.0 * lead * n * per_example * squares / group[self.capture_interval])
+        rows = 1.0 if seen is None else float(torch.as_tensor(seen[1]).flatten()[0]) / seen[0]
+        who, every = self._comm.holders(block.index, "captures"), group[self.layers.capture_interval]
+        yield Work(who, "statistics", flops_of_products(block, schema, n, rows) / every)
         if "scale" in schema and group["estimator"] == "intra":
-            flops = lead * n * _flops_of_squares(per_example, *sizes)
-            yield Work(who, "scale", flops / group["scale_update_steps"])
-
-    def _flops_of(self, block: Block) -> tuple[float, float]:
-        """FLOPs of a refresh and of a direction."""
-        found = tensors(self.plan.live_schema(block))
-        n_a, n_g, groups = block.adapter.n_a, block.adapter.n_g, block.adapter.groups
-        refresh = direction = 0.0
-        for side, n in zip("ag", (n_a, n_g), strict=True):
-            for key, factorise, products in ((f"basis_{side}", _EIGEN, 2), (f"inverse_{side}", _CHOLESKY, 1)):
-                if key in found and found[key].dim() > 1 + (groups > 1):  # not diagonal
-                    refresh += factorise * groups * n**3
-                    direction += 2.0 * products * groups * n * n_a * n_g
-                    if "scale" in found:  # brought into the new basis
-                        refresh += 2.0 * groups * (n**3 + n * n_a * n_g)
-        if "rows_g" in found:
-            refresh, direction = _flops_of_rows(found["rows_g"], found["rows_a"], n_a, n_g)
-        return refresh, direction + block.shaping_flops
+            yield Work(who, "scale", flops_of_scale(block, n, rows) / group["scale_update_steps"])
 
 
-def _flops_of_squares(rows: float, n_a: int, n_g: int) -> float:
-    """FLOPs of the squared gradient of an example of so many rows in the eigenbases, the least of the exact ways."""
-    rows_a, rows_g, product = 2.0 * rows * n_a**2, 2.0 * rows * n_g**2, 2.0 * rows * n_a * n_g
-    gradient = min(rows_a, 2.0 * n_g * n_a**2) + min(rows_g, 2.0 * n_g**2 * n_a) + product
-    return min(gradient, rows_a + rows_g + product * (rows + 1) / 2)
-
-
-def _flops_of_rows(g: Tensor, a: Any, n_a: int, n_g: int) -> tuple[float, float]:
-    """FLOPs of a kernel of rows and its inverse, and of a direction by it."""
-    (r, positions, d_g), groups = g.shape[-3:], g.shape[:-3].numel()
-    d_a = a.shape[-1] if a.is_floating_point() else 0
-    kernel = 2.0 * r**2 * positions**2 * (d_a + d_g) + r**3
-    direction = 4.0 * r * positions * (n_a * n_g if d_a else d_g) + 2.0 * r**2
-    return groups * kernel, groups * direction
-
-
-class RehearsedWindows(Understudy):
-    """A window method.
+class WindowDryRun:
+    """Dry run of a window method, whose steps are all alike.
 
     Args:
-        windows: The windows of the optimizer.
+        windows: The windows of the optimizer, which are not changed.
+        comm: Counts the messages.
     """
 
-    def __init__(self, windows: WindowPreconditioner) -> None:
-        self._windows = windows
+    def __init__(self, windows: WindowPreconditioner, comm: Rehearsal) -> None:
+        self._comm, self._windows = comm, windows.imagined(comm, is_real=comm.is_real)
 
-    def units(self) -> Sequence[Unit]:
-        """Windows."""
-        return self._windows.plan.portions or []
-
-    def begin(self, comm: Rehearsal) -> None:
-        """Windows as the first rank has them."""
-        super().begin(comm)
-        self._windows = self._windows.imagined(comm, is_real=comm.is_real)
+    def notes(self) -> Iterator[str]:
+        """Yield nothing."""
+        yield from ()
 
     def intervals(self) -> list[int]:
-        """Every step does the same."""
+        """Return one step."""
         return [1]
 
     def key(self, t: int) -> Hashable:
-        """Every step does the same."""
+        """Return the same for all steps."""
         return None
 
-    def rehearse(self, t: int) -> None:
-        """Dots and directions of a step."""
-        self.comm.average_gradients(list(self._windows.table.group_of))
+    def step(self, t: int) -> None:
+        """Send the dots and directions of a step."""
+        self._comm.average_gradients(list(self._windows.table.group_of))
         self._windows.exchange.sum_dots({})
         self._windows.exchange.directions([None] * len(self._windows.units))
 
     # ------------------------------------------------------------------ what ranks keep and compute
     def holdings(self) -> Iterator[Holding]:
-        """Windows, or their parts."""
+        """Yield windows, or their parts."""
         for index, (unit, whole) in enumerate(zip(self._windows.units, self._windows.plan.wholes, strict=True)):
-            whose = None if unit.part is not None else self.comm.holders(index, "curvature")
+            whose = None if unit.part is not None else self._comm.holders(index, "curvature")
             yield Holding(whose, "buffers", LAG * torch.float64.itemsize)
             for key, value in whole.shared_state().items():
                 yield Holding(whose, CATALOG[key].kind, value.nbytes)
@@ -316,11 +255,12 @@ class RehearsedWindows(Understudy):
                 if start < stop:
                     found = part.cutting.cut_state(state, bounds[-1], (start, stop))
                     for key, value in found.items():
-                        yield Holding(self.comm.grid.columns[rank], CATALOG[key].kind, value.nbytes)
+                        yield Holding(self._comm.grid.columns[rank], CATALOG[key].kind, value.nbytes)
 
     def work(self) -> Iterator[Work]:
-        """Of the solve, which all parts repeat, and of the passes over the rows."""
-        for index, (unit, portion) in enumerate(zip(self._windows.units, self.units(), strict=True)):
-            whose = None if unit.part is not None else self.comm.holders(index, "curvature")
+        """Yield the FLOPs of the solve, which all parts repeat, and of the passes over the rows."""
+        portions = self._windows.plan.portions or []
+        for index, (unit, portion) in enumerate(zip(self._windows.units, portions, strict=True)):
+            whose = None if unit.part is not None else self._comm.holders(index, "curvature")
             yield Work(whose, "refresh", portion.refresh_flops)
             yield Work(whose, "precondition", portion.step_flops / (1 if unit.part is None else unit.part.size))

@@ -1,86 +1,144 @@
-"""The understudy of methods with rows of examples, whose sizes only a batch tells.
+"""Dry runs of HyLo, whose rows have sizes that follow from a batch.
 
-It plays a refresh of which every rank has captured as much: as many examples as it was told to suppose, or as the last
-refresh has seen on the rank with the most of them.
+Every rank is supposed to capture as much: ``batch_size`` examples, or as many as the last refresh has seen on the rank
+with the most of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
-from secondorder.curvature.example_rows import Batch, Kept, Sizes
+from secondorder.capture.statistics.measurement import Measured
+from secondorder.comm.strategy import Parcel
+from secondorder.curvature.example_rows import Batch, Sizes
 from secondorder.curvature.row_block import RowBlock
-from secondorder.curvature.schema import Schema
+from secondorder.curvature.row_forms import factors_are_cheaper, products_are_smaller
+from secondorder.curvature.schema import Schema, likes
 from secondorder.parallel.rows import Census
-from secondorder.plan.dry_run import RehearsedLayers
+from secondorder.plan.dry_run import LayerDryRun
 from secondorder.plan.rehearsal import Rehearsal
-from secondorder.preconditioners.row_exchange import GatheringOptimizer
+from secondorder.preconditioners.layer_capture import Setting
+from secondorder.preconditioners.layers import LayerPreconditioner
+from secondorder.preconditioners.row_exchange import RowExchange
+from secondorder.preconditioners.row_plan import RowPlan
+from secondorder.preconditioners.row_selection import RowSelection
+from secondorder.preconditioners.rows import RowPreconditioner
 
 
-class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc]  # a narrower kind of strategy
-    """A layer method whose rows come from all ranks."""
+class DryRowExchange(RowExchange):
+    """Posts shapes; instead of reading answers, it supposes them.
 
-    def suppose(self, batch_size: int | None) -> None:
-        """Suppose that steps have so many examples per rank."""
-        #: Ranks that the rows which are kept now came from.
-        self._ranks_now = {block.index: self.comm.sources(block.index) for block in self.plan.blocks}
-        self.plan.batch_size = self.plan.batch_size if batch_size is None else batch_size
+    Args:
+        comm: Counts the messages.
+        plan: The blocks.
+        selection: Chooses nothing, because there are no rows.
+        census: What the ranks capture in every step, by block.
+        kept: Returns the number of rows of each rank that the state of a block holds.
+    """
 
-    def begin(self, comm: Rehearsal) -> None:
-        """Every rank captured as much."""
-        self.forget_step()
-        self.comm = self.plan.comm = comm
-        self.plan.imagined = {}
-        known = {block: self._supposed(block) for block in self.plan.blocks}
-        self._census = {block: self._census_of(block, batch) for block, batch in known.items() if batch is not None}
-        if not comm.is_real:
-            self._decide_forms()
-        self._ranks_sent = {block: self._rows_sent(block) for block in self._census}
-        self._every_census = dict(self._census)
-        super().begin(comm)
+    def __init__(
+        self,
+        comm: Rehearsal,
+        plan: RowPlan,
+        selection: RowSelection,
+        census: Mapping[RowBlock, Census],
+        kept: Callable[[RowBlock], int],
+    ) -> None:
+        super().__init__(comm, plan, selection, torch.device("meta"))
+        self._supposed, self._kept = census, kept
+        self.census = dict(census)
+        self.ranks = {block: self._rows_sent(block) for block in census}
+
+    def _rows_sent(self, block: RowBlock) -> int:
+        """r; as it was where an energy decides, and where nothing but rows was loaded."""
+        kept, is_known = self._kept(block), max(self.census[block].examples) > 0
+        return kept if kept and (block.group["rank_energy"] is not None or not is_known) else self.most_rows(block)
+
+    def read_census(self, words: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Census]:
+        """Return what is supposed of some blocks."""
+        return {block: self._supposed[block] for block in words if block in self._supposed}
+
+    def read_ranks(self, limits: Mapping[RowBlock, int], needed: Mapping[RowBlock, Tensor]) -> dict[RowBlock, int]:
+        """Return what is supposed of some blocks."""
+        return {block: self._rows_sent(block) for block in limits}
+
+    def read_rows(self, gathered: Sequence[Parcel]) -> None:
+        """Put nothing together."""
+
+
+class RowDryRun(LayerDryRun):
+    """Dry run of HyLo; see the base class."""
+
+    layers: RowPreconditioner
+
+    def __init__(self, curvature: RowPreconditioner, comm: Rehearsal, batch_size: int | None) -> None:
+        self._last_batch = curvature.plan.last_batch
+        #: Number of ranks that the rows in the state of each block came from.
+        self._sources = {block.index: curvature.comm.sources(block.index) for block in curvature.plan.blocks}
+        super().__init__(curvature, comm, batch_size or curvature.plan.batch_size)
+
+    def _copy(self, curvature: LayerPreconditioner, setting: Setting) -> LayerPreconditioner:
+        assert isinstance(curvature, RowPreconditioner)
+        return type(curvature)(setting, self._batch_size, curvature.plan.modes.fixed())
+
+    def _schemas(self) -> dict[int, Schema]:
+        layers, blocks = self.layers, self.layers.plan.blocks
+        batches = {block: batch for block in blocks if (batch := self._supposed_batch(block)) is not None}
+        census = {block: self._census_of(block, batch) for block, batch in batches.items()}
+        if not self._comm.is_real:
+            census = {block: self._with_form(block, found) for block, found in census.items()}
+        layers.rows = DryRowExchange(self._comm, layers.plan, layers.selection, census, self._rows_by_rank)
+        self._unknown = len(blocks) - len(census)
+        return {block.index: self._schema(block) for block in blocks}
+
+    def _schema(self, block: RowBlock) -> Schema:
+        """What the state of a block holds: rows of all ranks, if that many were captured, or factors."""
+        plan, rows = self.layers.plan, self.layers.rows
+        planned = plan.planned_rows(block, block.group, plan.batch_size or 0)
+        if block not in rows.census or block.factor_schema(block.group, block.state, planned):
+            return plan.live_schema(block)
+        sizes = rows.census[block].sizes(block, rows.total_rows(block))
+        return block.with_rows.schema(sizes, known=self._comm.replicates)
+
+    def _captured(self) -> Captured:
+        """Rows of all blocks that are due, of which this rank has none."""
+        return Captured({i: Measured({}, 0, None) for i in self.layers.hooks.due}, {})  # type: ignore[misc]
 
     def notes(self) -> Iterator[str]:
-        """Rows that nothing is known of."""
+        """Yield a note if the sizes of rows are not known."""
         yield from super().notes()
-        if len(self._every_census) < len(self.plan.blocks):
+        if self._unknown:
             yield "how many rows a layer has, a batch tells: pass batch_size=, or take a step before"
 
     # ------------------------------------------------------------------ what is supposed
-    def _decide_forms(self) -> None:
-        """Rows or factors, where that depends on the number of ranks."""
-        for block, census in self._census.items():
-            if not block.group["kfac_when_cheaper"]:
-                continue
-            state, adapter = block.state, block.adapter
-            for key in [k for k in state if k in self.catalog]:
-                del state[key]
-            state["refreshes"] = 0
-            rows = self.plan.planned_rows(block, block.group, self.plan.batch_size or max(census.examples))
-            whole = self.plan.choose_form(block, rows, census.positions, not adapter.constant_input)
-            self._census[block] = census._replace(whole=whole)
-
-    def _supposed(self, block: RowBlock) -> Batch | None:
+    def _supposed_batch(self, block: RowBlock) -> Batch | None:
         """What a rank captures of a block; None if nothing is known."""
-        held = self._held_sizes(block)
-        last = self._last_batch.get(block.name)
+        last, planned = self._last_batch.get(block.name), self.layers.plan.batch_size
         if last is None:  # rows that were loaded, or none yet
+            held = self._held_sizes(block)
             whole = not held.d_a and not held.by_index and not block.adapter.constant_input
-            last = Batch(0, self._kept_by_rank(block), held.positions, whole)
-        if self.plan.batch_size is not None:
-            last = last._replace(examples=self.plan.batch_size, rows=self.plan.batch_size)
+            last = Batch(0, self._rows_by_rank(block), held.positions, whole)
+        if planned is not None:
+            last = last._replace(examples=planned, rows=planned)
         return last if last.rows else None
 
-    def _kept_by_rank(self, block: RowBlock) -> int:
-        return self._held_sizes(block).rows // self._ranks_now[block.index]
+    def _held_sizes(self, block: RowBlock) -> Sizes:
+        """Sizes of the rows that are kept now, or are planned."""
+        plan = self.layers.plan
+        planned = plan.planned_rows(block, block.group, plan.batch_size or 0)
+        return block.with_rows.sizes_in(block.state, block.group, planned)
+
+    def _rows_by_rank(self, block: RowBlock) -> int:
+        return self._held_sizes(block).rows // self._sources[block.index]
 
     def _census_of(self, block: RowBlock, batch: Batch) -> Census:
-        world, owner = self.comm.data_world, self.comm.owner(block.index)
-        there = [self.comm.sources(block.index) > 1 or rank == owner for rank in range(world)]
+        """The census if every rank that captures a block has the same batch."""
+        world, owner = self._comm.data_world, self._comm.owner(block.index)
+        there = [self._comm.sources(block.index) > 1 or rank == owner for rank in range(world)]
         return Census(
             [batch.examples * here for here in there],
             [batch.rows * here for here in there],
@@ -90,50 +148,17 @@ class RehearsedRows(RehearsedLayers, GatheringOptimizer):  # type: ignore[misc] 
             torch.ones(block.count_size, dtype=torch.float64),
         )
 
-    def _rows_sent(self, block: RowBlock) -> int:
-        """r; as it was where an energy decides, and where nothing but rows was loaded."""
-        kept, is_told = self._kept_by_rank(block), max(self._census[block].examples) > 0
-        return kept if kept and (block.group["rank_energy"] is not None or not is_told) else self._most_rows(block)
-
-    # ------------------------------------------------------------------ sizes
-    def _held_sizes(self, block: RowBlock) -> Sizes:
-        """Sizes of the rows that are kept now, or are planned."""
-        planned = self.plan.planned_rows(block, block.group, self.plan.batch_size or 0)
-        return block.with_rows.sizes_in(block.state, block.group, planned)
-
-    def imagined_schema(self, block: Any) -> Schema:
-        """Return what the state of a block would hold."""
-        own: RowBlock = block
-        planned = self.plan.planned_rows(own, own.group, self.plan.batch_size or 0)
-        if own not in self._census or own.factor_schema(own.group, own.state, planned):
-            return super().imagined_schema(own)
-        sizes = self._census[own].sizes(own, self._total_rows(own))
-        return own.with_rows.schema(sizes, known=self.comm.replicates)
-
-    def device_of(self, block: RowBlock) -> torch.device:
-        """Nowhere."""
-        return torch.device("meta")
-
-    # ------------------------------------------------------------------ stages of a step
-    def fold(self, captured: Captured, gate: Tensor | None) -> None:
-        """What is due was captured."""
-        self._seen = {self.plan.blocks[i]: None for i in sorted(self.hooks.due)}
-
-    def is_due(self, block: RowBlock) -> bool:
-        return block in self._every_census and self.captures(block)
-
-    def _take_census(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Census]:
-        super()._take_census(blocks)
-        return {block: self._every_census[block] for block in blocks if block in self._every_census}
-
-    def begin_rows(self, blocks: Sequence[RowBlock]) -> None:
-        """No policy is asked."""
-
-    def most_rows(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, int]:
-        """As many as there are."""
-        super().most_rows(blocks)
-        return {block: self._rows_sent(block) for block in blocks}
-
-    def _gather(self, chosen: Mapping[RowBlock, Kept | None]) -> None:
-        if chosen:
-            self.comm.gather_statistics([self._parcel(block, None) for block in chosen])
+    def _with_form(self, block: RowBlock, census: Census) -> Census:
+        """Decide anew between rows and factors, where that depends on the number of ranks."""
+        group, plan = block.group, self.layers.plan
+        if not group["kfac_when_cheaper"]:
+            return census
+        state, adapter = block.state, block.adapter
+        for key in [k for k in state if k in self.layers.catalog]:
+            del state[key]
+        state["refreshes"] = 0
+        rows = plan.planned_rows(block, group, plan.batch_size or max(census.examples))
+        if factors_are_cheaper(adapter, group, rows, census.positions):
+            state.update(likes(block.with_factors.schema(rows, census.positions)))
+            return census._replace(whole=False)
+        return census._replace(whole=not adapter.constant_input and products_are_smaller(adapter, census.positions))

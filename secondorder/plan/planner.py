@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from secondorder.comm.layout import is_cut
 from secondorder.comm.strategy import CommStrategy, Local, Unit
 from secondorder.curvature.schema import kinds
 from secondorder.parameters import Group, ParameterTable
-from secondorder.plan.dry_run import RehearsedLayers, RehearsedWindows, Understudy
-from secondorder.plan.dry_run_rows import RehearsedRows
+from secondorder.plan.dry_run import DryRun, LayerDryRun, WindowDryRun
+from secondorder.plan.dry_run_rows import RowDryRun
 from secondorder.plan.plan import Holding, Plan, RankPlan, Sum, Traffic, Work, means, spread
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.plan.roles import RoleRehearsal
@@ -61,25 +62,23 @@ def dry_run(
             "plan() counts parameters that every rank holds: ask an optimizer of the model before fully_shard"
         )
     world, strategy, name = _supposed_world(curvature.comm, world_size, comm)
-    actor = _understudy_of(curvature)
-    actor.suppose(batch_size)
     is_real = world == curvature.comm.world and comm in (None, curvature.comm)
     if isinstance(strategy, DedicatedWorkers):
         ask = reason_against_roles or (lambda: "it has no factors of layers. Use comm=MemOpt()")
         if reason := ask():
             raise NotImplementedError(f"{table.method} under DedicatedWorkers: {reason}")
     homes = strategy.homes if isinstance(strategy, RankGrid) and is_real and strategy is curvature.comm else None
-    rehearsal = _stage_for(strategy, actor.units(), world, homes, is_real)
-    actor.begin(rehearsal)
-    traffic, padding = _rehearse(actor, rehearsal)
+    rehearsal = _rehearsal_of(strategy, _units_of(curvature, batch_size), world, homes, is_real)
+    run = _dry_run_of(curvature, rehearsal, batch_size)
+    traffic, padding = _rehearse(run, rehearsal)
     return Plan(
-        _by_rank(actor, rehearsal, traffic, list(others), kinds(table.entries)),
+        _by_rank(run, rehearsal, traffic, list(others), kinds(table.entries)),
         world,
         table.method,
         name,
         rehearsal.groups,
         padding,
-        [*_notes(rehearsal), *_note_of_period(actor, rehearsal), *actor.notes()],
+        [*_notes(rehearsal), *_note_of_period(run, rehearsal), *run.notes()],
     )
 
 
@@ -104,7 +103,7 @@ def holdings_of_rules(
             yield Holding(None, kind_of(p, key), p.numel() * p.element_size())
 
 
-def _stage_for(strategy: CommStrategy, units: Sequence[Unit], world: int, homes: Any, is_real: bool) -> Rehearsal:
+def _rehearsal_of(strategy: CommStrategy, units: Sequence[Unit], world: int, homes: Any, is_real: bool) -> Rehearsal:
     """Return what counts the messages of a strategy in an imagined world.
 
     Raises:
@@ -135,35 +134,47 @@ def _supposed_world(
     return world_size, chosen, repr(chosen)
 
 
-def _understudy_of(curvature: Any) -> Any:
+def _units_of(curvature: Any, batch_size: int | None) -> Sequence[Unit]:
+    """Return what a strategy places."""
     if isinstance(curvature, WindowPreconditioner):
-        return RehearsedWindows(curvature)
-    return (RehearsedRows if isinstance(curvature, RowPreconditioner) else RehearsedLayers).of(curvature)
+        return curvature.plan.portions or []
+    plan = curvature.plan
+    if isinstance(curvature, RowPreconditioner):
+        plan = copy(plan)
+        plan.batch_size = batch_size or plan.batch_size
+    found: Sequence[Unit] = plan.units()
+    return found
 
 
-def _period(actor: Understudy, rehearsal: Rehearsal) -> int:
+def _dry_run_of(curvature: Any, rehearsal: Rehearsal, batch_size: int | None) -> DryRun:
+    if isinstance(curvature, WindowPreconditioner):
+        return WindowDryRun(curvature, rehearsal)
+    return (RowDryRun if isinstance(curvature, RowPreconditioner) else LayerDryRun)(curvature, rehearsal, batch_size)
+
+
+def _period(run: DryRun, rehearsal: Rehearsal) -> int:
     """Steps after which everything comes again."""
-    return math.lcm(1, *actor.intervals(), *rehearsal.intervals())
+    return math.lcm(1, *run.intervals(), *rehearsal.intervals())
 
 
-def _note_of_period(actor: Understudy, rehearsal: Rehearsal) -> list[str]:
-    period = _period(actor, rehearsal)
+def _note_of_period(run: DryRun, rehearsal: Rehearsal) -> list[str]:
+    period = _period(run, rehearsal)
     if period <= _LONGEST:
         return []
     return [f"intervals meet every {period:,} steps only: means and worst steps are those of {_LONGEST:,} of them"]
 
 
-def _rehearse(actor: Understudy, rehearsal: Rehearsal) -> tuple[list[Traffic], float]:
+def _rehearse(run: DryRun, rehearsal: Rehearsal) -> tuple[list[Traffic], float]:
     """Traffic of all kinds of steps of one interval, and the padding of statistics as a part of what is wanted."""
     if not rehearsal.combines:
         return [], 0.0
     alike: dict[Hashable, list[int]] = {}
-    period = min(_period(actor, rehearsal), _LONGEST)
+    period = min(_period(run, rehearsal), _LONGEST)
     for t in range(period, 2 * period):  # warming up is over
-        alike.setdefault(actor.key(t), []).append(t)
+        alike.setdefault(run.key(t), []).append(t)
     found, padded, wanted = [], 0, 0
     for steps in alike.values():
-        actor.rehearse(steps[0])
+        run.step(steps[0])
         traffic, padding = rehearsal.traffic(len(steps))
         found.append(traffic)
         padded += padding * len(steps)
@@ -172,11 +183,11 @@ def _rehearse(actor: Understudy, rehearsal: Rehearsal) -> tuple[list[Traffic], f
 
 
 def _by_rank(
-    actor: Understudy, rehearsal: Rehearsal, traffic: list[Traffic], others: list[Holding], of_curvature: list[str]
+    run: DryRun, rehearsal: Rehearsal, traffic: list[Traffic], others: list[Holding], of_curvature: list[str]
 ) -> list[RankPlan]:
     world, width = rehearsal.grid.world, rehearsal.grid.width
-    holdings = [*actor.holdings(), *others]
-    work = list(actor.work())
+    holdings = [*run.holdings(), *others]
+    work = list(run.work())
     stored = spread(holdings, dict.fromkeys((*of_curvature, "momentum", "fallback", "buffers")), world)
     flops = spread(work, dict.fromkeys(_stages(work)), world)
     sent = means(traffic, width)

@@ -323,10 +323,8 @@ class Rehearsal(CommStrategy):
         return pending
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Count rows; of units that are wanted elsewhere, the stacks are made up."""
-        found = self._first.gather_statistics(parcels)
-        stacks = [[t.new_empty((self.data_world, *t.shape)) for t in p.tensors] for p in parcels]
-        return [f if f.tensors else Parcel(f.index, s) for f, s in zip(found, stacks, strict=True)]
+        """Count rows; only units of the first rank have stacks."""
+        return self._first.gather_statistics(parcels)
 
     def share_curvature(self, parcels: Sequence[Parcel]) -> None:
         """Count curvature, column by column."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from secondorder.runtime import Runtime
 
 #: Makes the block of a layer with an index and a group.
 NewBlock = Callable[[Layer, int, Group], Block]
-PlanT = TypeVar("PlanT", bound="BlockPlan")
 
 
 class BlockPlan:
@@ -41,7 +39,6 @@ class BlockPlan:
         blocks: The blocks, in the order of their indices.
         block_of: The block of each covered parameter.
         shapes: Shapes of the whole curvature of each parameter, wherever it is.
-        is_dry: Whether states are those of a dry run.
         imagined: Schemas that a dry run supposes, by index of the block.
     """
 
@@ -60,7 +57,6 @@ class BlockPlan:
         self.blocks: list[Any] = []
         self.block_of: dict[nn.Parameter, Any] = {}
         self.shapes: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
-        self.is_dry = False
         self.imagined: dict[int, Schema] = {}
 
     # ------------------------------------------------------------------ blocks
@@ -170,13 +166,10 @@ class BlockPlan:
                 state[key] = state[key].to(p.device, value.dtype)
 
     # ------------------------------------------------------------------ facts and copies
-    def imagined_on(self: PlanT, table: ParameterTable, runtime: Runtime) -> PlanT:
-        """Return the same blocks with states of a dry run."""
-        found = copy(self)
-        found.table, found.runtime, found.is_dry, found.shapes = table, runtime, True, dict(self.shapes)
-        found.blocks = [block.with_runtime(runtime) for block in self.blocks]
-        found.block_of = {p: block for block in found.blocks for p in block.params}
-        return found
+    def borrow(self, other: BlockPlan) -> None:
+        """Plan the blocks of another plan, with states of this one."""
+        self.blocks = [block.with_runtime(self.runtime) for block in other.blocks]
+        self.block_of = {p: block for block in self.blocks for p in block.params}
 
     def facts(self) -> dict[str, list[str]]:
         """Return what must be equal on all ranks, in words."""

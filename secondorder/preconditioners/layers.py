@@ -406,7 +406,7 @@ class LayerPreconditioner(Preconditioner):
     def directions_of(self, block: Any, source: Directions) -> list[Tensor]:
         """Directions of the parameters of a block; room for them where another rank finds them."""
         if not self.comm.preconditions(block.index) or not all(map(source.__contains__, block.params)):
-            return [torch.zeros(p.shape, dtype=precision_of(p), device=p.device) for p in block.params]
+            return self.exchange.room(block)
         workspace = self.runtime.workspace
         workspace.reset()
         tensors = [source[p].to(precision_of(p)) for p in block.params]

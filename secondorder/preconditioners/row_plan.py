@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from secondorder.comm.strategy import Unit
+from secondorder.curvature.example_rows import Batch
 from secondorder.curvature.mode import ModeSwitch
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_forms import ROWS, factors_are_cheaper, products_are_smaller
@@ -26,10 +27,21 @@ class RowPlan(BlockPlan):
     Attributes:
         modes: The mode of each group.
         batch_size: Examples of a step, if they were given at construction.
+        last_batch: What the last refresh has seen of each block, by name.
     """
 
-    modes: ModeSwitch
-    batch_size: int | None = None
+    def __init__(self, *given: Any, modes: ModeSwitch, batch_size: int | None = None) -> None:
+        super().__init__(*given)
+        self.modes, self.batch_size = modes, batch_size
+        self.last_batch: dict[str, Batch] = {}
+
+    def interpolates(self, block: RowBlock) -> bool:
+        """Whether the mode of a block is KID."""
+        return self.modes.mode_in(block.group) == "kid"
+
+    def asks_energy(self, block: RowBlock) -> bool:
+        """Whether the energy of its kernel decides how many rows a block keeps."""
+        return block.group["rank_energy"] is not None and self.modes.mode_in(block.group) != "sngd"
 
     def rank_of(self, group: Mapping[str, Any], examples: int, ranks: int = 1) -> int:
         """r, the rows to keep of so many examples on each of some ranks (at most, where an energy decides)."""
@@ -93,9 +105,6 @@ class RowPlan(BlockPlan):
     def _take_factors(self, block: RowBlock, rows: int, positions: int) -> None:
         """Replace the rows of a block by factors, on every rank by what it stores of them."""
         p, schema, state = block.owner, block.with_factors.schema(rows, positions), block.state
-        if self.is_dry:
-            state.update(likes(schema))
-            return
         for key in [k for k in state if k in ROWS and k not in ("factor_updates", "refreshes")]:
             del state[key]
         for key, like in likes(held(schema, self.places_here(p))).items():

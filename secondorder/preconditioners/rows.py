@@ -1,51 +1,183 @@
-"""Curvature by rows of examples: which rows each layer keeps, in which mode, and what is done with them."""
+"""The preconditioner of HyLo: the stages of a step over blocks with rows of examples, or with K-FAC's factors."""
 
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.capture.statistics.examples import as_rows_matrix
-from secondorder.curvature import row_choice
-from secondorder.curvature.example_rows import Kept, filled
-from secondorder.curvature.mode import SWITCH
+from secondorder.capture.sites import Captured, Statistic
+from secondorder.capture.statistics.examples import second_moments
+from secondorder.capture.statistics.measurement import Measured
+from secondorder.curvature.block import Block
+from secondorder.curvature.example_rows import Batch, Kept, all_finite, filled
+from secondorder.curvature.mode import SWITCH, ModeSwitch
 from secondorder.curvature.row_block import RowBlock
-from secondorder.curvature.row_choice import Pivots
+from secondorder.curvature.row_forms import ROWS_OR_FACTORS
+from secondorder.curvature.row_inverse import invert_factors, invert_kernels
 from secondorder.curvature.schema import Schema
-from secondorder.linalg import kernel, selection, stacks, woodbury
-from secondorder.linalg.dense import precision_of
-from secondorder.linalg.kernel import Rows
+from secondorder.linalg import kernel
+from secondorder.linalg.dense import full_precision
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Rule
+from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layer_report import LayerReport
+from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.row_checkpoint import RowCheckpoint
-from secondorder.preconditioners.row_exchange import GatheringOptimizer
+from secondorder.preconditioners.row_exchange import RowExchange
+from secondorder.preconditioners.row_plan import RowPlan
 from secondorder.preconditioners.row_report import RowReport
+from secondorder.preconditioners.row_selection import RowSelection
 
 
-class RowPreconditioner(GatheringOptimizer):
-    """Layers with rows of examples, chosen in the mode of their group."""
+class RowPreconditioner(LayerPreconditioner):
+    """Layers that keep rows of examples, or K-FAC's factors where those are cheaper.
 
-    catalog: ClassVar[Schema] = {**GatheringOptimizer.catalog, **SWITCH}
+    Args:
+        setting: What it shares with the optimizer.
+        batch_size: Number of examples of a step on each rank, if it is known.
+        modes: The mode of groups with ``mode="auto"``.
+
+    Attributes:
+        selection: Which rows of a step are kept.
+        rows: The rows of a step.
+    """
+
+    capture_interval = refresh_interval = "update_steps"
+    damps_kernel = True
+    rows_per_example = 1
+    catalog: ClassVar[Schema] = {**ROWS_OR_FACTORS, **SWITCH}
+    block_type: ClassVar[type[Block]] = RowBlock
     allocating = ("mode",)
     report_type: ClassVar[type[LayerReport]] = RowReport
     checkpoint_type: ClassVar[type[LayerCheckpoint]] = RowCheckpoint
+    plan: RowPlan
 
-    # ------------------------------------------------------------------ which mode
-    def is_auto(self) -> bool:
-        """Whether a policy chooses the mode of some group."""
-        return any(group["mode"] == "auto" for group in self.table.groups)
+    def __init__(self, setting: Setting, batch_size: int | None, modes: ModeSwitch) -> None:
+        self._own: Mapping[str, Any] = {"batch_size": batch_size, "modes": modes}
+        super().__init__(setting)
+        self.selection = RowSelection(self.plan, self.comm, self.runtime)
+        self.rows = RowExchange(self.comm, self.plan, self.selection)
+
+    def new_plan(self) -> RowPlan:
+        """Return a plan without blocks."""
+        chosen = self.setting
+        make = partial(self.block_type, runtime=chosen.runtime, options=chosen.layers, fisher=chosen.fisher)
+        places, interval = self.exchange.places_here, self.refresh_interval
+        return RowPlan(make, chosen.layers, chosen.comm, chosen.table, chosen.runtime, interval, places, **self._own)
+
+    # ------------------------------------------------------------------ stages 1 to 3: rows
+    def captures(self, block: RowBlock) -> bool:
+        """Whether the coming step captures rows of a block."""
+        steps: int = block.group["update_steps"]
+        return self.options.schedule.captures(self.runtime.step, steps, steps, block.state.get("refreshes", 0))
+
+    def reduce(self, statistics: Captured) -> Captured:
+        """Measure what was captured, and combine the numbers of examples over the ranks."""
+        self.rows.begin(statistics)
+        return super().reduce(statistics)
+
+    def measure(self, block: RowBlock, statistic: Statistic, examples: int) -> Measured:
+        """Return the rows of this rank's batch; where ranks agree on them, with whether they are finite."""
+        measured = block.measure(statistic, examples)
+        if (raw := measured.rest) is None or not self.comm.combines:
+            return measured
+        return measured._replace(rest=raw._replace(finite=all_finite(raw.rows)))
+
+    def learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
+        """Take the rows of the step, and the gradients for probes."""
+        self.selection.gradients = gradients
+        self.rows.take(statistics, gate)
+        super().learn(statistics, gradients, gate)
+
+    # ------------------------------------------------------------------ stage 4: refresh
+    def is_due(self, block: RowBlock) -> bool:
+        """Whether this step refreshes a block, which it does if any rank captured rows of it."""
+        return block in self.rows.census if self.comm.combines else block.fresh is not None
+
+    def with_estimates(self, due: list[RowBlock]) -> tuple[list[RowBlock], bool]:
+        """Return all blocks, and whether the host looks at how their refresh ends."""
+        on_host = all(b.owner.device.type == "cpu" for b in due)
+        first = any(b.state["refreshes"] == 0 for b in due)
+        failing = any(b.name in self.refresher.failures for b in due)
+        return due, on_host or first or failing or any(b.changes_layout(self.plan.limit(b)) for b in due)
+
+    def refresh_due(self) -> list[int]:
+        """Refresh the blocks that are due, after ranks have brought their rows together."""
+        if self.rows.seen:
+            with full_precision(next(iter(self.rows.seen)).owner.device), self.runtime.stage("select"):
+                self.rows.bring_together()
+        return super().refresh_due()
+
+    def refresh(self, blocks: Sequence[RowBlock], host_checks: bool, *, restores: bool = False) -> Tensor:
+        """Invert kernels of rows and factors; a block that fails keeps its last good ones."""
+        if not self.comm.combines:
+            return self._refresh_alone(blocks, host_checks)
+        good = {b: self.rows.good(b) for b in blocks}
+        ok = invert_factors({b: good[b] for b in blocks if b.is_factored}, host_checks)
+        union = {b: b.union for b in blocks if b not in ok and b.union is not None}
+        ok |= invert_kernels(union, good, self.runtime.stage)
+        return torch.stack([ok[b] for b in blocks])
+
+    def _refresh_alone(self, blocks: Sequence[RowBlock], host_checks: bool) -> Tensor:
+        """The same from the rows of this process alone."""
+        for block in blocks:
+            self._settle_form(block)
+        good = {b: b.captured.ok for b in blocks}
+        ok = invert_factors({b: good[b] for b in blocks if b.is_factored}, host_checks)
+        others = [b for b in blocks if b not in ok]
+        self.selection.decide(others)
+        with self.runtime.stage("select"):
+            # Not every example need pass a layer.
+            limits = {b: min(self.plan.limit(b), b.captured.rows.n) for b in others}
+            ranks = limits | self.selection.by_energy(limits)
+            kept = self._filled(self.selection.choose(others, ranks))
+        ok |= invert_kernels(kept, good, self.runtime.stage)
+        errors = self.selection.probe_errors(others, ranks)
+        if errors:
+            self.plan.modes.policy.probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
+        return torch.stack([ok[b] for b in blocks])
+
+    def _settle_form(self, block: RowBlock) -> None:
+        """Decide between rows and factors, and fold the rows of this step into factors."""
+        found = block.captured
+        if self.plan.choose_form(block, self.plan.limit(block), found.rows.g.shape[-2], found.rows.a is not None):
+            found = block.fresh = found._replace(rows=kernel.whole(found.rows))
+        whole = found.rows.a is None and not block.adapter.constant_input
+        self.plan.last_batch[block.name] = Batch(found.examples, found.rows.n, found.rows.g.shape[-2], whole)
+        if block.is_factored:
+            damping = block.damping_of(kernel.norms(found.rows).sum(-1), found.examples)
+            block.fold_moments(list(second_moments(found.rows, found.real)), found.examples, found.ok)
+            block.with_factors.keep_damping(block.state, damping, found.ok)
+
+    def _filled(self, kept: Mapping[RowBlock, Kept]) -> Mapping[RowBlock, Kept]:
+        """Rows with zeros up to the number that follows from the size of a batch."""
+        if (n := self.plan.batch_size) is None:
+            return kept
+        return {b: filled(k, self.plan.rank_of(b.group, n)) for b, k in kept.items()}
+
+    def share(self, refreshed: list[int]) -> None:
+        """Bring what was refreshed to the ranks that precondition with it."""
+        if self.comm.combines:  # the others keep what they have, of whatever size
+            refreshed = [i for i in refreshed if self.plan.blocks[i].name not in self.refresher.failures]
+            for i in refreshed:
+                self.rows.make_room(self.plan.blocks[i])
+        super().share(refreshed)
+
+    def forget_step(self) -> None:
+        """Forget what only the current step uses."""
+        self.rows.forget()
+        self.selection.gradients = {}
 
     def inspected(self, gradients: Directions) -> None:
         """Have the policy observe the learning rates and the norm of the gradient, as far as it needs them."""
         if self.is_auto():
-            policy, groups = self.modes.policy, self.table.groups
+            policy, groups = self.plan.modes.policy, self.table.groups
             rates = [_number(g["lr"]) for g in groups] if policy.needs_rates else []
             policy.observe(self.runtime.step, rates, self._norm(gradients) if policy.needs_gradient_norm else None)
 
@@ -74,110 +206,11 @@ class RowPreconditioner(GatheringOptimizer):
             return rule._replace(weight_decay=0.0)
         return rule
 
-    # ------------------------------------------------------------------ the error of few rows
-    def probe_errors(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> list[Tensor]:
-        """The relative errors of KIS on a few layers; both directions are of this rank's examples alone."""
-        asking = [b for b in blocks if b.group["mode"] == "auto"]
-        usable = [b for b in asking if all(p in self._gradients_now for p in b.params)]
-        count = min(self.plan.modes.policy.probes, len(usable))
-        chosen = [usable[round(i * (len(usable) - 1) / max(count - 1, 1))] for i in range(count)]
-        return [self._probe_error(block, ranks[block]) for block in chosen]
+    # ------------------------------------------------------------------ the policy, and copies
+    def is_auto(self) -> bool:
+        """Whether a policy chooses the mode of some group."""
+        return any(group["mode"] == "auto" for group in self.table.groups)
 
-    def _probe_error(self, block: RowBlock, rank: int) -> Tensor:
-        """The relative error of the direction that KIS finds for a layer."""
-        fresh = block.captured
-        rows = fresh.rows if fresh.share == 1 else kernel.scaled(fresh.rows, fresh.share**-0.5)
-        gradient = block.layer.matrix([self._gradients_now[p].to(precision_of(p)) for p in block.params])
-        matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
-        damping = block.damping_of(norms.sum(-1), fresh.examples)
-        group = block.group
-        if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
-            most = max(1, group["max_rank"] // self.comm.sources(block.index))
-            rank = min(selection.planned_rank(fresh.examples, group["rank_fraction"], most), rows.n)
-        kept = self._sampled(block, rows, norms, rank, "probe of ")
-        inverse, _ = woodbury.damped_inverse(row_choice.widened(kernel.gram(kept)), damping)
-        exact = woodbury.exact_update(rows, damping, matrix)
-        off = woodbury.apply(kept, inverse, damping, matrix) - exact
-        error: Tensor = torch.linalg.vector_norm(off) / torch.linalg.vector_norm(exact).clamp(min=1e-30)
-        return error
-
-    # ------------------------------------------------------------------ stage 4: refresh
-    def refresh_rows(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Tensor]:
-        """Choose rows of this step and invert their kernel; returns by block whether that succeeded."""
-        self.begin_rows(blocks)
-        with self.runtime.stage("select"):
-            # Not every example need pass a layer.
-            limits = {b: min(self.plan.limit(b), b.captured.rows.n) for b in blocks}
-            ranks = limits | self._by_energy(limits)
-            kept = self.choose_rows(blocks, ranks)
-            if self.plan.batch_size is not None:
-                kept = {b: filled(k, self.plan.rank_of(b.group, self.plan.batch_size)) for b, k in kept.items()}
-        ok = self.invert_rows(kept, {b: b.captured.ok for b in kept})
-        errors = self.probe_errors(blocks, ranks)
-        if errors:
-            self.plan.modes.policy.probe(torch.stack([e.to(errors[0].device, torch.float64) for e in errors]).mean())
-        return ok
-
-    def invert_rows(self, kept: Mapping[RowBlock, Kept], good: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Tensor]:
-        """Invert the kernels of rows, and adopt those that may be used.
-
-        Args:
-            kept: The rows.
-            good: Whether they may be used.
-
-        Returns:
-            Whether that succeeded, by block.
-        """
-        ok: dict[RowBlock, Tensor] = {}
-        kinds: dict[tuple[Any, ...], list[RowBlock]] = {}
-        for block, k in kept.items():
-            kinds.setdefault((k.rows.n, k.rows.g.dtype, k.rows.g.device, k.core is None), []).append(block)
-        for members in kinds.values():
-            for some in stacks.bounded(members, lambda b: row_choice.batch(kept[b].rows) * kept[b].rows.n ** 2):
-                ok |= self._invert({b: kept[b] for b in some}, good)
-        return ok
-
-    def _invert(self, kept: Mapping[RowBlock, Kept], usable: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Tensor]:
-        """Invert the kernels of equally many rows together, and adopt them."""
-        with self.runtime.stage("kernel"):
-            kernels = [row_choice.widened(kernel.gram(k.rows)) for k in kept.values()]
-            stack, leads = stacks.joined(kernels, 2), [x.shape[:-2] for x in kernels]
-            del kernels
-        with self.runtime.stage("invert"):
-            cores = [k.core.to(stack.dtype) for k in kept.values() if k.core is not None]
-            if cores:
-                found = woodbury.interpolated_inverse(stacks.joined(cores, 2), stack)
-            else:
-                found = woodbury.damped_inverse(stack, stacks.joined([k.damping for k in kept.values()], 0))
-            ok = {}
-            for (block, k), inverse, good in zip(kept.items(), *(stacks.parted(t, leads) for t in found), strict=True):
-                ok[block] = good.all() & usable[block]
-                block.adopt_rows(k, inverse, ok[block])
-        return ok
-
-    # ------------------------------------------------------------------ the choice
-    def choose_rows(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> dict[RowBlock, Kept]:
-        """The rows to keep, as the mode of each block says."""
-        kept: dict[RowBlock, Kept] = {}
-        pivots: dict[RowBlock, Pivots] = {}
-        for block in blocks:
-            mode, rows, group = self.plan.modes.mode_in(block.group), block.captured.rows, block.group
-            if mode == "kid":
-                pivots[block] = Pivots(rows, ranks[block], group["kid_pivoting"], group["kid_residual"], block.damping)
-                continue
-            norms = kernel.norms(rows)
-            found = rows if mode == "sngd" else self._sampled(block, rows, norms, ranks[block])
-            kept[block] = Kept(found, block.damping(norms.sum(-1)))
-        return kept | row_choice.interpolated(pivots)
-
-    def _sampled(self, block: RowBlock, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
-        """Rows drawn by their scores ``[(Γ,) n]``; a draw depends on layer, refresh and rank alone."""
-        place = f" on rank {self.comm.rank}" if self.comm.combines else ""
-        refresh: int = block.state["refreshes"]
-        seed = self.runtime.seed(zlib.crc32(f"{purpose}{block.name}{place}".encode()), refresh)
-        return row_choice.sampled(rows, scores, rank, block.group["kis_sampling"], seed)
-
-    # ------------------------------------------------------------------ state of the policy
     def rebuilt(self) -> None:
         """Act on a new plan, whose state has been allocated."""
         super().rebuilt()
@@ -186,8 +219,12 @@ class RowPreconditioner(GatheringOptimizer):
             if self.is_auto() or self.plan.modes.mode is not None:
                 self.table.state[first]["switch_state"] = self.plan.modes.vector()
 
-    # ------------------------------------------------------------------ copies and facts
+    def kept(self) -> dict[str, Any]:
+        """Return what copies and pickles keep, apart from the state."""
+        return {**super().kept(), "own": {"batch_size": self.plan.batch_size, "modes": copy.copy(self.plan.modes)}}
+
     def facts(self) -> dict[str, list[str]]:
+        """Return what must be equal on all ranks, in words."""
         own = {"batch size and switch": [str(self.plan.batch_size), type(self.plan.modes.policy).__name__]}
         if self.setting.fisher.is_observed:
             own["Fisher"] = [f"fisher={self.setting.fisher.fisher!r}"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -110,3 +111,91 @@ def test_groups_are_matched_by_the_names_of_their_parameters() -> None:
     found = matched_by_name({"state": state, "param_groups": groups}, [["a"], ["b"]])
     assert [g["params"] for g in found["param_groups"]] == [[1], [0]]
     assert found["state"] == {0: {"x": 1}, 1: {"x": 2, "global_step": 3}}
+
+
+# ------------------------------------------------------------------ saving
+class SomeRanks:
+    """A strategy of several ranks."""
+
+    combines, standing = True, "rank 0 of 2"
+
+
+def packed(table: ParameterTable, kept: str = "all", **state: torch.Tensor | int) -> dict[str, Any]:
+    found = saved(table, **state)
+    found["param_groups"][0]["checkpoint_curvature"] = kept
+    return found
+
+
+def of_several_ranks() -> tuple[Checkpoint, ParameterTable]:
+    _, table = made()
+    known = KnownOptions({}, {}, options.GroupRules())
+    runtime, comm = Runtime(step=1), SomeRanks()
+    return Checkpoint("Method", comm, table, runtime, Curvature(), lambda p, group: (), known), table  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kept", "keys"), [("all", {"factor_a"}), ("factors", {"factor_a"}), ("none", set())])
+def test_what_an_option_leaves_out_is_not_saved(kept: str, keys: set[str]) -> None:
+    checkpoint, table = made()
+    found = checkpoint.completed(packed(table, kept, factor_a=torch.ones(3)))
+    assert found["state"][0].keys() == {"step", "global_step", *keys}
+    assert "partial" not in found
+
+
+def test_names_of_a_module_are_saved() -> None:
+    checkpoint, table = made()
+    assert "param_names" not in checkpoint.completed(packed(table))["param_groups"][0]
+    table.root = nn.Module()
+    table.root.register_parameter("weight", table.first)
+    assert checkpoint.completed(packed(table))["param_groups"][0]["param_names"] == ["weight"]
+
+
+def test_a_state_that_lacks_curvature_of_other_ranks_says_so_and_warns_once() -> None:
+    checkpoint, table = of_several_ranks()
+    with pytest.warns(UserWarning, match=r"this state_dict\(\) is partial, rank 0 of 2 holds a part"):
+        assert checkpoint.completed(packed(table))["partial"] == {"rank 0 of 2": {}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "partial" in checkpoint.completed(packed(table))
+
+
+def test_a_state_with_all_curvature_is_not_partial() -> None:
+    checkpoint, table = of_several_ranks()
+    assert "partial" not in checkpoint.completed(packed(table, factor_a=torch.ones(3)))
+    assert "partial" not in checkpoint.completed(packed(table, "none"))
+
+
+# ------------------------------------------------------------------ loading
+def test_a_partial_state_is_refused_elsewhere() -> None:
+    checkpoint, table = made()
+    given = {**saved(table, factor_a=torch.ones(3)), "partial": {"rank 1 of 2": {}}}
+    with pytest.raises(RuntimeError, match="it was saved by rank 1 of 2, and this is .*consolidate_state_dict"):
+        checkpoint.read(given, lambda: False)
+    assert not table.state
+
+
+@pytest.mark.parametrize("given", [{}, {"state": {}}, {"param_groups": []}])
+def test_what_is_no_state_of_an_optimizer_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="not an optimizer state_dict: it needs 'state' and 'param_groups'"):
+        made()[0].read(given, lambda: False)
+
+
+def test_curvature_that_is_missing_is_named() -> None:
+    checkpoint, table = made()
+    with pytest.raises(ValueError, match="parameter 'weight': factor_a is missing"):
+        checkpoint.read(saved(table), lambda: False)
+
+
+def test_curvature_that_was_left_out_is_not_missed() -> None:
+    checkpoint, table = made()
+    (state,) = checkpoint.read(packed(table, "none"), lambda: False).states.values()
+    assert state.keys() == {"step", "global_step"}
+
+
+def test_installing_replaces_options_and_keeps_the_parameters() -> None:
+    checkpoint, table = made()
+    params = table.groups[0]["params"]
+    given = saved(table, factor_a=torch.ones(3))
+    given["param_groups"][0]["lr"] = 0.7
+    checkpoint.install(checkpoint.read(given, lambda: False))
+    assert table.groups[0]["lr"] == 0.7
+    assert table.groups[0]["params"] is params

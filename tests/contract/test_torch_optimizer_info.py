@@ -183,15 +183,14 @@ def run(optimizer: Any, loss: Callable[[], Tensor], steps: int, maximize: bool =
 class TestOptimizerInfo(TestCase):
     @optims(OPTIMS, dtypes=EVERY)
     def test_goes_in_the_right_direction(self, device: str, dtype: torch.dtype, optim_info: Any) -> None:
-        for config in optim_info.optim_inputs_func(device, dtype):
-            for foreach in (False, True):
-                if foreach and isinstance(config.kwargs.get("lr"), Tensor):
-                    continue
-                module, params, loss = optim_info.problem(device, dtype)
-                optimizer = optim_info.build(module, params, **{**config.kwargs, "foreach": foreach})
-                before = float(loss().detach())
-                run(optimizer, loss, 20, maximize=bool(config.kwargs.get("maximize")))
-                assert float(loss().detach()) < before, config.desc
+        """In one of the two ways of `foreach` each: that they agree is for another test to say."""
+        for index, config in enumerate(optim_info.optim_inputs_func(device, dtype)):
+            foreach = index % 2 == 1 and not isinstance(config.kwargs.get("lr"), Tensor)
+            module, params, loss = optim_info.problem(device, dtype)
+            optimizer = optim_info.build(module, params, **{**config.kwargs, "foreach": foreach})
+            before = float(loss().detach())
+            run(optimizer, loss, 20, maximize=bool(config.kwargs.get("maximize")))
+            assert float(loss().detach()) < before, config.desc
 
     @optims(OPTIMS, dtypes=EVERY)
     def test_goes_in_the_right_direction_with_schedulers(

@@ -306,14 +306,15 @@ def energies(rank: int, world: int, sizes: tuple[int, ...]) -> tuple[dict[str, i
     model = case.model()
     with case.build(model, STRATEGIES["comm"]()) as optimizer:
         asked: dict[str, int] = {}
-        needed = optimizer.preconditioner._needed
+        selection = optimizer.preconditioner.selection
+        by_energy = selection.by_energy
 
-        def listening(limits: Mapping[Any, int]) -> Tensor:
-            words = needed(limits)
-            asked.update(zip((b.name for b in limits), words[:, rank].long().tolist(), strict=True))
-            return words
+        def listening(limits: Mapping[Any, int]) -> dict[Any, int]:
+            found = by_energy(limits)
+            asked.update({block.name: rows for block, rows in found.items()})
+            return found
 
-        optimizer.preconditioner._needed = listening
+        selection.by_energy = listening
         own_step(model, optimizer, case, 0, rank, world)
         return optimizer.diagnostics()["rank"], asked
 
@@ -368,22 +369,28 @@ def test_rows_that_are_not_finite_count_as_none(pool: Pool, strategy: str) -> No
         assert all(distance(dense, optimizer.dense_curvature(name)) < 1e-10 for name, dense in held.items())
 
 
+INVERT = "secondorder.preconditioners.rows.invert_kernels"
+
+
 def failing(rank: int, world: int, strategy: str, where: str) -> tuple[dict[str, Any], Tensor, list[int]]:
     """Three refreshes, the second of which goes wrong on one rank: counters, trajectory, refreshes of each layer."""
     case = Case(keywords={"mode": "kid", "rank_fraction": 0.5, "update_steps": 1}, steps=3)
     model = case.model()
     with case.build(model, STRATEGIES[strategy]()) as optimizer:
-        curvature = optimizer.preconditioner
-        chosen, inverted, path = curvature.choose_rows, curvature.invert_rows, []
+        path = []
         for step in range(case.steps):
-            if step == 1 and where == "choosing" and rank == 1:
-                curvature.choose_rows = raising
-            if step == 1 and where == "inverting":
-                curvature.invert_rows = lambda kept, good: dict.fromkeys(kept, torch.tensor(False))
-            path.append(own_step(model, optimizer, case, step, rank, world))
-            curvature.choose_rows, curvature.invert_rows = chosen, inverted
+            with pytest.MonkeyPatch.context() as patch:
+                if step == 1 and where == "choosing" and rank == 1:
+                    patch.setattr(optimizer.preconditioner.selection, "choose", raising)
+                if step == 1 and where == "inverting":
+                    patch.setattr(INVERT, none_inverted)
+                path.append(own_step(model, optimizer, case, step, rank, world))
         refreshes = [optimizer.state[b.owner]["refreshes"] for b in optimizer.blocks.values()]
         return optimizer.diagnostics(), torch.stack(path), refreshes
+
+
+def none_inverted(kept: Mapping[Any, Any], *args: Any) -> dict[Any, Tensor]:
+    return dict.fromkeys(kept, torch.tensor(False))
 
 
 def raising(*args: Any) -> Any:

@@ -1,7 +1,7 @@
 """A plan says to the byte what the ranks of a run then send and store.
 
-Every world trains all methods under all strategies once; the tests look at what was counted. A run that has begun is
-compared step by step: plain steps, steps with statistics, and steps with a refresh.
+Every case, a method under a strategy in a world, trains once; the tests look at what was counted. A run that has begun
+is compared step by step: plain steps, steps with statistics, and steps with a refresh.
 """
 
 from __future__ import annotations
@@ -108,15 +108,17 @@ def measure(rank: int, world: int, wanted: list[tuple[str, str]]) -> dict[tuple[
     return results
 
 
-_measured: dict[tuple[int, bool], list[dict[tuple[str, str], dict[str, Any]]]] = {}
+_measured: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
 
 
 def measured(pool: Pool, world: int, method: str, strategy: str) -> list[dict[str, Any]]:
-    """By rank; all cases of a world are measured at the first call, slow ones apart."""
-    slow = (method, strategy) not in cases(world, slow=False)
-    if (world, slow) not in _measured:
-        _measured[world, slow] = pool.run(measure, cases(world, slow), world=world, timeout=240)
-    return [found[method, strategy] for found in _measured[world, slow]]
+    """By rank; slow cases are measured together at the first call, others when they are asked for."""
+    if (world, method, strategy) not in _measured:
+        slow = cases(world, slow=True)
+        wanted = slow if (method, strategy) in slow else [(method, strategy)]
+        ranks = pool.run(measure, wanted, world=world, timeout=240)
+        _measured.update({(world, *case): [found[case] for found in ranks] for case in wanted})
+    return _measured[world, method, strategy]
 
 
 @cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -121,3 +123,46 @@ def test_a_copy_has_the_counters_of_its_own() -> None:
     copied = refresher.copy()
     _take(copied, block, 0)
     assert (copied.refreshed_at, refresher.refreshed_at) == ({block.name: 0}, {})
+
+
+def test_blocks_that_a_checkpoint_left_out_are_not_refreshed_yet() -> None:
+    block = _block()
+    refresher = _refresher(block)
+    assert not refresher.is_refreshed(block)
+    _take(refresher, block, 0)
+    assert refresher.is_refreshed(block)
+    refresher.missing.add(block.name)
+    assert not refresher.is_refreshed(block)
+
+
+@pytest.mark.parametrize("forget", ["blocks", "by an error"])
+def test_a_refresh_that_is_forgotten_is_not_adopted(forget: str) -> None:
+    block = _block(overlap=True)
+    refresher = _refresher(block)
+    _take(refresher, block, 0)
+    _learn(block, 2.0)
+    _take(refresher, block, INTERVAL)
+    assert refresher.jobs
+    if forget == "blocks":
+        refresher.forget([block])
+        assert block.state["adopt_at"] == 0
+    else:
+        block.runtime.step = INTERVAL + LAG
+        with pytest.raises(ValueError, match="in a step"), refresher.adopting([block]):
+            raise ValueError("in a step")
+        assert block.state["adopt_at"] == INTERVAL + LAG  # the copies are there: the next step adopts them
+    assert not refresher.jobs
+    refresher.close()
+
+
+def test_outcomes_that_were_on_their_way_are_judged_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch, "Event", lambda device: arrived)
+    block = _block()
+    refresher = _refresher(block)
+    refresher.run([block], lambda blocks, host_checks: torch.tensor([False]), look=False)
+    assert refresher.failed == 0
+    refresher.settle()
+    assert (refresher.failed, refresher.failures) == (1, {block.name: 1})
+    refresher.settle()
+    assert refresher.failed == 1

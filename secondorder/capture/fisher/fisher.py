@@ -119,10 +119,7 @@ class ModelFisher:
 def resolved(
     outputs: Any, likelihood: Any, targets: Any = None
 ) -> tuple[list[Tensor], list[Likelihood], list[Tensor | None]]:
-    """Check the arguments of ``observe``.
-
-    Returns:
-        Outputs, likelihoods and targets by head.
+    """Return outputs, likelihoods and targets by head, from the arguments of ``observe``.
 
     Raises:
         ValueError: If a likelihood is unknown, or there are other numbers of them than of outputs.

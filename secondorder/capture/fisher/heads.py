@@ -31,7 +31,7 @@ class Head:
     def of(
         cls, outputs: Tensor, kind: Likelihood, targets: Tensor | None, batches: Sequence[int], batch_dim: int
     ) -> Head:
-        """Lay an output out by example: terms of one example need vectors of their own.
+        """Return an output laid out by example: terms of one example need vectors of their own.
 
         Args:
             outputs: As the model returned it.
@@ -39,9 +39,6 @@ class Head:
             targets: Its targets, or None.
             batches: Numbers of examples of the forwards that it may belong to.
             batch_dim: Dimension of the model's input that counts examples.
-
-        Returns:
-            The head.
 
         Raises:
             ValueError: If no axis of the output counts the examples.

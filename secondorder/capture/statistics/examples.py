@@ -225,14 +225,9 @@ def as_rows_matrix(rows: Rows, matrix: Tensor) -> Tensor:
 
 
 def second_moments(rows: Rows, real: float | Tensor) -> tuple[Tensor, Tensor]:
-    """``A = Σ ã ãᵀ / rows`` and ``G = Σ g gᵀ`` of pairs of rows, K-FAC's factors where g is scaled per datum.
+    """Return ``A = Σ ã ãᵀ / rows [(Γ,) n_a, n_a]`` and ``G = Σ g gᵀ [(Γ,) n_g, n_g]`` of pairs of rows.
 
-    Args:
-        rows: Pairs, padded ones with a at 0.
-        real: Number of rows that are not padding, ``[(Γ)]``.
-
-    Returns:
-        A ``[(Γ,) n_a, n_a]`` and G ``[(Γ,) n_g, n_g]``.
+    Padded rows have a at 0; ``real [(Γ)]`` counts the others.
     """
     g = rows.g.flatten(-3, -2)
     if rows.a is None:

@@ -292,17 +292,9 @@ class Sampler:
     def draw(
         self, adapter: Adapter, x: Tensor, g: Tensor, examples: int
     ) -> tuple[Tensor, Tensor, int, float, tuple[Tensor, Tensor] | None]:
-        """What to use of a call.
+        """Return input, output gradient and number of the examples to use of a call.
 
-        Args:
-            adapter: The layer's shapes and rows.
-            x: What it prepared from its input.
-            g: Gradient at its output.
-            examples: N.
-
-        Returns:
-            Input, output gradient and number of the examples to use, what makes ``Σ g gᵀ`` over them unbiased, and
-            rows a and g where positions were drawn.
+        They come with what makes ``Σ g gᵀ`` over them unbiased, and with rows a and g where positions were drawn.
         """
         weight, chosen = 1.0, None
         if self._examples is not None and examples > self._examples:

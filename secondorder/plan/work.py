@@ -1,0 +1,92 @@
+"""FLOPs of the stages of a step, from the sizes of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from secondorder.curvature.block import Block
+from secondorder.curvature.schema import Schema, tensors
+
+#: FLOPs of factorising [n, n] over n³: an eigendecomposition, a Cholesky factorisation with the inverse.
+_EIGEN, _CHOLESKY = 9.0, 1.0
+
+
+def flops_of_products(block: Block, schema: Schema, examples: float, rows: float) -> float:
+    """Return the FLOPs of the sums behind the factors of a layer, for some examples of so many rows each."""
+    sizes = (block.adapter.n_a, block.adapter.n_g)
+    dense = [f"packed_{s}" in schema or schema[f"factor_{s}"].symmetric for s in "ag"]
+    squares = sum(size**2 if full else size for size, full in zip(sizes, dense, strict=True))
+    return 2.0 * block.adapter.groups * examples * rows * squares
+
+
+def flops_of_scale(block: Block, examples: float, rows: float) -> float:
+    """Return the FLOPs of the squared gradients of some examples in the eigenbases, the least of the exact ways.
+
+    Args:
+        block: The block.
+        examples: Number of examples.
+        rows: Number of rows of each of them.
+
+    Returns:
+        The FLOPs.
+    """
+    n_a, n_g = block.adapter.n_a, block.adapter.n_g
+    rows_a, rows_g, product = 2.0 * rows * n_a**2, 2.0 * rows * n_g**2, 2.0 * rows * n_a * n_g
+    gradient = min(rows_a, 2.0 * n_g * n_a**2) + min(rows_g, 2.0 * n_g**2 * n_a) + product
+    return block.adapter.groups * examples * min(gradient, rows_a + rows_g + product * (rows + 1) / 2)
+
+
+def flops_of_refresh(block: Block, schema: Schema) -> float:
+    """Return the FLOPs of a refresh of a block."""
+    found = tensors(schema)
+    if "rows_g" in found:
+        return _flops_of_kernel(found["rows_g"], found["rows_a"])
+    n_a, n_g, groups = block.adapter.n_a, block.adapter.n_g, block.adapter.groups
+    total = 0.0
+    for n, factorise, _ in _factorizations(block, found):
+        total += factorise * groups * n**3
+        if "scale" in found:  # brought into the new basis
+            total += 2.0 * groups * (n**3 + n * n_a * n_g)
+    return total
+
+
+def flops_of_direction(block: Block, schema: Schema) -> float:
+    """Return the FLOPs of a preconditioned gradient of a block."""
+    found = tensors(schema)
+    n_a, n_g, groups = block.adapter.n_a, block.adapter.n_g, block.adapter.groups
+    if "rows_g" in found:
+        total = _flops_of_woodbury(found["rows_g"], found["rows_a"], n_a, n_g)
+    else:
+        total = sum(2.0 * products * groups * n * n_a * n_g for n, _, products in _factorizations(block, found))
+    return total + block.shaping_flops
+
+
+def _factorizations(block: Block, found: Mapping[str, Tensor]) -> list[tuple[int, float, int]]:
+    """The size of each factor that is not diagonal, the cost of its factorization, and products with what it finds."""
+    sides = zip("ag", (block.adapter.n_a, block.adapter.n_g), strict=True)
+    vector = 1 + (block.adapter.groups > 1)
+    return [
+        (n, cost, products)
+        for side, n in sides
+        for name, cost, products in (("basis", _EIGEN, 2), ("inverse", _CHOLESKY, 1))
+        if (key := f"{name}_{side}") in found and found[key].dim() > vector
+    ]
+
+
+def _flops_of_kernel(g: Tensor, a: Tensor) -> float:
+    """Of a kernel of rows and its inverse."""
+    (r, positions, d_g), groups = g.shape[-3:], g.shape[:-3].numel()
+    return groups * (2.0 * r**2 * positions**2 * (_width(a) + d_g) + r**3)
+
+
+def _flops_of_woodbury(g: Tensor, a: Tensor, n_a: int, n_g: int) -> float:
+    """Of a direction by rows and the inverse of their kernel."""
+    (r, positions, d_g), groups = g.shape[-3:], g.shape[:-3].numel()
+    return groups * (4.0 * r * positions * (n_a * n_g if _width(a) else d_g) + 2.0 * r**2)
+
+
+def _width(a: Tensor) -> int:
+    """Numbers in a row of inputs; none if the row is an index."""
+    return a.shape[-1] if a.is_floating_point() else 0

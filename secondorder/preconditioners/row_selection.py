@@ -1,0 +1,97 @@
+"""Which rows of a step each block keeps, and what fewer of them would get wrong."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from secondorder.capture.statistics.examples import as_rows_matrix
+from secondorder.comm.strategy import CommStrategy
+from secondorder.curvature import row_choice
+from secondorder.curvature.example_rows import Kept
+from secondorder.curvature.row_block import RowBlock
+from secondorder.curvature.row_choice import Energy, Pivots
+from secondorder.linalg import kernel, selection, woodbury
+from secondorder.linalg.dense import precision_of
+from secondorder.linalg.kernel import Rows
+from secondorder.parameters import Directions
+from secondorder.preconditioners.row_plan import RowPlan
+from secondorder.runtime import Runtime
+
+
+class RowSelection:
+    """Chooses rows among those that this rank has captured, in the mode of each group.
+
+    Args:
+        plan: The blocks.
+        comm: Communication strategy. Draws of different ranks are independent.
+        runtime: Step counter and seeds.
+
+    Attributes:
+        gradients: Gradients of this step by parameter, which the probes of a policy compare.
+    """
+
+    def __init__(self, plan: RowPlan, comm: CommStrategy, runtime: Runtime) -> None:
+        self._plan, self._comm, self._runtime = plan, comm, runtime
+        self.gradients: Directions = {}
+
+    def decide(self, blocks: Sequence[RowBlock]) -> None:
+        """Ask the policy for the mode of this refresh if any of the blocks depends on it."""
+        if any(block.group["mode"] == "auto" for block in blocks):
+            self._plan.modes.decide(self._runtime.step)
+
+    def by_energy(self, limits: Mapping[RowBlock, int]) -> dict[RowBlock, int]:
+        """Return the number of rows of those blocks for which the energy of their kernels decides."""
+        asking = [b for b in limits if self._plan.asks_energy(b)]
+        return row_choice.by_energy({b: Energy(b.captured.rows, limits[b], b.group["rank_energy"]) for b in asking})
+
+    def choose(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> dict[RowBlock, Kept]:
+        """Choose as many rows of each block as ``ranks`` says."""
+        kept: dict[RowBlock, Kept] = {}
+        pivots: dict[RowBlock, Pivots] = {}
+        for block in blocks:
+            mode, rows, group = self._plan.modes.mode_in(block.group), block.captured.rows, block.group
+            if mode == "kid":
+                pivots[block] = Pivots(rows, ranks[block], group["kid_pivoting"], group["kid_residual"], block.damping)
+                continue
+            norms = kernel.norms(rows)
+            found = rows if mode == "sngd" else self._sampled(block, rows, norms, ranks[block])
+            kept[block] = Kept(found, block.damping(norms.sum(-1)))
+        return kept | row_choice.interpolated(pivots)
+
+    def _sampled(self, block: RowBlock, rows: Rows, scores: Tensor, rank: int, purpose: str = "") -> Rows:
+        """Draw rows by their scores ``[(Γ,) n]``; a draw depends on the layer, the refresh and the rank alone."""
+        place = f" on rank {self._comm.rank}" if self._comm.combines else ""
+        refresh: int = block.state["refreshes"]
+        seed = self._runtime.seed(zlib.crc32(f"{purpose}{block.name}{place}".encode()), refresh)
+        return row_choice.sampled(rows, scores, rank, block.group["kis_sampling"], seed)
+
+    # ------------------------------------------------------------------ the error of few rows
+    def probe_errors(self, blocks: Sequence[RowBlock], ranks: Mapping[RowBlock, int]) -> list[Tensor]:
+        """Return the relative errors of KIS on a few layers, measured with this rank's examples alone."""
+        asking = [b for b in blocks if b.group["mode"] == "auto"]
+        usable = [b for b in asking if all(p in self.gradients for p in b.params)]
+        count = min(self._plan.modes.policy.probes, len(usable))
+        chosen = [usable[round(i * (len(usable) - 1) / max(count - 1, 1))] for i in range(count)]
+        return [self._probe_error(block, ranks[block]) for block in chosen]
+
+    def _probe_error(self, block: RowBlock, rank: int) -> Tensor:
+        """The relative error of the direction that KIS finds for a layer."""
+        fresh = block.captured
+        rows = fresh.rows if fresh.share == 1 else kernel.scaled(fresh.rows, fresh.share**-0.5)
+        gradient = block.layer.matrix([self.gradients[p].to(precision_of(p)) for p in block.params])
+        matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
+        damping = block.damping_of(norms.sum(-1), fresh.examples)
+        group = block.group
+        if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
+            most = max(1, group["max_rank"] // self._comm.sources(block.index))
+            rank = min(selection.planned_rank(fresh.examples, group["rank_fraction"], most), rows.n)
+        kept = self._sampled(block, rows, norms, rank, "probe of ")
+        inverse, _ = woodbury.damped_inverse(row_choice.widened(kernel.gram(kept)), damping)
+        exact = woodbury.exact_update(rows, damping, matrix)
+        off = woodbury.apply(kept, inverse, damping, matrix) - exact
+        error: Tensor = torch.linalg.vector_norm(off) / torch.linalg.vector_norm(exact).clamp(min=1e-30)
+        return error
