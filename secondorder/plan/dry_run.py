@@ -97,7 +97,9 @@ class LayerDryRun:
             states[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
         table = replace(curvature.table, state=states)
         runtime = replace(curvature.runtime, states=states, clock=None)
-        self.layers = self._copy(curvature, replace(curvature.setting, comm=comm, table=table, runtime=runtime))
+        self.layers = self._without_blocks(
+            curvature, replace(curvature.setting, comm=comm, table=table, runtime=runtime)
+        )
         self.layers.exchange = DryExchange(comm, curvature.exchange.rows_seen)
         self.layers.refresher = curvature.refresher.copy()
         self.layers.plan.borrow(curvature.plan)
@@ -109,7 +111,7 @@ class LayerDryRun:
             state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
 
     # ------------------------------------------------------------------ what a family supplies
-    def _copy(self, curvature: LayerPreconditioner, setting: Setting) -> LayerPreconditioner:
+    def _without_blocks(self, curvature: LayerPreconditioner, setting: Setting) -> LayerPreconditioner:
         """The preconditioner of the dry run, without blocks."""
         return type(curvature)(setting)
 

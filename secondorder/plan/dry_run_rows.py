@@ -81,7 +81,7 @@ class RowDryRun(LayerDryRun):
         self._sources = {block.index: curvature.comm.sources(block.index) for block in curvature.plan.blocks}
         super().__init__(curvature, comm, batch_size or curvature.plan.batch_size)
 
-    def _copy(self, curvature: LayerPreconditioner, setting: Setting) -> LayerPreconditioner:
+    def _without_blocks(self, curvature: LayerPreconditioner, setting: Setting) -> LayerPreconditioner:
         assert isinstance(curvature, RowPreconditioner)
         return type(curvature)(setting, self._batch_size, curvature.plan.modes.fixed())
 

@@ -105,7 +105,7 @@ class RowPreconditioner(LayerPreconditioner):
         on_host = all(b.owner.device.type == "cpu" for b in due)
         first = any(b.state["refreshes"] == 0 for b in due)
         failing = any(b.name in self.refresher.failures for b in due)
-        return due, on_host or first or failing or any(b.changes_layout(self.plan.limit(b)) for b in due)
+        return due, on_host or first or failing or any(map(self.plan.changes_layout, due))
 
     def refresh_due(self) -> list[int]:
         """Refresh the blocks that are due, after ranks have brought their rows together."""
@@ -152,8 +152,9 @@ class RowPreconditioner(LayerPreconditioner):
         self.plan.last_batch[block.name] = Batch(found.examples, found.rows.n, found.rows.g.shape[-2], whole)
         if block.is_factored:
             damping = block.damping_of(kernel.norms(found.rows).sum(-1), found.examples)
-            block.fold_moments(list(second_moments(found.rows, found.real)), found.examples, found.ok)
-            block.with_factors.keep_damping(block.state, damping, found.ok)
+            moments, factors = list(second_moments(found.rows, found.real)), block.with_factors
+            factors.fold(block.state, block.group, moments, found.examples, found.ok)
+            factors.keep_damping(block.state, damping, found.ok)
 
     def _filled(self, kept: Mapping[RowBlock, Kept]) -> Mapping[RowBlock, Kept]:
         """Rows with zeros up to the number that follows from the size of a batch."""
