@@ -92,7 +92,7 @@ class SecondOrderOptimizer(Lifecycle, Joinable):
         except BaseException:
             self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
-        self._table.warn_uncovered(self.preconditioner.covers)
+        self._table.warn_uncovered(self.preconditioner.covered)
         warn_without_effect(type(self), self.param_groups)
 
     def _cycles_betas(self, defaults: Group) -> bool:

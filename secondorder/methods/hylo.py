@@ -233,7 +233,7 @@ class HyLo(LayerOptimizer):
 
     def _norm(self, gradients: Directions) -> Tensor | None:
         """Norm of the gradient of all covered parameters."""
-        covered = [g for p, g in gradients.items() if self.preconditioner.covers(p)]
+        covered = [g for p, g in gradients.items() if p in self.preconditioner.covered]
         if not covered:
             return None
         double = any(g.dtype in (torch.float64, torch.complex128) for g in covered)

@@ -108,7 +108,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         self._table.root = unwrap(root)
         self._curvature.plan.blocks = []
         self._rebuild()
-        self._curvature.hook()
+        self._curvature.hooks.hook()
         self._table.is_followed = True
 
     def _plan(self) -> bool:
@@ -124,8 +124,8 @@ class LayerOptimizer(SecondOrderOptimizer):
 
     def _follow(self, replanned: bool) -> None:
         if replanned and self._curvature.hooks.is_hooked:
-            self._curvature.hook()
-        self._curvature.arm()
+            self._curvature.hooks.hook()
+        self._curvature.hooks.arm()
 
     def _prepare(self) -> None:
         _ = self.capture  # which raises without a module
@@ -137,7 +137,7 @@ class LayerOptimizer(SecondOrderOptimizer):
         self._tabulate()
         if not self._table.is_gathered():
             self._synchronize()
-        self._curvature.follow_schedule()
+        self._curvature.hooks.follow_schedule()
 
     def _allocate(self, p: nn.Parameter) -> None:
         self._curvature.plan.allocate(p)
@@ -249,7 +249,7 @@ class LayerOptimizer(SecondOrderOptimizer):
             TypeError: If an argument is of a wrong kind.
             RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
         """
-        self._curvature.observe(outputs, likelihood, targets)
+        self._curvature.hooks.observe(outputs, likelihood, targets)
 
     # ------------------------------------------------------------------ copies
     def _kept_by_copies(self) -> dict[str, Any]:

@@ -99,6 +99,20 @@ class CurvatureReport(Protocol):
         return 0
 
 
+class Covering(Protocol):
+    """A block or a window, as the first-order update sees it."""
+
+    @property
+    def group(self) -> Group:
+        """The group whose options it follows."""
+        ...
+
+    @property
+    def sets_length(self) -> bool:
+        """Whether its directions have a length that kl-clip does not change."""
+        ...
+
+
 class Preconditioner(Protocol):
     """The stages of a step over all curvature of an optimizer."""
 
@@ -173,14 +187,10 @@ class Preconditioner(Protocol):
         ...
 
     # ------------------------------------------------------------------ what the first-order update asks
+    @property
     @abstractmethod
-    def covers(self, p: nn.Parameter) -> bool:
-        """Return whether curvature covers a parameter."""
-        ...
-
-    @abstractmethod
-    def options_of(self, p: nn.Parameter) -> Group:
-        """Return the group whose options the curvature of a covered parameter follows."""
+    def covered(self) -> Mapping[nn.Parameter, Covering]:
+        """The block or window of each covered parameter."""
         ...
 
     @abstractmethod
@@ -197,10 +207,6 @@ class Preconditioner(Protocol):
             gate: None, or a 0-dim bool tensor: where it is False nothing changes.
         """
         return
-
-    def sets_length(self, p: nn.Parameter) -> bool:
-        """Return whether directions of a parameter have a length that kl-clip does not change."""
-        return False
 
     def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
         """Return the first-order rule of a preconditioned parameter.

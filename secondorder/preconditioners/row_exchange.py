@@ -138,7 +138,6 @@ class RowExchange:
         for block in blocks:
             if (raw := self.seen[block]) is not None:
                 traces = kernel.norms(raw.rows).sum(-1).double().reshape(-1)
-                assert raw.finite is not None
                 looked_at[block] = torch.cat([raw.finite.to(traces).reshape(1), traces])
         if looked_at:  # one wait for the device
             host = torch.cat([x.to(self._device_of(blocks[0])) for x in looked_at.values()]).cpu()

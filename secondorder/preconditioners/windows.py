@@ -22,7 +22,7 @@ from secondorder.curvature.window.window import Push
 from secondorder.linalg import gram
 from secondorder.linalg.dense import full_precision
 from secondorder.parallel.windows import WindowExchange
-from secondorder.parameters import Directions, Group, ParameterTable
+from secondorder.parameters import Directions, ParameterTable
 from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
 from secondorder.preconditioners.window_plan import Portions, WindowOptions, WindowPlan
 from secondorder.preconditioners.window_report import WindowReport
@@ -262,13 +262,10 @@ class WindowPreconditioner(Preconditioner):
         return found
 
     # ------------------------------------------------------------------ the first-order rules
-    def covers(self, p: nn.Parameter) -> bool:
-        """Return whether a window covers a parameter."""
-        return p in self.plan.unit_of
-
-    def options_of(self, p: nn.Parameter) -> Group:
-        """Return the group whose options the window of a covered parameter follows."""
-        return self.plan.unit_of[p].group
+    @property
+    def covered(self) -> Mapping[nn.Parameter, Unit]:
+        """The window of each covered parameter."""
+        return self.plan.unit_of
 
     def preconditioned(self, gradients: Directions) -> list[nn.Parameter]:
         """Return the covered parameters that have gradients."""
