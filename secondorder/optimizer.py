@@ -108,7 +108,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         except BaseException:
             self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
-        self._table.warn_uncovered(self.preconditioner.covers)
+        self._table.warn_uncovered(self.preconditioner.covered)
         self._options.warn_without_effect(self.param_groups)
 
     # ------------------------------------------------------------------ the parts
@@ -156,7 +156,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._table.root = None if root is None else unwrap(root)
         self.preconditioner.forget_plan([p for group in self.param_groups for p in group["params"]])
         self._allocator.rebuild()
-        self.preconditioner.hook()
+        self.preconditioner.hooks.hook()
         self._table.is_followed = True
 
     def _follow_forward(self) -> None:
@@ -165,7 +165,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._tabulate()
         if not self._table.is_gathered():
             self._allocator.synchronize()
-        self.preconditioner.follow_schedule()
+        self.preconditioner.hooks.follow_schedule()
 
     @property
     def grad_scaler(self) -> Any:
@@ -198,7 +198,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             self._options.warn_without_effect([group])
             self._tabulate()
             try:
-                self.preconditioner.replanned(self._allocator.rebuild())
+                self.preconditioner.hooks.replanned(self._allocator.rebuild())
             except RuntimeError:
                 self._allocator.take_back(group)
                 raise
@@ -374,7 +374,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             TypeError: If an argument is of a wrong kind.
             RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
         """
-        self.preconditioner.observe(outputs, likelihood, targets)
+        self.preconditioner.hooks.observe(outputs, likelihood, targets)
 
     def keep_directions(self) -> AbstractContextManager[dict[str, Tensor]]:
         """Keep the preconditioned directions of the steps inside the ``with`` block, for a look at them.
@@ -466,7 +466,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         curvature = self.preconditioner
         self._options.check_changes(self.param_groups)
         self._tabulate()
-        curvature.begin_step(self._allocator.synchronize)
+        curvature.hooks.begin_step(self._allocator.synchronize)
         self._join_ranks()
         self._checkpoint.gathered.tensors.clear()  # of a state that this step replaces
         self.comm.begin_step()

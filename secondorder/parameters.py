@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,16 +207,16 @@ class ParameterTable:
         return found
 
     # ------------------------------------------------------------------ warnings
-    def warn_uncovered(self, covers: Callable[[nn.Parameter], bool]) -> None:
+    def warn_uncovered(self, covered: Container[nn.Parameter]) -> None:
         """Name once, by reason, the parameters without curvature that the user has not asked to leave out."""
         by_reason: dict[str, list[str]] = {}
         for p, name in self.names.items():
-            if not covers(p) and p not in self.skipped_by_user and p.requires_grad:
+            if p not in covered and p not in self.skipped_by_user and p.requires_grad:
                 by_reason.setdefault(self.reasons.get(p, "not covered"), []).append(name)
         if not by_reason:
             return
         text = "; ".join(f"{reason}: {some_of(names)}" for reason, names in by_reason.items())
-        if any(covers(p) for p in self.names):
+        if any(p in covered for p in self.names):
             found = f"some parameters get no curvature and follow the fallback rule ({text})"
         else:
             rules = " or ".join(sorted({repr(group["fallback"]) for group in self.groups}))

@@ -43,7 +43,7 @@ class Update:
         """Return the factors by which grafting and kl-clip have multiplied directions in the last step."""
         firsts = {
             name: next((p for p in params if p in self.graft_factors), None)
-            for name, params in self._preconditioner.covered()
+            for name, params in self._preconditioner.reported()
         }
         found: dict[str, Any] = {
             "graft_factor": {n: float(self.graft_factors[p]) for n, p in firsts.items() if p is not None}
@@ -55,7 +55,7 @@ class Update:
     # ------------------------------------------------------------------ state
     def keys(self, p: nn.Parameter, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the keys of the state of the first-order rule that a parameter usually follows."""
-        covered = self._preconditioner.covers(p)
+        covered = p in self._preconditioner.covered
         if options.is_adam((group["graft"] or group["inner"]) if covered else group["fallback"]):
             return "exp_avg", "exp_avg_sq"
         rule = _plain_rule("sgd", group)
@@ -96,7 +96,7 @@ class Update:
         """
         curvature = self._preconditioner
         params = curvature.preconditioned(gradients)
-        grafted = [p for p in params if options.is_adam(curvature.options_of(p)["graft"])]
+        grafted = [p for p in params if options.is_adam(curvature.covered[p].group["graft"])]
         self._count_moments(grafted, gradients, gate)
         if not curvature.takes_sources:
             return {}
@@ -121,7 +121,7 @@ class Update:
     def _with_decay(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
         """What Adam takes for the gradient of a covered parameter: with weight decay, where that is coupled."""
         group = self._table.group_of[p]
-        if not group["weight_decay"] or options.is_decoupled(self._preconditioner.options_of(p)["graft"], group):
+        if not group["weight_decay"] or options.is_decoupled(self._preconditioner.covered[p].group["graft"], group):
             return gradient
         return gradient.add(local(p), alpha=group["weight_decay"])
 
@@ -173,11 +173,11 @@ class Update:
 
     def _kl_clip(self, directions: Directions, products: Directions) -> None:
         """Bound the KL divergence that the step may cause, in all groups with one limit together."""
-        group_of, curvature = self._table.group_of, self._preconditioner
+        group_of, covered = self._table.group_of, self._preconditioner.covered
         clipped = [
             p
             for p in directions
-            if group_of[p].get("kl_clip") and curvature.options_of(p)["graft"] is None and not curvature.sets_length(p)
+            if group_of[p].get("kl_clip") and covered[p].group["graft"] is None and not covered[p].sets_length
         ]
         if not clipped:
             return
@@ -227,9 +227,9 @@ class Update:
     def rule(self, p: nn.Parameter, group: Group, preconditioned: bool) -> Rule:
         """Return the first-order rule of a parameter in this step, which may differ if it has a direction."""
         curvature = self._preconditioner
-        if not curvature.covers(p):
+        if p not in curvature.covered:
             return _rule_named(group["fallback"], group, is_fallback=True)
-        graft = curvature.options_of(p)["graft"]
+        graft = curvature.covered[p].group["graft"]
         if preconditioned:
             if options.is_adam(graft):  # coupled decay is in Adam's moments
                 is_decoupled = options.is_decoupled(graft, group)

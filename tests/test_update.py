@@ -1,6 +1,7 @@
 """The first-order update on plain values: rules, the guard, and which parameters are updated in one call."""
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,20 +28,15 @@ class Covering:
     def __init__(self, options: Mapping[nn.Parameter, dict[str, Any]], factor: float = 1.0) -> None:
         self._options, self._factor = options, factor
 
-    def covers(self, p: nn.Parameter) -> bool:
-        return p in self._options
-
-    def options_of(self, p: nn.Parameter) -> dict[str, Any]:
-        return self._options[p]
+    @property
+    def covered(self) -> dict[nn.Parameter, Any]:
+        return {p: SimpleNamespace(group=group, sets_length=False) for p, group in self._options.items()}
 
     def preconditioned(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[nn.Parameter]:
         return [p for p in gradients if p in self._options]
 
     def change_sources(self, source: Any, gradients: Any, gate: Any) -> None:
         pass
-
-    def sets_length(self, p: nn.Parameter) -> bool:
-        return False
 
     def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
         return rule._replace(factor=self._factor)

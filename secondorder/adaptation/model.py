@@ -94,7 +94,7 @@ class LocalModel:
         """``Σ ⟨D_i, product(D_j)⟩ [k, k]`` over the blocks that precondition, ``D [(Γ,) n_g, n_a]``."""
         k, first = len(directions), next(iter(directions[0].values()))
         total = torch.zeros(k, k, dtype=torch.float64, device=first.device)
-        for block in self._curvature.active(directions[0]):
+        for block in self._curvature.directions.active(directions[0]):
             matrices = [block.layer.matrix([d[p].to(precision_of(p)) for p in block.params]) for d in directions]
             images = [product(block, m) for m in matrices]
             rows = [torch.stack([(m * image).sum() for image in images]) for m in matrices]

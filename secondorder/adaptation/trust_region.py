@@ -181,7 +181,7 @@ class TrustRegion:
         """
         evaluation = self._evaluation
         try:
-            if evaluation is None or not self._curvature.active(gradients):
+            if evaluation is None or not self._curvature.directions.active(gradients):
                 move()
                 return
             if self._calibrates():

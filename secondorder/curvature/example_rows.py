@@ -5,6 +5,8 @@ Unlike factors, rows have sizes that depend on the batch: R rows of S positions 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,18 +21,22 @@ from secondorder.linalg.kernel import Rows
 DOUBLE_ROWS = 4096
 
 
-class Raw(NamedTuple):
+@dataclass(frozen=True)
+class Raw:
     """Rows of a block as captured on this rank.
 
     Attributes:
         rows: Neither scaled nor divided by anything.
         real: Rows that are not padding.
-        finite: Whether all numbers are, a 0-dim bool tensor; None where it was not asked.
     """
 
     rows: Rows
     real: float | Tensor
-    finite: Tensor | None = None
+
+    @cached_property
+    def finite(self) -> Tensor:
+        """Whether all numbers are finite, a 0-dim bool tensor."""
+        return all_finite(self.rows)
 
 
 class Fresh(NamedTuple):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from secondorder.curvature.background import Background, Job
 from secondorder.curvature.block import Block
-from secondorder.curvature.factorization import Found, Task, factorise
+from secondorder.curvature.factorization import Found, Task, factorise, joint_ok
 from secondorder.curvature.refresh_schedule import Counters, RefreshSchedule
 from secondorder.linalg.dense import full_precision
 
@@ -31,6 +31,8 @@ log: logging.Logger = logging.getLogger("secondorder")
 Key = tuple[Block, str]
 #: What a refresh finds, by how its names begin.
 _FOUND = ("basis_", "eigenvalues_", "inverse_")
+#: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
+REFRESH_PORTION = 1 << 24
 
 
 class Refresher:
@@ -65,12 +67,10 @@ class Refresher:
         #: Blocks that adopt in this step what was begun earlier.
         self._adopting: set[Block] = set()
 
-    def copy(self) -> Refresher:
-        """Return a refresher with the same counters and with nothing in the background."""
-        found = type(self)(self.schedule, self.interval, self.max_failures)
-        found.failures, found.failed_at, found.failed = dict(self.failures), dict(self.failed_at), self.failed
-        found.refreshed_at, found.missing = dict(self.refreshed_at), set(self.missing)
-        return found
+    def follow(self, other: Refresher) -> None:
+        """Continue from the counters of another refresher, with nothing in the background."""
+        self.failures, self.failed_at, self.failed = dict(other.failures), dict(other.failed_at), other.failed
+        self.refreshed_at, self.missing = dict(other.refreshed_at), set(other.missing)
 
     # ------------------------------------------------------------------ when
     def is_due(self, block: Block, count: int) -> bool:
@@ -180,6 +180,28 @@ class Refresher:
         return [b.index for b in blocks]
 
     # ------------------------------------------------------------------ factorizations
+    def refresh(self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool = False) -> Tensor:
+        """Refresh some blocks, a portion at a time, so that temporaries do not grow with the model.
+
+        Args:
+            blocks: The blocks.
+            host_checks: Whether the host may look at results.
+            mirrors: As in :func:`secondorder.curvature.factorization.factorise`.
+            restores: Whether this finds only what a checkpoint has left out.
+
+        Returns:
+            Whether each went well, ``[len(blocks)]``. One that fails keeps its last good result.
+        """
+        return torch.cat([self._refresh(some, host_checks, mirrors, restores) for some in _portions(blocks)])
+
+    def _refresh(self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool) -> Tensor:
+        found = self.find(blocks, host_checks, mirrors, restores)
+        ok = joint_ok(found, blocks)
+        for block, good in zip(blocks, ok.unbind(), strict=True):
+            adopt = block.restore if restores else block.adopt
+            adopt({side: found[block, side][0] for side in "ag" if (block, side) in found}, good)
+        return ok
+
     def find(
         self, blocks: Sequence[Block], host_checks: bool, mirrors: bool, restores: bool = False
     ) -> dict[Key, Found]:
@@ -271,6 +293,17 @@ class Refresher:
         """Bytes of what is being found in the background."""
         states = [(block.layer.precision.itemsize, block.state) for block in self.jobs]
         return sum(v.numel() * size for size, state in states for k, v in state.items() if k.startswith(_FOUND))
+
+
+def _portions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
+    start = size = 0
+    for i, block in enumerate(blocks):
+        own = block.refresh_size
+        if size and size + own > REFRESH_PORTION:
+            yield blocks[start:i]
+            start, size = i, 0
+        size += own
+    yield blocks[start:]
 
 
 def _tensors_of(found: Mapping[Key, Found]) -> Iterable[Tensor]:

@@ -99,13 +99,6 @@ class RowBlock(Block):
         """Whether the rows are finite, where ranks agree on them."""
         return torch.tensor(True) if measured.rest is None else measured.rest.finite
 
-    def changes_layout(self, rows: int) -> bool:
-        """Whether the rows of this step have other sizes than those in the state, if so many are kept."""
-        held = self.state.get("rows_g")
-        if self.is_factored or held is None or self.fresh is None:
-            return False
-        return (rows, *self.fresh.rows.g.shape[-2:]) != tuple(held.shape[-3:])
-
     # ------------------------------------------------------------------ statistics
     def statistic(self, due: Due = ESTIMATE_ALONE) -> ExampleRows:
         """An empty statistic; it collects pairs of rows if factors may be made of them."""
@@ -152,14 +145,6 @@ class RowBlock(Block):
         """λ of the rows of this step from the trace of their kernel, unless other ranks have rows, too."""
         fresh = self.captured
         return self.damping_of(trace, fresh.examples) if fresh.damping is None else fresh.damping
-
-    def adopt_rows(self, kept: Kept, inverse: Tensor, good: Tensor) -> None:
-        """Store rows and the inverse of their kernel if they are good."""
-        self.with_rows.adopt(self.state, kept, inverse, good)
-
-    def fold_moments(self, moments: list[Tensor], examples: int, good: Tensor) -> None:
-        """Fold the second moments of the rows of a step into the factors."""
-        self.with_factors.fold(self.state, self.group, moments, examples, good)
 
     def tasks(self, begun: bool = False) -> dict[str, Task]:
         """The factors to bring into their eigenbases, by side."""

@@ -77,5 +77,5 @@ def _invert_together(
         ok = {}
         for (block, k), inverse, good in zip(kept.items(), *(stacks.parted(t, leads) for t in found), strict=True):
             ok[block] = good.all() & usable[block]
-            block.adopt_rows(k, inverse, ok[block])
+            block.with_rows.adopt(block.state, k, inverse, ok[block])
     return ok

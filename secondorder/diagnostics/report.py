@@ -113,7 +113,7 @@ class Report:
         if (entry := known(self.table.entries, key)) is not None:
             return entry.kind
         if key in RULE_KEYS:
-            return "fallback" if key != "momentum_buffer" and not self.curvature.covers(p) else "momentum"
+            return "fallback" if key != "momentum_buffer" and p not in self.curvature.covered else "momentum"
         return "buffers"
 
 

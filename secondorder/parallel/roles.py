@@ -14,6 +14,7 @@ from secondorder.comm.strategy import Parcel
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, keys
 from secondorder.linalg.dense import full_precision
+from secondorder.parallel.exchange import parcel_of
 
 if TYPE_CHECKING:
     from secondorder.preconditioners.layers import LayerPreconditioner
@@ -58,7 +59,9 @@ class RoleWorker:
         """
         block = self._block(index)
         also = place == "curvature" and block.uses_estimate
-        return self._curvature.parcel_of(block, Place(place), *([Place.ESTIMATE] if also else []))
+        return parcel_of(
+            block, self._curvature.plan.live_schema(block), Place(place), *([Place.ESTIMATE] if also else [])
+        )
 
     def updates_of(self, index: int) -> int:
         """Return how often something was folded into the estimate of a block."""

@@ -97,9 +97,9 @@ class LayerDryRun:
             states[p] = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in state.items()}
         table = replace(curvature.table, state=states)
         runtime = replace(curvature.runtime, states=states, clock=None)
-        self.layers = self._copy(curvature, replace(curvature.setting, comm=comm, table=table, runtime=runtime))
-        self.layers.exchange = DryExchange(comm, curvature.exchange.rows_seen)
-        self.layers.refresher = curvature.refresher.copy()
+        setting = replace(curvature.setting, comm=comm, table=table, runtime=runtime)
+        self.layers = self._without_blocks(curvature, setting, DryExchange(comm, curvature.exchange.rows_seen))
+        self.layers.refresher.follow(curvature.refresher)
         self.layers.plan.borrow(curvature.plan)
         schemas = self._schemas()
         self.layers.plan.imagined = schemas
@@ -109,9 +109,11 @@ class LayerDryRun:
             state.update({k: v if isinstance(v, Tensor) else max(1, v) for k, v in found.items()})
 
     # ------------------------------------------------------------------ what a family supplies
-    def _copy(self, curvature: LayerPreconditioner, setting: Setting) -> LayerPreconditioner:
+    def _without_blocks(
+        self, curvature: LayerPreconditioner, setting: Setting, exchange: DryExchange
+    ) -> LayerPreconditioner:
         """The preconditioner of the dry run, without blocks."""
-        return type(curvature)(setting)
+        return type(curvature)(setting, exchange)
 
     def _schemas(self) -> dict[int, Schema]:
         """What the states of the blocks hold, by index."""
@@ -131,20 +133,20 @@ class LayerDryRun:
 
     def intervals(self) -> list[int]:
         """Return the intervals of statistics, scales and refreshes."""
-        return [n for found in self.layers.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
+        return [n for found in self.layers.agenda.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
 
     def key(self, t: int) -> Hashable:
         """Return what is due."""
         self._go_to(t)
         blocks = self.layers.plan.blocks
-        due = [(i, *blocks[i].sums(own)) for i, own in self.layers.find_due().items()]
+        due = [(i, *blocks[i].sums(own)) for i, own in self.layers.agenda.find_due().items()]
         return self._comm.key(t), tuple(due), tuple(b.index for b in blocks if self.layers.is_due(b))
 
     def step(self, t: int) -> None:
         """Run the stages of a step."""
         layers = self.layers
         self._go_to(t)
-        layers.hooks.arm(layers.find_due())
+        layers.hooks.due = layers.agenda.find_due()
         self._comm.average_gradients(list(layers.table.group_of))
         layers.reduce(Captured({}, {}))
         layers.learn(self._captured(), {}, None)

@@ -19,7 +19,7 @@ from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_forms import factors_are_cheaper, products_are_smaller
 from secondorder.curvature.schema import Schema, likes
 from secondorder.parallel.rows import Census
-from secondorder.plan.dry_run import LayerDryRun
+from secondorder.plan.dry_run import DryExchange, LayerDryRun
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
@@ -81,9 +81,12 @@ class RowDryRun(LayerDryRun):
         self._sources = {block.index: curvature.comm.sources(block.index) for block in curvature.plan.blocks}
         super().__init__(curvature, comm, batch_size or curvature.plan.batch_size)
 
-    def _copy(self, curvature: LayerPreconditioner, setting: Setting) -> LayerPreconditioner:
+    def _without_blocks(
+        self, curvature: LayerPreconditioner, setting: Setting, exchange: DryExchange
+    ) -> LayerPreconditioner:
         assert isinstance(curvature, RowPreconditioner)
-        return type(curvature)(setting, self._batch_size, curvature.plan.modes.fixed())
+        modes = curvature.plan.modes.fixed()
+        return type(curvature)(setting, exchange, batch_size=self._batch_size, modes=modes)
 
     def _schemas(self) -> dict[int, Schema]:
         layers, blocks = self.layers, self.layers.plan.blocks

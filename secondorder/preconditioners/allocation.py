@@ -71,7 +71,7 @@ class Allocator:
     def synchronize(self) -> None:
         """Follow parameters that were added, frozen, unfrozen, moved or cast since the last step."""
         if self._table.layout() != self._table.signature:
-            self._preconditioner.replanned(self.rebuild())
+            self._preconditioner.hooks.replanned(self.rebuild())
 
     def follow_replaced(self) -> None:
         """Follow parameters that a trainer has put in the place of others since the last step."""

@@ -112,6 +112,20 @@ class CurvatureReport(ABC):
         return 0
 
 
+class Covering(Protocol):
+    """A block or a window, as the first-order update sees it."""
+
+    @property
+    def group(self) -> Group:
+        """The group whose options it follows."""
+        ...
+
+    @property
+    def sets_length(self) -> bool:
+        """Whether its directions have a length that kl-clip does not change."""
+        ...
+
+
 class Preconditioner(ABC):
     """The stages of a step over all curvature of an optimizer."""
 
@@ -155,14 +169,8 @@ class Preconditioner(ABC):
     def forget(self, params: Sequence[nn.Parameter]) -> None:
         """Forget parameters whose group could not be added."""
 
-    def hook(self) -> None:
-        """Hook the layers of the module, where something is captured."""
-
     def rebuilt(self) -> None:
         """Act on a new plan whose state has been allocated."""
-
-    def replanned(self, changed: bool) -> None:
-        """Act on a new plan between two steps, given whether it differs from the last one."""
 
     def detach(self) -> None:
         """Remove all hooks, and end what runs in the background. Idempotent."""
@@ -173,7 +181,7 @@ class Preconditioner(ABC):
         """The blocks or windows, by name."""
 
     @abstractmethod
-    def covered(self) -> Iterable[tuple[str, Sequence[nn.Parameter]]]:
+    def reported(self) -> Iterable[tuple[str, Sequence[nn.Parameter]]]:
         """Return the name and the parameters of each block, or of each window on this rank."""
 
     # ------------------------------------------------------------------ copies
@@ -186,9 +194,6 @@ class Preconditioner(ABC):
         return state
 
     # ------------------------------------------------------------------ the stages of a step
-    def begin_step(self, synchronize: Callable[[], None]) -> None:
-        """Refuse a step that cannot be taken. ``synchronize`` follows parameters that changed since the last one."""
-
     def acceptable(self, gradients: Directions) -> Tensor:
         """Return whether a step can use the gradients, as a 0-dim bool tensor."""
         found = [torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()]
@@ -197,14 +202,8 @@ class Preconditioner(ABC):
     def inspected(self, gradients: Directions) -> None:
         """Note the gradients of a step after they have been checked."""
 
-    def follow_schedule(self) -> None:
-        """Let intervals that changed since the last step act on the forward pass that begins."""
-
     def end_step(self) -> None:
         """Prepare for the coming step."""
-
-    def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
-        """Estimate the Fisher of the model's own predictions where it is used; see ``SecondOrderOptimizer.observe``."""
 
     @abstractmethod
     def facts(self) -> dict[str, list[str]]:
@@ -265,13 +264,10 @@ class Preconditioner(ABC):
         """
 
     # ------------------------------------------------------------------ what the first-order update asks
+    @property
     @abstractmethod
-    def covers(self, p: nn.Parameter) -> bool:
-        """Return whether curvature covers a parameter."""
-
-    @abstractmethod
-    def options_of(self, p: nn.Parameter) -> Group:
-        """Return the group whose options the curvature of a covered parameter follows."""
+    def covered(self) -> Mapping[nn.Parameter, Covering]:
+        """The block or window of each covered parameter."""
 
     def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
         """Return β₁, β₂ and ε of Adam's rule in a group."""
@@ -290,10 +286,6 @@ class Preconditioner(ABC):
             gate: None, or a 0-dim bool tensor: where it is False nothing changes.
         """
         return
-
-    def sets_length(self, p: nn.Parameter) -> bool:
-        """Return whether directions of a parameter have a length that kl-clip does not change."""
-        return False
 
     def rule(self, p: nn.Parameter, group: Mapping[str, Any], rule: Rule) -> Rule:
         """Return the first-order rule of a preconditioned parameter.

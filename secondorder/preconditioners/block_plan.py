@@ -4,36 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from secondorder.comm.layout import is_cut
-from secondorder.comm.strategy import CommStrategy, Unit
+from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import Block
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
 from secondorder.curvature.wrappers import clean_name, unwrap
-from secondorder.parameters import Group, ParameterTable
-from secondorder.runtime import Runtime
 
-#: Makes the block of a layer with an index and a group.
-NewBlock = Callable[[Layer, int, Group], Block]
+if TYPE_CHECKING:
+    from secondorder.parallel.exchange import StatisticsExchange
+    from secondorder.preconditioners.layer_capture import Setting
 
 
 class BlockPlan:
     """Plans blocks over the layers of a module, and allocates their state.
 
     Args:
-        new_block: Makes a block.
-        options: The options that are the same for all layers.
-        comm: Communication strategy.
-        table: The parameters.
-        runtime: The values that all parts of the optimizer share.
+        setting: What the blocks share with the optimizer.
+        block_type: The class of the blocks.
         interval: Name of the option that says how many steps lie between two refreshes.
-        places_here: Where this rank is, of the places at which tensors of a block are.
+        exchange: What the blocks exchange with other ranks.
 
     Attributes:
         blocks: The blocks, in the order of their indices.
@@ -44,16 +41,14 @@ class BlockPlan:
 
     def __init__(
         self,
-        new_block: NewBlock,
-        options: LayerOptions,
-        comm: CommStrategy,
-        table: ParameterTable,
-        runtime: Runtime,
+        setting: Setting,
+        block_type: type[Block],
         interval: str,
-        places_here: Callable[[Block | None], frozenset[Place]],
+        exchange: StatisticsExchange,
     ) -> None:
-        self.new_block, self.options, self.interval = new_block, options, interval
-        self.comm, self.table, self.runtime, self._places_here = comm, table, runtime, places_here
+        self.options, self.comm, self.table, self.runtime = setting.layers, setting.comm, setting.table, setting.runtime
+        self.interval, self._exchange = interval, exchange
+        self._new_block = partial(block_type, runtime=setting.runtime, options=setting.layers, fisher=setting.fisher)
         self.blocks: list[Any] = []
         self.block_of: dict[nn.Parameter, Any] = {}
         self.shapes: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
@@ -77,7 +72,7 @@ class BlockPlan:
         _refuse_tensor_parallel(root, plan.layers)
         changed = [layer.signature for layer in plan.layers] != [b.layer.signature for b in self.blocks]
         if changed:
-            self.blocks = [self.new_block(layer, i, group_of[layer.owner]) for i, layer in enumerate(plan.layers)]
+            self.blocks = [self._new_block(layer, i, group_of[layer.owner]) for i, layer in enumerate(plan.layers)]
             self.block_of = {p: b for b in self.blocks for p in b.params}
         for block in self.blocks:
             block.group = group_of[block.owner]
@@ -136,7 +131,7 @@ class BlockPlan:
 
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:
         """Return where this rank is, of the places at which tensors of a parameter's state are."""
-        return self._places_here(self.block_of.get(p))
+        return self._exchange.places_here(self.block_of.get(p))
 
     def allocate(self, p: nn.Parameter) -> None:
         """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""

@@ -1,16 +1,21 @@
-"""Directions of blocks on the ranks that apply them: whole on every rank, or this rank's pieces of them."""
+"""Directions of blocks on the ranks that apply them: whole on every rank, or this rank's shards of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from secondorder.comm.strategy import CommStrategy, Parcel
 from secondorder.curvature.block import Block
-from secondorder.linalg.dense import precision_of
+from secondorder.curvature.refresh import Refresher
+from secondorder.linalg.dense import full_precision, precision_of
+from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parallel.shards import Shards, zeros_like_shard
-from secondorder.parameters import Directions
+from secondorder.parameters import Directions, ParameterTable
+from secondorder.preconditioners.base import Proposal
+from secondorder.preconditioners.block_plan import BlockPlan
 
 #: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
 _PORTION = 32 * 2**20
@@ -19,6 +24,96 @@ _PORTION = 32 * 2**20
 DirectionsOf = Callable[[Block, Directions], list[Tensor]]
 #: Finds what to precondition of some blocks, whole on the ranks that precondition them.
 WholesOf = Callable[[Sequence[Block], Directions], Directions]
+
+
+class WholeGradients:
+    """Gathers what to precondition where parameters are sharded, and the same gradients only once in a step.
+
+    Args:
+        comm: Communication strategy.
+        table: The parameters.
+    """
+
+    def __init__(self, comm: CommStrategy, table: ParameterTable) -> None:
+        self._comm, self._table = comm, table
+        #: Gradients of this step that were sent, and what was gathered of them.
+        self._sent: Directions = {}
+        self._kept: Directions = {}
+
+    def gather(self, blocks: Sequence[Block], source: Directions) -> Directions:
+        """Return what to precondition of some blocks, whole on the ranks that precondition them."""
+        here = [b for b in blocks if all(p in source and self._sent.get(p) is source[p] for p in b.params)]
+        rest = [b for b in blocks if b not in here]
+        found = {p: self._kept[p] for b in here for p in b.params if p in self._kept}
+        return found | (self._gather(rest, source) if rest else {})
+
+    def _gather(self, blocks: Sequence[Block], source: Directions) -> Directions:
+        params = [p for b in blocks for p in b.params]
+        pieces = {p: source[p] if p in source else zeros_like_shard(p) for p in params}
+        return self._table.shards.gather(params, pieces, _ranks_of(self._comm, blocks))
+
+    def keep(self, blocks: Sequence[Block], gradients: Directions) -> Directions:
+        """Gather the gradients of some blocks, and keep them for the directions of this step."""
+        self._sent = {p: gradients[p] for b in blocks for p in b.params}
+        self._kept = self._gather(blocks, gradients)
+        return self._kept
+
+    def forget(self) -> None:
+        """Keep nothing of this step."""
+        self._sent, self._kept = {}, {}
+
+
+class LayerDirections:
+    """Finds the directions of the blocks that precondition.
+
+    Args:
+        plan: The blocks.
+        refresher: When they are refreshed.
+        exchange: Makes room for the directions of blocks that other ranks precondition.
+
+    Attributes:
+        wholes: The whole gradients of sharded parameters.
+    """
+
+    def __init__(self, plan: BlockPlan, refresher: Refresher, exchange: StatisticsExchange) -> None:
+        self._plan, self._refresher, self._exchange = plan, refresher, exchange
+        self.wholes = WholeGradients(plan.comm, plan.table)
+
+    def is_ready(self, block: Any) -> bool:
+        """Return whether a block preconditions."""
+        return block.group[self._plan.interval] > 0 and self._refresher.is_refreshed(block)
+
+    def active(self, gradients: Directions) -> list[Any]:
+        """Return the blocks that precondition in a step with these gradients."""
+        return [b for b in self._plan.blocks if self.is_ready(b) and all(map(gradients.__contains__, b.params))]
+
+    def propose(self, gradients: Directions, source: Directions) -> Proposal:
+        """Return the preconditioned directions of the parameters of active blocks."""
+        plan = self._plan
+        ready = [b for b in plan.blocks if self.is_ready(b)]
+        if not ready:
+            return Proposal({}, {}, [])
+        with full_precision(ready[0].owner.device):
+            if plan.table.shards.is_sharded:
+                found = resharded(plan.comm, plan.table.shards, ready, source, self.wholes.gather, self._directions_of)
+            else:
+                found = replicated(plan.comm, ready, source, self._directions_of)
+        active = [b for b in ready if all(map(gradients.__contains__, b.params))]
+        directions = {p: found[p] for b in active for p in b.params}
+        return Proposal(directions, gradients, [(b.group["graft"], b.params) for b in active])
+
+    def _directions_of(self, block: Block, source: Directions) -> list[Tensor]:
+        """Directions of the parameters of a block; room for them where another rank finds them."""
+        if not self._plan.comm.preconditions(block.index) or not all(map(source.__contains__, block.params)):
+            return self._exchange.room(block)
+        direction = block.precondition(self.matrix_of(block, source))
+        return block.layer.split(block.shape(direction))
+
+    def matrix_of(self, block: Block, source: Directions) -> Tensor:
+        """Return the gradients of a block as a matrix ``[(Γ,) n_g, n_a]`` in temporary memory."""
+        workspace = self._plan.runtime.workspace
+        workspace.reset()
+        return block.layer.matrix([source[p].to(precision_of(p)) for p in block.params], workspace)
 
 
 def replicated(
@@ -45,7 +140,7 @@ def resharded(
     wholes_of: WholesOf,
     directions_of: DirectionsOf,
 ) -> Directions:
-    """This rank's pieces of the directions of all blocks."""
+    """This rank's shards of the directions of all blocks."""
     found: Directions = {}
     for some in _portions(blocks):
         params = [p for b in some for p in b.params]
@@ -54,13 +149,6 @@ def resharded(
         done = {p: d for b in ours for p, d in zip(b.params, directions_of(b, wholes), strict=True)}
         found |= shards.scatter(params, done, _ranks_of(comm, some))
     return found
-
-
-def whole_gradients(comm: CommStrategy, shards: Shards, blocks: Sequence[Block], source: Directions) -> Directions:
-    """What to precondition of some blocks, whole on the ranks that precondition them."""
-    params = [p for b in blocks for p in b.params]
-    pieces = {p: source[p] if p in source else zeros_like_shard(p) for p in params}
-    return shards.gather(params, pieces, _ranks_of(comm, blocks))
 
 
 def _ranks_of(comm: CommStrategy, blocks: Sequence[Block]) -> list[Sequence[int]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -24,6 +24,22 @@ class NoHooks:
             AttributeError: Always, since nothing is captured.
         """
         raise AttributeError("a window of past gradients captures nothing of the layers of a module")
+
+    def hook(self) -> None:
+        """Hook nothing."""
+
+    def replanned(self, changed: bool) -> None:
+        """Do nothing after a new plan between two steps."""
+
+    def begin_step(self, synchronize: Callable[[], None]) -> None:
+        """Follow parameters that were frozen, unfrozen or moved since the last step, as no forward pass has done."""
+        synchronize()
+
+    def follow_schedule(self) -> None:
+        """Do nothing, since no interval decides what is captured."""
+
+    def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
+        """Do nothing, since windows contain gradients of the loss."""
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from secondorder.capture.backwards import REPLACED
 from secondorder.capture.capture import Capture
 from secondorder.capture.coverage import NO_HOOKS, REPEATED, advice, kind_of, verdict
+from secondorder.capture.fisher.fisher import ModelFisher, resolved
 from secondorder.capture.layers.parts import watched_attention
 from secondorder.capture.layers.projections import Projection
 from secondorder.capture.loss_scale import UNKNOWN, LossScale
@@ -29,6 +30,7 @@ from secondorder.preconditioners.hooks import check_mask
 from secondorder.runtime import Clock, Runtime
 
 if TYPE_CHECKING:
+    from secondorder.preconditioners.agenda import Agenda
     from secondorder.preconditioners.block_plan import BlockPlan
 
 
@@ -63,14 +65,19 @@ class LayerCapture:
     Args:
         setting: What it shares with the optimizer.
         plan: The blocks.
+        agenda: What a step measures.
+        rows_per_example: The largest number of rows of each example that a method can use, or None for no limit.
 
     Attributes:
         is_closed: Whether hooks were removed.
         due: What the coming step measures of the blocks whose statistics it uses, on any rank, by index of the block.
     """
 
-    def __init__(self, setting: Setting, plan: BlockPlan) -> None:
-        self._setting, self._plan = setting, plan
+    def __init__(self, setting: Setting, plan: BlockPlan, agenda: Agenda, rows_per_example: int | None = None) -> None:
+        self._setting, self._plan, self._agenda = setting, plan, agenda
+        self._fisher = ModelFisher(setting.fisher, setting.runtime, setting.layers.batch_dim, rows_per_example)
+        #: Intervals that decided what the coming step uses.
+        self._armed_for: list[tuple[Any, ...]] = []
         self.is_closed = False
         self.due: dict[int, Due] = {}
         self._capture: Capture | None = None
@@ -120,6 +127,7 @@ class LayerCapture:
         sites = [self._site(b) for b in blocks]
         self._capture.set_sites(sites, watched_attention(root, {tap.module for b in blocks for tap in b.layer.taps}))
         self.is_closed = False
+        self.arm()
 
     def _site(self, block: Block) -> Site:
         reference = weakref.ref(self)  # the hooks must not keep blocks and their state alive
@@ -131,12 +139,27 @@ class LayerCapture:
 
         return Site(block.label, block.layer.taps, block.owner, new_statistic)
 
-    def arm(self, due: Mapping[int, Due]) -> None:
-        """Have captured what the coming step uses."""
-        self.due = dict(due)
+    def arm(self) -> None:
+        """Capture what the coming step uses."""
         if self._capture is not None:
             captures = self._setting.comm.captures
-            self._capture.arm(i for i in due if captures(i))
+            self._armed_for, self.due = self._agenda.chosen_intervals(), self._agenda.find_due()
+            self._capture.arm(i for i in self.due if captures(i))
+
+    def replanned(self, changed: bool) -> None:
+        """Hook the layers of new blocks, if there are any, and have captured what the coming step will use."""
+        if changed and self.is_hooked:
+            self.hook()
+        self.arm()
+
+    def begin_step(self, synchronize: Callable[[], None]) -> None:
+        """Refuse a step without a module. What changed since the last step was followed by its forward pass."""
+        _ = self.capture
+
+    def follow_schedule(self) -> None:
+        """Let intervals that changed since the last step act on the forward pass that begins."""
+        if self._agenda.chosen_intervals() != self._armed_for:
+            self.arm()
 
     def time_stages(self, clock: Clock | None) -> None:
         """Have a clock time what is captured, or none."""
@@ -173,6 +196,19 @@ class LayerCapture:
         with self._capture.gate.masked(None if keep is None else keep.bool()):
             yield
 
+    def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
+        """Pull vectors of the loss curvature back to the layers, where the Fisher is that of the model."""
+        heads, kinds, given = resolved(outputs, likelihood, targets)
+        if not self._setting.fisher.is_observed:
+            return
+        capture, table, comm = self.capture, self._setting.table, self._setting.comm
+        trains = table.root is None or any(part.training for part in forwarded(table.root))
+        if capture.gate.is_paused or not capture.statistics.due or not trains:
+            return
+        rank = comm.data_rank if comm.combines else None
+        is_sum = table.groups[0]["loss_reduction"] == "sum"
+        self._fisher.observe(capture, heads, kinds, given, is_sum=is_sum, rank=rank)
+
     # ------------------------------------------------------------------ what was captured
     def take(self) -> Captured:
         """Take what was captured since the last step."""
@@ -207,9 +243,11 @@ class LayerCapture:
         return sum(int(getattr(s, "nbytes", 0)) for s in pending)
 
     def end_step(self) -> None:
-        """Remember the gradient of the step."""
+        """Remember the gradient of the step, and prepare for the coming one."""
+        self._fisher.end_step()
         gradient = next((b.owner.grad for b in self._plan.blocks if b.owner.grad is not None), None)
         self._last_gradient = (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+        self.arm()
 
     # ------------------------------------------------------------------ warnings
     def check_gradients(self) -> None:

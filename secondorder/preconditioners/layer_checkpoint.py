@@ -93,9 +93,9 @@ class LayerCheckpoint:
         self._find_again(complete, refreshes)
         if hooks.is_hooked:
             if changed:
-                curvature.hook()
+                hooks.hook()
             hooks.discard()
-            curvature.arm()
+            hooks.arm()
 
     def _find_again(self, complete: Mapping[Any, set[str]], refreshes: Mapping[Any, int]) -> None:
         """Find the curvature that a checkpoint has left out.

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.capture.fisher.fisher import ModelFisher, resolved
 from secondorder.capture.sites import Captured
-from secondorder.capture.statistics.measurement import Measured
-from secondorder.comm.strategy import Parcel, Unit
-from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
-from secondorder.curvature.factorization import joint_ok
+from secondorder.comm.strategy import Unit
+from secondorder.curvature.block import Block
 from secondorder.curvature.refresh import Refresher
-from secondorder.curvature.schema import Place, Schema
-from secondorder.curvature.wrappers import forwarded
-from secondorder.linalg.dense import all_true_on_cpu, full_precision, precision_of
-from secondorder.parallel.exchange import StatisticsExchange, parcel_of
-from secondorder.parallel.session import words_of_options
-from secondorder.parameters import Directions, Group
+from secondorder.curvature.schema import Schema
+from secondorder.linalg.dense import full_precision
+from secondorder.parallel.exchange import StatisticsExchange
+from secondorder.parameters import Directions
+from secondorder.preconditioners.agenda import Agenda
 from secondorder.preconditioners.base import Preconditioner, Proposal
 from secondorder.preconditioners.block_plan import BlockPlan
-from secondorder.preconditioners.directions import replicated, resharded, whole_gradients
+from secondorder.preconditioners.directions import LayerDirections
 from secondorder.preconditioners.layer_capture import LayerCapture, Setting
 from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layer_report import LayerReport
-
-#: Numbers of the factors that a refresh works on at a time, more only if one layer has more.
-REFRESH_PORTION = 1 << 24
+from secondorder.preconditioners.layer_statistics import LayerStatistics
 
 
 class LayerPreconditioner(Preconditioner):
@@ -39,17 +32,27 @@ class LayerPreconditioner(Preconditioner):
 
     Args:
         setting: What it shares with the optimizer.
+        exchange: What the blocks exchange with other ranks. A plan of a run has one that reads nothing.
+        **own: Arguments of the plan that only this method has.
 
     Attributes:
         plan: The blocks.
         hooks: What captures their statistics.
         exchange: What they exchange with other ranks.
         refresher: When they are refreshed.
+        agenda: What a step measures.
+        statistics: What a step has measured.
+        directions: What a step proposes.
+        report: What they report.
     """
 
     hooks: LayerCapture
     #: The class of the blocks.
     block_type: ClassVar[type[Block]]
+    #: The class of their plan.
+    plan_type: ClassVar[type[BlockPlan]] = BlockPlan
+    #: The class of what decides what a step measures.
+    agenda_type: ClassVar[type[Agenda]] = Agenda
     #: The class of what they report.
     report_type: ClassVar[type[LayerReport]] = LayerReport
     #: The class of their half of checkpoints.
@@ -64,38 +67,33 @@ class LayerPreconditioner(Preconditioner):
     #: Options that say how many steps lie between two updates of the estimates, and between two refreshes.
     capture_interval: ClassVar[str] = "factor_update_steps"
     refresh_interval: ClassVar[str] = "inv_update_steps"
+    #: The counter of the updates of the estimates in the states.
+    capture_counter: ClassVar[str] = "factor_updates"
     #: Whether relative damping is that of the kernel of the examples, instead of the Fisher's of the parameters.
     damps_kernel: ClassVar[bool] = False
     #: The largest number of rows of each example that a method can use, or None for no limit.
     rows_per_example: ClassVar[int | None] = None
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, exchange: StatisticsExchange | None = None, **own: Any) -> None:
         self.setting, self.comm, self.table, self.runtime = setting, setting.comm, setting.table, setting.runtime
         self.options = setting.layers
-        self.exchange = StatisticsExchange(setting.comm)
-        self.plan = self.new_plan()
-        self.hooks = LayerCapture(setting, self.plan)
+        self.exchange = exchange or StatisticsExchange(setting.comm)
+        self.plan: BlockPlan = self.plan_type(setting, self.block_type, self.refresh_interval, self.exchange, **own)
         self.refresher = self.refresher_type(self.options.schedule, self.refresh_interval, self.options.max_failures)
-        dim = self.options.batch_dim
-        self.fisher = ModelFisher(setting.fisher, setting.runtime, dim, self.rows_per_example)
+        parts = self.plan, self.refresher, self.exchange
+        self.agenda = self.agenda_type(*parts, self.capture_interval, self.capture_counter)
+        self.hooks = LayerCapture(setting, self.plan, self.agenda, self.rows_per_example)
+        self.statistics = LayerStatistics(self.plan, self.hooks, self.exchange)
+        self.directions = LayerDirections(*parts)
         self.report = self.report_type(self.plan, self.hooks, self.exchange, self.refresher)
-        #: Intervals that decided what the coming step uses.
-        self._armed_for: list[tuple[Any, ...]] = []
 
     # ------------------------------------------------------------------ blocks
-    def new_plan(self) -> BlockPlan:
-        """Return a plan without blocks."""
-        chosen = self.setting
-        make = partial(self.block_type, runtime=chosen.runtime, options=chosen.layers, fisher=chosen.fisher)
-        places, interval = self.exchange.places_here, self.refresh_interval
-        return BlockPlan(make, chosen.layers, chosen.comm, chosen.table, chosen.runtime, interval, places)
-
     @property
     def blocks(self) -> dict[str, Block]:
         """Blocks by module name."""
         return self.plan.by_name
 
-    def covered(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
+    def reported(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
         """Return the name and the parameters of each block."""
         return ((b.name, b.params) for b in self.plan.blocks)
 
@@ -114,14 +112,10 @@ class LayerPreconditioner(Preconditioner):
         self.exchange.unsent |= {b.name for b in self.plan.blocks if b.group.get("estimator") != "intra"}
         return changed
 
-    def covers(self, p: nn.Parameter) -> bool:
-        """Return whether a block covers a parameter."""
-        return p in self.plan.block_of
-
-    def options_of(self, p: nn.Parameter) -> Group:
-        """Return the group whose options the block of a covered parameter follows."""
-        group: Group = self.plan.block_of[p].group
-        return group
+    @property
+    def covered(self) -> Mapping[nn.Parameter, Block]:
+        """The block of each covered parameter."""
+        return self.plan.block_of
 
     def rebuilt(self) -> None:
         """Act on a new plan, whose state has been allocated."""
@@ -131,67 +125,7 @@ class LayerPreconditioner(Preconditioner):
         """Return what must be equal on all ranks, in words."""
         return self.plan.facts()
 
-    # ------------------------------------------------------------------ capture
-    def hook(self) -> None:
-        """Hook the layers of the blocks."""
-        self.hooks.hook()
-        self.arm()
-
-    def replanned(self, changed: bool) -> None:
-        """Hook the layers of new blocks, if there are any, and have captured what the coming step will use."""
-        if changed and self.hooks.is_hooked:
-            self.hook()
-        self.arm()
-
-    def arm(self) -> None:
-        """Have captured what the coming step will use."""
-        if self.hooks.is_hooked:
-            self._armed_for = self.chosen_intervals()
-            self.hooks.arm(self.find_due())
-
-    def find_due(self) -> dict[int, Due]:
-        """What the coming step measures of the blocks whose statistics it uses, on any rank."""
-        learns = self.comm.learns
-        found = ((b.index, self.due_of(b)) for b in self.plan.blocks)
-        return {i: due for i, due in found if due is not None and learns(i)}
-
-    def due_of(self, block: Any) -> Due | None:
-        """What the coming step measures of a block; None for nothing."""
-        return Due(factors=True) if self.captures(block) else None
-
-    def captures(self, block: Any) -> bool:
-        """Whether the coming step updates the running estimate of a block."""
-        every, interval = block.group[self.capture_interval], block.group[self.refresh_interval]
-        updates = block.state.get("factor_updates", 0)
-        return self.options.schedule.captures(self.runtime.step, every, interval, updates)
-
-    def chosen_intervals(self) -> list[tuple[Any, ...]]:
-        """Return the options by group that decide what a step uses."""
-        names = (self.refresh_interval, self.capture_interval, "scale_update_steps", "estimator")
-        return [tuple(g.get(name) for name in names) for g in self.table.groups]
-
-    def follow_schedule(self) -> None:
-        """Let intervals that changed since the last step act on the forward that begins."""
-        if self.chosen_intervals() != self._armed_for:
-            self.arm()
-
-    def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
-        """Pull vectors of the loss curvature back to the layers, where the Fisher is that of the model."""
-        heads, kinds, given = resolved(outputs, likelihood, targets)
-        if not self.setting.fisher.is_observed:
-            return
-        capture, root = self.hooks.capture, self.table.root
-        trains = root is None or any(part.training for part in forwarded(root))
-        if capture.gate.is_paused or not capture.statistics.due or not trains:
-            return
-        rank = self.comm.data_rank if self.comm.combines else None
-        is_sum = self.table.groups[0]["loss_reduction"] == "sum"
-        self.fisher.observe(capture, heads, kinds, given, is_sum=is_sum, rank=rank)
-
-    def begin_step(self, synchronize: Callable[[], None]) -> None:
-        """Refuse a step without a module."""
-        _ = self.hooks.capture
-
+    # ------------------------------------------------------------------ stages 1 to 3: statistics
     def check_gradients(self) -> None:
         """Leave out what was captured of a backward whose gradients others have replaced."""
         self.hooks.check_gradients()
@@ -200,82 +134,19 @@ class LayerPreconditioner(Preconditioner):
         """Forget what was captured since the last step."""
         self.hooks.discard()
 
-    def drop(self) -> None:
-        """Leave out a batch: its statistics have been taken."""
-
-    # ------------------------------------------------------------------ stages 1 to 3: statistics
     def collect(self) -> Captured:
         """Take what was captured since the last step, combined over the ranks."""
         return self.reduce(self.hooks.take())
 
     def reduce(self, statistics: Captured) -> Captured:
         """Measure what was captured, and combine it over the ranks."""
-        if statistics.terms is not None:
-            self.runtime.observed_terms = statistics.terms
-        blocks = self.plan.blocks
-        measured = {
-            i: self.measure(blocks[i], s, statistics.examples[i])
-            for i, s in statistics.statistics.items()
-            if statistics.examples[i]
-        }
-        if self.comm.combines:
-            return self._combine(statistics, measured)
-        for i, m in measured.items():
-            if "factor_a" in m.parts:
-                self.exchange.rows_seen[blocks[i].name] = m.examples, m.parts["factor_a"].number
-        return statistics._replace(statistics=measured)  # type: ignore[arg-type]
-
-    def measure(self, block: Any, statistic: Any, examples: int) -> Measured:
-        """Return what this rank's batch says about the estimate of a block."""
-        found: Measured = block.measure(statistic, examples)
-        return found
-
-    def _combine(self, captured: Captured, measured: dict[int, Measured]) -> Captured:
-        """Counts to everybody, sums to whoever holds the estimates."""
-        blocks = self.plan.blocks
-        schemas = {blocks[i]: blocks[i].sums(due) for i, due in sorted(self.hooks.due.items())}
-        if not schemas:
-            return captured._replace(statistics={})
-        # A number of 20 bits for the options of the groups: its square and sums of them are exact.
-        word = float(zlib.crc32("\n".join(words_of_options(self.table.groups)).encode()) & 0xFFFFF)
-        tail = [float(captured.total), float(captured.total > 0), 1.0, word, word * word]
-        found, agreed = self.exchange.combine(schemas, measured, tail)
-        examples = {i: m.examples for i, m in found.items()}
-        total, ranks, everyone, words, squares = agreed.tolist()
-        if everyone * squares != words * words:  # not one and the same word
-            rates = [float(group["lr"]) for group in self.table.groups]
-            raise RuntimeError(
-                f"step {self.runtime.step}: the options of the parameter groups differ between ranks (lr here: "
-                f"{rates}), so their parameters would drift apart. Schedules must see the same numbers on every rank: "
-                "average a validation loss over the ranks before it goes into one."
-            )
-        # A rank that captures no layer has as many examples as the others.
-        total = round(total * self.comm.data_world / ranks) if ranks else 0
-        return captured._replace(statistics=found, examples=examples, total=total)  # type: ignore[arg-type]
+        return self.statistics.reduce(statistics)
 
     def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
         """Fold what was measured into the running estimates."""
-        self.fold(statistics, gate)
+        self.statistics.fold(statistics, gate)
         if self.hooks.is_hooked:
             self.hooks.warn_uncaptured(statistics, gradients)
-
-    def fold(self, captured: Captured, gate: Tensor | None) -> None:
-        """Fold what was measured into the running estimates, and count the updates."""
-        combines, step = self.comm.combines, self.runtime.step
-        for index, measured in cast("dict[int, Measured]", captured.statistics).items():
-            block = self.plan.blocks[index]
-            if measured.parts or not combines:
-                finite = block.fold(measured, gate)
-                on_cpu = finite.device.type == "cpu"
-                dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
-                if dropped is not False:
-                    self.exchange.skip(block, dropped)
-                if dropped is True and not combines:
-                    continue
-            due = self.hooks.due.get(index, ESTIMATE_ALONE)
-            block.count_update(measured, due)
-            if due.factors:
-                self.exchange.learned_at[block.name] = step
 
     # ------------------------------------------------------------------ stage 4: refresh and share
     def refresh_due(self) -> list[int]:
@@ -328,25 +199,13 @@ class LayerPreconditioner(Preconditioner):
         Returns:
             Whether each went well, ``[len(blocks)]``. One that fails keeps its last good result.
         """
-        return torch.cat([self._refresh_some(some, host_checks, restores) for some in _refresh_portions(blocks)])
-
-    def _refresh_some(self, blocks: Sequence[Any], host_checks: bool, restores: bool) -> Tensor:
-        found = self.refresher.find(blocks, host_checks, self.comm.combines, restores)
-        ok = joint_ok(found, blocks)
-        for block, good in zip(blocks, ok.unbind(), strict=True):
-            adopt = block.restore if restores else block.adopt
-            adopt({side: found[block, side][0] for side in "ag" if (block, side) in found}, good)
-        return ok
+        return self.refresher.refresh(blocks, host_checks, self.comm.combines, restores)
 
     def share(self, refreshed: list[int]) -> None:
         """Bring what was refreshed to the ranks that precondition with it."""
         if self.comm.combines and refreshed:
             blocks = [self.plan.blocks[i] for i in refreshed]
             self.exchange.share({b: self.plan.live_schema(b) for b in blocks})
-
-    def parcel_of(self, block: Block, *places: Place) -> Parcel:
-        """The tensors of a block's state that are at some places, as far as they are here."""
-        return parcel_of(block, self.plan.live_schema(block), *places)
 
     def renew(self, blocks: list[Any], *, restores: bool = False) -> Tensor:
         """Refresh and share some blocks outside of their schedule.
@@ -373,50 +232,13 @@ class LayerPreconditioner(Preconditioner):
         return ok
 
     # ------------------------------------------------------------------ stages 5 and 6: directions
-    def is_ready(self, block: Any) -> bool:
-        """Whether a block preconditions."""
-        return block.group[self.refresh_interval] > 0 and self.refresher.is_refreshed(block)
-
-    def active(self, gradients: Directions) -> list[Any]:
-        """Return the blocks that precondition in a step with these gradients."""
-        return [b for b in self.plan.blocks if self.is_ready(b) and all(map(gradients.__contains__, b.params))]
-
     def preconditioned(self, gradients: Directions) -> list[nn.Parameter]:
         """Return the parameters of the blocks that precondition in a step with these gradients."""
-        return [p for b in self.active(gradients) for p in b.params]
+        return [p for b in self.directions.active(gradients) for p in b.params]
 
     def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
         """Preconditioned directions of the parameters of active blocks."""
-        ready, comm, shards = [b for b in self.plan.blocks if self.is_ready(b)], self.comm, self.table.shards
-        if not ready:
-            return Proposal({}, {}, [])
-        with full_precision(ready[0].owner.device):
-            if shards.is_sharded:
-                found = resharded(comm, shards, ready, source, self.whole_gradients, self.directions_of)
-            else:
-                found = replicated(comm, ready, source, self.directions_of)
-        active = [b for b in ready if all(map(gradients.__contains__, b.params))]
-        directions = {p: found[p] for b in active for p in b.params}
-        return Proposal(directions, gradients, [(b.group["graft"], b.params) for b in active])
-
-    def whole_gradients(self, blocks: Sequence[Any], source: Directions) -> Directions:
-        """What to precondition of some blocks, whole on the ranks that precondition them."""
-        return whole_gradients(self.comm, self.table.shards, blocks, source)
-
-    def directions_of(self, block: Any, source: Directions) -> list[Tensor]:
-        """Directions of the parameters of a block; room for them where another rank finds them."""
-        if not self.comm.preconditions(block.index) or not all(map(source.__contains__, block.params)):
-            return self.exchange.room(block)
-        workspace = self.runtime.workspace
-        workspace.reset()
-        tensors = [source[p].to(precision_of(p)) for p in block.params]
-        direction = block.precondition(block.layer.matrix(tensors, workspace))
-        found: list[Tensor] = block.layer.split(block.shape(direction))
-        return found
-
-    def sets_length(self, p: nn.Parameter) -> bool:
-        """Whether directions of a parameter have a length that no clip shall change."""
-        return bool(self.plan.block_of[p].sets_length)
+        return self.directions.propose(gradients, source)
 
     def forget_step(self) -> None:
         """Forget what only the current step uses."""
@@ -424,9 +246,7 @@ class LayerPreconditioner(Preconditioner):
     def end_step(self) -> None:
         """Prepare for the coming step."""
         self.forget_step()
-        self.fisher.end_step()
         self.hooks.end_step()
-        self.arm()
 
     # ------------------------------------------------------------------ copies and ends
     def recover(self) -> None:
@@ -465,14 +285,3 @@ class LayerPreconditioner(Preconditioner):
             self.hooks.detach()
         finally:
             self.refresher.close()
-
-
-def _refresh_portions(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
-    start = size = 0
-    for i, block in enumerate(blocks):
-        own = block.refresh_size
-        if size and size + own > REFRESH_PORTION:
-            yield blocks[start:i]
-            start, size = i, 0
-        size += own
-    yield blocks[start:]

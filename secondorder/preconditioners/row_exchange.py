@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,8 +34,10 @@ from secondorder.curvature.schema import tensors
 from secondorder.linalg import kernel
 from secondorder.linalg.kernel import scaled
 from secondorder.parallel.rows import Census, census_of, count_words, filled_up, put_together, sum_together, words_of
-from secondorder.preconditioners.row_plan import RowPlan
-from secondorder.preconditioners.row_selection import RowSelection
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.row_plan import RowPlan
+    from secondorder.preconditioners.row_selection import RowSelection
 
 
 class RowExchange:
@@ -135,7 +138,6 @@ class RowExchange:
         for block in blocks:
             if (raw := self.seen[block]) is not None:
                 traces = kernel.norms(raw.rows).sum(-1).double().reshape(-1)
-                assert raw.finite is not None
                 looked_at[block] = torch.cat([raw.finite.to(traces).reshape(1), traces])
         if looked_at:  # one wait for the device
             host = torch.cat([x.to(self._device_of(blocks[0])) for x in looked_at.values()]).cpu()
@@ -236,7 +238,7 @@ class RowExchange:
         for block, found in moments.items():
             good = self.good(block)
             if self._comm.estimates(block.index):
-                block.fold_moments(found, self.census[block].total, good)
+                block.with_factors.fold(block.state, block.group, found, self.census[block].total, good)
             if self._comm.preconditions(block.index):
                 block.with_factors.keep_damping(block.state, self._damping(block), good)
 

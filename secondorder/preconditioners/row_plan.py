@@ -61,6 +61,13 @@ class RowPlan(BlockPlan):
         """The largest number of rows to keep of this step."""
         return self.rank_of(block.group, self.batch_size or block.captured.examples)
 
+    def changes_layout(self, block: RowBlock) -> bool:
+        """Whether the rows to keep of this step have other sizes than those in the state of a block."""
+        held = block.state.get("rows_g")
+        if block.is_factored or held is None or block.fresh is None:
+            return False
+        return (self.limit(block), *block.fresh.rows.g.shape[-2:]) != tuple(held.shape[-3:])
+
     def schema(self, block: RowBlock, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return the entries for rows and their kernel, or for factors."""
         planned = self.planned_rows(block, group, self.batch_size or 0)

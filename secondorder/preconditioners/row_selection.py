@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,8 +19,10 @@ from secondorder.linalg import kernel, selection, woodbury
 from secondorder.linalg.dense import precision_of
 from secondorder.linalg.kernel import Rows
 from secondorder.parameters import Directions
-from secondorder.preconditioners.row_plan import RowPlan
 from secondorder.runtime import Runtime
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.row_plan import RowPlan
 
 
 class RowSelection:

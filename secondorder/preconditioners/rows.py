@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from secondorder.capture.sites import Captured, Statistic
+from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.examples import second_moments
-from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature.block import Block
-from secondorder.curvature.example_rows import Batch, Kept, all_finite, filled
+from secondorder.curvature.example_rows import Batch, Kept, filled
 from secondorder.curvature.mode import SWITCH, ModeSwitch
 from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.row_forms import ROWS_OR_FACTORS
@@ -22,8 +20,10 @@ from secondorder.curvature.row_inverse import invert_factors, invert_kernels
 from secondorder.curvature.schema import Schema
 from secondorder.linalg import kernel
 from secondorder.linalg.dense import full_precision
+from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Rule
+from secondorder.preconditioners.block_plan import BlockPlan
 from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layer_report import LayerReport
@@ -49,45 +49,34 @@ class RowPreconditioner(LayerPreconditioner):
     """
 
     capture_interval = refresh_interval = "update_steps"
+    capture_counter = "refreshes"
     damps_kernel = True
     rows_per_example = 1
     catalog: ClassVar[Schema] = {**ROWS_OR_FACTORS, **SWITCH}
     block_type: ClassVar[type[Block]] = RowBlock
     allocating = ("mode",)
+    plan_type: ClassVar[type[BlockPlan]] = RowPlan
     report_type: ClassVar[type[LayerReport]] = RowReport
     checkpoint_type: ClassVar[type[LayerCheckpoint]] = RowCheckpoint
     plan: RowPlan
 
-    def __init__(self, setting: Setting, batch_size: int | None, modes: ModeSwitch) -> None:
-        self._own: Mapping[str, Any] = {"batch_size": batch_size, "modes": modes}
-        super().__init__(setting)
+    def __init__(
+        self,
+        setting: Setting,
+        exchange: StatisticsExchange | None = None,
+        *,
+        batch_size: int | None,
+        modes: ModeSwitch,
+    ) -> None:
+        super().__init__(setting, exchange, batch_size=batch_size, modes=modes)
         self.selection = RowSelection(self.plan, self.comm, self.runtime)
         self.rows = RowExchange(self.comm, self.plan, self.selection)
 
-    def new_plan(self) -> RowPlan:
-        """Return a plan without blocks."""
-        chosen = self.setting
-        make = partial(self.block_type, runtime=chosen.runtime, options=chosen.layers, fisher=chosen.fisher)
-        places, interval = self.exchange.places_here, self.refresh_interval
-        return RowPlan(make, chosen.layers, chosen.comm, chosen.table, chosen.runtime, interval, places, **self._own)
-
     # ------------------------------------------------------------------ stages 1 to 3: rows
-    def captures(self, block: RowBlock) -> bool:
-        """Whether the coming step captures rows of a block."""
-        steps: int = block.group["update_steps"]
-        return self.options.schedule.captures(self.runtime.step, steps, steps, block.state.get("refreshes", 0))
-
     def reduce(self, statistics: Captured) -> Captured:
         """Measure what was captured, and combine the numbers of examples over the ranks."""
         self.rows.begin(statistics)
         return super().reduce(statistics)
-
-    def measure(self, block: RowBlock, statistic: Statistic, examples: int) -> Measured:
-        """Return the rows of this rank's batch; where ranks agree on them, with whether they are finite."""
-        measured = block.measure(statistic, examples)
-        if (raw := measured.rest) is None or not self.comm.combines:
-            return measured
-        return measured._replace(rest=raw._replace(finite=all_finite(raw.rows)))
 
     def learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
         """Take the rows of the step, and the gradients for probes."""
@@ -105,7 +94,7 @@ class RowPreconditioner(LayerPreconditioner):
         on_host = all(b.owner.device.type == "cpu" for b in due)
         first = any(b.state["refreshes"] == 0 for b in due)
         failing = any(b.name in self.refresher.failures for b in due)
-        return due, on_host or first or failing or any(b.changes_layout(self.plan.limit(b)) for b in due)
+        return due, on_host or first or failing or any(map(self.plan.changes_layout, due))
 
     def refresh_due(self) -> list[int]:
         """Refresh the blocks that are due, after ranks have brought their rows together."""
@@ -152,8 +141,9 @@ class RowPreconditioner(LayerPreconditioner):
         self.plan.last_batch[block.name] = Batch(found.examples, found.rows.n, found.rows.g.shape[-2], whole)
         if block.is_factored:
             damping = block.damping_of(kernel.norms(found.rows).sum(-1), found.examples)
-            block.fold_moments(list(second_moments(found.rows, found.real)), found.examples, found.ok)
-            block.with_factors.keep_damping(block.state, damping, found.ok)
+            moments, factors = list(second_moments(found.rows, found.real)), block.with_factors
+            factors.fold(block.state, block.group, moments, found.examples, found.ok)
+            factors.keep_damping(block.state, damping, found.ok)
 
     def _filled(self, kept: Mapping[RowBlock, Kept]) -> Mapping[RowBlock, Kept]:
         """Rows with zeros up to the number that follows from the size of a batch."""
@@ -183,7 +173,7 @@ class RowPreconditioner(LayerPreconditioner):
 
     def _norm(self, gradients: Directions) -> Tensor | None:
         """Return the norm of the gradient of all covered parameters."""
-        covered = [g for p, g in gradients.items() if self.covers(p)]
+        covered = [g for p, g in gradients.items() if p in self.covered]
         if not covered:
             return None
         double = any(g.dtype in (torch.float64, torch.complex128) for g in covered)

@@ -31,12 +31,40 @@ from secondorder.curvature.factors import FACTORS
 from secondorder.curvature.orthogonal_iteration import BasisRefresher
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema, keys, tensors
-from secondorder.linalg.dense import precision_of
-from secondorder.parallel.exchange import parcel_with
+from secondorder.parallel.exchange import StatisticsExchange, parcel_of, parcel_with
 from secondorder.parameters import Directions
+from secondorder.preconditioners.agenda import Agenda
 from secondorder.preconditioners.base import Proposal, Rule
 from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
+
+
+class ScaleAgenda(Agenda):
+    """Decides what a step measures of factors and of scales."""
+
+    def due_of(self, block: EigenbasisBlock) -> Due | None:
+        """Return what the coming step measures of a block; None for nothing."""
+        if block.group[self._plan.interval] == 0:
+            return None
+        due = self.measured_of(block)
+        # A running scale needs the number of examples, which any layer of the step tells.
+        counts = self.scale_is_due(block) and not like_adam(block.group)
+        return due if counts or due.factors or due.late else None
+
+    def measured_of(self, block: EigenbasisBlock) -> Due:
+        """Return what the coming step measures of a block whose statistics it uses."""
+        captures, refresher = self.captures(block), self._refresher
+        if block.group["estimator"] != "intra":
+            return Due(captures)
+        recomputes = block.group["transport"] == "recompute"
+        late = recomputes and (block.state["refreshes"] == 0 or refresher.is_due(block, len(self._plan.blocks)))
+        scale = not late and refresher.is_refreshed(block) and self.scale_is_due(block)
+        return Due(captures, scale, late, late or (scale and self._exchange.lacks_measured(block)))
+
+    def scale_is_due(self, block: EigenbasisBlock) -> bool:
+        """Return whether the coming step measures the scale of a block, where it does not follow from a refresh."""
+        steps: int = block.group["scale_update_steps"]
+        return self._plan.runtime.step % steps == 0
 
 
 class ScalePreconditioner(LayerPreconditioner):
@@ -44,42 +72,20 @@ class ScalePreconditioner(LayerPreconditioner):
 
     block_type: ClassVar[type[Block]] = EigenbasisBlock
     refresher_type: ClassVar[type[Refresher]] = BasisRefresher
+    agenda_type: ClassVar[type[Agenda]] = ScaleAgenda
     catalog: ClassVar[Schema] = {**FACTORS, **SCALES}
     allocating: ClassVar[tuple[str, ...]] = (
         "max_factor_dim", "decay_per_step", "basis_update", "momentum_mode", "transport", "estimator",
     )  # fmt: skip
+    agenda: ScaleAgenda
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def __init__(self, setting: Setting, exchange: StatisticsExchange | None = None) -> None:
+        super().__init__(setting, exchange)
         #: Examples of this step.
         self._step_examples = 0
         #: What was captured in this step, where the scale is to be measured in the basis that it finds.
         self._late: dict[EigenbasisBlock, EigenSums] = {}
         self._late_due: set[int] = set()
-        #: Whole gradients that the scale was measured with, and the blocks of which they were sent.
-        self._wholes_now: Directions = {}
-        self._sent: set[int] = set()
-
-    # ------------------------------------------------------------------ when
-    def due_of(self, block: EigenbasisBlock) -> Due | None:
-        """What the coming step measures of a block; None for nothing."""
-        if block.group[self.refresh_interval] == 0:
-            return None
-        due = self._measured_of(block)
-        # A running scale needs the number of examples, which any layer of the step tells.
-        counts = self._scale_is_due(block) and not like_adam(block.group)
-        return due if counts or due.factors or due.late else None
-
-    def _measured_of(self, block: EigenbasisBlock) -> Due:
-        if block.group["estimator"] != "intra":
-            return Due(self.captures(block))
-        late = block.group["transport"] == "recompute" and (block.state["refreshes"] == 0 or self.is_due(block))
-        scale = not late and self.refresher.is_refreshed(block) and self._scale_is_due(block)
-        return Due(self.captures(block), scale, late, late or (scale and self.exchange.lacks_measured(block)))
-
-    def _scale_is_due(self, block: EigenbasisBlock) -> bool:
-        steps: int = block.group["scale_update_steps"]
-        return self.runtime.step % steps == 0
 
     # ------------------------------------------------------------------ statistics
     def reduce(self, statistics: Captured) -> Captured:
@@ -88,7 +94,7 @@ class ScalePreconditioner(LayerPreconditioner):
         if self.comm.combines:
             self._send_bases()
         # Ranks may have found bases together since the forward pass began.
-        due.update({i: self._measured_of(blocks[i]) for i in due})
+        due.update({i: self.agenda.measured_of(blocks[i]) for i in due})
         self._late_due = {i for i, own in due.items() if own.late}
         if not self.comm.combines:
             return super().reduce(statistics)
@@ -107,7 +113,7 @@ class ScalePreconditioner(LayerPreconditioner):
             for key in keys(schema, Place.MEASURED):
                 if key not in block.state:
                     block.state[key] = torch.zeros_like(tensors(schema)[key], device=block.owner.device)
-        known = [self.parcel_of(b, Place.MEASURED) for b in blocks if b.state["refreshes"] > 0]
+        known = [parcel_of(b, self.plan.live_schema(b), Place.MEASURED) for b in blocks if b.state["refreshes"] > 0]
         if parcels := [parcel for parcel in known if parcel.tensors]:
             self.comm.spread(parcels)
 
@@ -179,17 +185,16 @@ class ScalePreconditioner(LayerPreconditioner):
     # ------------------------------------------------------------------ directions
     def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
         """Preconditioned directions, by scales that have seen this step's mean gradient where they are of that."""
-        active = cast("list[EigenbasisBlock]", self.active(gradients))
-        due = [b for b in active if b.group["estimator"] == "running" and self._scale_is_due(b)]
-        is_cut = self.table.shards.is_sharded
-        if due and is_cut:
-            self._wholes_now, self._sent = super().whole_gradients(due, gradients), {b.index for b in due}
+        active = cast("list[EigenbasisBlock]", self.directions.active(gradients))
+        due = [b for b in active if b.group["estimator"] == "running" and self.agenda.scale_is_due(b)]
+        wholes, is_sharded = self.directions.wholes, self.table.shards.is_sharded
+        whole = wholes.keep(due, gradients) if due and is_sharded else gradients
         for block in due:
-            self._measure_running(block, self._wholes_now if is_cut else gradients, gate)
+            self._measure_running(block, whole, gate)
         proposal = super().propose(gradients, source, gate)
         for block in due:
             block.rotated = None
-        self._wholes_now, self._sent = {}, set()
+        wholes.forget()
         return proposal
 
     def change_sources(self, source: Directions, gradients: Directions, gate: Tensor | None) -> None:
@@ -212,21 +217,12 @@ class ScalePreconditioner(LayerPreconditioner):
             return rule._replace(kind="plain", momentum=0.0)
         return rule
 
-    def whole_gradients(self, blocks: Sequence[Block], source: Directions) -> Directions:
-        """As in the base class; gradients that the scale was measured with are not sent again."""
-        here = [b for b in blocks if b.index in self._sent and preconditions_gradient(b.group)]
-        rest = [b for b in blocks if b not in here]
-        found = {p: self._wholes_now[p] for b in here for p in b.params if p in self._wholes_now}
-        return found | (super().whole_gradients(rest, source) if rest else {})
-
     def _measure_running(self, block: EigenbasisBlock, gradients: Directions, gate: Tensor | None) -> None:
         """Fold the squared gradient into the scale: no per-example work at all."""
         if self._step_examples == 0 and not like_adam(block.group):
             return
         if self.comm.preconditions(block.index):
-            self.runtime.workspace.reset()
-            tensors = [gradients[p].to(precision_of(p)) for p in block.params]
-            matrix = block.layer.matrix(tensors, self.runtime.workspace)
+            matrix = self.directions.matrix_of(block, gradients)
             ranks = self.comm.data_world if self.comm.combines else 1
             rotated = block.fold_gradient(matrix, float(self._step_examples), ranks, gate)
             if preconditions_gradient(block.group):

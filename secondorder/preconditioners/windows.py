@@ -23,7 +23,7 @@ from secondorder.curvature.window.window import Push
 from secondorder.linalg import gram
 from secondorder.linalg.dense import full_precision
 from secondorder.parallel.windows import WindowExchange
-from secondorder.parameters import Directions, Group, ParameterTable
+from secondorder.parameters import Directions, ParameterTable
 from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
 from secondorder.preconditioners.hooks import NoHooks
 from secondorder.preconditioners.window_plan import CATALOG, Portions, WindowOptions, WindowPlan
@@ -76,7 +76,7 @@ class WindowPreconditioner(Preconditioner):
         """The windows by name."""
         return {unit.name: unit for unit in self.plan.units}
 
-    def covered(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
+    def reported(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
         """Return the name and the parameters of each window on this rank."""
         return ((unit.name, unit.params) for unit in self.units if unit.held)
 
@@ -156,10 +156,6 @@ class WindowPreconditioner(Preconditioner):
         for unit in self.units:
             if unit.held:
                 unit.window.counters["skipped"].add_(1)
-
-    def begin_step(self, synchronize: Callable[[], None]) -> None:
-        """Follow parameters that were frozen, unfrozen or moved since the last step."""
-        synchronize()
 
     def acceptable(self, gradients: Directions) -> Tensor:
         """Return whether no product of gradients overflows, as a 0-dim bool tensor."""
@@ -295,17 +291,14 @@ class WindowPreconditioner(Preconditioner):
         return found
 
     # ------------------------------------------------------------------ the first-order rules
-    def covers(self, p: nn.Parameter) -> bool:
-        """Return whether a window covers a parameter."""
-        return p in self.plan.unit_of
+    @property
+    def covered(self) -> Mapping[nn.Parameter, Unit]:
+        """The window of each covered parameter."""
+        return self.plan.unit_of
 
     def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
         """Return β₁, β₂ and ε of Adam's rule in a group, as the method defines them."""
         return self.solver.adam_options(group)
-
-    def options_of(self, p: nn.Parameter) -> Group:
-        """Return the group whose options the window of a covered parameter follows."""
-        return self.plan.unit_of[p].group
 
     def preconditioned(self, gradients: Directions) -> list[nn.Parameter]:
         """Return the covered parameters that have gradients."""

@@ -32,12 +32,13 @@ class Problem:
         self.quiet: list[bool] = []
         curvature = SimpleNamespace(
             table=table, comm=SimpleNamespace(combines=False),
-            hooks=SimpleNamespace(capture=SimpleNamespace(was_paused=False), pause=nullcontext),
+            hooks=SimpleNamespace(pause=lambda by_user: nullcontext()),
             setting=SimpleNamespace(
                 runtime=SimpleNamespace(step=0), layers=SimpleNamespace(batch_dim=0, batch_input=None),
                 loss_scale=SimpleNamespace(multiplies=False),
             ),
-            active=lambda gradients: [self.block], plan=SimpleNamespace(blocks=[self.block]),
+            directions=SimpleNamespace(active=lambda gradients: [self.block]),
+            plan=SimpleNamespace(blocks=[self.block]),
             renew=self.renewed.extend,
         )  # fmt: skip
         self.trust = TrustRegion(Adaptation(**options), curvature, SimpleNamespace())  # type: ignore[arg-type]

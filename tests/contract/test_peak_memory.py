@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from benchmarks.machine import peak_bytes
 from secondorder import EKFAC, KFAC, SecondOrderOptimizer, SparseMFAC
-from secondorder.preconditioners import layers as layers_module
+from secondorder.curvature import refresh as refresh_module
 from tests.contract.methods import Method
 
 WIDTH, INTERVAL = 160, 4
@@ -78,7 +78,7 @@ def test_temporaries_of_a_refresh_do_not_grow_with_the_model(
 ) -> None:
     """Two layers at a time: what is factorised, the result and what lies between."""
     one = (WIDTH + 1) ** 2 + WIDTH**2
-    monkeypatch.setattr(layers_module, "REFRESH_PORTION", 2 * one)
+    monkeypatch.setattr(refresh_module, "REFRESH_PORTION", 2 * one)
     beyond = []
     for layers in (4, 8):
         model = deep(layers)
@@ -92,7 +92,7 @@ def test_temporaries_of_a_refresh_do_not_grow_with_the_model(
 def test_portions_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ends = []
     for portion in (1, 1 << 24):
-        monkeypatch.setattr(layers_module, "REFRESH_PORTION", portion)
+        monkeypatch.setattr(refresh_module, "REFRESH_PORTION", portion)
         for way in ("cholesky", "eigen"):
             model = deep(3).double()
             optimizer = KFAC(model, factor_update_steps=1, inv_update_steps=2, refresh_warmup=False, inverse_method=way)

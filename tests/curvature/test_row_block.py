@@ -71,7 +71,7 @@ def with_all_rows(interpolated: bool) -> tuple[RowBlock, Tensor]:
         inverse, _ = woodbury.interpolated_inverse(kept.core, kernel.gram(kept.rows))
     else:
         inverse, _ = woodbury.damped_inverse(gram, damping)
-    block.adopt_rows(kept, inverse, GOOD)
+    block.with_rows.adopt(block.state, kept, inverse, GOOD)
     u = vectors(rows)
     return block, u.T @ u
 
@@ -80,7 +80,7 @@ def with_factors() -> tuple[RowBlock, Tensor]:
     block, rows = block_of(), some_rows()
     allocate(block, block.with_factors.schema(N, 1))
     a, g = second_moments(rows, float(N))
-    block.fold_moments([a, g], N, GOOD)
+    block.with_factors.fold(block.state, block.group, [a, g], N, GOOD)
     block.with_factors.keep_damping(block.state, torch.tensor(LAMBDA, dtype=torch.float64), GOOD)
     found = factorise({(block, side): task for side, task in block.tasks().items()}, True)
     block.adopt({side: found[block, side][0] for side in "ag"}, GOOD)
@@ -123,7 +123,7 @@ def test_rows_that_are_not_good_are_not_kept() -> None:
     block, _ = with_all_rows(False)
     before = {key: value.clone() for key, value in block.state.items() if isinstance(value, Tensor)}
     kept = Kept(some_rows(seed=5), torch.tensor(1.0, dtype=torch.float64))
-    block.adopt_rows(kept, torch.eye(N, dtype=torch.float64), ~GOOD)
+    block.with_rows.adopt(block.state, kept, torch.eye(N, dtype=torch.float64), ~GOOD)
     for key, value in before.items():
         assert torch.equal(block.state[key], value)
 

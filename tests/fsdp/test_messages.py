@@ -53,7 +53,7 @@ def of_layers(rank: int, world: int, case: Case) -> dict[str, Any]:
     counter.clear()
     with exchanged(optimizer) as found:
         descend(model, optimizer, shard(case.batch(4), rank, world), case)
-    blocks = [b for b in optimizer.preconditioner.plan.blocks if optimizer.preconditioner.is_ready(b)]
+    blocks = [b for b in optimizer.preconditioner.plan.blocks if optimizer.preconditioner.directions.is_ready(b)]
     ours = [b for b in blocks if optimizer.comm.preconditions(b.index)]
     sizes = {b.name: sum(p.numel() for p in b.params) for b in blocks}
     answer = {

@@ -120,7 +120,8 @@ def test_the_background_factorizes_the_estimate_of_the_step_that_began(resumed: 
 def test_a_copy_has_the_counters_of_its_own() -> None:
     block = _block()
     refresher = _refresher(block)
-    copied = refresher.copy()
+    copied = _refresher(block)
+    copied.follow(refresher)
     _take(copied, block, 0)
     assert (copied.refreshed_at, refresher.refreshed_at) == ({block.name: 0}, {})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,9 @@ class Unit:
         dtypes: In which the rows of each parameter are stored, by state key.
         signature: What the window was made for: it does not change with its parameters.
     """
+
+    #: Whether directions have a length that kl-clip does not change.
+    sets_length: ClassVar[bool] = False
 
     name: str
     params: list[nn.Parameter]

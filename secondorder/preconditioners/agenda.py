@@ -1,0 +1,51 @@
+"""What a step measures of which blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from secondorder.curvature.block import ESTIMATE_ALONE, Due
+
+if TYPE_CHECKING:
+    from secondorder.curvature.refresh import Refresher
+    from secondorder.parallel.exchange import StatisticsExchange
+    from secondorder.preconditioners.block_plan import BlockPlan
+
+
+class Agenda:
+    """Decides what a step measures, from the step counter, the options and the counters in the states alone.
+
+    Args:
+        plan: The blocks.
+        refresher: When they are refreshed.
+        exchange: What they exchange with other ranks.
+        interval: Name of the option that says how many steps lie between two updates of the estimates.
+        counter: Name of the counter of these updates in the states.
+    """
+
+    def __init__(
+        self, plan: BlockPlan, refresher: Refresher, exchange: StatisticsExchange, interval: str, counter: str
+    ) -> None:
+        self._plan, self._refresher, self._exchange = plan, refresher, exchange
+        self._interval, self._counter = interval, counter
+
+    def find_due(self) -> dict[int, Due]:
+        """Return what the coming step measures of the blocks whose statistics it uses, on any rank, by index."""
+        learns = self._plan.comm.learns
+        found = ((b.index, self.due_of(b)) for b in self._plan.blocks)
+        return {i: due for i, due in found if due is not None and learns(i)}
+
+    def due_of(self, block: Any) -> Due | None:
+        """Return what the coming step measures of a block; None for nothing."""
+        return ESTIMATE_ALONE if self.captures(block) else None
+
+    def captures(self, block: Any) -> bool:
+        """Return whether the coming step updates the running estimate of a block."""
+        every, interval = block.group[self._interval], block.group[self._plan.interval]
+        updates, step = block.state.get(self._counter, 0), self._plan.runtime.step
+        return self._refresher.schedule.captures(step, every, interval, updates)
+
+    def chosen_intervals(self) -> list[tuple[Any, ...]]:
+        """Return the options by group that decide what a step uses."""
+        names = (self._plan.interval, self._interval, "scale_update_steps", "estimator")
+        return [tuple(g.get(name) for name in names) for g in self._plan.table.groups]

@@ -1,0 +1,88 @@
+"""The statistics of a step: measured on this rank, combined over all ranks, and folded into the running estimates."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from secondorder.capture.sites import Captured
+from secondorder.capture.statistics.measurement import Measured
+from secondorder.curvature.block import ESTIMATE_ALONE
+from secondorder.linalg.dense import all_true_on_cpu
+from secondorder.parallel.exchange import StatisticsExchange
+from secondorder.parallel.session import words_of_options
+from secondorder.preconditioners.block_plan import BlockPlan
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.layer_capture import LayerCapture
+
+
+class LayerStatistics:
+    """Measures what was captured, and folds it into the estimates of blocks.
+
+    Args:
+        plan: The blocks.
+        hooks: What captures their statistics.
+        exchange: What they exchange with other ranks.
+    """
+
+    def __init__(self, plan: BlockPlan, hooks: LayerCapture, exchange: StatisticsExchange) -> None:
+        self._plan, self._hooks, self._exchange = plan, hooks, exchange
+
+    def reduce(self, captured: Captured) -> Captured:
+        """Measure what was captured, and combine it over the ranks."""
+        plan = self._plan
+        if captured.terms is not None:
+            plan.runtime.observed_terms = captured.terms
+        seen = {i: statistic for i, statistic in captured.statistics.items() if captured.examples[i]}
+        measured: dict[int, Measured] = {i: plan.blocks[i].measure(s, captured.examples[i]) for i, s in seen.items()}
+        if plan.comm.combines:
+            return self._combine(captured, measured)
+        for i, m in measured.items():
+            if "factor_a" in m.parts:
+                self._exchange.rows_seen[plan.blocks[i].name] = m.examples, m.parts["factor_a"].number
+        return captured._replace(statistics=measured)  # type: ignore[arg-type]
+
+    def _combine(self, captured: Captured, measured: dict[int, Measured]) -> Captured:
+        """Send counts to all ranks, and sums to the ranks that hold the estimates."""
+        blocks, comm, groups = self._plan.blocks, self._plan.comm, self._plan.table.groups
+        schemas = {blocks[i]: blocks[i].sums(due) for i, due in sorted(self._hooks.due.items())}
+        if not schemas:
+            return captured._replace(statistics={})
+        # A number of 20 bits for the options of the groups: its square and sums of them are exact.
+        word = float(zlib.crc32("\n".join(words_of_options(groups)).encode()) & 0xFFFFF)
+        tail = [float(captured.total), float(captured.total > 0), 1.0, word, word * word]
+        found, agreed = self._exchange.combine(schemas, measured, tail)
+        examples = {i: m.examples for i, m in found.items()}
+        total, ranks, everyone, words, squares = agreed.tolist()
+        if everyone * squares != words * words:  # not one and the same word
+            rates = [float(group["lr"]) for group in groups]
+            raise RuntimeError(
+                f"step {self._plan.runtime.step}: the options of the parameter groups differ between ranks (lr here: "
+                f"{rates}), so their parameters would drift apart. Schedules must see the same numbers on every rank: "
+                "average a validation loss over the ranks before it goes into one."
+            )
+        # A rank that captures no layer has as many examples as the others.
+        total = round(total * comm.data_world / ranks) if ranks else 0
+        return captured._replace(statistics=found, examples=examples, total=total)  # type: ignore[arg-type]
+
+    def fold(self, captured: Captured, gate: Tensor | None) -> None:
+        """Fold what was measured into the running estimates, and count the updates."""
+        combines, step = self._plan.comm.combines, self._plan.runtime.step
+        for index, measured in cast("dict[int, Measured]", captured.statistics).items():
+            block = self._plan.blocks[index]
+            if measured.parts or not combines:
+                finite = block.fold(measured, gate)
+                on_cpu = finite.device.type == "cpu"
+                dropped = not all_true_on_cpu(finite) if on_cpu else (~finite).to(torch.int64)
+                if dropped is not False:
+                    self._exchange.skip(block, dropped)
+                if dropped is True and not combines:
+                    continue
+            due = self._hooks.due.get(index, ESTIMATE_ALONE)
+            block.count_update(measured, due)
+            if due.factors:
+                self._exchange.learned_at[block.name] = step
