@@ -17,9 +17,10 @@ from secondorder.adaptation.no_trust import NoTrust
 from secondorder.adaptation.trust_region import TrustRegion
 from secondorder.capture.loss_scale import LossScale
 from secondorder.checkpoint.checkpoint import Checkpoint, KnownOptions
-from secondorder.comm import CommStrategy, Unit, default_strategy
 from secondorder.comm.join import UnevenInputs
 from secondorder.comm.layout import is_cut
+from secondorder.comm.names import default_strategy
+from secondorder.comm.strategy import CommStrategy, Unit
 from secondorder.curvature.damping_watch import DampingWatch
 from secondorder.curvature.schema import Schema
 from secondorder.curvature.wrappers import as_root, clean_name

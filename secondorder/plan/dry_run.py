@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ from secondorder.plan.work import flops_of_direction, flops_of_products, flops_o
 from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.window_plan import CATALOG
-from secondorder.preconditioners.windows import WindowPreconditioner
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.windows import WindowPreconditioner
 
 
 class DryRun(Protocol):

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from secondorder import options
-from secondorder.comm import CommOpt, DedicatedWorkers, RankGrid
+from secondorder.comm.comm_opt import CommOpt
+from secondorder.comm.dedicated.workers import DedicatedWorkers
 from secondorder.comm.layout import is_cut
+from secondorder.comm.rank_grid import RankGrid
 from secondorder.comm.strategy import CommStrategy, Local, Unit
 from secondorder.curvature.schema import kinds
 from secondorder.parameters import Group, ParameterTable
