@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections import ChainMap
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from torch.optim.optimizer import Optimizer
 
 from secondorder import options
 from secondorder.adaptation.no_trust import NoTrust
-from secondorder.adaptation.trust_region import TrustRegion
 from secondorder.capture.loss_scale import LossScale
 from secondorder.checkpoint.checkpoint import Checkpoint, KnownOptions
 from secondorder.comm.join import UnevenInputs
@@ -30,6 +29,9 @@ from secondorder.parameters import RULE_KEYS, Group, ParameterTable, check_keys,
 from secondorder.preconditioners.base import CurvatureState, DividedState, Preconditioner
 from secondorder.runtime import Clock, Runtime
 from secondorder.update import Update
+
+if TYPE_CHECKING:
+    from secondorder.adaptation.trust_region import TrustRegion
 
 State = dict[str, Tensor | int]
 SelfT = TypeVar("SelfT", bound="Lifecycle")

@@ -27,10 +27,10 @@ from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.plan.work import flops_of_direction, flops_of_products, flops_of_refresh, flops_of_scale
 from secondorder.preconditioners.layer_capture import Setting
-from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.window_plan import CATALOG
 
 if TYPE_CHECKING:
+    from secondorder.preconditioners.layers import LayerPreconditioner
     from secondorder.preconditioners.windows import WindowPreconditioner
 
 
