@@ -87,14 +87,14 @@ NUMBERS = {
     "classes with more than 25 methods":                  Number(6, 0),
     "classes that write more than 15 attributes":         Number(3, 0),
     "accesses to underscore attributes of others":        Number(0, 0),
-    "height of imports":                                  Number(18, 14),
+    "height of imports":                                  Number(17, 14),
     "modules at the top level":                           Number(12, 10),
     "folders at the top level":                           Number(12, 12),
     "modules named by a verb, without reason":            Number(0, 0),
     "modules of more than 400 lines":                     Number(7, 0),
     "functions of more than 35 lines":                    Number(12, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(35780, 28500),
+    "lines":                                              Number(35800, 28500),
 }
 # fmt: on
 
