@@ -7,14 +7,16 @@ from collections.abc import Container, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from secondorder.capture.sites import Statistic
+from secondorder.capture.statistics.averages import all_finite
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
 from secondorder.curvature.layer import Layer, LayerOptions
-from secondorder.curvature.schema import Schema
+from secondorder.curvature.schema import Place, Schema, keys
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
 
@@ -217,3 +219,50 @@ class Block(ABC):
     @abstractmethod
     def dense(self) -> Tensor:
         """Return the undamped curvature as a dense matrix, block-diagonal over the groups of a convolution."""
+
+
+class PlainBlock(Block):
+    """Base of blocks with one running estimate, of which a refresh factorizes nothing.
+
+    Other methods than those of this package derive from it.
+    """
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the block is new, and nothing has been folded into its estimate."""
+        return self.state["refreshes"] == 0 and not float(self.state.get("factor_weight", 1.0))
+
+    @property
+    def has_estimate(self) -> bool:
+        """Whether something was folded into the estimate."""
+        return bool(self.state["factor_updates"] > 0)
+
+    def described(self) -> tuple[str, str]:
+        """Return nothing to add to the treatment of the layer, and its sizes."""
+        lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
+        return "", f"{lead}{self.adapter.n_a}, {self.adapter.n_g}"
+
+    def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
+        """Return the entries of the estimate."""
+        schema = self.schema(self.group, self.state)
+        return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
+
+    def is_finite(self, measured: Measured) -> Tensor:
+        """Return whether what was measured is finite, a 0-dim bool tensor."""
+        return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
+
+    def tasks(self, begun: bool = False) -> dict[str, Task]:
+        """Return no tasks."""
+        return {}
+
+    def extremes(self) -> Extremes | None:
+        """Return None, because eigenvalues are not known."""
+        return None
+
+    def product(self, matrix: Tensor) -> Tensor:
+        """Raise an error, since only the quadratic model needs a product with the undamped curvature.
+
+        Raises:
+            NotImplementedError: If the method does not define it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define product(), which the quadratic model needs")
