@@ -104,7 +104,6 @@ class LayerDryRun:
         self.layers.refresher.follow(curvature.refresher)
         self.layers.plan.borrow(curvature.plan)
         schemas = self._schemas()
-        self.layers.plan.imagined = schemas
         for block in self.layers.plan.blocks:
             state = block.state
             found = {k: v for k, v in state.items() if k in table.entries} | likes(schemas[block.index])
