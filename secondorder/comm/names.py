@@ -14,7 +14,7 @@ from secondorder.comm.dedicated.workers import DedicatedWorkers
 from secondorder.comm.hybrid_opt import HybridOpt
 from secondorder.comm.local_factors import LocalFactors
 from secondorder.comm.mem_opt import MemOpt
-from secondorder.comm.strategy import CommStrategy, Local
+from secondorder.comm.strategy import CommStrategy, Local, world_size
 
 #: What each name builds.
 STRATEGIES: Mapping[str, Callable[..., CommStrategy]] = {
@@ -64,6 +64,20 @@ def from_name(text: str) -> CommStrategy:
         return known[key](*arguments, **keywords)
     except TypeError as err:
         raise ValueError(f"comm={text!r}: {err}") from err
+
+
+def default_strategy(cut: bool = False) -> CommStrategy:
+    """What ``comm=None`` stands for: ``CommOpt`` in a process group of more than one rank.
+
+    Args:
+        cut: Whether parameters are cut over the ranks (FSDP2): then ``MemOpt``, which cuts curvature, too.
+
+    Returns:
+        A new strategy.
+    """
+    if world_size() == 1:
+        return Local()
+    return MemOpt() if cut else CommOpt()
 
 
 def _plain(name: str) -> str:

@@ -98,21 +98,6 @@ class Block(ABC):
         return 1 if self.adapter.is_exact else self.adapter.groups
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the block is new, and nothing has been folded into its estimate."""
-        weight = self.state.get("factor_weight")
-        return self.state["refreshes"] == 0 and isinstance(weight, Tensor) and not float(weight)
-
-    @property
-    def has_estimate(self) -> bool:
-        """Whether something was folded into the estimate."""
-        return bool(self.state["factor_updates"] > 0)
-
-    def is_finite(self, measured: Measured) -> Tensor:
-        """Return whether what was measured is finite, a 0-dim bool tensor."""
-        return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
-
-    @property
     def uses_estimate(self) -> bool:
         """Whether preconditioning uses the running estimate itself."""
         return False
@@ -136,11 +121,6 @@ class Block(ABC):
         """Return what becomes of a preconditioned matrix ``[(Γ,) n_g, n_a]``: by default, the matrix itself."""
         return direction
 
-    def described(self) -> tuple[str, str]:
-        """Return what ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
-        lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
-        return "", f"{lead}{self.adapter.n_a}, {self.adapter.n_g}"
-
     def translated(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert a loaded state to the form in which this optimizer stores it."""
         return theirs
@@ -153,6 +133,20 @@ class Block(ABC):
         return theirs
 
     # ------------------------------------------------------------------ what a method supplies
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether the block is new, and nothing has been folded into its estimate."""
+
+    @property
+    @abstractmethod
+    def has_estimate(self) -> bool:
+        """Whether something was folded into the estimate."""
+
+    @abstractmethod
+    def described(self) -> tuple[str, str]:
+        """Return what ``describe()`` adds to the treatment of the layer, and the sizes of its curvature."""
+
     @abstractmethod
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return the entries of the state.
@@ -170,10 +164,13 @@ class Block(ABC):
     def statistic(self, due: Due = ESTIMATE_ALONE) -> Statistic:
         """Return empty sums for the statistics of a batch."""
 
+    @abstractmethod
     def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
-        """Return the entries for what this step measures, as ranks add it up: by default those of the estimate."""
-        schema = self.schema(self.group, self.state)
-        return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
+        """Return the entries for what this step measures, as ranks add it up."""
+
+    @abstractmethod
+    def is_finite(self, measured: Measured) -> Tensor:
+        """Return whether what was measured is finite, a 0-dim bool tensor."""
 
     @abstractmethod
     def measure(self, statistic: Statistic, examples: int) -> Measured:
@@ -187,13 +184,13 @@ class Block(ABC):
         """Count an update of the estimate, on whatever rank it took place."""
         self.state["factor_updates"] += 1
 
+    @abstractmethod
     def tasks(self, begun: bool = False) -> dict[str, Task]:
         """Return what a refresh factorizes, by side.
 
         Args:
             begun: Whether to take the copies with which a refresh in the background was begun.
         """
-        return {}
 
     @abstractmethod
     def adopt(self, found: Mapping[str, Sequence[Tensor]], good: Tensor) -> None:
@@ -207,22 +204,65 @@ class Block(ABC):
     def precondition(self, gradient: Tensor) -> Tensor:
         """Apply the inverse of the damped curvature to a gradient matrix ``[(Γ,) n_g, n_a]``."""
 
+    @abstractmethod
     def extremes(self) -> Extremes | None:
         """λ and the extreme eigenvalues of the damped curvature; None if they are on other ranks."""
-        return None
 
     def bounds(self) -> Extremes | None:
         """λ and upper bounds of the largest eigenvalues, found without waiting for the device."""
         return self.extremes()
 
+    @abstractmethod
     def product(self, matrix: Tensor) -> Tensor:
-        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``, as the quadratic model needs it.
+        """Apply the undamped curvature to a matrix ``[(Γ,) n_g, n_a]``, as the quadratic model needs it."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Return the undamped curvature as a dense matrix, block-diagonal over the groups of a convolution."""
+
+
+class PlainBlock(Block):
+    """Base of blocks with one running estimate, of which a refresh factorizes nothing.
+
+    Other methods than those of this package derive from it.
+    """
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the block is new, and nothing has been folded into its estimate."""
+        return self.state["refreshes"] == 0 and not float(self.state.get("factor_weight", 1.0))
+
+    @property
+    def has_estimate(self) -> bool:
+        """Whether something was folded into the estimate."""
+        return bool(self.state["factor_updates"] > 0)
+
+    def described(self) -> tuple[str, str]:
+        """Return nothing to add to the treatment of the layer, and its sizes."""
+        lead = f"{self.adapter.groups}×" if self.adapter.groups > 1 else ""
+        return "", f"{lead}{self.adapter.n_a}, {self.adapter.n_g}"
+
+    def sums(self, due: Due = ESTIMATE_ALONE) -> Schema:
+        """Return the entries of the estimate."""
+        schema = self.schema(self.group, self.state)
+        return {key: schema[key] for key in keys(schema, Place.ESTIMATE) if schema[key].kind != "buffers"}
+
+    def is_finite(self, measured: Measured) -> Tensor:
+        """Return whether what was measured is finite, a 0-dim bool tensor."""
+        return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
+
+    def tasks(self, begun: bool = False) -> dict[str, Task]:
+        """Return no tasks."""
+        return {}
+
+    def extremes(self) -> Extremes | None:
+        """Return None, because eigenvalues are not known."""
+        return None
+
+    def product(self, matrix: Tensor) -> Tensor:
+        """Raise an error, since only the quadratic model needs a product with the undamped curvature.
 
         Raises:
             NotImplementedError: If the method does not define it.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define product(), which the quadratic model needs")
-
-    @abstractmethod
-    def dense(self) -> Tensor:
-        """Return the undamped curvature as a dense matrix, block-diagonal over the groups of a convolution."""

@@ -57,6 +57,17 @@ class FactoredBlock(Block):
         """Eigenvectors of a factor in the precision of products; None stands for the identity."""
         return self.eigen.basis(self.state, side)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the block is new, and nothing has been folded into its factors."""
+        weight = self.state.get("factor_weight")
+        return self.state["refreshes"] == 0 and isinstance(weight, Tensor) and not float(weight)
+
+    @property
+    def has_estimate(self) -> bool:
+        """Whether something was folded into the factors."""
+        return bool(self.state["factor_updates"] > 0)
+
     # ------------------------------------------------------------------ statistics
     def new_sums(self) -> KroneckerSums:
         """Empty sums of a block."""
@@ -88,6 +99,11 @@ class FactoredBlock(Block):
         observed = self.fisher.is_observed and self.group["loss_reduction"] == "mean"
         count = self.runtime.observed_terms.clamp(min=1) if observed else float(examples)
         return {"factor_a": Estimate(a, 1.0, sums.rows), "factor_g": Estimate(g, scale, count)}
+
+    def is_finite(self, measured: Measured) -> Tensor:
+        """Whether what was measured is finite, a 0-dim bool tensor."""
+        totals = [part.total for part in measured.parts.values()]
+        return averages.all_finite(totals) if totals else torch.tensor(True)
 
     def fold_factors(self, measured: Measured, gate: Tensor | None) -> Tensor:
         """Fold the factors of a batch into the running ones; returns whether they were finite."""

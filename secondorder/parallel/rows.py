@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from torch import Tensor
 from secondorder.capture.statistics.examples import keeps_indices
 from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.example_rows import Kept, Raw, Sizes, inputs_of
-from secondorder.curvature.row_block import RowBlock
 from secondorder.curvature.schema import tensors
 from secondorder.linalg import woodbury
 from secondorder.linalg.kernel import Rows
+
+if TYPE_CHECKING:
+    from secondorder.curvature.row_block import RowBlock
 
 log: logging.Logger = logging.getLogger("secondorder")
 

@@ -15,6 +15,7 @@ that is cut along another dimension than its first travels whole: ranges of its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 from secondorder.comm.layout import NOTHING, Layout, Route, Spans, local, route
 from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.window.shards import Bounds, Cutting
-from secondorder.curvature.window.unit import Unit
 from secondorder.linalg.dense import precision_of
+
+if TYPE_CHECKING:
+    from secondorder.curvature.window.unit import Unit
 
 #: Bytes of whole tensors that travel together, for each rank.
 _PORTION = 32 * 2**20

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +27,11 @@ from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.plan.work import flops_of_direction, flops_of_products, flops_of_refresh, flops_of_scale
 from secondorder.preconditioners.layer_capture import Setting
-from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.window_plan import CATALOG
-from secondorder.preconditioners.windows import WindowPreconditioner
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.layers import LayerPreconditioner
+    from secondorder.preconditioners.windows import WindowPreconditioner
 
 
 class DryRun(Protocol):
@@ -102,7 +104,6 @@ class LayerDryRun:
         self.layers.refresher.follow(curvature.refresher)
         self.layers.plan.borrow(curvature.plan)
         schemas = self._schemas()
-        self.layers.plan.imagined = schemas
         for block in self.layers.plan.blocks:
             state = block.state
             found = {k: v for k, v in state.items() if k in table.entries} | likes(schemas[block.index])

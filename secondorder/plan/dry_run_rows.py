@@ -7,6 +7,7 @@ with the most of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -22,11 +23,13 @@ from secondorder.parallel.rows import Census
 from secondorder.plan.dry_run import DryExchange, LayerDryRun
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.preconditioners.layer_capture import Setting
-from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.row_exchange import RowExchange
 from secondorder.preconditioners.row_plan import RowPlan
 from secondorder.preconditioners.row_selection import RowSelection
-from secondorder.preconditioners.rows import RowPreconditioner
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.layers import LayerPreconditioner
+    from secondorder.preconditioners.rows import RowPreconditioner
 
 
 class DryRowExchange(RowExchange):
@@ -84,9 +87,8 @@ class RowDryRun(LayerDryRun):
     def _without_blocks(
         self, curvature: LayerPreconditioner, setting: Setting, exchange: DryExchange
     ) -> LayerPreconditioner:
-        assert isinstance(curvature, RowPreconditioner)
-        modes = curvature.plan.modes.fixed()
-        return type(curvature)(setting, exchange, batch_size=self._batch_size, modes=modes)
+        rows = cast("RowPreconditioner", curvature)
+        return type(rows)(setting, exchange, batch_size=self._batch_size, modes=rows.plan.modes.fixed())
 
     def _schemas(self) -> dict[int, Schema]:
         layers, blocks = self.layers, self.layers.plan.blocks

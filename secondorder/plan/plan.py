@@ -1,7 +1,7 @@
-"""What a run will store, send and compute on every rank, as numbers: no tensors, no messages.
+"""What a run stores, sends and computes on every rank, as numbers.
 
-The payload of a message is what the counter of a run records: the elements of its larger buffer, padding included, the
-same for all ranks that take part.
+The payload of a message is what the counter of a run records: the elements of its larger buffer, with padding. It is
+the same for all ranks that take part.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _COLUMNS = 4
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank.
+    """The plan of one rank.
 
     Attributes:
-        stored: Bytes kept between steps, by kind of ``memory_usage()``.
-        sent: Bytes handed to collectives per step, by stage: the mean over one refresh interval.
-        worst_sent: Bytes of the heaviest step, by stage.
-        flops: FLOPs per step, by stage: the mean over one refresh interval.
-        wire: Bytes that leave a rank per step, by stage, where every message takes the least that is possible.
-        messages: Messages per step, by stage: the mean over one refresh interval.
+        stored: Bytes that are kept between steps, by kind of ``memory_usage()``.
+        sent: Bytes that are handed to collectives per step, by stage, as the mean over one refresh interval.
+        worst_sent: Bytes of the step that sends most, by stage.
+        flops: FLOPs per step, by stage, as the mean over one refresh interval.
+        wire: Bytes that leave the rank per step, by stage, if every message takes the least possible.
+        messages: Number of messages per step, by stage, as the mean over one refresh interval.
     """
 
     stored: dict[str, int]
@@ -38,16 +38,16 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All ranks.
+    """The plan of all ranks.
 
     Attributes:
-        ranks: By rank.
-        world_size: How many there are.
+        ranks: The plan of each rank.
+        world_size: Number of ranks.
         method: Class of the optimizer.
         strategy: The strategy, in words.
-        groups: Communicators that a rank is a member of.
-        padding: Bytes of statistics that are sent only to make shares equal, divided by those that are wanted.
-        notes: What a user should know.
+        groups: Number of communicators that a rank is a member of.
+        padding: Bytes of statistics that are only sent to make shares equal, divided by the other bytes of statistics.
+        notes: Remarks for the user.
     """
 
     ranks: list[RankPlan]
@@ -59,11 +59,11 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as numbers, words, lists and dicts, as JSON takes them."""
+        """Return the plan as a dict that ``json.dumps`` accepts."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """A table: a column per rank, or the smallest, mean and largest of many ranks."""
+        """Return a table with a column for each rank, or with the minimum, mean and maximum over many ranks."""
         ranks, groups = _counted(self.world_size, "rank"), _counted(self.groups, "group")
         title = f"{self.method} · {self.strategy} · {ranks} · {groups} per rank"
         if self.padding:
@@ -100,14 +100,14 @@ class Plan:
         return [words(smallest), words(sum(values) / len(values)), words(largest), where]
 
 
-# ---------------------------------------------------------------------- from pieces to ranks
+# ---------------------------------------------------------------------- sums by rank
 class Holding(NamedTuple):
     """Bytes that some ranks keep.
 
     Attributes:
-        ranks: Who; None for all.
-        kind: Of ``memory_usage()``.
-        nbytes: On each of them.
+        ranks: The ranks, or None for all ranks.
+        kind: Kind of ``memory_usage()``.
+        nbytes: Number of bytes on each of these ranks.
     """
 
     ranks: Sequence[int] | None
@@ -119,9 +119,9 @@ class Work(NamedTuple):
     """FLOPs per step that some ranks do.
 
     Attributes:
-        ranks: Who; None for all.
-        stage: Of the step.
-        flops: On each of them.
+        ranks: The ranks, or None for all ranks.
+        stage: Stage of the step.
+        flops: Number of FLOPs on each of these ranks.
     """
 
     ranks: Sequence[int] | None
@@ -130,12 +130,12 @@ class Work(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Of some messages.
+    """The sum of some messages.
 
     Attributes:
-        nbytes: Payload.
-        wire: Bytes that leave a rank at least.
-        messages: Their number.
+        nbytes: Bytes of payload.
+        wire: Bytes that at least leave a rank.
+        messages: Number of messages.
     """
 
     nbytes: int = 0
@@ -143,7 +143,7 @@ class Sum(NamedTuple):
     messages: int = 0
 
     def plus(self, other: Sum) -> Sum:
-        """Of both."""
+        """Return the sum of both."""
         return Sum(self.nbytes + other.nbytes, self.wire + other.wire, self.messages + other.messages)
 
 
@@ -154,9 +154,9 @@ class Traffic(NamedTuple):
     """What ranks send in some steps that are alike.
 
     Attributes:
-        steps: How many they are.
-        common: Of one step by stage, on every rank.
-        by_column: Beside that, by column and stage.
+        steps: Number of steps.
+        common: What every rank sends in one step, by stage.
+        by_column: What the ranks of each column send in addition, by stage.
     """
 
     steps: int
@@ -165,21 +165,21 @@ class Traffic(NamedTuple):
 
 
 def spread(
-    pieces: Iterable[tuple[Sequence[int] | None, str, float]], names: Iterable[str], world: int
+    entries: Iterable[tuple[Sequence[int] | None, str, float]], names: Iterable[str], world: int
 ) -> list[dict[str, Any]]:
-    """Sums by name of pieces that ranks have.
+    """Add up numbers by rank and name.
 
     Args:
-        pieces: Ranks (None for all), a name and a number each.
-        names: All of them.
+        entries: Ranks (None for all ranks), a name and a number each.
+        names: All names.
         world: Number of ranks.
 
     Returns:
-        By rank and name.
+        For each rank, the sum by name.
     """
     everywhere: dict[str, Any] = dict.fromkeys(names, 0)
     own: dict[int, Counter[str]] = {}
-    for ranks, name, value in pieces:
+    for ranks, name, value in entries:
         if ranks is None:
             everywhere[name] += value
         else:
@@ -190,7 +190,7 @@ def spread(
 
 
 class Means(NamedTuple):
-    """What the ranks of a column send, by stage, as in :class:`RankPlan`."""
+    """What the ranks of a column send, by stage; see :class:`RankPlan`."""
 
     sent: dict[str, float]
     worst_sent: dict[str, int]
@@ -199,14 +199,14 @@ class Means(NamedTuple):
 
 
 def means(traffic: Sequence[Traffic], columns: int) -> list[Means]:
-    """Means and heaviest steps, by column.
+    """Return the mean over all steps of an interval and the step that sends most.
 
     Args:
-        traffic: All kinds of steps of one interval.
-        columns: How many there are.
+        traffic: The traffic of all kinds of steps of one interval.
+        columns: Number of columns.
 
     Returns:
-        By column.
+        Both for each column.
     """
     stages = list(dict.fromkeys(s for t in traffic for found in (t.common, *t.by_column.values()) for s in found))
     special = {column for t in traffic for column in t.by_column}
@@ -232,7 +232,7 @@ def _of_column(traffic: Sequence[Traffic], stages: Sequence[str], column: int) -
 
 # ---------------------------------------------------------------------- words
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table whose two first columns are words and whose others are numbers."""
+    """Yield the lines of a table with two columns of words and further columns of numbers."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         cells = [c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]

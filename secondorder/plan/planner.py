@@ -1,4 +1,4 @@
-"""``plan()``: what a run stores, sends and computes on every rank of any world, told before there is one."""
+"""``plan()``: what a run stores, sends and computes on every rank, without the run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ import torch
 from torch import nn
 
 from secondorder import options
-from secondorder.comm import CommOpt, DedicatedWorkers, RankGrid
+from secondorder.comm.comm_opt import CommOpt
+from secondorder.comm.dedicated.workers import DedicatedWorkers
 from secondorder.comm.layout import is_cut
+from secondorder.comm.rank_grid import RankGrid
 from secondorder.comm.strategy import CommStrategy, Local, Unit
 from secondorder.curvature.schema import kinds
 from secondorder.parameters import Group, ParameterTable
 from secondorder.plan.dry_run import DryRun, LayerDryRun, WindowDryRun
 from secondorder.plan.dry_run_rows import RowDryRun
-from secondorder.plan.plan import Holding, Plan, RankPlan, Sum, Traffic, Work, means, spread
+from secondorder.plan.plan import Holding, Plan, RankPlan, Sum, Traffic, means, spread
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.plan.roles import RoleRehearsal
 from secondorder.preconditioners.base import Preconditioner
 from secondorder.preconditioners.rows import RowPreconditioner
 from secondorder.preconditioners.windows import WindowPreconditioner
 
-#: Most steps that are looked at, where the intervals of groups have no small common multiple.
+#: The largest number of steps to run, which matters if the intervals of groups have no small common multiple.
 _LONGEST = 10_000
 
 
@@ -37,15 +39,15 @@ def dry_run(
     comm: CommStrategy | None,
     batch_size: int | None,
 ) -> Plan:
-    """Rehearse the steps of an optimizer in an imagined world.
+    """Return the plan of an optimizer in a world of some size, found in a dry run of its steps.
 
     Args:
-        curvature: Its curvature.
+        curvature: The curvature of the optimizer.
         others: The state other than curvature, which every rank keeps.
-        reason_against_roles: Says why ranks of several roles cannot serve it; None if it has no factors of layers.
-        world_size: Number of ranks; unset: those of the process group.
-        comm: Strategy; unset: that of the curvature.
-        batch_size: Examples per rank of a step; unset: as in the last refresh.
+        reason_against_roles: Returns why ranks of several roles cannot serve the optimizer; None if it has no factors.
+        world_size: Number of ranks; None for those of the process group.
+        comm: Strategy; None for that of the curvature.
+        batch_size: Examples per rank of a step; None for as many as in the last refresh.
 
     Returns:
         The plan.
@@ -104,7 +106,7 @@ def holdings_of_rules(
 
 
 def _rehearsal_of(strategy: CommStrategy, units: Sequence[Unit], world: int, homes: Any, is_real: bool) -> Rehearsal:
-    """Return what counts the messages of a strategy in an imagined world.
+    """Return a strategy that counts the messages of another one in a world of some size.
 
     Raises:
         NotImplementedError: If it has no plan.
@@ -153,7 +155,7 @@ def _dry_run_of(curvature: Any, rehearsal: Rehearsal, batch_size: int | None) ->
 
 
 def _period(run: DryRun, rehearsal: Rehearsal) -> int:
-    """Steps after which everything comes again."""
+    """Return the number of steps after which everything repeats."""
     return math.lcm(1, *run.intervals(), *rehearsal.intervals())
 
 
@@ -165,7 +167,7 @@ def _note_of_period(run: DryRun, rehearsal: Rehearsal) -> list[str]:
 
 
 def _rehearse(run: DryRun, rehearsal: Rehearsal) -> tuple[list[Traffic], float]:
-    """Traffic of all kinds of steps of one interval, and the padding of statistics as a part of what is wanted."""
+    """Return the traffic of all kinds of steps of one interval, and the padding of statistics relative to the rest."""
     if not rehearsal.combines:
         return [], 0.0
     alike: dict[Hashable, list[int]] = {}
@@ -189,7 +191,7 @@ def _by_rank(
     holdings = [*run.holdings(), *others]
     work = list(run.work())
     stored = spread(holdings, dict.fromkeys((*of_curvature, "momentum", "fallback", "buffers")), world)
-    flops = spread(work, dict.fromkeys(_stages(work)), world)
+    flops = spread(work, dict.fromkeys(own.stage for own in work), world)
     sent = means(traffic, width)
     return [
         RankPlan(
@@ -202,10 +204,6 @@ def _by_rank(
         )
         for rank, found in ((rank, sent[rank % width]) for rank in range(world))
     ]
-
-
-def _stages(work: list[Work]) -> Iterator[str]:
-    yield from (piece.stage for piece in work)
 
 
 def _notes(rehearsal: Rehearsal) -> Iterator[str]:

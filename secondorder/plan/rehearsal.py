@@ -1,8 +1,8 @@
-"""A strategy in an imagined world: its own verbs, with messages that are counted and never sent.
+"""Strategies that count messages instead of sending them.
 
-What a run will send is not described a second time: the verbs of :class:`~secondorder.comm.RankGrid` run with tensors
-on the ``meta`` device, in groups that exist as lists of ranks alone. Messages of the world and of a row are the same
-for all ranks, those of a column for its ranks, so that one rank per column plays for the others.
+What a run sends is not described a second time. The methods of :class:`~secondorder.comm.RankGrid` run with tensors on
+the ``meta`` device, in groups that are only lists of ranks. All ranks send the same messages to the world and to their
+row, and all ranks of a column send the same to that column, so it is enough to run one rank of each column.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _OF_COLUMN = "curvature"
 
 
 class Imagined:
-    """Stands for a process group.
+    """A process group that does not exist.
 
     Args:
-        ranks: Its members, ascending.
-        rank: Who looks at it.
+        ranks: Its members, in ascending order.
+        rank: The member that uses it.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
@@ -42,10 +42,10 @@ class Imagined:
 
 
 class DryCounter(Counter):
-    """Counts padding, too.
+    """Counts messages, and the padding in them.
 
     Attributes:
-        padding: Bytes of sums that are sent to make parts equal.
+        padding: Bytes of sums that are only sent to make parts equal.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class DryCounter(Counter):
         self.padding = 0
 
     def add(self, stage: str, kind: str, size: int, numel: int, dtype: torch.dtype) -> None:
-        """Record a message; all of one step are kept, however many ranks have one each."""
+        """Record a message. No limit applies, because every column of a large world may send some."""
         self.records.append(Record(stage, kind, size, numel, dtype, numel * dtype.itemsize))
 
     def clear(self) -> None:
@@ -63,7 +63,7 @@ class DryCounter(Counter):
 
 
 class DryCall(Call):
-    """Counts what a call would send: as :class:`~secondorder.comm.messages.Call`, without its messages."""
+    """Counts the messages that a :class:`~secondorder.comm.messages.Call` would send."""
 
     counter: DryCounter
 
@@ -73,26 +73,26 @@ class DryCall(Call):
         self.size, self.rank = group.size, group.rank
 
     def padding(self, numel: int, dtype: torch.dtype) -> None:
-        """Note elements that nobody wants."""
+        """Count elements that are only sent to make parts equal."""
         self.counter.padding += numel * dtype.itemsize
 
     def local(self, rank: int) -> int:
-        """Rank within the group of a global rank."""
+        """Return the position of a global rank in the group."""
         place: int = self.group.places[rank]
         return place
 
     def all_reduce(self, items: Sequence[Item], count: float | None) -> None:
-        """One message."""
+        """Count one message."""
         self.count("all_reduce", total(items), items[0].tensor.dtype)
 
     def all_reduce_rounded(self, items: Sequence[Item], wire: torch.dtype) -> None:
-        """Equal parts to their ranks, and their sums to all."""
+        """Count a message with equal parts to their ranks, and one with their sums to all ranks."""
         padded = -(-total(items) // self.size) * self.size
         self.count("all_to_all", padded, wire)
         self.count("all_gather", padded, wire)
 
     def reduce(self, message: Sequence[Sequence[Item]], wire: torch.dtype) -> None:
-        """As the sizes of the lists say."""
+        """Count the messages by which lists of such sizes are reduced."""
         shares = [total(items) for items in message]
         dtype = next(items[0].tensor.dtype for items in message if items)
         kind = reduce_kind(shares, rounded=wire != dtype)
@@ -110,33 +110,33 @@ class DryCall(Call):
                 self.count(kind, share, dtype)
 
     def broadcast(self, items: Sequence[Item], wire: torch.dtype) -> None:
-        """One message."""
+        """Count one message."""
         self.count("broadcast", total(items), wire)
 
     def all_gather(self, items: Sequence[Item], stacks: Sequence[Tensor]) -> None:
-        """One message."""
+        """Count one message."""
         self.count("all_gather", total(items) * self.size, items[0].tensor.dtype)
 
     def gather(self, message: Sequence[Sequence[Item]], stacks: Sequence[Tensor]) -> None:
-        """One exchange."""
+        """Count one message."""
         dtype = next(items[0].tensor.dtype for items in message if items)
         self.count("all_to_all", sum(map(total, message)), dtype)
 
     def gather_uneven(
         self, items: Sequence[Item], sizes: Sequence[Sequence[int]], wholes: Sequence[Tensor], capacity: int
     ) -> None:
-        """The largest share of all, in pieces."""
+        """Count the messages that the largest share needs."""
         largest = max(sum(of[rank] for of in sizes) for rank in range(self.size))
         for start in range(0, largest, capacity):
             self.count("all_gather", min(capacity, largest - start) * self.size, items[0].tensor.dtype)
 
     def combine(self, vector: Tensor, op: str) -> None:
-        """One message."""
+        """Count one message."""
         self.count("all_reduce", vector.numel(), vector.dtype)
 
 
 class DryCollectives(Collectives):
-    """Collectives in imagined groups."""
+    """Collectives in groups that do not exist."""
 
     def __init__(self, like: Collectives) -> None:
         super().__init__(wire_dtype=like.wire_dtype, bucket_bytes=like.bucket_bytes)
@@ -147,18 +147,18 @@ class DryCollectives(Collectives):
 
 
 class Rehearsal(CommStrategy):
-    """All ranks of a strategy at once: every unit is here, and every verb is counted for whom it concerns.
+    """All ranks of a strategy at once. Every unit is here, and each message is counted for the ranks that send it.
 
     Args:
-        strategy: Is not changed.
-        units: What is placed.
+        strategy: The strategy, which is not changed.
+        units: The units to place.
         world: Number of ranks.
-        homes: Owners that are known, by name of the unit.
-        is_real: Whether a run is in this world, under this strategy.
+        homes: Owners that are already known, by name of the unit.
+        is_real: Whether the optimizer runs in this world under this strategy.
 
     Attributes:
-        owners: Owner by unit.
-        grid: Of the ranks.
+        owners: Owner of each unit.
+        grid: The grid of the ranks.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Rehearsal(CommStrategy):
         self._first = self.seen_from(0)
 
     def seen_from(self, rank: int) -> RankGrid:
-        """The strategy as a rank has it, in imagined groups."""
+        """Return the strategy of a rank, in groups that do not exist."""
         if rank not in self._played:
             own, grid = copy.copy(self._strategy), self.grid
             own.collectives = self._count_in(rank)
@@ -197,7 +197,7 @@ class Rehearsal(CommStrategy):
         return self._collectives[rank]
 
     def traffic(self, steps: int) -> tuple[Traffic, int]:
-        """What was sent since the last call, in each of so many steps, and the padding of statistics in one."""
+        """Return what was sent since the last call, which so many steps send, and the padding of statistics in one."""
         counters = {rank: own.counter for rank, own in self._collectives.items()}
         padding = counters[0].padding
         own = {rank: [r for r in c.records if rank or r.stage == _OF_COLUMN] for rank, c in counters.items()}
@@ -207,15 +207,15 @@ class Rehearsal(CommStrategy):
         return Traffic(steps, summed(common), {rank: summed(found) for rank, found in own.items() if found}), padding
 
     def holders(self, index: int, place: str) -> Sequence[int] | None:
-        """Ranks that have something of a unit.
+        """Return the ranks that store or compute something of a unit.
 
         Args:
             index: The unit.
-            place: Its ``"estimate"``, its ``"curvature"`` or its ``"directions"``; ``"captures"`` for those whose
-                examples count, or ``"owner"``.
+            place: ``"estimate"``, ``"curvature"``, ``"directions"``, ``"owner"``, or ``"captures"`` for the ranks whose
+                examples are used.
 
         Returns:
-            The ranks; None for all.
+            The ranks, or None for all ranks.
         """
         owner = self.owners[index]
         if place in ("curvature", "directions"):
@@ -226,33 +226,33 @@ class Rehearsal(CommStrategy):
 
     @property
     def owned(self) -> list[int]:
-        """Owners of units that are not cut into shards."""
+        """Owners of the units that are not divided into shards."""
         return [owner for owner, unit in zip(self.owners, self._units, strict=True) if not unit.divisible]
 
     @property
     def groups(self) -> int:
-        """Communicators that a rank is a member of."""
+        """Number of communicators that a rank is a member of."""
         inside = sum(1 < size < self.grid.world for size in (self.grid.workers, self.grid.width))
         return inside + 1 if self.combines else 0
 
-    # ------------------------------------------------------------------ beside the verbs of a step
+    # ------------------------------------------------------------------ what a strategy does between steps
     def intervals(self) -> list[int]:
-        """Numbers of steps after which the strategy itself does something."""
+        """Return the numbers of steps after which the strategy itself does something."""
         return []
 
     def key(self, t: int) -> Hashable:
-        """Steps with equal keys send the same messages of the strategy itself."""
+        """Return a value that is the same for steps after which the strategy sends the same messages."""
         return None
 
     def after(self, worker: Any, t: int) -> None:
-        """Count what the strategy itself sends after step t."""
+        """Count the messages that the strategy itself sends after step t."""
 
-    # ------------------------------------------------------------------ the interface: everybody is here
+    # ------------------------------------------------------------------ the interface of a strategy
     def place(self, units: Sequence[Unit]) -> None:
-        """Placed at construction."""
+        """Do nothing, since units were placed at construction."""
 
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
-        """Nobody to meet."""
+        """Do nothing, since there are no other processes."""
 
     @property
     def combines(self) -> bool:
@@ -270,7 +270,7 @@ class Rehearsal(CommStrategy):
         return self._first.data_world
 
     def owner(self, index: int) -> int:
-        """Rank that refreshes a unit."""
+        """Return the rank that refreshes a unit."""
         return self.owners[index]
 
     @property
@@ -279,11 +279,11 @@ class Rehearsal(CommStrategy):
         return self.grid.world
 
     def sources(self, index: int) -> int:
-        """Number of ranks that capture statistics of a unit."""
+        """Return the number of ranks that capture statistics of a unit."""
         return self._first.sources(index)
 
     def refreshes(self, index: int) -> bool:
-        """Nothing is computed."""
+        """Return False, since nothing is computed."""
         return False
 
     def captures_elsewhere(self, index: int) -> bool:
@@ -291,12 +291,12 @@ class Rehearsal(CommStrategy):
         return self._first.captures_elsewhere(index)
 
     def shard(self, index: int) -> Shard:
-        """Part of the first rank."""
+        """Return the part of the first rank."""
         return self._first.shard(index)
 
-    # ------------------------------------------------------------------ verbs
+    # ------------------------------------------------------------------ messages
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Count the mean of gradients, where the strategy brings it about."""
+        """Count the messages with gradients if the strategy averages them."""
         own = self._first
         if own.averages:
             trained = [p for p in params if p.requires_grad]
@@ -305,11 +305,11 @@ class Rehearsal(CommStrategy):
             own.collectives.average(grads, group=self._world, stage="gradients", count=1).wait()
 
     def agree(self, words: Tensor) -> Tensor:
-        """Count words; nobody has anything to add to those of the one who asks."""
+        """Count words, and return them, since no other rank adds any."""
         return self._first.agree(torch.zeros(words.shape) if words.device.type == "meta" else words)
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Count sums; those of shapes that were summed before, from memory."""
+        """Count sums; for shapes that were summed before, repeat what was counted then."""
         counter = self._collectives[0].counter
         shapes = tuple((p.index, *(t.shape for t in p.tensors)) for p in parcels)
         if shapes in self._reduced:
@@ -323,11 +323,11 @@ class Rehearsal(CommStrategy):
         return pending
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Count rows; only units of the first rank have stacks."""
+        """Count rows, and return those that the first rank receives."""
         return self._first.gather_statistics(parcels)
 
     def share_curvature(self, parcels: Sequence[Parcel]) -> None:
-        """Count curvature, column by column."""
+        """Count the curvature that owners send, column by column."""
         if self.grid.workers == 1:
             return
         columns: dict[int, list[Parcel]] = {}
@@ -337,7 +337,7 @@ class Rehearsal(CommStrategy):
             self.seen_from(column).share_curvature(own)
 
     def spread(self, parcels: Sequence[Parcel]) -> None:
-        """Count what goes from owners to all."""
+        """Count what owners send to all ranks."""
         self._first.spread(parcels)
 
     def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
@@ -349,12 +349,12 @@ class Rehearsal(CommStrategy):
         return self._first.sum_shards(values)
 
     def gather_shards(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Count directions in parts."""
+        """Count parts of directions."""
         return self._first.gather_shards(shards, sizes)
 
 
 def summed(records: Sequence[Record]) -> dict[str, Sum]:
-    """Messages by stage."""
+    """Return the sum of messages by stage."""
     found: dict[str, Sum] = {}
     for record in records:
         found[record.stage] = found.get(record.stage, Sum()).plus(Sum(record.nbytes, record.wire_bytes, 1))

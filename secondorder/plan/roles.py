@@ -1,7 +1,7 @@
-"""``DedicatedWorkers`` in an imagined world: what ranks of each role send in an epoch of lockstep.
+"""``DedicatedWorkers`` that count messages: what ranks of each role send in an epoch of lockstep.
 
-The factor ranks' statistics are those of their own verbs; what the roles pass on to each other stands in the table of
-:mod:`secondorder.comm.dedicated.links`. In opportunistic mode nobody sends more.
+Factor ranks combine their statistics as other strategies do. What one role passes on to another stands in the table of
+:mod:`secondorder.comm.dedicated.links`. In opportunistic mode no rank sends more than that.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from secondorder.plan.rehearsal import DryCollectives, Imagined, Rehearsal, summ
 
 
 class RoleRehearsal(Rehearsal):
-    """All roles at once; every rank is a column of its own.
+    """All roles at once. Every rank is a column of its own.
 
     Args:
-        strategy: Is not changed.
-        units: What is placed.
+        strategy: The strategy, which is not changed.
+        units: The units to place.
         world: Number of ranks.
-        is_real: Whether a run is in this world, under this strategy.
+        is_real: Whether the optimizer runs in this world under this strategy.
     """
 
     def __init__(self, strategy: DedicatedWorkers, units: Sequence[Unit], world: int, is_real: bool = False) -> None:
@@ -58,7 +58,7 @@ class RoleRehearsal(Rehearsal):
         return collectives, Imagined(ranks, ranks[0])
 
     def traffic(self, steps: int) -> tuple[Traffic, int]:
-        """What was sent since the last call, in each of so many steps; nothing is padded."""
+        """Return what was sent since the last call, which so many steps send; nothing is padded."""
         by_rank: dict[int, dict[str, Sum]] = {}
         for ranks, collectives in self._groups.values():
             for stage, found in summed(collectives.counter.records).items():
@@ -70,7 +70,7 @@ class RoleRehearsal(Rehearsal):
 
     # ------------------------------------------------------------------ who
     def holders(self, index: int, place: str) -> Sequence[int] | None:
-        """Ranks that have something of a unit, see the base class."""
+        """Return the ranks that store or compute something of a unit; see the base class."""
         owner, roles = self.owners[index], self.roles
         if place == "owner":
             return (owner,)
@@ -84,44 +84,44 @@ class RoleRehearsal(Rehearsal):
 
     @property
     def owned(self) -> list[int]:
-        """Nobody is idle: ranks that own nothing have another role."""
+        """An empty list, since ranks that own nothing have another role and are not idle."""
         return []
 
     @property
     def groups(self) -> int:
-        """Communicators that a rank is a member of, at most; with that of the start and the end."""
+        """The largest number of communicators of a rank, with the one for the start and the end."""
         sizes = [ranks for ranks, _ in self._groups.values() if len(ranks) > 1]
         return 1 + max(sum(rank in ranks for ranks in sizes) for rank in range(self.world))
 
     @property
     def replicates(self) -> bool:
-        """No."""
+        """False: no rank holds the estimates of all units."""
         return False
 
     @property
     def data_world(self) -> int:
-        """Number of ranks that estimate."""
+        """Number of factor ranks."""
         return len(self.roles.factor)
 
     def sources(self, index: int) -> int:
-        """Number of ranks that capture statistics."""
+        """Return the number of factor ranks."""
         return self.data_world
 
     def captures_elsewhere(self, index: int) -> bool:
-        """Sums alone are passed on."""
+        """Return False, since only sums are passed on."""
         return False
 
     def renews(self, index: int) -> bool:
-        """Inverse ranks refresh outside of steps."""
+        """Return False, since inverse ranks refresh between steps."""
         return False
 
     def shard(self, index: int) -> Shard:
-        """Nothing is cut."""
+        """Return the whole, since nothing is divided."""
         return Shard(0, 1)
 
-    # ------------------------------------------------------------------ verbs of a step
+    # ------------------------------------------------------------------ messages of a step
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Count the mean of gradients."""
+        """Count the messages with gradients."""
         trained = [p for p in params if p.requires_grad]
         tensors = [real(torch.empty_like(p, device="meta")) for p in trained]
         collectives, group = self._in("gradients")
@@ -129,36 +129,36 @@ class RoleRehearsal(Rehearsal):
         collectives.average(tensors, group=group, stage="gradients", count=1).wait()
 
     def agree(self, words: Tensor) -> Tensor:
-        """Count words of factor ranks."""
+        """Count the words of factor ranks, and return them."""
         collectives, group = self._in("factors")
         known = torch.zeros(words.shape, dtype=words.dtype) if words.device.type == "meta" else words
         return collectives.words(known, group=group, stage="words")
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Count sums of factor ranks."""
+        """Count the sums of factor ranks."""
         collectives, group = self._in("factors")
         tensors, flags = contents(parcels)
         collectives.all_reduce(tensors, group=group, stage="statistics", symmetric=flags, exact=True).wait()
         return Pending()
 
     def share_curvature(self, parcels: Sequence[Parcel]) -> None:
-        """Only in the warm-up."""
+        """Do nothing, since a step only shares curvature during the warm-up."""
 
     def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
-        """Every gradient rank has them."""
+        """Do nothing, since every gradient rank finds all directions."""
         return Pending()
 
     # ------------------------------------------------------------------ epochs
     def intervals(self) -> list[int]:
-        """T."""
+        """Return the number of steps in an epoch."""
         return [self.period]
 
     def key(self, t: int) -> Hashable:
-        """Whether an epoch ends with this step."""
+        """Return whether an epoch ends with this step."""
         return ends_epoch(t + 1, self.period)
 
     def after(self, worker: Any, t: int) -> None:
-        """Count what roles pass on at the end of an epoch."""
+        """Count what roles pass on to each other if an epoch ends with this step."""
         if not self.key(t):
             return
         roles = self.roles

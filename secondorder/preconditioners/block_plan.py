@@ -36,7 +36,6 @@ class BlockPlan:
         blocks: The blocks, in the order of their indices.
         block_of: The block of each covered parameter.
         shapes: Shapes of the whole curvature of each parameter, wherever it is.
-        imagined: Schemas that a dry run supposes, by index of the block.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class BlockPlan:
         self.blocks: list[Any] = []
         self.block_of: dict[nn.Parameter, Any] = {}
         self.shapes: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
-        self.imagined: dict[int, Schema] = {}
 
     # ------------------------------------------------------------------ blocks
     def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
@@ -117,16 +115,14 @@ class BlockPlan:
 
     def live_schema(self, block: Any) -> Schema:
         """Return what the state of a block holds now."""
-        known = self.imagined.get(block.index) if self.imagined else None
-        return self.schema(block, block.group, self.table.state.get(block.owner, {})) if known is None else known
+        return self.schema(block, block.group, self.table.state.get(block.owner, {}))
 
     def schema_of(self, p: nn.Parameter, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return what the state of a parameter holds of curvature if it has a group and a state."""
         block = self.block_of.get(p)
         if block is None:
             return {}
-        imagined = self.imagined.get(block.index)
-        found = {} if block.owner is not p else self.schema(block, group, held) if imagined is None else imagined
+        found = self.schema(block, group, held) if block.owner is p else {}
         return {**found, **block.momentum_schema(p, group)}
 
     def places_here(self, p: nn.Parameter) -> frozenset[Place]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from secondorder.preconditioners.layer_report import LayerReport
-from secondorder.preconditioners.row_plan import RowPlan
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.row_plan import RowPlan
 
 
 class RowReport(LayerReport):

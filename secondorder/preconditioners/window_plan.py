@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from secondorder.comm.strategy import CommStrategy
 from secondorder.comm.strategy import Unit as Portion
 from secondorder.curvature.schema import Entry, Schema
 from secondorder.curvature.schema import Place as At
-from secondorder.curvature.solvers import WindowSolver
 from secondorder.curvature.window.form import Compression, Form, Place
 from secondorder.curvature.window.memory import free_bytes
 from secondorder.curvature.window.shards import Bounds, Slice, plain
@@ -27,6 +26,9 @@ from secondorder.linalg.gram import packed_size
 from secondorder.parallel.window_layout import wished_bounds
 from secondorder.parameters import ParameterTable
 from secondorder.preconditioners.partition import Partition
+
+if TYPE_CHECKING:
+    from secondorder.curvature.solvers import WindowSolver
 
 MOMENTUM_KEYS = ("gradient_momentum", "momentum_coefficients", "dots_momentum", "momentum_weight")
 #: Keys of windows in the state of a parameter.
