@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class LocalModel:
         likelihood: The likelihood of which the exact model has the curvature, or None to use that of the blocks.
     """
 
-    def __init__(self, curvature: LayerPreconditioner, likelihood: Likelihood | None) -> None:
+    def __init__(self, curvature: LayerPreconditioner[Any], likelihood: Likelihood | None) -> None:
         self._curvature, self._likelihood = curvature, likelihood
         self._table, self._comm = curvature.table, curvature.comm
 

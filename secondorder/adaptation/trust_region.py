@@ -47,7 +47,7 @@ class TrustRegion:
         update: The first-order rules.
     """
 
-    def __init__(self, adaptation: Adaptation, curvature: LayerPreconditioner, update: Update) -> None:
+    def __init__(self, adaptation: Adaptation, curvature: LayerPreconditioner[Any], update: Update) -> None:
         self.adaptation, self._curvature, self._update = adaptation, curvature, update
         self._setting, self._table, self._comm = curvature.setting, curvature.table, curvature.comm
         self._model = LocalModel(curvature, adaptation.loss_model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ class Due(NamedTuple):
 
 #: A step measures nothing but the running estimate of a block.
 ESTIMATE_ALONE = Due(factors=True)
+
+
+BlockT = TypeVar("BlockT", bound="Block")
 
 
 class Block(ABC):
@@ -81,7 +84,7 @@ class Block(ABC):
         self.owner, self.params = layer.owner, layer.params
         self.weight, self.bias, self.kind = layer.weight, layer.bias, layer.kind
 
-    def with_runtime(self, runtime: Runtime) -> Block:
+    def with_runtime(self: BlockT, runtime: Runtime) -> BlockT:
         """Return a copy of this block that uses the state of another ``Runtime``."""
         found = copy(self)
         found.runtime = runtime

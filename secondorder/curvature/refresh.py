@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from secondorder.curvature.background import Background, Job
-from secondorder.curvature.block import Block
+from secondorder.curvature.block import Block, BlockT
 from secondorder.curvature.factorization import Found, Task, factorise, joint_ok
 from secondorder.curvature.refresh_schedule import Counters, RefreshSchedule
 from secondorder.linalg.dense import full_precision
@@ -63,7 +63,7 @@ class Refresher:
         self.jobs: dict[Block, Job] = {}
         self.background = Background()
         #: Refreshes whose outcome is on its way to the host.
-        self._unjudged: list[tuple[list[Block], Tensor, torch.Event]] = []
+        self._unjudged: list[tuple[Sequence[Block], Tensor, torch.Event]] = []
         #: Blocks that adopt in this step what was begun earlier.
         self._adopting: set[Block] = set()
 
@@ -97,7 +97,7 @@ class Refresher:
         return Counters(updates, refreshes, self.failed_at.get(block.name, 0), adopt_at)
 
     # ------------------------------------------------------------------ by one process
-    def with_estimates(self, due: list[Block]) -> tuple[list[Block], bool]:
+    def with_estimates(self, due: list[BlockT]) -> tuple[list[BlockT], bool]:
         """Return the blocks that have an estimate, and whether the host looks at how their refresh ends.
 
         It does on the CPU, where that is free, and on a device at the first refresh of a block and after a failure.
@@ -113,7 +113,7 @@ class Refresher:
                     due = [b for b in due if b is not block]
         return due, bool(new) or any(b.name in self.failures for b in due)
 
-    def run(self, due: list[Block], refresh: Callable[[list[Block], bool], Tensor], look: bool) -> list[int]:
+    def run(self, due: list[BlockT], refresh: Callable[[list[BlockT], bool], Tensor], look: bool) -> list[int]:
         """Refresh some blocks.
 
         Args:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from secondorder.capture.statistics.measurement import Estimate, Measured, counts_of, mean_of, weighted
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending
-from secondorder.curvature.block import Block
+from secondorder.curvature.block import Block, BlockT
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.linalg.dense import full_precision, precision_of
 
@@ -166,8 +166,8 @@ class StatisticsExchange:
 
     # ------------------------------------------------------------------ refreshes
     def refresh_together(
-        self, due: list[Block], refresh: Callable[[list[Block], bool], Tensor]
-    ) -> tuple[list[Block], Tensor]:
+        self, due: list[BlockT], refresh: Callable[[list[BlockT], bool], Tensor]
+    ) -> tuple[list[BlockT], Tensor]:
         """Return the blocks that had an estimate, and whether each was refreshed well, the same on every rank.
 
         Args:
@@ -178,7 +178,7 @@ class StatisticsExchange:
             RuntimeError: On every rank, if one of them could not even try.
         """
         mine = [b for b in due if self.comm.refreshes(b.index)]
-        failed, empty, error = dict[Block, bool](), set[Block](), None
+        failed, empty, error = dict[BlockT, bool](), set[BlockT](), None
         try:
             empty = {b for b in mine if b.is_empty}
             todo = [b for b in mine if b not in empty]

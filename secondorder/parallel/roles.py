@@ -32,7 +32,7 @@ class RoleWorker:
     """
 
     def __init__(
-        self, curvature: LayerPreconditioner, advance: weakref.WeakMethod[Callable[[], None]] | None = None
+        self, curvature: LayerPreconditioner[Any], advance: weakref.WeakMethod[Callable[[], None]] | None = None
     ) -> None:
         self._curvature, self._table, self._advance = curvature, curvature.table, advance
 

@@ -92,7 +92,7 @@ class LayerDryRun:
         layers: The same blocks with states of ``meta`` tensors, every one of which has statistics and was refreshed.
     """
 
-    def __init__(self, curvature: LayerPreconditioner, comm: Rehearsal, batch_size: int | None) -> None:
+    def __init__(self, curvature: LayerPreconditioner[Any], comm: Rehearsal, batch_size: int | None) -> None:
         self._comm, self._batch_size = comm, batch_size
         states: Any = defaultdict(dict)
         for p, state in curvature.table.state.items():
@@ -111,8 +111,8 @@ class LayerDryRun:
 
     # ------------------------------------------------------------------ what a family supplies
     def _without_blocks(
-        self, curvature: LayerPreconditioner, setting: Setting, exchange: DryExchange
-    ) -> LayerPreconditioner:
+        self, curvature: LayerPreconditioner[Any], setting: Setting, exchange: DryExchange
+    ) -> LayerPreconditioner[Any]:
         """The preconditioner of the dry run, without blocks."""
         return type(curvature)(setting, exchange)
 
@@ -134,20 +134,20 @@ class LayerDryRun:
 
     def intervals(self) -> list[int]:
         """Return the intervals of statistics, scales and refreshes."""
-        return [n for found in self.layers.agenda.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
+        return [n for found in self.layers.schedule.chosen_intervals() for n in found if isinstance(n, int) and n > 0]
 
     def key(self, t: int) -> Hashable:
         """Return what is due."""
         self._go_to(t)
         blocks = self.layers.plan.blocks
-        due = [(i, *blocks[i].sums(own)) for i, own in self.layers.agenda.find_due().items()]
+        due = [(i, *blocks[i].sums(own)) for i, own in self.layers.schedule.find_due().items()]
         return self._comm.key(t), tuple(due), tuple(b.index for b in blocks if self.layers.is_due(b))
 
     def step(self, t: int) -> None:
         """Run the stages of a step."""
         layers = self.layers
         self._go_to(t)
-        layers.hooks.due = layers.agenda.find_due()
+        layers.hooks.due = layers.schedule.find_due()
         self._comm.average_gradients(list(layers.table.group_of))
         layers.reduce(Captured({}, {}))
         layers.learn(self._captured(), {}, None)

@@ -7,7 +7,7 @@ with the most of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -85,8 +85,8 @@ class RowDryRun(LayerDryRun):
         super().__init__(curvature, comm, batch_size or curvature.plan.batch_size)
 
     def _without_blocks(
-        self, curvature: LayerPreconditioner, setting: Setting, exchange: DryExchange
-    ) -> LayerPreconditioner:
+        self, curvature: LayerPreconditioner[Any], setting: Setting, exchange: DryExchange
+    ) -> LayerPreconditioner[Any]:
         rows = cast("RowPreconditioner", curvature)
         return type(rows)(setting, exchange, batch_size=self._batch_size, modes=rows.plan.modes.fixed())
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 from torch import Tensor, nn
 
 from secondorder.comm.layout import is_cut
 from secondorder.comm.strategy import Unit
-from secondorder.curvature.block import Block
+from secondorder.curvature.block import BlockT
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from secondorder.preconditioners.layer_capture import Setting
 
 
-class BlockPlan:
+class BlockPlan(Generic[BlockT]):
     """Plans blocks over the layers of a module, and allocates their state.
 
     Args:
@@ -41,15 +41,15 @@ class BlockPlan:
     def __init__(
         self,
         setting: Setting,
-        block_type: type[Block],
+        block_type: type[BlockT],
         interval: str,
         exchange: StatisticsExchange,
     ) -> None:
         self.options, self.comm, self.table, self.runtime = setting.layers, setting.comm, setting.table, setting.runtime
         self.interval, self._exchange = interval, exchange
         self._new_block = partial(block_type, runtime=setting.runtime, options=setting.layers, fisher=setting.fisher)
-        self.blocks: list[Any] = []
-        self.block_of: dict[nn.Parameter, Any] = {}
+        self.blocks: list[BlockT] = []
+        self.block_of: dict[nn.Parameter, BlockT] = {}
         self.shapes: dict[nn.Parameter, dict[str, tuple[int, ...] | None]] = {}
 
     # ------------------------------------------------------------------ blocks
@@ -84,7 +84,7 @@ class BlockPlan:
         return changed
 
     @property
-    def by_name(self) -> dict[str, Any]:
+    def by_name(self) -> dict[str, BlockT]:
         """Blocks by module name."""
         return {b.name: b for b in self.blocks}
 
@@ -92,7 +92,7 @@ class BlockPlan:
         """What a strategy needs to know of the blocks."""
         return [self.unit(block) for block in self.blocks]
 
-    def unit(self, block: Any) -> Unit:
+    def unit(self, block: BlockT) -> Unit:
         """What a strategy needs to know of a block."""
         adapter, schema = block.adapter, self.live_schema(block)
         a, g, blocks = adapter.n_a, adapter.n_g, adapter.groups
@@ -108,12 +108,12 @@ class BlockPlan:
         )
 
     # ------------------------------------------------------------------ what the states hold
-    def schema(self, block: Any, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
+    def schema(self, block: BlockT, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Return what the state of a block holds; ``held`` is that state, or a loaded one."""
         found: Schema = block.schema(group, held)
         return found
 
-    def live_schema(self, block: Any) -> Schema:
+    def live_schema(self, block: BlockT) -> Schema:
         """Return what the state of a block holds now."""
         return self.schema(block, block.group, self.table.state.get(block.owner, {}))
 
@@ -157,7 +157,7 @@ class BlockPlan:
                 state[key] = state[key].to(p.device, value.dtype)
 
     # ------------------------------------------------------------------ facts and copies
-    def borrow(self, other: BlockPlan) -> None:
+    def borrow(self, other: BlockPlan[BlockT]) -> None:
         """Plan the blocks of another plan, with states of this one."""
         self.blocks = [block.with_runtime(self.runtime) for block in other.blocks]
         self.block_of = {p: block for block in self.blocks for p in block.params}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Generic
 
 from torch import Tensor
 
 from secondorder.comm.strategy import CommStrategy, Parcel
-from secondorder.curvature.block import Block
+from secondorder.curvature.block import Block, BlockT
 from secondorder.curvature.refresh import Refresher
 from secondorder.linalg.dense import full_precision, precision_of
 from secondorder.parallel.exchange import StatisticsExchange
@@ -63,7 +63,7 @@ class WholeGradients:
         self._sent, self._kept = {}, {}
 
 
-class LayerDirections:
+class LayerDirections(Generic[BlockT]):
     """Finds the directions of the blocks that precondition.
 
     Args:
@@ -75,15 +75,15 @@ class LayerDirections:
         wholes: The whole gradients of sharded parameters.
     """
 
-    def __init__(self, plan: BlockPlan, refresher: Refresher, exchange: StatisticsExchange) -> None:
+    def __init__(self, plan: BlockPlan[BlockT], refresher: Refresher, exchange: StatisticsExchange) -> None:
         self._plan, self._refresher, self._exchange = plan, refresher, exchange
         self.wholes = WholeGradients(plan.comm, plan.table)
 
-    def is_ready(self, block: Any) -> bool:
+    def is_ready(self, block: BlockT) -> bool:
         """Return whether a block preconditions."""
         return block.group[self._plan.interval] > 0 and self._refresher.is_refreshed(block)
 
-    def active(self, gradients: Directions) -> list[Any]:
+    def active(self, gradients: Directions) -> list[BlockT]:
         """Return the blocks that precondition in a step with these gradients."""
         return [b for b in self._plan.blocks if self.is_ready(b) and all(map(gradients.__contains__, b.params))]
 

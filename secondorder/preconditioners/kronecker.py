@@ -12,7 +12,7 @@ from secondorder.curvature.schema import Schema
 from secondorder.preconditioners.layers import LayerPreconditioner
 
 
-class KroneckerPreconditioner(LayerPreconditioner):
+class KroneckerPreconditioner(LayerPreconditioner[KroneckerBlock]):
     """Blocks that are inverted by eigenvalues, or factor by factor."""
 
     catalog: ClassVar[Schema] = {**FACTORS, **INVERSES}

@@ -30,8 +30,8 @@ from secondorder.preconditioners.hooks import check_mask
 from secondorder.runtime import Clock, Runtime
 
 if TYPE_CHECKING:
-    from secondorder.preconditioners.agenda import Agenda
     from secondorder.preconditioners.block_plan import BlockPlan
+    from secondorder.preconditioners.capture_schedule import CaptureSchedule
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class LayerCapture:
     Args:
         setting: What it shares with the optimizer.
         plan: The blocks.
-        agenda: What a step measures.
+        schedule: What a step measures.
         rows_per_example: The largest number of rows of each example that a method can use, or None for no limit.
 
     Attributes:
@@ -73,8 +73,14 @@ class LayerCapture:
         due: What the coming step measures of the blocks whose statistics it uses, on any rank, by index of the block.
     """
 
-    def __init__(self, setting: Setting, plan: BlockPlan, agenda: Agenda, rows_per_example: int | None = None) -> None:
-        self._setting, self._plan, self._agenda = setting, plan, agenda
+    def __init__(
+        self,
+        setting: Setting,
+        plan: BlockPlan[Any],
+        schedule: CaptureSchedule[Any],
+        rows_per_example: int | None = None,
+    ) -> None:
+        self._setting, self._plan, self._schedule = setting, plan, schedule
         self._fisher = ModelFisher(setting.fisher, setting.runtime, setting.layers.batch_dim, rows_per_example)
         #: Intervals that decided what the coming step uses.
         self._armed_for: list[tuple[Any, ...]] = []
@@ -143,7 +149,7 @@ class LayerCapture:
         """Capture what the coming step uses."""
         if self._capture is not None:
             captures = self._setting.comm.captures
-            self._armed_for, self.due = self._agenda.chosen_intervals(), self._agenda.find_due()
+            self._armed_for, self.due = self._schedule.chosen_intervals(), self._schedule.find_due()
             self._capture.arm(i for i in self.due if captures(i))
 
     def replanned(self, changed: bool) -> None:
@@ -158,7 +164,7 @@ class LayerCapture:
 
     def follow_schedule(self) -> None:
         """Let intervals that changed since the last step act on the forward pass that begins."""
-        if self._agenda.chosen_intervals() != self._armed_for:
+        if self._schedule.chosen_intervals() != self._armed_for:
             self.arm()
 
     def time_stages(self, clock: Clock | None) -> None:

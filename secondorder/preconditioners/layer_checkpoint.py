@@ -27,7 +27,7 @@ class LayerCheckpoint:
 
     form: ClassVar[StateForm] = StateForm()
 
-    def __init__(self, curvature: LayerPreconditioner) -> None:
+    def __init__(self, curvature: LayerPreconditioner[Any]) -> None:
         self._curvature, self._plan = curvature, curvature.plan
 
     def covers(self, p: nn.Parameter) -> bool:

@@ -35,7 +35,7 @@ class LayerReport(CurvatureReport):
     sizes_are = "factors A, G"
 
     def __init__(
-        self, plan: BlockPlan, hooks: LayerCapture, exchange: StatisticsExchange, refresher: Refresher
+        self, plan: BlockPlan[Any], hooks: LayerCapture, exchange: StatisticsExchange, refresher: Refresher
     ) -> None:
         self._plan, self._hooks, self._exchange, self._refresher = plan, hooks, exchange, refresher
 

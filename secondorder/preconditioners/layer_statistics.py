@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class LayerStatistics:
         exchange: What they exchange with other ranks.
     """
 
-    def __init__(self, plan: BlockPlan, hooks: LayerCapture, exchange: StatisticsExchange) -> None:
+    def __init__(self, plan: BlockPlan[Any], hooks: LayerCapture, exchange: StatisticsExchange) -> None:
         self._plan, self._hooks, self._exchange = plan, hooks, exchange
 
     def reduce(self, captured: Captured) -> Captured:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 import torch
 from torch import Tensor, nn
 
 from secondorder.capture.sites import Captured
 from secondorder.comm.strategy import Unit
-from secondorder.curvature.block import Block
+from secondorder.curvature.block import Block, BlockT
 from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Schema
 from secondorder.linalg.dense import full_precision
 from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parameters import Directions
-from secondorder.preconditioners.agenda import Agenda
 from secondorder.preconditioners.base import Preconditioner, Proposal
 from secondorder.preconditioners.block_plan import BlockPlan
+from secondorder.preconditioners.capture_schedule import CaptureSchedule
 from secondorder.preconditioners.directions import LayerDirections
 from secondorder.preconditioners.layer_capture import LayerCapture, Setting
 from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
@@ -27,7 +27,7 @@ from secondorder.preconditioners.layer_report import LayerReport
 from secondorder.preconditioners.layer_statistics import LayerStatistics
 
 
-class LayerPreconditioner(Preconditioner):
+class LayerPreconditioner(Preconditioner, Generic[BlockT]):
     """The stages of a step over the blocks of a module. A method sets ``block_type``, and what follows from it.
 
     Args:
@@ -40,7 +40,7 @@ class LayerPreconditioner(Preconditioner):
         hooks: What captures their statistics.
         exchange: What they exchange with other ranks.
         refresher: When they are refreshed.
-        agenda: What a step measures.
+        schedule: What a step measures.
         statistics: What a step has measured.
         directions: What a step proposes.
         report: What they report.
@@ -50,9 +50,9 @@ class LayerPreconditioner(Preconditioner):
     #: The class of the blocks.
     block_type: ClassVar[type[Block]]
     #: The class of their plan.
-    plan_type: ClassVar[type[BlockPlan]] = BlockPlan
+    plan_type: ClassVar[type[BlockPlan[Any]]] = BlockPlan
     #: The class of what decides what a step measures.
-    agenda_type: ClassVar[type[Agenda]] = Agenda
+    schedule_type: ClassVar[type[CaptureSchedule[Any]]] = CaptureSchedule
     #: The class of what they report.
     report_type: ClassVar[type[LayerReport]] = LayerReport
     #: The class of their half of checkpoints.
@@ -78,13 +78,15 @@ class LayerPreconditioner(Preconditioner):
         self.setting, self.comm, self.table, self.runtime = setting, setting.comm, setting.table, setting.runtime
         self.options = setting.layers
         self.exchange = exchange or StatisticsExchange(setting.comm)
-        self.plan: BlockPlan = self.plan_type(setting, self.block_type, self.refresh_interval, self.exchange, **own)
+        self.plan: BlockPlan[BlockT] = self.plan_type(
+            setting, self.block_type, self.refresh_interval, self.exchange, **own
+        )
         self.refresher = self.refresher_type(self.options.schedule, self.refresh_interval, self.options.max_failures)
         parts = self.plan, self.refresher, self.exchange
-        self.agenda = self.agenda_type(*parts, self.capture_interval, self.capture_counter)
-        self.hooks = LayerCapture(setting, self.plan, self.agenda, self.rows_per_example)
+        self.schedule = self.schedule_type(*parts, self.capture_interval, self.capture_counter)
+        self.hooks = LayerCapture(setting, self.plan, self.schedule, self.rows_per_example)
         self.statistics = LayerStatistics(self.plan, self.hooks, self.exchange)
-        self.directions = LayerDirections(*parts)
+        self.directions: LayerDirections[BlockT] = LayerDirections(*parts)
         self.report = self.report_type(self.plan, self.hooks, self.exchange, self.refresher)
 
     # ------------------------------------------------------------------ blocks
@@ -113,7 +115,7 @@ class LayerPreconditioner(Preconditioner):
         return changed
 
     @property
-    def covered(self) -> Mapping[nn.Parameter, Block]:
+    def covered(self) -> Mapping[nn.Parameter, BlockT]:
         """The block of each covered parameter."""
         return self.plan.block_of
 
@@ -180,15 +182,15 @@ class LayerPreconditioner(Preconditioner):
         due, look = self.with_estimates(due)
         return self.refresher.run(due, self.refresh, look) if due else []
 
-    def is_due(self, block: Any) -> bool:
+    def is_due(self, block: BlockT) -> bool:
         """Whether this step refreshes a block."""
         return self.refresher.is_due(block, len(self.plan.blocks))
 
-    def with_estimates(self, due: list[Any]) -> tuple[list[Any], bool]:
+    def with_estimates(self, due: list[BlockT]) -> tuple[list[BlockT], bool]:
         """Return the blocks that have an estimate, and whether the host looks at how their refresh ends."""
         return self.refresher.with_estimates(due)
 
-    def refresh(self, blocks: Sequence[Any], host_checks: bool, *, restores: bool = False) -> Tensor:
+    def refresh(self, blocks: Sequence[BlockT], host_checks: bool, *, restores: bool = False) -> Tensor:
         """Refresh some blocks, a portion at a time, so that temporaries do not grow with the model.
 
         Args:
@@ -207,7 +209,7 @@ class LayerPreconditioner(Preconditioner):
             blocks = [self.plan.blocks[i] for i in refreshed]
             self.exchange.share({b: self.plan.live_schema(b) for b in blocks})
 
-    def renew(self, blocks: list[Any], *, restores: bool = False) -> Tensor:
+    def renew(self, blocks: list[BlockT], *, restores: bool = False) -> Tensor:
         """Refresh and share some blocks outside of their schedule.
 
         Args:

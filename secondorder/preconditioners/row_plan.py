@@ -21,7 +21,7 @@ from secondorder.preconditioners.block_plan import BlockPlan
 _EXAMPLES = 32
 
 
-class RowPlan(BlockPlan):
+class RowPlan(BlockPlan[RowBlock]):
     """Plans blocks with rows of examples.
 
     Attributes:

@@ -35,7 +35,7 @@ from secondorder.preconditioners.row_report import RowReport
 from secondorder.preconditioners.row_selection import RowSelection
 
 
-class RowPreconditioner(LayerPreconditioner):
+class RowPreconditioner(LayerPreconditioner[RowBlock]):
     """Layers that keep rows of examples, or K-FAC's factors where those are cheaper.
 
     Args:
@@ -55,7 +55,7 @@ class RowPreconditioner(LayerPreconditioner):
     catalog: ClassVar[Schema] = {**ROWS_OR_FACTORS, **SWITCH}
     block_type: ClassVar[type[Block]] = RowBlock
     allocating = ("mode",)
-    plan_type: ClassVar[type[BlockPlan]] = RowPlan
+    plan_type: ClassVar[type[BlockPlan[Any]]] = RowPlan
     report_type: ClassVar[type[LayerReport]] = RowReport
     checkpoint_type: ClassVar[type[LayerCheckpoint]] = RowCheckpoint
     plan: RowPlan

@@ -33,13 +33,13 @@ from secondorder.curvature.refresh import Refresher
 from secondorder.curvature.schema import Place, Schema, keys, tensors
 from secondorder.parallel.exchange import StatisticsExchange, parcel_of, parcel_with
 from secondorder.parameters import Directions
-from secondorder.preconditioners.agenda import Agenda
 from secondorder.preconditioners.base import Proposal, Rule
+from secondorder.preconditioners.capture_schedule import CaptureSchedule
 from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
 
 
-class ScaleAgenda(Agenda):
+class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
     """Decides what a step measures of factors and of scales."""
 
     def due_of(self, block: EigenbasisBlock) -> Due | None:
@@ -67,17 +67,17 @@ class ScaleAgenda(Agenda):
         return self._plan.runtime.step % steps == 0
 
 
-class ScalePreconditioner(LayerPreconditioner):
+class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
     """Blocks with a scale that is measured in their eigenbases."""
 
     block_type: ClassVar[type[Block]] = EigenbasisBlock
     refresher_type: ClassVar[type[Refresher]] = BasisRefresher
-    agenda_type: ClassVar[type[Agenda]] = ScaleAgenda
+    schedule_type: ClassVar[type[CaptureSchedule[Any]]] = ScaleSchedule
     catalog: ClassVar[Schema] = {**FACTORS, **SCALES}
     allocating: ClassVar[tuple[str, ...]] = (
         "max_factor_dim", "decay_per_step", "basis_update", "momentum_mode", "transport", "estimator",
     )  # fmt: skip
-    agenda: ScaleAgenda
+    schedule: ScaleSchedule
 
     def __init__(self, setting: Setting, exchange: StatisticsExchange | None = None) -> None:
         super().__init__(setting, exchange)
@@ -94,7 +94,7 @@ class ScalePreconditioner(LayerPreconditioner):
         if self.comm.combines:
             self._send_bases()
         # Ranks may have found bases together since the forward pass began.
-        due.update({i: self.agenda.measured_of(blocks[i]) for i in due})
+        due.update({i: self.schedule.measured_of(blocks[i]) for i in due})
         self._late_due = {i for i, own in due.items() if own.late}
         if not self.comm.combines:
             return super().reduce(statistics)
@@ -185,8 +185,8 @@ class ScalePreconditioner(LayerPreconditioner):
     # ------------------------------------------------------------------ directions
     def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
         """Preconditioned directions, by scales that have seen this step's mean gradient where they are of that."""
-        active = cast("list[EigenbasisBlock]", self.directions.active(gradients))
-        due = [b for b in active if b.group["estimator"] == "running" and self.agenda.scale_is_due(b)]
+        active = self.directions.active(gradients)
+        due = [b for b in active if b.group["estimator"] == "running" and self.schedule.scale_is_due(b)]
         wholes, is_sharded = self.directions.wholes, self.table.shards.is_sharded
         whole = wholes.keep(due, gradients) if due and is_sharded else gradients
         for block in due:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
-from secondorder.curvature.block import ESTIMATE_ALONE, Due
+from secondorder.curvature.block import ESTIMATE_ALONE, BlockT, Due
 
 if TYPE_CHECKING:
     from secondorder.curvature.refresh import Refresher
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from secondorder.preconditioners.block_plan import BlockPlan
 
 
-class Agenda:
+class CaptureSchedule(Generic[BlockT]):
     """Decides what a step measures, from the step counter, the options and the counters in the states alone.
 
     Args:
@@ -24,7 +24,7 @@ class Agenda:
     """
 
     def __init__(
-        self, plan: BlockPlan, refresher: Refresher, exchange: StatisticsExchange, interval: str, counter: str
+        self, plan: BlockPlan[BlockT], refresher: Refresher, exchange: StatisticsExchange, interval: str, counter: str
     ) -> None:
         self._plan, self._refresher, self._exchange = plan, refresher, exchange
         self._interval, self._counter = interval, counter
@@ -35,11 +35,11 @@ class Agenda:
         found = ((b.index, self.due_of(b)) for b in self._plan.blocks)
         return {i: due for i, due in found if due is not None and learns(i)}
 
-    def due_of(self, block: Any) -> Due | None:
+    def due_of(self, block: BlockT) -> Due | None:
         """Return what the coming step measures of a block; None for nothing."""
         return ESTIMATE_ALONE if self.captures(block) else None
 
-    def captures(self, block: Any) -> bool:
+    def captures(self, block: BlockT) -> bool:
         """Return whether the coming step updates the running estimate of a block."""
         every, interval = block.group[self._interval], block.group[self._plan.interval]
         updates, step = block.state.get(self._counter, 0), self._plan.runtime.step
