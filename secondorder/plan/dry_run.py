@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
-from secondorder.capture.statistics.measurement import Measured
+from secondorder.capture.statistics.measurement import Measured, Reduced
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Place, Schema, likes
 from secondorder.curvature.window.unit import Unit as Window
@@ -120,9 +120,9 @@ class LayerDryRun:
         """What the states of the blocks hold, by index."""
         return {block.index: self.layers.plan.live_schema(block) for block in self.layers.plan.blocks}
 
-    def _captured(self) -> Captured:
+    def _reduced(self) -> Reduced:
         """What the ranks have captured in a step; of sums nothing need be known."""
-        return Captured({}, {})
+        return Reduced({}, {})
 
     # ------------------------------------------------------------------ steps
     def _go_to(self, t: int) -> None:
@@ -150,7 +150,7 @@ class LayerDryRun:
         layers.hooks.due = layers.schedule.find_due()
         self._comm.average_gradients(list(layers.table.group_of))
         layers.reduce(Captured({}, {}))
-        layers.learn(self._captured(), {}, None)
+        layers.learn(self._reduced(), {}, None)
         layers.share(layers.refresh_due())
         layers.propose({}, {}, None)
         self._comm.after(RoleWorker(layers), t)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from secondorder.capture.sites import Captured
-from secondorder.capture.statistics.measurement import Measured
+from secondorder.capture.statistics.measurement import Measured, Reduced
 from secondorder.comm.strategy import Parcel
 from secondorder.curvature.example_rows import Batch, Sizes
 from secondorder.curvature.row_block import RowBlock
@@ -109,9 +108,9 @@ class RowDryRun(LayerDryRun):
         sizes = rows.census[block].sizes(block, rows.total_rows(block))
         return block.with_rows.schema(sizes, known=self._comm.replicates)
 
-    def _captured(self) -> Captured:
+    def _reduced(self) -> Reduced:
         """Rows of all blocks that are due, of which this rank has none."""
-        return Captured({i: Measured({}, 0, None) for i in self.layers.hooks.due}, {})  # type: ignore[misc]
+        return Reduced({i: Measured({}, 0, None) for i in self.layers.hooks.due}, {})
 
     def notes(self) -> Iterator[str]:
         """Yield a note if the sizes of rows are not known."""

@@ -19,6 +19,7 @@ from secondorder.capture.layers.parts import watched_attention
 from secondorder.capture.layers.projections import Projection
 from secondorder.capture.loss_scale import UNKNOWN, LossScale
 from secondorder.capture.sites import Captured, Site, Statistic
+from secondorder.capture.statistics.measurement import Reduced
 from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.block import Block, Due
 from secondorder.curvature.layer import LayerOptions
@@ -277,7 +278,7 @@ class LayerCapture:
             stacklevel=depth_of_caller(),
         )
 
-    def warn_uncaptured(self, captured: Captured, gradients: Directions) -> None:
+    def warn_uncaptured(self, reduced: Reduced, gradients: Directions) -> None:
         """Say once, by name, which layers have a gradient but nothing captured though it was due."""
         gate, statistics, blocks = self.capture.gate, self.capture.statistics, self._plan.blocks
         if gate.was_paused or statistics.were_left_out:
@@ -285,8 +286,8 @@ class LayerCapture:
             return
         due = frozenset(statistics.due) | set(statistics.refused)
         wanted = [blocks[i] for i in due if blocks[i].owner in gradients]
-        lacking = [b for b in wanted if b.index not in captured.statistics and b.index not in captured.idle]
-        if not lacking or self._is_repeated(captured):
+        lacking = [b for b in wanted if b.index not in reduced.measured and b.index not in reduced.idle]
+        if not lacking or self._is_repeated(reduced):
             return
         missed, names = dict[str, str](), set[str]()
         for block in lacking:
@@ -300,21 +301,16 @@ class LayerCapture:
         self._warned |= names | ({UNKNOWN} & set(missed.values()))  # that holds for every layer, also if due later
         # Other experts of a mixture have other shapes in every batch: once for all of them.
         self._warned |= {f"{kind_of(name)}: {kind_of(why)}" for name, why in missed.items() if kind_of(why) != why}
-        todo = advice(missed, bool(captured.statistics or captured.idle), self._setting.layers.batch_dim)
+        todo = advice(missed, bool(reduced.measured or reduced.idle), self._setting.layers.batch_dim)
         text = verdict(missed, len(wanted))
         warnings.warn(f"{self._setting.method}: {text}{todo}", stacklevel=depth_of_caller())
 
-    def _is_repeated(self, captured: Captured) -> bool:
+    def _is_repeated(self, reduced: Reduced) -> bool:
         """Whether this step has the gradients of the last one, which is said once."""
         before, version = self._last_gradient
         gradient = None if before is None else before()
         held = (block.owner.grad for block in self._plan.blocks)
-        if (
-            captured.statistics
-            or gradient is None
-            or gradient._version != version
-            or all(g is not gradient for g in held)
-        ):
+        if reduced.measured or gradient is None or gradient._version != version or all(g is not gradient for g in held):
             return False
         if REPEATED not in self._warned:
             self._warned.add(REPEATED)

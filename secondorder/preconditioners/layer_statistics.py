@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.sites import Captured
-from secondorder.capture.statistics.measurement import Measured
+from secondorder.capture.statistics.measurement import Measured, Reduced
 from secondorder.curvature.block import ESTIMATE_ALONE
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.parallel.exchange import StatisticsExchange
@@ -32,7 +32,7 @@ class LayerStatistics:
     def __init__(self, plan: BlockPlan[Any], hooks: LayerCapture, exchange: StatisticsExchange) -> None:
         self._plan, self._hooks, self._exchange = plan, hooks, exchange
 
-    def reduce(self, captured: Captured) -> Captured:
+    def reduce(self, captured: Captured) -> Reduced:
         """Measure what was captured, and combine it over the ranks."""
         plan = self._plan
         if captured.terms is not None:
@@ -44,14 +44,14 @@ class LayerStatistics:
         for i, m in measured.items():
             if "factor_a" in m.parts:
                 self._exchange.rows_seen[plan.blocks[i].name] = m.examples, m.parts["factor_a"].number
-        return captured._replace(statistics=measured)  # type: ignore[arg-type]
+        return Reduced(measured, captured.examples, captured.idle, captured.total)
 
-    def _combine(self, captured: Captured, measured: dict[int, Measured]) -> Captured:
+    def _combine(self, captured: Captured, measured: dict[int, Measured]) -> Reduced:
         """Send counts to all ranks, and sums to the ranks that hold the estimates."""
         blocks, comm, groups = self._plan.blocks, self._plan.comm, self._plan.table.groups
         schemas = {blocks[i]: blocks[i].sums(due) for i, due in sorted(self._hooks.due.items())}
         if not schemas:
-            return captured._replace(statistics={})
+            return Reduced({}, captured.examples, captured.idle, captured.total)
         # A number of 20 bits for the options of the groups: its square and sums of them are exact.
         word = float(zlib.crc32("\n".join(words_of_options(groups)).encode()) & 0xFFFFF)
         tail = [float(captured.total), float(captured.total > 0), 1.0, word, word * word]
@@ -67,12 +67,12 @@ class LayerStatistics:
             )
         # A rank that captures no layer has as many examples as the others.
         total = round(total * comm.data_world / ranks) if ranks else 0
-        return captured._replace(statistics=found, examples=examples, total=total)  # type: ignore[arg-type]
+        return Reduced(found, examples, captured.idle, total)
 
-    def fold(self, captured: Captured, gate: Tensor | None) -> None:
+    def fold(self, reduced: Reduced, gate: Tensor | None) -> None:
         """Fold what was measured into the running estimates, and count the updates."""
         combines, step = self._plan.comm.combines, self._plan.runtime.step
-        for index, measured in cast("dict[int, Measured]", captured.statistics).items():
+        for index, measured in reduced.measured.items():
             block = self._plan.blocks[index]
             if measured.parts or not combines:
                 finite = block.fold(measured, gate)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.capture.sites import Captured
+from secondorder.capture.statistics.measurement import Reduced
 from secondorder.comm.strategy import Unit
 from secondorder.curvature.block import Block, BlockT
 from secondorder.curvature.refresh import Refresher
@@ -136,15 +137,15 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         """Forget what was captured since the last step."""
         self.hooks.discard()
 
-    def collect(self) -> Captured:
+    def collect(self) -> Reduced:
         """Take what was captured since the last step, combined over the ranks."""
         return self.reduce(self.hooks.take())
 
-    def reduce(self, statistics: Captured) -> Captured:
+    def reduce(self, statistics: Captured) -> Reduced:
         """Measure what was captured, and combine it over the ranks."""
         return self.statistics.reduce(statistics)
 
-    def learn(self, statistics: Any, gradients: Directions, gate: Tensor | None) -> None:
+    def learn(self, statistics: Reduced, gradients: Directions, gate: Tensor | None) -> None:
         """Fold what was measured into the running estimates."""
         self.statistics.fold(statistics, gate)
         if self.hooks.is_hooked:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.examples import multiplied_out, second_moments
+from secondorder.capture.statistics.measurement import Reduced
 from secondorder.comm.strategy import CommStrategy, Parcel
 from secondorder.curvature.example_rows import Batch, Fresh, Kept, Raw, filled, inputs_of
 from secondorder.curvature.row_block import RowBlock
@@ -78,11 +79,10 @@ class RowExchange:
         self.forget()
         self._own_examples = dict(own.examples), own.total
 
-    def take(self, reduced: Captured, gate: Tensor | None) -> None:
+    def take(self, reduced: Reduced, gate: Tensor | None) -> None:
         """Take what was captured on this rank of the blocks that any rank has seen."""
         if self._comm.combines:
-            found = sorted(reduced.statistics.items())
-            self.seen = {self._plan.blocks[i]: measured.rest for i, measured in found}  # type: ignore[attr-defined]
+            self.seen = {self._plan.blocks[i]: measured.rest for i, measured in sorted(reduced.measured.items())}
             self._gate = gate
 
     def good(self, block: RowBlock) -> Tensor:

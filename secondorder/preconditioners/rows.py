@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics.examples import second_moments
+from secondorder.capture.statistics.measurement import Reduced
 from secondorder.curvature.block import Block
 from secondorder.curvature.example_rows import Batch, Kept, filled
 from secondorder.curvature.mode import SWITCH, ModeSwitch
@@ -73,12 +74,12 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         self.rows = RowExchange(self.comm, self.plan, self.selection)
 
     # ------------------------------------------------------------------ stages 1 to 3: rows
-    def reduce(self, statistics: Captured) -> Captured:
+    def reduce(self, statistics: Captured) -> Reduced:
         """Measure what was captured, and combine the numbers of examples over the ranks."""
         self.rows.begin(statistics)
         return super().reduce(statistics)
 
-    def learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
+    def learn(self, statistics: Reduced, gradients: Directions, gate: Tensor | None) -> None:
         """Take the rows of the step, and the gradients for probes."""
         self.selection.gradients = gradients
         self.rows.take(statistics, gate)

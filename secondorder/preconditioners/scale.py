@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from secondorder.capture.sites import Captured
 from secondorder.capture.statistics import averages
-from secondorder.capture.statistics.measurement import Measured
+from secondorder.capture.statistics.measurement import Measured, Reduced
 from secondorder.capture.statistics.squares import EigenSums
 from secondorder.comm.layout import local
 from secondorder.curvature.block import Block, Due
@@ -88,7 +88,7 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         self._late_due: set[int] = set()
 
     # ------------------------------------------------------------------ statistics
-    def reduce(self, statistics: Captured) -> Captured:
+    def reduce(self, statistics: Captured) -> Reduced:
         """Measure what was captured, and combine it over the ranks; bases that ranks lack are sent before."""
         blocks, due = self.plan.blocks, self.hooks.due
         if self.comm.combines:
@@ -99,8 +99,8 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
         if not self.comm.combines:
             return super().reduce(statistics)
         reduced = super().reduce(self._measure_kept(statistics))
-        found = ((i, cast(Measured, m)) for i, m in reduced.statistics.items())
-        self._late = {blocks[i]: m.rest for i, m in found if i in self._late_due and m.rest is not None}
+        late = {i: m.rest for i, m in reduced.measured.items() if i in self._late_due}
+        self._late = {blocks[i]: rest for i, rest in late.items() if rest is not None}
         return reduced
 
     def _send_bases(self) -> None:
@@ -131,11 +131,11 @@ class ScalePreconditioner(LayerPreconditioner[EigenbasisBlock]):
                 sums.calls.clear()
         return statistics._replace(statistics=kept)
 
-    def learn(self, statistics: Captured, gradients: Directions, gate: Tensor | None) -> None:
+    def learn(self, statistics: Reduced, gradients: Directions, gate: Tensor | None) -> None:
         """Fold what was measured into the running factors and the scale."""
         self._step_examples = statistics.total or max(statistics.examples.values(), default=0)
         if not self.comm.combines:
-            found = ((self.plan.blocks[i], cast(Measured, m).rest) for i, m in statistics.statistics.items())
+            found = ((self.plan.blocks[i], m.rest) for i, m in statistics.measured.items())
             self._late.update({block: rest for block, rest in found if rest is not None and rest.calls})
         super().learn(statistics, gradients, gate)
         measured = [self.plan.blocks[i] for i, due in sorted(self.hooks.due.items()) if due.scale]

@@ -39,6 +39,22 @@ class Measured(NamedTuple):
     seen: frozenset[str] | None = None
 
 
+class Reduced(NamedTuple):
+    """What the ranks measured in a step.
+
+    Attributes:
+        measured: By index of the block, for blocks of which any rank has seen something.
+        examples: N by index of the block.
+        idle: Blocks whose layer ran on no row at all on this rank.
+        total: Examples of all forward passes that were counted.
+    """
+
+    measured: dict[int, Measured]
+    examples: dict[int, int]
+    idle: frozenset[int] = frozenset()
+    total: int = 0
+
+
 def counts_of(part: Estimate, size: int) -> Tensor:
     """The count of a part as a vector ``[size]``, float64."""
     if not isinstance(part.number, Tensor):
