@@ -157,12 +157,14 @@ class FactorRecipe(LayerRecipe):
         found["damping"], found["damping_mode"] = _resolve_damping(given["damping"], given["damping_mode"])
         return found
 
-    def judge(self, preconditioner: LayerPreconditioner, update: Update) -> TrustRegion:
+    def judge(self, preconditioner: LayerPreconditioner[Any], update: Update) -> TrustRegion:
         """Return what judges steps by their loss."""
         return TrustRegion(self.rules.adaptation, preconditioner, update)
 
 
-def factor_recipe(given: Mapping[str, Any], curvature: type[LayerPreconditioner], rules: FactoredRules) -> FactorRecipe:
+def factor_recipe(
+    given: Mapping[str, Any], curvature: type[LayerPreconditioner[Any]], rules: FactoredRules
+) -> FactorRecipe:
     """Return the recipe of a method with factors, from the arguments of its constructor by name."""
     layers = LayerOptions(**chosen(LayerOptions, {**given, "refresh_warmup": _warms_up(given)}))
     return FactorRecipe(curvature, rules, layers, rules.fisher)

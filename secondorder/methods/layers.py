@@ -47,7 +47,7 @@ class LayerRecipe(Recipe):
         own: Arguments that only this preconditioner has.
     """
 
-    curvature: type[LayerPreconditioner]
+    curvature: type[LayerPreconditioner[Any]]
     rules: GroupRules = field(default_factory=LayerRules)
     layers: LayerOptions = field(default_factory=LayerOptions)
     fisher: options.FisherOptions = field(default_factory=options.FisherOptions)
@@ -81,7 +81,7 @@ class LayerRecipe(Recipe):
             _refuse_several_devices(method, part)
         return root, given
 
-    def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> LayerPreconditioner:
+    def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> LayerPreconditioner[Any]:
         """Return a preconditioner without blocks."""
         setting = Setting(
             shared.method, shared.comm, shared.table, shared.runtime, shared.loss_scale, self.layers, self.fisher,
@@ -92,21 +92,21 @@ class LayerRecipe(Recipe):
             found.restore(kept)
         return found
 
-    def judge(self, preconditioner: LayerPreconditioner, update: Update) -> NoTrust | TrustRegion:
+    def judge(self, preconditioner: LayerPreconditioner[Any], update: Update) -> NoTrust | TrustRegion:
         """Return what takes every step as it is."""
         return NoTrust()
 
-    def saved(self, preconditioner: LayerPreconditioner) -> tuple[LayerCheckpoint, None]:
+    def saved(self, preconditioner: LayerPreconditioner[Any]) -> tuple[LayerCheckpoint, None]:
         """Return the blocks as checkpoints see them."""
         return preconditioner.checkpoint_type(preconditioner), None
 
     def worker(
-        self, preconditioner: LayerPreconditioner, advance: weakref.WeakMethod[Callable[[], None]]
+        self, preconditioner: LayerPreconditioner[Any], advance: weakref.WeakMethod[Callable[[], None]]
     ) -> RoleWorker:
         """Return what serves ranks of several roles."""
         return RoleWorker(preconditioner, advance)
 
-    def copied(self, preconditioner: LayerPreconditioner) -> Recipe:
+    def copied(self, preconditioner: LayerPreconditioner[Any]) -> Recipe:
         """Return the recipe for a copy, in which rules about layers name them."""
         layers = replace(self.layers, skip_layers=preconditioner.plan.portable_rules())
         return replace(self, layers=layers, own=preconditioner.own())

@@ -92,7 +92,7 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
 
     # ------------------------------------------------------------------ blocks
     @property
-    def blocks(self) -> dict[str, Block]:
+    def blocks(self) -> dict[str, BlockT]:
         """Blocks by module name."""
         return self.plan.by_name
 
