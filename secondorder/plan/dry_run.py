@@ -231,12 +231,12 @@ class WindowDryRun:
         """Send the dots and directions of a step."""
         self._comm.average_gradients(list(self._windows.table.group_of))
         self._windows.exchange.sum_dots({})
-        self._windows.exchange.directions([None] * len(self._windows.units))
+        self._windows.exchange.directions([None] * len(self._windows.plan.units))
 
     # ------------------------------------------------------------------ what ranks keep and compute
     def holdings(self) -> Iterator[Holding]:
         """Yield windows, or their parts."""
-        for index, (unit, whole) in enumerate(zip(self._windows.units, self._windows.plan.wholes, strict=True)):
+        for index, (unit, whole) in enumerate(zip(self._windows.plan.units, self._windows.plan.wholes, strict=True)):
             whose = None if unit.part is not None else self._comm.holders(index, "curvature")
             yield Holding(whose, "buffers", LAG * torch.float64.itemsize)
             for key, value in whole.shared_state().items():
@@ -263,7 +263,7 @@ class WindowDryRun:
     def work(self) -> Iterator[Work]:
         """Yield the FLOPs of the solve, which all parts repeat, and of the passes over the rows."""
         portions = self._windows.plan.portions or []
-        for index, (unit, portion) in enumerate(zip(self._windows.units, portions, strict=True)):
+        for index, (unit, portion) in enumerate(zip(self._windows.plan.units, portions, strict=True)):
             whose = None if unit.part is not None else self._comm.holders(index, "curvature")
             yield Work(whose, "refresh", portion.refresh_flops)
             yield Work(whose, "precondition", portion.step_flops / (1 if unit.part is None else unit.part.size))
