@@ -79,12 +79,12 @@ NUMBERS = {
     "GGT: attributes written":                            Number(15, 15),
     "methods: bodies in chains of 2 or more":             Number(0, 8),
     "methods: bodies in chains of 3 or more":             Number(0, 0),
-    "others: bodies in chains of 2 or more":              Number(201, 80),
+    "others: bodies in chains of 2 or more":              Number(195, 80),
     "others: bodies in chains of 3 or more":              Number(12, 0),
-    "others: most names on one object":                   Number(76, 75),
+    "others: most names on one object":                   Number(72, 75),
     "SecondOrderOptimizer: its own methods":              Number(50, 38),
-    "largest other class: its own methods":               Number(32, 25),
-    "classes with more than 25 methods":                  Number(4, 0),
+    "largest other class: its own methods":               Number(30, 25),
+    "classes with more than 25 methods":                  Number(3, 0),
     "classes that write more than 15 attributes":         Number(2, 0),
     "accesses to underscore attributes of others":        Number(0, 0),
     "height of imports":                                  Number(16, 14),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(7, 0),
     "functions of more than 35 lines":                    Number(12, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(36080, 28500),
+    "lines":                                              Number(36040, 28500),
 }
 # fmt: on
 
