@@ -26,9 +26,9 @@ from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.capture.loss_scale import LossScale
 from secondorder.checkpoint.checkpoint import Checkpoint, KnownOptions
-from secondorder.comm import default_strategy
 from secondorder.comm.join import JOIN_DISABLED, Joinable, JoinHook, UnevenInputs, joining_group
 from secondorder.comm.layout import is_cut
+from secondorder.comm.names import default_strategy
 from secondorder.comm.strategy import CommStrategy, Unit
 from secondorder.curvature.wrappers import as_root, clean_name, unwrap
 from secondorder.diagnostics.report import Report, representation

@@ -87,7 +87,7 @@ NUMBERS = {
     "classes with more than 25 methods":                  Number(3, 0),
     "classes that write more than 15 attributes":         Number(2, 0),
     "accesses to underscore attributes of others":        Number(0, 0),
-    "height of imports":                                  Number(16, 14),
+    "height of imports":                                  Number(14, 14),
     "modules at the top level":                           Number(11, 10),
     "folders at the top level":                           Number(12, 12),
     "modules named by a verb, without reason":            Number(0, 0),

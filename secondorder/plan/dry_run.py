@@ -113,20 +113,20 @@ class LayerDryRun:
     def _without_blocks(
         self, curvature: LayerPreconditioner, setting: Setting, exchange: DryExchange
     ) -> LayerPreconditioner:
-        """The preconditioner of the dry run, without blocks."""
+        """Return the preconditioner of the dry run, which has no blocks yet."""
         return type(curvature)(setting, exchange)
 
     def _schemas(self) -> dict[int, Schema]:
-        """What the states of the blocks hold, by index."""
+        """Return what the states of the blocks hold, by index."""
         return {block.index: self.layers.plan.live_schema(block) for block in self.layers.plan.blocks}
 
     def _captured(self) -> Captured:
-        """What the ranks have captured in a step; of sums nothing need be known."""
+        """Return what the ranks have captured in a step. Messages with sums do not depend on it."""
         return Captured({}, {})
 
     # ------------------------------------------------------------------ steps
     def _go_to(self, t: int) -> None:
-        """Come to a step, which adopts what was begun for it in a run that takes every step."""
+        """Set the step, and the refreshes that it adopts in a run that takes every step."""
         layers = self.layers
         layers.runtime.step, schedule, count = t, layers.options.schedule, len(layers.plan.blocks)
         for b in layers.plan.blocks:
@@ -187,12 +187,12 @@ class LayerDryRun:
                 yield Work(holders(block.index, "directions"), "precondition", flops_of_direction(block, schema))
 
     def _has_factors(self, block: Block) -> bool:
-        """Whether factors are sums over rows."""
+        """Return whether factors are sums over rows."""
         schema = self.layers.plan.live_schema(block)
         return "factor_weight" in schema and "rows_instead" not in schema
 
     def _work_of_statistics(self, block: Block, schema: Schema) -> Iterator[Work]:
-        """Of the sums behind the factors, and of those of squares of per-example gradients."""
+        """Yield the FLOPs of the sums behind the factors, and of squares of per-example gradients."""
         seen, group = self.layers.exchange.rows_seen.get(block.name), block.group
         n = self._batch_size or (0 if seen is None else seen[0])
         if not self._has_factors(block) or not n or not group[self.layers.capture_interval]:
@@ -249,7 +249,7 @@ class WindowDryRun:
                         yield Holding(whose, CATALOG[key].kind, value.nbytes)
 
     def _parts_of(self, unit: Window, whole: GradientWindow) -> Iterator[Holding]:
-        """Slices, by the column that has them."""
+        """Yield slices, by the column that stores them."""
         part = unit.part
         assert part is not None
         for i, bounds in enumerate(part.bounds):
