@@ -26,9 +26,9 @@ from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.likelihood import Likelihood
 from secondorder.capture.loss_scale import LossScale
 from secondorder.checkpoint.checkpoint import Checkpoint, KnownOptions
-from secondorder.comm import default_strategy
 from secondorder.comm.join import JOIN_DISABLED, Joinable, JoinHook, UnevenInputs, joining_group
 from secondorder.comm.layout import is_cut
+from secondorder.comm.names import default_strategy
 from secondorder.comm.strategy import CommStrategy, Unit
 from secondorder.curvature.wrappers import as_root, clean_name, unwrap
 from secondorder.diagnostics.report import Report, representation
@@ -154,7 +154,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._trust.check_module(root)
         self._tabulate()
         self._table.root = None if root is None else unwrap(root)
-        self.preconditioner.forget_plan([p for group in self.param_groups for p in group["params"]])
+        self.preconditioner.plan.clear([p for group in self.param_groups for p in group["params"]])
         self._allocator.rebuild()
         self.preconditioner.hooks.hook()
         self._table.is_followed = True
@@ -199,7 +199,9 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             self._tabulate()
             try:
                 self.preconditioner.hooks.replanned(self._allocator.rebuild())
-            except RuntimeError:
+            except NotImplementedError:
+                raise
+            except RuntimeError:  # there is not enough memory
                 self._allocator.take_back(group)
                 raise
         self._options.rules.added(self.param_groups, self.steps)
@@ -217,7 +219,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep: everything but the module, the hooks and the loss scaler."""
         found, table, state = super().__getstate__(), self._table, type(self.state)(dict)
-        state.update(cast("Any", self.preconditioner.copied(table.state)))
+        state.update(cast("Any", self.preconditioner.plan.state_of_copies(table.state)))
         kept = {
             "names": dict(table.names),
             "comm": self.comm,
@@ -269,7 +271,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         root = as_root(module)
         mine, theirs = {p for g in self.param_groups for p in g["params"]}, dict(root.named_parameters())
         if not mine & set(theirs.values()):
-            self.preconditioner.replace(self._table.repoint({clean_name(n): p for n, p in theirs.items()}))
+            self.preconditioner.plan.replace(self._table.repoint({clean_name(n): p for n, p in theirs.items()}))
         self.detach()
         self._table.names.clear()
         self.comm.claim(self)
@@ -317,7 +319,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     @property
     def blocks(self) -> Mapping[str, Any]:
         """Blocks by module name; the windows of a window method by their names."""
-        return self.preconditioner.blocks
+        return self.preconditioner.plan.by_name
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them the statistics captured since the last step.
@@ -471,7 +473,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._checkpoint.gathered.tensors.clear()  # of a state that this step replaces
         self.comm.begin_step()
         returned = self._trust.evaluate(closure)
-        curvature.check_gradients()
+        curvature.hooks.check_gradients()
         self._join_ranks()  # the forward of a closure may have found other layers
         if not self.comm.updates:
             self._estimate_only()
@@ -482,7 +484,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self._session.compare_start(gradients)
         if not gradients:
             self._table.require_live()
-            curvature.discard()
+            curvature.hooks.discard()
             return returned
         with self._runtime.stage("reduce"):
             statistics = curvature.collect()
@@ -520,7 +522,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     def _estimate_only(self) -> None:
         """The step of a rank that estimates curvature for others."""
         if self.comm.stopped:
-            self.preconditioner.discard()
+            self.preconditioner.hooks.discard()
             return
         with self._runtime.stage("reduce"):
             statistics = self.preconditioner.collect()

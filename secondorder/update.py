@@ -43,7 +43,7 @@ class Update:
         """Return the factors by which grafting and kl-clip have multiplied directions in the last step."""
         firsts = {
             name: next((p for p in params if p in self.graft_factors), None)
-            for name, params in self._preconditioner.reported()
+            for name, params in self._preconditioner.plan.reported()
         }
         found: dict[str, Any] = {
             "graft_factor": {n: float(self.graft_factors[p]) for n, p in firsts.items() if p is not None}

@@ -219,8 +219,8 @@ class Capture:
             token: What its root's forward left; None or -1 if that has not been called.
             index: The site.
         """
-        if token is not None and int(token.numpy()) >= 0:
-            return self.forwards.pass_of(token)
+        if token is not None and (number := int(token.numpy())) >= 0:
+            return self.forwards.get(number)
         if in_backward():
             return self.forwards.latest
         root = self.forwards.roots.root_of(index)

@@ -94,9 +94,9 @@ class Forwards:
         self._open.clear()
 
     # ------------------------------------------------------------------ which one a call belongs to
-    def pass_of(self, token: Tensor) -> Pass | None:
-        """The pass that a token names, if it is known still."""
-        return self._passes.get(int(token.numpy()))
+    def get(self, number: int) -> Pass | None:
+        """The pass of a number, if it is known still."""
+        return self._passes.get(number)
 
     def forward_of(self, current: Pass, seen: Seen) -> Pass:
         """The forward among those of a pass that a use of a layer belongs to."""

@@ -150,7 +150,7 @@ def leave_pass(switch: Switch, output: Any) -> None:
     if in_backward() or switch.token is None:
         return
     capture = CAPTURES.get(switch.key)
-    current = None if capture is None else capture.forwards.pass_of(switch.token)
+    current = None if capture is None else capture.forwards.get(int(switch.token.numpy()))
     if capture is None or current is None:
         return
     outputs = list(tensors_in(output))

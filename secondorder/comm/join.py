@@ -194,7 +194,7 @@ class _Shadow(JoinHook):
         """Take one step without data."""
         self._inputs.has_joined = True
         self._inputs.forget_gradients()
-        self._optimizer.preconditioner.discard()
+        self._optimizer.preconditioner.hooks.discard()
         self._optimizer.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:

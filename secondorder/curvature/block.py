@@ -17,6 +17,7 @@ from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.schema import Place, Schema, keys
+from secondorder.linalg import polar
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
 
@@ -111,18 +112,22 @@ class Block(ABC):
         return 0
 
     @property
-    def shaping_flops(self) -> float:
-        """FLOPs of :meth:`shape`."""
-        return 0.0
-
-    @property
     def sets_length(self) -> bool:
-        """Whether directions have a length that no clip shall change."""
-        return False
+        """Whether directions get a uniform spectrum: those that mix all inputs into all outputs do."""
+        if not self.group.get("orthogonalize"):
+            return False
+        adapter = self.adapter
+        return not (adapter.one_hot or adapter.is_exact) and min(adapter.n_a, adapter.n_g) > 1
 
     def shape(self, direction: Tensor) -> Tensor:
-        """Return what becomes of a preconditioned matrix ``[(Γ,) n_g, n_a]``: by default, the matrix itself."""
-        return direction
+        """Return a preconditioned matrix ``[(Γ,) n_g, n_a]``, or with ``orthogonalize`` its polar factor."""
+        return polar.step_of(direction, self.options.orthogonal_dtype) if self.sets_length else direction
+
+    @property
+    def shaping_flops(self) -> float:
+        """FLOPs of :meth:`shape`."""
+        adapter = self.adapter
+        return adapter.groups * polar.flops(adapter.n_g, adapter.n_a) if self.sets_length else 0.0
 
     def translated(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert a loaded state to the form in which this optimizer stores it."""

@@ -24,6 +24,7 @@ from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.capture.statistics.squares import EigenSums, ScaleSums
 from secondorder.curvature.block import ESTIMATE_ALONE, Due
 from secondorder.curvature.extremes import Extremes, of_values
+from secondorder.curvature.inverse import adopt_tensor
 from secondorder.curvature.kronecker import FactoredBlock
 from secondorder.curvature.schema import COUNTER, Entry, Place, Schema, shaped, tensors
 from secondorder.linalg import eigenbasis
@@ -68,7 +69,7 @@ class EigenbasisBlock(FactoredBlock):
     # ------------------------------------------------------------------ what the state holds
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Entries for the factors, the bases, the scale and the counters."""
-        bases = self.basis_schema(group)
+        bases = self.eigen.schema(group)
         if group["estimator"] == "intra":  # gradients are measured in the bases wherever they are captured
             measured = {key: entry for key, entry in bases.items() if key.startswith("basis_")}
             bases |= {key: entry._replace(place=Place.MEASURED) for key, entry in measured.items()}
@@ -241,18 +242,18 @@ class EigenbasisBlock(FactoredBlock):
         product = values["g"][..., :, None] * values["a"][..., None, :]
         if state["scale_updates"] == 0:
             # A placeholder of weight 0: nothing of it survives the first measurement.
-            self.adopt_tensor("scale", product, good)
+            adopt_tensor(self.state, "scale", product, good)
         elif carry and mode == "kfac":
-            self.adopt_tensor("scale", product, good)
-            self.adopt_tensor("scale_weight", state["scale_unit"], good)  # as one update
+            adopt_tensor(self.state, "scale", product, good)
+            adopt_tensor(self.state, "scale_weight", state["scale_unit"], good)  # as one update
         elif carry:
             scale = state["scale"]
             moved = _in_new_order(scale, found) if mode == "none" else _in_new_bases(scale, self.basis, found)
-            self.adopt_tensor("scale", moved, good)
+            adopt_tensor(self.state, "scale", moved, good)
         for side in "ag":
-            self.adopt_tensor(f"eigenvalues_{side}", values[side], good)
+            adopt_tensor(self.state, f"eigenvalues_{side}", values[side], good)
             for basis in found[side][1:2]:
-                self.adopt_tensor(f"basis_{side}", basis, good)
+                adopt_tensor(self.state, f"basis_{side}", basis, good)
         if carry:
             state["scale"].copy_(self._pooled(state["scale"]))
 
@@ -316,7 +317,7 @@ class EigenbasisBlock(FactoredBlock):
 
     def damping(self) -> Tensor:
         """λ of the block in its quadratic model."""
-        return self.tikhonov(self.state["scale"].mean((-2, -1)))
+        return self.factors.tikhonov(self.state["scale"].mean((-2, -1)), self.group)
 
 
 def _has_fewer_zeros(values: Tensor, count: int) -> bool:

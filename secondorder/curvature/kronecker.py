@@ -18,10 +18,9 @@ from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
 from secondorder.curvature.factors import KroneckerFactors
-from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise, Inverse, adopt_tensor
+from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise, Inverse
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema, tensors
-from secondorder.linalg import polar
 
 
 class FactoredBlock(Block):
@@ -37,10 +36,6 @@ class FactoredBlock(Block):
         """Factors and their counters."""
         return self.factors.schema(group, max(self.runtime.step - 1, 0))
 
-    def basis_schema(self, group: Mapping[str, Any]) -> Schema:
-        """Eigenbases and eigenvalues; a diagonal factor has no basis."""
-        return self.eigen.schema(group)
-
     def factor(self, side: str) -> Tensor:
         """A running factor as a matrix, or its diagonal, in the precision of products."""
         return self.factors.whole(self.state, self.group, side)
@@ -48,10 +43,6 @@ class FactoredBlock(Block):
     def is_diagonal(self, side: str) -> bool:
         """Whether a factor is kept as its diagonal."""
         return self.factors.is_diagonal(self.state, self.group, side)
-
-    def working(self, key: str) -> Tensor:
-        """A tensor of the state in the precision of products; not copied if it is stored in that precision."""
-        return self.factors.working(self.state, key)
 
     def basis(self, side: str) -> Tensor | None:
         """Eigenvectors of a factor in the precision of products; None stands for the identity."""
@@ -147,14 +138,10 @@ class FactoredBlock(Block):
         """λ of a block whose mean eigenvalue is ``mean_value [...]``."""
         return self.factors.damping_of(mean_value, self.group)
 
-    def tikhonov(self, mean_value: Tensor) -> Tensor:
-        """λ according to the options, without weight decay."""
-        return self.factors.tikhonov(mean_value, self.group)
-
     def damping(self) -> Tensor:
         """λ of a block in its quadratic model."""
         mean_a, mean_g = self.factors.means(self.state, self.group)
-        return self.tikhonov(mean_a * mean_g)
+        return self.factors.tikhonov(mean_a * mean_g, self.group)
 
     # ------------------------------------------------------------------ refresh
     @property
@@ -170,33 +157,10 @@ class FactoredBlock(Block):
         """Adopt what a refresh has found for each side where ``good`` is True."""
         self.inverse.adopt(self.state, found, good)
 
-    def adopt_tensor(self, key: str, found: Tensor, good: Tensor) -> None:
-        """Copy a result into the state where ``good`` is True."""
-        adopt_tensor(self.state, key, found, good)
-
     @property
     def refresh_size(self) -> int:
         """Number of elements of both factors."""
         return sum(math.prod(side.shape) for _, side in self.factors.sides(self.group))
-
-    # ------------------------------------------------------------------ directions
-    @property
-    def sets_length(self) -> bool:
-        """Whether directions get a uniform spectrum: those that mix all inputs into all outputs do."""
-        adapter = self.adapter
-        mixes = not (adapter.one_hot or adapter.is_exact) and min(adapter.n_a, adapter.n_g) > 1
-        return bool(self.group["orthogonalize"]) and mixes
-
-    def shape(self, direction: Tensor) -> Tensor:
-        """The matrix itself, or with ``orthogonalize`` its polar factor."""
-        return polar.step_of(direction, self.options.orthogonal_dtype) if self.sets_length else direction
-
-    @property
-    def shaping_flops(self) -> float:
-        """FLOPs of :meth:`shape`."""
-        adapter = self.adapter
-        each = polar.flops(adapter.n_g, adapter.n_a) if self.sets_length else 0.0
-        return adapter.groups * each
 
     # ------------------------------------------------------------------ reading and loading
     def described(self) -> tuple[str, str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from secondorder import options
 from secondorder.adaptation.no_trust import NoTrust
-from secondorder.adaptation.trust_region import TrustRegion
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema
 from secondorder.parallel.roles import RoleWorker
@@ -22,6 +21,9 @@ from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layers import LayerPreconditioner
 from secondorder.preconditioners.recipe import Recipe, Shared
 from secondorder.update import Update
+
+if TYPE_CHECKING:
+    from secondorder.adaptation.trust_region import TrustRegion
 
 
 class LayerRules(GroupRules):

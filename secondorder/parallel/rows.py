@@ -1,6 +1,6 @@
-"""Rows of examples in messages: how many rows each rank has, as numbers to add up, and parcels of equal sizes.
+"""Rows of examples in messages: the numbers by which ranks agree on sizes, and parcels of equal sizes.
 
-Every rank sends equally many rows, filled up with zeros; put together, the rows of all ranks have no fillings.
+Every rank sends the same number of rows, filled up with zeros, which are removed when the rows are put together.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 log: logging.Logger = logging.getLogger("secondorder")
 
-#: Numbers of each rank about a block: examples, rows, positions.
+#: Each rank has three numbers about a block: examples, rows and positions.
 _BY_RANK = 3
 
 
 class Census(NamedTuple):
-    """What the ranks captured of a block, the same on every rank.
+    """What the ranks captured of a block. It is the same on every rank.
 
     Attributes:
-        examples: n by rank.
-        rows: Rows by rank: not every example need pass a layer, and not every rank uses it.
-        positions: S, the largest.
-        whole: Whether some rank has per-example gradients where others may have pairs of rows.
-        trace: Of the kernel of all rows, scaled per datum ``[(Γ)]``, float64 on the CPU.
-        real: Rows that are not padding ``[Γ or 1]``, float64 on the CPU.
+        examples: Number of examples of each rank.
+        rows: Number of rows of each rank. Not every example passes the layer, and not every rank uses it.
+        positions: S, the largest number of positions of a row.
+        whole: Whether some rank has per-example gradients. Others may have pairs of rows.
+        trace: Trace of the kernel of all rows, scaled per datum ``[(Γ)]``, float64 on the CPU.
+        real: Number of rows that are not padding ``[Γ or 1]``, float64 on the CPU.
     """
 
     examples: list[int]
@@ -49,11 +49,11 @@ class Census(NamedTuple):
 
     @property
     def total(self) -> int:
-        """N, examples of all ranks."""
+        """N, the number of examples of all ranks."""
         return sum(self.examples)
 
     def sizes(self, block: RowBlock, rows: int) -> Sizes:
-        """Sizes of so many rows of a block in messages."""
+        """Return the sizes of so many rows of a block in messages."""
         adapter = block.adapter
         wide = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
         if adapter.constant_input:
@@ -64,13 +64,13 @@ class Census(NamedTuple):
 
 
 def _groups(block: RowBlock) -> int:
-    """Γ, or 1."""
+    """Return Γ, or 1 for a layer without groups."""
     lead = block.with_rows.lead
     return lead[0] if lead else 1
 
 
 def count_words(block: RowBlock, world: int) -> int:
-    """Length of :func:`words_of` for so many ranks."""
+    """Return the length of :func:`words_of` for so many ranks."""
     return _BY_RANK * world + 1 + 2 * _groups(block)
 
 
@@ -101,7 +101,7 @@ def words_of(
 
 
 def census_of(block: RowBlock, words: Tensor, world: int) -> Census | None:
-    """The census of a block from the sum of the words of all ranks; None if no rank has rows."""
+    """Return the census of a block, given the sum of the words of all ranks; None if no rank has rows."""
     by_rank, tail = words.split([_BY_RANK * world, len(words) - _BY_RANK * world])
     examples, rows, positions = by_rank.view(_BY_RANK, world).long().tolist()
     whole, trace, real = tail.split([1, _groups(block), _groups(block)])

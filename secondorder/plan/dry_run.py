@@ -113,20 +113,20 @@ class LayerDryRun:
     def _without_blocks(
         self, curvature: LayerPreconditioner[Any], setting: Setting, exchange: DryExchange
     ) -> LayerPreconditioner[Any]:
-        """The preconditioner of the dry run, without blocks."""
+        """Return the preconditioner of the dry run, which has no blocks yet."""
         return type(curvature)(setting, exchange)
 
     def _schemas(self) -> dict[int, Schema]:
-        """What the states of the blocks hold, by index."""
+        """Return what the states of the blocks hold, by index."""
         return {block.index: self.layers.plan.live_schema(block) for block in self.layers.plan.blocks}
 
     def _reduced(self) -> Reduced:
-        """What the ranks have captured in a step; of sums nothing need be known."""
+        """Return what the ranks have captured in a step. Messages with sums do not depend on it."""
         return Reduced({}, {})
 
     # ------------------------------------------------------------------ steps
     def _go_to(self, t: int) -> None:
-        """Come to a step, which adopts what was begun for it in a run that takes every step."""
+        """Set the step, and the refreshes that it adopts in a run that takes every step."""
         layers = self.layers
         layers.runtime.step, schedule, count = t, layers.options.schedule, len(layers.plan.blocks)
         for b in layers.plan.blocks:
@@ -187,12 +187,12 @@ class LayerDryRun:
                 yield Work(holders(block.index, "directions"), "precondition", flops_of_direction(block, schema))
 
     def _has_factors(self, block: Block) -> bool:
-        """Whether factors are sums over rows."""
+        """Return whether factors are sums over rows."""
         schema = self.layers.plan.live_schema(block)
         return "factor_weight" in schema and "rows_instead" not in schema
 
     def _work_of_statistics(self, block: Block, schema: Schema) -> Iterator[Work]:
-        """Of the sums behind the factors, and of those of squares of per-example gradients."""
+        """Yield the FLOPs of the sums behind the factors, and of squares of per-example gradients."""
         seen, group = self.layers.exchange.rows_seen.get(block.name), block.group
         n = self._batch_size or (0 if seen is None else seen[0])
         if not self._has_factors(block) or not n or not group[self.layers.capture_interval]:
@@ -231,12 +231,12 @@ class WindowDryRun:
         """Send the dots and directions of a step."""
         self._comm.average_gradients(list(self._windows.table.group_of))
         self._windows.exchange.sum_dots({})
-        self._windows.exchange.directions([None] * len(self._windows.units))
+        self._windows.exchange.directions([None] * len(self._windows.plan.units))
 
     # ------------------------------------------------------------------ what ranks keep and compute
     def holdings(self) -> Iterator[Holding]:
         """Yield windows, or their parts."""
-        for index, (unit, whole) in enumerate(zip(self._windows.units, self._windows.plan.wholes, strict=True)):
+        for index, (unit, whole) in enumerate(zip(self._windows.plan.units, self._windows.plan.wholes, strict=True)):
             whose = None if unit.part is not None else self._comm.holders(index, "curvature")
             yield Holding(whose, "buffers", LAG * torch.float64.itemsize)
             for key, value in whole.shared_state().items():
@@ -249,7 +249,7 @@ class WindowDryRun:
                         yield Holding(whose, CATALOG[key].kind, value.nbytes)
 
     def _parts_of(self, unit: Window, whole: GradientWindow) -> Iterator[Holding]:
-        """Slices, by the column that has them."""
+        """Yield slices, by the column that stores them."""
         part = unit.part
         assert part is not None
         for i, bounds in enumerate(part.bounds):
@@ -263,7 +263,7 @@ class WindowDryRun:
     def work(self) -> Iterator[Work]:
         """Yield the FLOPs of the solve, which all parts repeat, and of the passes over the rows."""
         portions = self._windows.plan.portions or []
-        for index, (unit, portion) in enumerate(zip(self._windows.units, portions, strict=True)):
+        for index, (unit, portion) in enumerate(zip(self._windows.plan.units, portions, strict=True)):
             whose = None if unit.part is not None else self._comm.holders(index, "curvature")
             yield Work(whose, "refresh", portion.refresh_flops)
             yield Work(whose, "precondition", portion.step_flops / (1 if unit.part is None else unit.part.size))

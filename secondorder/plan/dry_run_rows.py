@@ -1,7 +1,7 @@
-"""Dry runs of HyLo, whose rows have sizes that follow from a batch.
+"""Dry runs of HyLo, whose rows have sizes that follow from the batch.
 
-Every rank is supposed to capture as much: ``batch_size`` examples, or as many as the last refresh has seen on the rank
-with the most of them.
+All ranks are assumed to capture the same number of examples: ``batch_size``, or the largest number that any rank had in
+the last refresh.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class DryRowExchange(RowExchange):
-    """Posts shapes; instead of reading answers, it supposes them.
+    """Posts shapes, and assumes the answers instead of reading them.
 
     Args:
         comm: Counts the messages.
@@ -51,21 +51,21 @@ class DryRowExchange(RowExchange):
         kept: Callable[[RowBlock], int],
     ) -> None:
         super().__init__(comm, plan, selection, torch.device("meta"))
-        self._supposed, self._kept = census, kept
+        self._assumed, self._kept = census, kept
         self.census = dict(census)
         self.ranks = {block: self._rows_sent(block) for block in census}
 
     def _rows_sent(self, block: RowBlock) -> int:
-        """r; as it was where an energy decides, and where nothing but rows was loaded."""
+        """Return r. It stays as it is with an energy, and if only rows are known because they were loaded."""
         kept, is_known = self._kept(block), max(self.census[block].examples) > 0
         return kept if kept and (block.group["rank_energy"] is not None or not is_known) else self.most_rows(block)
 
     def read_census(self, words: Mapping[RowBlock, Tensor]) -> dict[RowBlock, Census]:
-        """Return what is supposed of some blocks."""
-        return {block: self._supposed[block] for block in words if block in self._supposed}
+        """Return what is assumed of some blocks."""
+        return {block: self._assumed[block] for block in words if block in self._assumed}
 
     def read_ranks(self, limits: Mapping[RowBlock, int], needed: Mapping[RowBlock, Tensor]) -> dict[RowBlock, int]:
-        """Return what is supposed of some blocks."""
+        """Return what is assumed of some blocks."""
         return {block: self._rows_sent(block) for block in limits}
 
     def read_rows(self, gathered: Sequence[Parcel]) -> None:
@@ -91,7 +91,7 @@ class RowDryRun(LayerDryRun):
 
     def _schemas(self) -> dict[int, Schema]:
         layers, blocks = self.layers, self.layers.plan.blocks
-        batches = {block: batch for block in blocks if (batch := self._supposed_batch(block)) is not None}
+        batches = {block: batch for block in blocks if (batch := self._assumed_batch(block)) is not None}
         census = {block: self._census_of(block, batch) for block, batch in batches.items()}
         if not self._comm.is_real:
             census = {block: self._with_form(block, found) for block, found in census.items()}
@@ -100,7 +100,7 @@ class RowDryRun(LayerDryRun):
         return {block.index: self._schema(block) for block in blocks}
 
     def _schema(self, block: RowBlock) -> Schema:
-        """What the state of a block holds: rows of all ranks, if that many were captured, or factors."""
+        """Return what the state of a block holds: rows of all ranks, or factors."""
         plan, rows = self.layers.plan, self.layers.rows
         planned = plan.planned_rows(block, block.group, plan.batch_size or 0)
         if block not in rows.census or block.factor_schema(block.group, block.state, planned):
@@ -109,7 +109,7 @@ class RowDryRun(LayerDryRun):
         return block.with_rows.schema(sizes, known=self._comm.replicates)
 
     def _reduced(self) -> Reduced:
-        """Rows of all blocks that are due, of which this rank has none."""
+        """Return an entry for each block that is due, without rows."""
         return Reduced({i: Measured({}, 0, None) for i in self.layers.hooks.due}, {})
 
     def notes(self) -> Iterator[str]:
@@ -118,9 +118,9 @@ class RowDryRun(LayerDryRun):
         if self._unknown:
             yield "how many rows a layer has, a batch tells: pass batch_size=, or take a step before"
 
-    # ------------------------------------------------------------------ what is supposed
-    def _supposed_batch(self, block: RowBlock) -> Batch | None:
-        """What a rank captures of a block; None if nothing is known."""
+    # ------------------------------------------------------------------ what is assumed
+    def _assumed_batch(self, block: RowBlock) -> Batch | None:
+        """Return what a rank captures of a block; None if nothing is known."""
         last, planned = self._last_batch.get(block.name), self.layers.plan.batch_size
         if last is None:  # rows that were loaded, or none yet
             held = self._held_sizes(block)
@@ -131,7 +131,7 @@ class RowDryRun(LayerDryRun):
         return last if last.rows else None
 
     def _held_sizes(self, block: RowBlock) -> Sizes:
-        """Sizes of the rows that are kept now, or are planned."""
+        """Return the sizes of the rows in the state, or of those that are planned."""
         plan = self.layers.plan
         planned = plan.planned_rows(block, block.group, plan.batch_size or 0)
         return block.with_rows.sizes_in(block.state, block.group, planned)
@@ -140,7 +140,7 @@ class RowDryRun(LayerDryRun):
         return self._held_sizes(block).rows // self._sources[block.index]
 
     def _census_of(self, block: RowBlock, batch: Batch) -> Census:
-        """The census if every rank that captures a block has the same batch."""
+        """Return the census of a block if all ranks that capture it have the same batch."""
         world, owner = self._comm.data_world, self._comm.owner(block.index)
         there = [self._comm.sources(block.index) > 1 or rank == owner for rank in range(world)]
         return Census(
@@ -153,7 +153,7 @@ class RowDryRun(LayerDryRun):
         )
 
     def _with_form(self, block: RowBlock, census: Census) -> Census:
-        """Decide anew between rows and factors, where that depends on the number of ranks."""
+        """Decide anew between rows and factors, since that may depend on the number of ranks."""
         group, plan = block.group, self.layers.plan
         if not group["kfac_when_cheaper"]:
             return census

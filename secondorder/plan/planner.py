@@ -20,7 +20,7 @@ from secondorder.curvature.schema import kinds
 from secondorder.parameters import Group, ParameterTable
 from secondorder.plan.dry_run import DryRun, LayerDryRun, WindowDryRun
 from secondorder.plan.dry_run_rows import RowDryRun
-from secondorder.plan.plan import Holding, Plan, RankPlan, Sum, Traffic, means, spread
+from secondorder.plan.plan import Holding, Means, Plan, RankPlan, Sum, Traffic, Work, means, spread
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.plan.roles import RoleRehearsal
 from secondorder.preconditioners.base import Preconditioner
@@ -72,9 +72,10 @@ def dry_run(
     homes = strategy.homes if isinstance(strategy, RankGrid) and is_real and strategy is curvature.comm else None
     rehearsal = _rehearsal_of(strategy, _units_of(curvature, batch_size), world, homes, is_real)
     run = _dry_run_of(curvature, rehearsal, batch_size)
+    holdings, work = [*run.holdings(), *others], list(run.work())  # before steps change the states
     traffic, padding = _rehearse(run, rehearsal)
     return Plan(
-        _by_rank(run, rehearsal, traffic, list(others), kinds(table.entries)),
+        _by_rank(holdings, work, means(traffic, rehearsal.grid.width), world, kinds(table.entries)),
         world,
         table.method,
         name,
@@ -185,14 +186,10 @@ def _rehearse(run: DryRun, rehearsal: Rehearsal) -> tuple[list[Traffic], float]:
 
 
 def _by_rank(
-    run: DryRun, rehearsal: Rehearsal, traffic: list[Traffic], others: list[Holding], of_curvature: list[str]
+    holdings: list[Holding], work: list[Work], sent: list[Means], world: int, of_curvature: list[str]
 ) -> list[RankPlan]:
-    world, width = rehearsal.grid.world, rehearsal.grid.width
-    holdings = [*run.holdings(), *others]
-    work = list(run.work())
     stored = spread(holdings, dict.fromkeys((*of_curvature, "momentum", "fallback", "buffers")), world)
     flops = spread(work, dict.fromkeys(own.stage for own in work), world)
-    sent = means(traffic, width)
     return [
         RankPlan(
             stored[rank],
@@ -202,7 +199,7 @@ def _by_rank(
             dict(found.wire),
             dict(found.messages),
         )
-        for rank, found in ((rank, sent[rank % width]) for rank in range(world))
+        for rank, found in ((rank, sent[rank % len(sent)]) for rank in range(world))
     ]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from secondorder.curvature.block import Block
 from secondorder.curvature.schema import Schema, tensors
 
-#: FLOPs of factorising [n, n] over n³: an eigendecomposition, a Cholesky factorisation with the inverse.
+#: FLOPs divided by n³ of an eigendecomposition of [n, n], and of a Cholesky factorization with the inverse.
 _EIGEN, _CHOLESKY = 9.0, 1.0
 
 
@@ -64,7 +64,7 @@ def flops_of_direction(block: Block, schema: Schema) -> float:
 
 
 def _factorizations(block: Block, found: Mapping[str, Tensor]) -> list[tuple[int, float, int]]:
-    """The size of each factor that is not diagonal, the cost of its factorization, and products with what it finds."""
+    """Return the size of each factor that is not diagonal, the cost of its factorization, and the products with it."""
     sides = zip("ag", (block.adapter.n_a, block.adapter.n_g), strict=True)
     vector = 1 + (block.adapter.groups > 1)
     return [
@@ -76,17 +76,17 @@ def _factorizations(block: Block, found: Mapping[str, Tensor]) -> list[tuple[int
 
 
 def _flops_of_kernel(g: Tensor, a: Tensor) -> float:
-    """Of a kernel of rows and its inverse."""
+    """Return the FLOPs of a kernel of rows and its inverse."""
     (r, positions, d_g), groups = g.shape[-3:], g.shape[:-3].numel()
     return groups * (2.0 * r**2 * positions**2 * (_width(a) + d_g) + r**3)
 
 
 def _flops_of_woodbury(g: Tensor, a: Tensor, n_a: int, n_g: int) -> float:
-    """Of a direction by rows and the inverse of their kernel."""
+    """Return the FLOPs of a direction, given rows and the inverse of their kernel."""
     (r, positions, d_g), groups = g.shape[-3:], g.shape[:-3].numel()
     return groups * (4.0 * r * positions * (n_a * n_g if _width(a) else d_g) + 2.0 * r**2)
 
 
 def _width(a: Tensor) -> int:
-    """Numbers in a row of inputs; none if the row is an index."""
+    """Return the number of elements in a row of inputs, or 0 if the row is an index."""
     return a.shape[-1] if a.is_floating_point() else 0

@@ -63,7 +63,7 @@ class Allocator:
         state.setdefault("step", torch.zeros((), dtype=torch.float32))
         if not p.requires_grad:
             return  # a frozen layer keeps its estimate for when it is unfrozen
-        self._preconditioner.allocate(p)
+        self._preconditioner.plan.allocate(p)
         self._update.allocate(p, self._table.group_of[p])
         for key in set(state) & set(RULE_KEYS):
             state[key] = state[key].to(p.device, p.dtype)
@@ -89,5 +89,7 @@ class Allocator:
         """Forget the last group, whose curvature could not be planned."""
         if self._table.groups and self._table.groups[-1] is group:
             dropped = self._table.groups.pop()["params"]
-            self._preconditioner.forget(dropped)
+            for p in dropped:
+                self._preconditioner.plan.forget(p)
             self._table.forget(dropped)
+            self._table.signature = []  # whatever was planned with them is planned anew

@@ -68,6 +68,36 @@ class Rule(NamedTuple):
     is_fallback: bool = False
 
 
+class CurvaturePlan(ABC):
+    """The blocks or windows that cover the current parameters."""
+
+    @property
+    @abstractmethod
+    def by_name(self) -> Mapping[str, Any]:
+        """The blocks or windows, by name."""
+
+    @abstractmethod
+    def reported(self) -> Iterable[tuple[str, Sequence[nn.Parameter]]]:
+        """Return the name and the parameters of each block, or of each window on this rank."""
+
+    @abstractmethod
+    def clear(self, params: Collection[nn.Parameter]) -> None:
+        """Forget what was planned for another module, or for other parameters than the current ones."""
+
+    def forget(self, p: nn.Parameter) -> None:
+        """Forget a parameter whose group could not be added."""
+
+    def replace(self, after: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Replace the parameters by those that ``after`` maps them to."""
+
+    def allocate(self, p: nn.Parameter) -> None:
+        """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""
+
+    def state_of_copies(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> Mapping[nn.Parameter, dict[str, Any]]:
+        """Return the state as copies and pickles contain it."""
+        return state
+
+
 class CurvatureReport(ABC):
     """What curvature reports about itself."""
 
@@ -141,16 +171,8 @@ class Preconditioner(ABC):
     table: ParameterTable
     #: What captures statistics in forward and backward passes.
     hooks: NoHooks | LayerCapture
+    plan: CurvaturePlan
     report: CurvatureReport
-
-    # ------------------------------------------------------------------ the plan
-    @abstractmethod
-    def forget_plan(self, params: Collection[nn.Parameter]) -> None:
-        """Forget a plan that was made for another module or for other parameters.
-
-        Args:
-            params: The current parameters.
-        """
 
     @abstractmethod
     def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
@@ -163,37 +185,17 @@ class Preconditioner(ABC):
             Whether the plan changed.
         """
 
-    def allocate(self, p: nn.Parameter) -> None:
-        """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""
-
-    def forget(self, params: Sequence[nn.Parameter]) -> None:
-        """Forget parameters whose group could not be added."""
-
     def rebuilt(self) -> None:
         """Act on a new plan whose state has been allocated."""
 
     def detach(self) -> None:
         """Remove all hooks, and end what runs in the background. Idempotent."""
 
-    @property
-    @abstractmethod
-    def blocks(self) -> Mapping[str, Any]:
-        """The blocks or windows, by name."""
-
-    @abstractmethod
-    def reported(self) -> Iterable[tuple[str, Sequence[nn.Parameter]]]:
-        """Return the name and the parameters of each block, or of each window on this rank."""
-
     # ------------------------------------------------------------------ copies
     @abstractmethod
     def kept(self) -> dict[str, Any]:
         """Return what copies and pickles keep in addition to the state and the recipe."""
 
-    def copied(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> Mapping[nn.Parameter, dict[str, Any]]:
-        """Return the state as copies and pickles contain it."""
-        return state
-
-    # ------------------------------------------------------------------ the stages of a step
     def acceptable(self, gradients: Directions) -> Tensor:
         """Return whether a step can use the gradients, as a 0-dim bool tensor."""
         found = [torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()]
@@ -214,20 +216,8 @@ class Preconditioner(ABC):
         """Find the curvature that a checkpoint has left out, once the ranks have met."""
 
     @abstractmethod
-    def check_gradients(self) -> None:
-        """Check that the gradients of this rank belong to the captured statistics."""
-
-    @abstractmethod
     def collect(self) -> Any:
         """Return the statistics captured since the last step, combined over the ranks."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Discard what was captured since the last step."""
-
-    def replace(self, after: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Replace the parameters by those that ``after`` maps them to."""
-        return
 
     def drop(self) -> None:
         """Count a batch that is left out because its gradients cannot be used."""

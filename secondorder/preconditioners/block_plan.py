@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
@@ -17,13 +17,14 @@ from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
 from secondorder.curvature.schema import Place, Schema, held, nbytes, shape_of
 from secondorder.curvature.wrappers import clean_name, unwrap
+from secondorder.preconditioners.base import CurvaturePlan
 
 if TYPE_CHECKING:
     from secondorder.parallel.exchange import StatisticsExchange
     from secondorder.preconditioners.layer_capture import Setting
 
 
-class BlockPlan(Generic[BlockT]):
+class BlockPlan(CurvaturePlan, Generic[BlockT]):
     """Plans blocks over the layers of a module, and allocates their state.
 
     Args:
@@ -87,6 +88,14 @@ class BlockPlan(Generic[BlockT]):
     def by_name(self) -> dict[str, BlockT]:
         """Blocks by module name."""
         return {b.name: b for b in self.blocks}
+
+    def reported(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
+        """Return the name and the parameters of each block."""
+        return ((b.name, b.params) for b in self.blocks)
+
+    def clear(self, params: Collection[nn.Parameter]) -> None:
+        """Forget the blocks of another module."""
+        self.blocks = []
 
     def units(self) -> list[Unit]:
         """What a strategy needs to know of the blocks."""

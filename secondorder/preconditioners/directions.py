@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic
+from typing import TYPE_CHECKING, Generic
 
 from torch import Tensor
 
@@ -15,7 +15,9 @@ from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parallel.shards import Shards, zeros_like_shard
 from secondorder.parameters import Directions, ParameterTable
 from secondorder.preconditioners.base import Proposal
-from secondorder.preconditioners.block_plan import BlockPlan
+
+if TYPE_CHECKING:
+    from secondorder.preconditioners.block_plan import BlockPlan
 
 #: Bytes of directions that are sent together: what the ranks of a row compute between two messages.
 _PORTION = 32 * 2**20

@@ -35,6 +35,12 @@ class NoHooks:
         """Follow parameters that were frozen, unfrozen or moved since the last step, as no forward pass has done."""
         synchronize()
 
+    def check_gradients(self) -> None:
+        """Do nothing, since gradients need not belong to anything that was captured."""
+
+    def discard(self) -> None:
+        """Do nothing, since nothing was captured."""
+
     def follow_schedule(self) -> None:
         """Do nothing, since no interval decides what is captured."""
 

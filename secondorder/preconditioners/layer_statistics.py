@@ -14,9 +14,9 @@ from secondorder.curvature.block import ESTIMATE_ALONE
 from secondorder.linalg.dense import all_true_on_cpu
 from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parallel.session import words_of_options
-from secondorder.preconditioners.block_plan import BlockPlan
 
 if TYPE_CHECKING:
+    from secondorder.preconditioners.block_plan import BlockPlan
     from secondorder.preconditioners.layer_capture import LayerCapture
 
 

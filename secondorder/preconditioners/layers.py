@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Generic
 
@@ -91,23 +91,6 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         self.report = self.report_type(self.plan, self.hooks, self.exchange, self.refresher)
 
     # ------------------------------------------------------------------ blocks
-    @property
-    def blocks(self) -> dict[str, BlockT]:
-        """Blocks by module name."""
-        return self.plan.by_name
-
-    def reported(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
-        """Return the name and the parameters of each block."""
-        return ((b.name, b.params) for b in self.plan.blocks)
-
-    def forget_plan(self, params: Collection[nn.Parameter]) -> None:
-        """Forget the blocks of another module."""
-        self.plan.blocks = []
-
-    def allocate(self, p: nn.Parameter) -> None:
-        """Allocate the curvature in the state of a parameter; what is there and still fits is kept."""
-        self.plan.allocate(p)
-
     def follow(self, place: Callable[[Sequence[Unit]], None]) -> bool:
         """Find the blocks for the current parameters; see :meth:`BlockPlan.follow`."""
         changed = self.plan.follow(place)
@@ -129,14 +112,6 @@ class LayerPreconditioner(Preconditioner, Generic[BlockT]):
         return self.plan.facts()
 
     # ------------------------------------------------------------------ stages 1 to 3: statistics
-    def check_gradients(self) -> None:
-        """Leave out what was captured of a backward whose gradients others have replaced."""
-        self.hooks.check_gradients()
-
-    def discard(self) -> None:
-        """Forget what was captured since the last step."""
-        self.hooks.discard()
-
     def collect(self) -> Reduced:
         """Take what was captured since the last step, combined over the ranks."""
         return self.reduce(self.hooks.take())

@@ -1,4 +1,4 @@
-"""Rows of examples that are spread over ranks: every rank chooses from its own, one factorises the kernel of all.
+"""Rows of examples of several ranks: every rank chooses among its own, and one rank inverts the kernel of all rows.
 
 ::
 
@@ -9,11 +9,12 @@
     refresh   the kernel of all rows                                               their owner
     share     kernel, and rows where only the owner has them ─► ranks that precondition
 
-Every rank sends equally many rows, r of the largest batch, filled up with zeros; put together they have no fillings.
-Rows are drawn on each rank by its own scores: with r rows from every rank, these are the probabilities that sample the
-union with the least variance. One factor for all ranks would leave rows unsent where scores are low.
+Every rank sends the same number of rows, r of the largest batch, and fills up with zeros, which are removed when the
+rows are put together. Each rank draws rows by its own scores. With r rows from every rank, these are the probabilities
+that sample the union with the least variance. With one factor for all ranks, ranks with low scores would send fewer
+rows than they may.
 
-Layers that take factors instead of rows add up second moments of rows, as K-FAC does.
+For layers with factors instead of rows, ranks add up second moments of rows, as in K-FAC.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ class RowExchange:
 
     # ------------------------------------------------------------------ the rows of a step
     def forget(self) -> None:
-        """Drop the rows of a step."""
+        """Forget the rows of a step."""
         for block in self._plan.blocks:
             block.fresh = block.union = None
-        #: This rank's examples, by block where it captured some, and of all its forward passes.
+        #: The number of examples of this rank, by block if it captured some, and in all its forward passes.
         self._own_examples: tuple[Mapping[int, int], int] = {}, 0
         self._gate: Tensor | None = None
         self.seen: dict[RowBlock, Raw | None] = {}
@@ -86,7 +87,7 @@ class RowExchange:
             self._gate = gate
 
     def good(self, block: RowBlock) -> Tensor:
-        """Whether the step may be used, a 0-dim bool tensor."""
+        """Return whether the step may be used, a 0-dim bool tensor."""
         return torch.ones((), dtype=torch.bool, device=self._device_of(block)) if self._gate is None else self._gate
 
     def _device_of(self, block: RowBlock) -> torch.device:
@@ -122,7 +123,7 @@ class RowExchange:
 
     # ------------------------------------------------------------------ who has what
     def _take_census(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, Census]:
-        """What all ranks captured of some blocks, of those that have rows."""
+        """Agree on what all ranks captured of some blocks; blocks without rows are left out."""
         sizes = [count_words(b, self._comm.data_world) for b in blocks]
         agreed = sum_together(self._comm, "looking at its rows", [sum(sizes)], lambda: self._own_words(blocks))
         return self.read_census(dict(zip(blocks, agreed.split(sizes), strict=True)))
@@ -133,7 +134,7 @@ class RowExchange:
         return {block: census for block, census in found.items() if census is not None}
 
     def _own_words(self, blocks: Sequence[RowBlock]) -> Tensor:
-        """What this rank contributes to the census; rows that are not finite count for nothing."""
+        """Return what this rank contributes to the census. Rows that are not finite are not counted."""
         looked_at = dict[RowBlock, Tensor]()
         for block in blocks:
             if (raw := self.seen[block]) is not None:
@@ -172,13 +173,13 @@ class RowExchange:
         block.fresh = Fresh(found, n, raw.real, self.good(block), share, self._damping(block))
 
     def _damping(self, block: RowBlock) -> Tensor:
-        """λ, from the examples of all ranks."""
+        """Return λ, which follows from the examples of all ranks."""
         census = self.census[block]
         return block.damping_of(census.trace, census.total).to(self._device_of(block))
 
     # ------------------------------------------------------------------ how many rows
     def _agree_on_ranks(self, blocks: Sequence[RowBlock]) -> dict[RowBlock, int]:
-        """r, the rows that every rank sends of each block: where an energy decides, as many as the neediest needs."""
+        """Return r, the number of rows that every rank sends: with an energy, the most that any rank needs."""
         limits = {block: self.most_rows(block) for block in blocks}
         asked = [b for b in blocks if self._plan.asks_energy(b)]
         needed = torch.zeros(0, self._comm.data_world)
@@ -188,11 +189,11 @@ class RowExchange:
         return limits | self.read_ranks(limits, dict(zip(asked, needed, strict=True)))
 
     def read_ranks(self, limits: Mapping[RowBlock, int], needed: Mapping[RowBlock, Tensor]) -> dict[RowBlock, int]:
-        """Return what the neediest rank needs of each block, given the needs of all ranks ``[W]``."""
+        """Return the largest number of rows that any rank needs of each block, given those of all ranks ``[W]``."""
         return {block: min(int(by_rank.max()), limits[block]) for block, by_rank in needed.items()}
 
     def most_rows(self, block: RowBlock) -> int:
-        """Return the rows that every rank sends of a block, at most where an energy decides."""
+        """Return the number of rows that every rank sends of a block, or the limit of that number with an energy."""
         census, planned, ranks = self.census[block], self._plan.batch_size, self._comm.sources(block.index)
         wanted = [
             min(self._plan.rank_of(block.group, planned or n, ranks), rows)
@@ -202,7 +203,7 @@ class RowExchange:
         return max([*wanted, self._plan.rank_of(block.group, planned, ranks) if planned else 0])
 
     def _needed(self, limits: Mapping[RowBlock, int]) -> Tensor:
-        """Rows that the energies of this rank's kernels ask for, in its place ``[blocks, W]``."""
+        """Return the rows that the energies of this rank's kernels ask for, in this rank's column ``[blocks, W]``."""
         own = {b: min(r, b.fresh.rows.n) for b, r in limits.items() if b.fresh is not None}
         found = own | self._selection.by_energy(own)
         words = torch.zeros(len(limits), self._comm.data_world, dtype=torch.float64)
@@ -210,7 +211,7 @@ class RowExchange:
         return words
 
     def _counts(self, block: RowBlock) -> list[int]:
-        """Rows of the ranks that send some."""
+        """Return the number of rows of each rank that sends some."""
         counts = [min(self.ranks[block], n) for n in self.census[block].rows]
         return counts if self._comm.sources(block.index) > 1 else [counts[self._comm.owner(block.index)]]
 
@@ -222,7 +223,7 @@ class RowExchange:
 
     # ------------------------------------------------------------------ factors
     def _own_moments(self, block: RowBlock) -> list[Tensor]:
-        """This rank's part of A and G."""
+        """Return this rank's part of A and G."""
         fresh, likes = block.fresh, tensors(self._plan.live_schema(block))
         if fresh is None:
             return [torch.zeros_like(likes[key], device=self._device_of(block)) for key in ("factor_a", "factor_g")]
@@ -244,7 +245,7 @@ class RowExchange:
 
     # ------------------------------------------------------------------ rows
     def _parcel(self, block: RowBlock, kept: Kept | None) -> Parcel:
-        """This rank's rows, filled up to r and S."""
+        """Return this rank's rows, filled up to r rows of S positions."""
         if not self._comm.captures(block.index):
             return Parcel(block.index, [])
         sizes, interpolates = self.census[block].sizes(block, self.ranks[block]), self._plan.interpolates(block)
@@ -259,7 +260,7 @@ class RowExchange:
                 block.union = self._put_together(block, found.tensors)
 
     def _put_together(self, block: RowBlock, stacks: Sequence[Tensor]) -> Kept:
-        """Rows of all ranks, in their order."""
+        """Return the rows of all ranks in the order of the ranks."""
         counts, interpolates = self._counts(block), self._plan.interpolates(block)
         sizes = self.census[block].sizes(block, sum(counts))
         found = put_together(block, sizes, stacks, counts, self._damping(block), interpolates=interpolates)

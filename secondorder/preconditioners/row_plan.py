@@ -1,4 +1,4 @@
-"""The plan of blocks with rows of examples: how many rows each of them keeps, and which of them get factors instead."""
+"""The plan of blocks with rows of examples: how many rows each block keeps, and which blocks get factors instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from secondorder.curvature.schema import Schema, held, likes
 from secondorder.linalg import selection
 from secondorder.preconditioners.block_plan import BlockPlan
 
-#: Examples that costs of layers are compared for, where nobody said how many there are.
+#: Number of examples for which costs of layers are compared if ``batch_size`` is not given.
 _EXAMPLES = 32
 
 
@@ -36,33 +36,33 @@ class RowPlan(BlockPlan[RowBlock]):
         self.last_batch: dict[str, Batch] = {}
 
     def interpolates(self, block: RowBlock) -> bool:
-        """Whether the mode of a block is KID."""
+        """Return whether the mode of a block is KID."""
         return self.modes.mode_in(block.group) == "kid"
 
     def asks_energy(self, block: RowBlock) -> bool:
-        """Whether the energy of its kernel decides how many rows a block keeps."""
+        """Return whether the energy of its kernel decides how many rows a block keeps."""
         return block.group["rank_energy"] is not None and self.modes.mode_in(block.group) != "sngd"
 
     def rank_of(self, group: Mapping[str, Any], examples: int, ranks: int = 1) -> int:
-        """r, the rows to keep of so many examples on each of some ranks (at most, where an energy decides)."""
+        """Return r, the number of rows that each rank keeps of so many examples, or its limit with an energy."""
         if self.modes.mode_in(group) == "sngd":
             return examples
         fraction = 1.0 if group["rank_energy"] is not None else group["rank_fraction"]
         return selection.planned_rank(examples, fraction, max(1, group["max_rank"] // ranks))
 
     def planned_rows(self, block: RowBlock, group: Mapping[str, Any], examples: int) -> int:
-        """R, the rows of a block if every rank has so many examples; 0 if it has none."""
+        """Return R, the number of rows of a block if every rank has so many examples."""
         if not examples:
             return 0
         ranks = self.comm.sources(block.index)
         return ranks * self.rank_of(group, examples, ranks)
 
     def limit(self, block: RowBlock) -> int:
-        """The largest number of rows to keep of this step."""
+        """Return the largest number of rows to keep of this step."""
         return self.rank_of(block.group, self.batch_size or block.captured.examples)
 
     def changes_layout(self, block: RowBlock) -> bool:
-        """Whether the rows to keep of this step have other sizes than those in the state of a block."""
+        """Return whether the rows to keep of this step have other sizes than those in the state of a block."""
         held = block.state.get("rows_g")
         if block.is_factored or held is None or block.fresh is None:
             return False
@@ -74,7 +74,7 @@ class RowPlan(BlockPlan[RowBlock]):
         return block.schema(group, held, planned, known=self.comm.replicates)
 
     def unit(self, block: RowBlock) -> Unit:
-        """What a strategy needs to know of a block; the sizes of rows, which change, are not compared."""
+        """Return what a strategy needs to know of a block. Ranks do not compare the sizes of rows, which may change."""
         adapter, group = block.adapter, block.group
         blocks, wide = (1, adapter.groups * adapter.n_g) if adapter.is_exact else (adapter.groups, adapter.n_g)
         r, batch = self.rank_of(group, self.batch_size or _EXAMPLES), self.batch_size or "of any size"
@@ -110,7 +110,7 @@ class RowPlan(BlockPlan[RowBlock]):
         return are_pairs and products_are_smaller(block.adapter, positions)
 
     def _take_factors(self, block: RowBlock, rows: int, positions: int) -> None:
-        """Replace the rows of a block by factors, on every rank by what it stores of them."""
+        """Replace the rows of a block by the factors that this rank stores."""
         p, schema, state = block.owner, block.with_factors.schema(rows, positions), block.state
         for key in [k for k in state if k in ROWS and k not in ("factor_updates", "refreshes")]:
             del state[key]

@@ -82,14 +82,14 @@ class RowSelection:
         return [self._probe_error(block, ranks[block]) for block in chosen]
 
     def _probe_error(self, block: RowBlock, rank: int) -> Tensor:
-        """The relative error of the direction that KIS finds for a layer."""
+        """Return the relative error of the direction that KIS finds for a layer."""
         fresh = block.captured
         rows = fresh.rows if fresh.share == 1 else kernel.scaled(fresh.rows, fresh.share**-0.5)
         gradient = block.layer.matrix([self.gradients[p].to(precision_of(p)) for p in block.params])
         matrix, norms = as_rows_matrix(rows, gradient), kernel.norms(rows)
         damping = block.damping_of(norms.sum(-1), fresh.examples)
         group = block.group
-        if group["rank_energy"] is None:  # that of KIS, whatever the mode keeps
+        if group["rank_energy"] is None:  # the rank of KIS, even if the mode keeps more rows
             most = max(1, group["max_rank"] // self._comm.sources(block.index))
             rank = min(selection.planned_rank(fresh.examples, group["rank_fraction"], most), rows.n)
         kept = self._sampled(block, rows, norms, rank, "probe of ")

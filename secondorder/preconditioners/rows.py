@@ -87,7 +87,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
 
     # ------------------------------------------------------------------ stage 4: refresh
     def is_due(self, block: RowBlock) -> bool:
-        """Whether this step refreshes a block, which it does if any rank captured rows of it."""
+        """Return whether this step refreshes a block, which it does if any rank captured rows of it."""
         return block in self.rows.census if self.comm.combines else block.fresh is not None
 
     def with_estimates(self, due: list[RowBlock]) -> tuple[list[RowBlock], bool]:
@@ -115,7 +115,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
         return torch.stack([ok[b] for b in blocks])
 
     def _refresh_alone(self, blocks: Sequence[RowBlock], host_checks: bool) -> Tensor:
-        """The same from the rows of this process alone."""
+        """Choose among the rows of this process, and invert their kernels and the factors made of them."""
         for block in blocks:
             self._settle_form(block)
         good = {b: b.captured.ok for b in blocks}
@@ -147,7 +147,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
             factors.keep_damping(block.state, damping, found.ok)
 
     def _filled(self, kept: Mapping[RowBlock, Kept]) -> Mapping[RowBlock, Kept]:
-        """Rows with zeros up to the number that follows from the size of a batch."""
+        """Fill rows up with zeros to the number that follows from ``batch_size``."""
         if (n := self.plan.batch_size) is None:
             return kept
         return {b: filled(k, self.plan.rank_of(b.group, n)) for b, k in kept.items()}
@@ -199,7 +199,7 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
 
     # ------------------------------------------------------------------ the policy, and copies
     def is_auto(self) -> bool:
-        """Whether a policy chooses the mode of some group."""
+        """Return whether a policy chooses the mode of some group."""
         return any(group["mode"] == "auto" for group in self.table.groups)
 
     def rebuilt(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from secondorder.linalg.dense import precision_of
 from secondorder.linalg.gram import packed_size
 from secondorder.parallel.window_layout import wished_bounds
 from secondorder.parameters import ParameterTable
+from secondorder.preconditioners.base import CurvaturePlan
 from secondorder.preconditioners.partition import Partition
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class WindowOptions:
         return torch.float64 if self.dtype == torch.float64 else precision_of(p)
 
 
-class WindowPlan:
+class WindowPlan(CurvaturePlan):
     """Plans the units of a partition, allocates their windows and lets the state of each parameter show its part.
 
     Args:
@@ -144,6 +145,24 @@ class WindowPlan:
         for p in sources.keys() - self.unit_of.keys():  # a removed one must not keep the old rows alive
             self.table.state[p] = {k: v for k, v in self.table.state[p].items() if plain(k) not in CATALOG}
         return bool(fresh)
+
+    @property
+    def by_name(self) -> dict[str, Unit]:
+        """The windows by name."""
+        return {unit.name: unit for unit in self.units}
+
+    def reported(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
+        """Return the name and the parameters of each window on this rank."""
+        return ((unit.name, unit.params) for unit in self.units if unit.held)
+
+    def clear(self, params: Collection[nn.Parameter]) -> None:
+        """Forget the windows if other parameters have replaced theirs, together with their state."""
+        if not self.unit_of.keys() <= set(params):
+            self.units, self.unit_of = [], {}
+
+    def state_of_copies(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+        """Return the state in which each parameter has its part of the window, not a view of the whole."""
+        return {p: {k: v.clone() if plain(k) in CATALOG else v for k, v in own.items()} for p, own in state.items()}
 
     def has_rows(self, p: nn.Parameter) -> bool:
         """Whether a parameter is in a window, or was in a window of the original of a copy."""

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from secondorder import options
 from secondorder.comm.layout import local
 from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.solvers import WindowSolver
-from secondorder.curvature.window.shards import plain
 from secondorder.curvature.window.unit import Source, Unit, real
 from secondorder.curvature.window.window import Push
 from secondorder.linalg import gram
@@ -26,7 +25,7 @@ from secondorder.parallel.windows import WindowExchange
 from secondorder.parameters import Directions, ParameterTable
 from secondorder.preconditioners.base import Preconditioner, Proposal, Rule
 from secondorder.preconditioners.hooks import NoHooks
-from secondorder.preconditioners.window_plan import CATALOG, Portions, WindowOptions, WindowPlan
+from secondorder.preconditioners.window_plan import Portions, WindowOptions, WindowPlan
 from secondorder.preconditioners.window_report import WindowReport
 from secondorder.runtime import Runtime
 
@@ -49,6 +48,7 @@ class WindowPreconditioner(Preconditioner):
     """
 
     takes_sources = False
+    plan: WindowPlan
 
     def __init__(
         self,
@@ -66,25 +66,6 @@ class WindowPreconditioner(Preconditioner):
         self.runtime, self.hooks = runtime, NoHooks()
         self._norms: dict[nn.Parameter, Tensor] = {}
 
-    @property
-    def units(self) -> Sequence[Unit]:
-        """The windows."""
-        return self.plan.units
-
-    @property
-    def blocks(self) -> dict[str, Unit]:
-        """The windows by name."""
-        return {unit.name: unit for unit in self.plan.units}
-
-    def reported(self) -> Iterator[tuple[str, Sequence[nn.Parameter]]]:
-        """Return the name and the parameters of each window on this rank."""
-        return ((unit.name, unit.params) for unit in self.units if unit.held)
-
-    def forget_plan(self, params: Collection[nn.Parameter]) -> None:
-        """Forget the windows if other parameters have replaced theirs, together with their state."""
-        if not self.plan.unit_of.keys() <= set(params):
-            self.plan.units, self.plan.unit_of = [], {}
-
     def follow(self, place: Callable[[Portions], None]) -> bool:
         """Make a new plan for the current parameters, and return whether there are new windows."""
         table, partition = self.table, self.plan.partition
@@ -97,22 +78,9 @@ class WindowPreconditioner(Preconditioner):
         table.skipped_by_user = set(partition.excluded)
         return changed
 
-    def forget(self, params: Sequence[nn.Parameter]) -> None:
-        """Forget parameters whose group could not be added."""
-        for p in params:
-            self.plan.forget(p)
-
-    def replace(self, after: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Replace the parameters by those that ``after`` maps them to."""
-        self.plan.replace(after)
-
     def kept(self) -> dict[str, Any]:
         """Return what copies and pickles keep in addition to the state and the recipe."""
         return self.plan.kept()
-
-    def copied(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return the state in which each parameter has its part of the window, not a view of the whole."""
-        return {p: {k: v.clone() if plain(k) in CATALOG else v for k, v in own.items()} for p, own in state.items()}
 
     def reconnect(self) -> None:
         """Let the exchange use the current windows of the plan."""
@@ -136,24 +104,18 @@ class WindowPreconditioner(Preconditioner):
 
     def facts(self) -> dict[str, list[str]]:
         """Return what must be equal on all ranks: the windows whose sums are due, since they are sent in a message."""
-        return {"windows to sum anew": [unit.name for unit in self.units if unit.window.stale]}
+        return {"windows to sum anew": [unit.name for unit in self.plan.units if unit.window.stale]}
 
     def recover(self) -> None:
         """Do nothing, since a checkpoint leaves no part of a window out."""
 
     # ------------------------------------------------------------------ stages 1 to 3: the window
-    def check_gradients(self) -> None:
-        """Do nothing, since window methods do not capture anything."""
-
-    def discard(self) -> None:
-        """Do nothing, since window methods do not capture anything."""
-
     def collect(self) -> None:
         """Do nothing, since window methods do not capture anything."""
 
     def drop(self) -> None:
         """Count a batch that is left out."""
-        for unit in self.units:
+        for unit in self.plan.units:
             if unit.held:
                 unit.window.counters["skipped"].add_(1)
 
@@ -170,15 +132,17 @@ class WindowPreconditioner(Preconditioner):
         """Store the gradients as the newest rows."""
         self.exchange.refresh_stale()
         pushes: dict[Unit, Push] = {}
-        betas = {unit: self.plan.momentum_if_wanted(unit) for unit in self.units}
-        for unit in self.units:
+        betas = {unit: self.plan.momentum_if_wanted(unit) for unit in self.plan.units}
+        for unit in self.plan.units:
             self._find_inputs(unit, gradients)
         decays = (
-            self.exchange.own([self._decay_in_direction(unit) for unit in self.units])
+            self.exchange.own([self._decay_in_direction(unit) for unit in self.plan.units])
             if self.exchange.decays_anywhere
             else None
         )
-        for unit, own in zip(self.units, self.exchange.own([unit.inputs for unit in self.units]), strict=True):
+        for unit, own in zip(
+            self.plan.units, self.exchange.own([unit.inputs for unit in self.plan.units]), strict=True
+        ):
             decayed = None if decays is None else next(decays)
             if own is None:
                 continue
@@ -215,7 +179,7 @@ class WindowPreconditioner(Preconditioner):
     def refresh_due(self) -> list[int]:
         """Solve for the coefficients of all directions."""
         alike: dict[tuple[object, ...], list[Unit]] = {}
-        for unit in self.units:
+        for unit in self.plan.units:
             if unit.inputs is not None and unit.held:
                 unit.source = self._source(unit)
                 alike.setdefault(self.solver.key(unit, self.runtime.step), []).append(unit)
@@ -266,10 +230,10 @@ class WindowPreconditioner(Preconditioner):
     def propose(self, gradients: Directions, source: Directions, gate: Tensor | None) -> Proposal:
         """Directions of all windows."""
         directions: Directions = {}
-        shared = self.exchange.directions([self._combined(unit) for unit in self.units])
+        shared = self.exchange.directions([self._combined(unit) for unit in self.plan.units])
         raw: Directions = {}
         sizes: list[tuple[str | None, list[nn.Parameter]]] = []
-        for unit, found in zip(self.units, shared, strict=True):
+        for unit, found in zip(self.plan.units, shared, strict=True):
             if unit.inputs is None or found is None:
                 continue
             there = [(p, u, x) for p, u, x in zip(unit.params, found, unit.inputs, strict=True) if x is not None]

@@ -161,7 +161,7 @@ def test_bounds_of_rows_are_close_above_the_largest_eigenvalue(name):
     else:
         pairs = [
             (opt.solver.bounds(unit).extremes.undamped, opt.solver.extremes(unit)[1])
-            for unit in opt.preconditioner.units
+            for unit in opt.preconditioner.plan.units
         ]
     for bound, truth in pairs:
         assert (bound >= truth * (1 - 1e-5)).all()

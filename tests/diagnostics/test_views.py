@@ -68,7 +68,7 @@ def test_statistics_can_be_discarded(method: Method) -> None:
     optimizer: Any = method.build(model)
     MLP.loss(model, 0).backward()
     assert optimizer.capture.statistics.by_site
-    optimizer.preconditioner.discard()
+    optimizer.preconditioner.hooks.discard()
     assert not optimizer.capture.statistics.by_site
 
 

@@ -94,7 +94,7 @@ def paths(rank: int, world: int, strategy: str) -> dict[tuple[str, str], tuple[T
         counter.clear()
         path = torch.cat([path, train(model, optimizer, STEPS - 1, STEPS, rank, world)])
         sent = [record for record in counter.records if record.stage not in ("gradients", "words")]
-        parts = [_sizes(unit) for unit in optimizer.preconditioner.units if unit.part is not None]
+        parts = [_sizes(unit) for unit in optimizer.preconditioner.plan.units if unit.part is not None]
         found[case] = path, sent, parts
         optimizer.close()
     return found

@@ -97,7 +97,7 @@ def of_windows(rank: int, world: int, case: Case) -> dict[str, Any]:
     with exchanged(optimizer) as found:
         descend(model, optimizer, shard(case.batch(2), rank, world), case)
     mine, stays = 0, 0
-    for unit in optimizer.preconditioner.units:
+    for unit in optimizer.preconditioner.plan.units:
         for i, p in enumerate(unit.params):
             start, stop = (0, p.numel() * unit.held) if unit.part is None else unit.part.span(i)
             first = optimizer._table.shards.layouts[p].spans[rank]

@@ -91,7 +91,7 @@ def test_the_state_of_whole_tensors_is_cut_and_joined(storage: str, parts: int) 
     for step in range(3):
         give(params, noise(D, seed=step))
         opt.step()
-    (unit,) = opt.preconditioner.units
+    (unit,) = opt.preconditioner.plan.units
     cutting, sizes = unit.window.form.cutting, [p.numel() for p in params]
     bounds = cutting.bounds(sizes, [unit.window.form.cost(p.shape) for p in params], parts)
     for i, own in enumerate(bounds):
@@ -162,14 +162,14 @@ def test_ranks_do_what_one_process_does(kind: str, world: int, workers: int, par
     def rank(comm: ThreadRank) -> tuple[Tensor, list[float]]:
         opt, params = made(kind, comm, partition=partition)
         path = train(opt, params, range(3 * M))
-        return path, [unit.window.noise for unit in opt.preconditioner.units]
+        return path, [unit.window.noise for unit in opt.preconditioner.plan.units]
 
     expected, single, _ = alone(kind, partition)
     found = run(world, rank, workers)
     for path, noises in found:
         assert torch.equal(path, found[0][0])
         assert_near(path, expected, 1e-9)
-        assert noises == [unit.window.noise for unit in single.preconditioner.units]
+        assert noises == [unit.window.noise for unit in single.preconditioner.plan.units]
 
 
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float64), (3, torch.float32)])
@@ -201,7 +201,7 @@ def test_what_is_stored_does_not_depend_on_the_world(storage: str, world: int, d
 
 
 def _shared(opt: Any) -> set[str]:
-    return {*opt.preconditioner.units[0].window.shared_state(), "amplification"}
+    return {*opt.preconditioner.plan.units[0].window.shared_state(), "amplification"}
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from secondorder.capture.capture import Capture
 from secondorder.capture.fisher.heads import Head
 from secondorder.capture.fisher.likelihood import Likelihood, resolve
 from secondorder.options import FisherOptions
 from secondorder.runtime import Runtime
+
+if TYPE_CHECKING:
+    from secondorder.capture.capture import Capture
 
 #: Backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000
