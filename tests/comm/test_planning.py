@@ -14,6 +14,7 @@ from benchmarks.architectures import architecture
 from secondorder import EKFAC, KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, HyLo, LocalFactors, MemOpt
 from secondorder.comm import Local
 from secondorder.plan.plan import Plan, RankPlan, Sum, Traffic, means, spread
+from secondorder.switching import LRChange
 
 MIB = 2**20
 FACTOR_STEPS, REFRESH_STEPS = 10, 100
@@ -223,25 +224,32 @@ def test_thousands_of_ranks() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_it_leaves_everything_as_it_is() -> None:
+@pytest.mark.parametrize("build", [
+    lambda model: EKFAC(model, factor_update_steps=1, inv_update_steps=2),
+    lambda model: HyLo(model, update_steps=2, switch=LRChange(hold=1, period_steps=2)),
+    lambda model: HyLo(model, update_steps=1, kfac_when_cheaper=True, mode="kis", damping=1e-3),
+    lambda model: MFAC(model, window_size=4),
+], ids=["EKFAC", "HyLo", "factors", "MFAC"])  # fmt: skip
+def test_it_leaves_everything_as_it_is(build: Any) -> None:
     model = network()
-    optimizer = EKFAC(model, factor_update_steps=1, inv_update_steps=2)
+    optimizer = build(model)
     for _ in range(3):
         model(torch.randn(8, 20)).square().mean().backward()
         optimizer.step()
     before, random = copy.deepcopy(optimizer.state_dict()), torch.random.get_rng_state()
+    diagnostics = optimizer.diagnostics()
     comm = HybridOpt(0.5)
     attributes = dict(vars(comm))
     for other in (None, comm, MemOpt()):
         optimizer.plan(4, other, batch_size=8)
     assert dict(vars(comm)) == attributes
     assert torch.equal(torch.random.get_rng_state(), random)
+    assert optimizer.diagnostics() == diagnostics
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     for index, state in before["state"].items():
         for key, value in state.items():
-            same = torch.equal(value, after["state"][index][key]) if isinstance(value, torch.Tensor) else None
-            assert same or value == after["state"][index][key], key
+            torch.testing.assert_close(after["state"][index][key], value, rtol=0, atol=0, equal_nan=True, msg=key)
 
 
 def test_the_world_and_the_strategy_are_the_optimizers_own_unless_given() -> None:

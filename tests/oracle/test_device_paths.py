@@ -13,6 +13,7 @@ from torch import Tensor
 
 from secondorder import KFAC
 from secondorder.capture.statistics import averages
+from secondorder.diagnostics.step_record import StepRecord
 from secondorder.linalg import dense, first_order
 from tests.oracle.driver import assert_close, backward, noise, plain_kfac, train_step
 from tests.oracle.models import mlp, vectors
@@ -314,7 +315,7 @@ def test_a_shut_gate_keeps_every_bit(monkeypatch, rule, steps, gradient):
         for p in model.parameters():
             p.grad.view(-1)[0] = float(gradient)
     with monkeypatch.context() as patch:
-        patch.setattr(KFAC, "_inspect", lambda self, gradients: (True, SHUT))
+        patch.setattr(StepRecord, "gate", lambda self, finite: (True, SHUT))
         opt.step()
     assert_same(held(opt, model), before)
     values = [p.detach().clone() for p in model.parameters()]
@@ -331,7 +332,7 @@ def test_an_open_gate_trains_alike(monkeypatch, rule):
     for model, gate in zip(models, (None, OPEN), strict=True):
         opt = plain_kfac(model, **{"lr": 0.1, **RULES[rule]})
         with monkeypatch.context() as patch:
-            patch.setattr(KFAC, "_inspect", lambda self, gradients, gate=gate: (True, gate))
+            patch.setattr(StepRecord, "gate", lambda self, finite, gate=gate: (True, gate))
             for seed in range(4):
                 train_step(opt, model, *vectors(seed=seed), F.cross_entropy)
     for p, q in zip(models[1].parameters(), models[0].parameters(), strict=True):

@@ -1,0 +1,55 @@
+"""The mode of a refresh: the one of its group, or the one that a policy has chosen."""
+
+from __future__ import annotations
+
+import pytest
+
+from secondorder.curvature.mode import ModeSwitch
+from secondorder.switching import MODES, Always, EpochList
+
+
+def switch_of(*spans: tuple[int, int]) -> ModeSwitch:
+    return ModeSwitch(EpochList(list(spans), 2), "HyLo")
+
+
+def test_the_option_of_a_group_comes_before_the_policy() -> None:
+    switch = switch_of((0, 1))
+    assert [switch.mode_in({"mode": mode}) for mode in MODES] == list(MODES)
+
+
+def test_the_policy_is_asked_for_the_mode_of_a_refresh() -> None:
+    switch = switch_of((0, 1))
+    chosen = []
+    for step in range(6):
+        switch.decide(step)
+        chosen.append(switch.mode_in({"mode": "auto"}))
+    assert chosen == ["kid", "kid", "kis", "kis", "kis", "kis"]
+    assert switch.history == ((0, "kid"), (2, "kis"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_policy_with_one_mode_tells_it_before_it_is_asked(mode: str) -> None:
+    assert ModeSwitch(Always(mode), "HyLo").mode_in({"mode": "auto"}) == mode
+
+
+def test_a_fixed_switch_stays_in_the_mode_of_now() -> None:
+    switch = switch_of((0, 1))
+    switch.decide(2)
+    fixed = switch.fixed()
+    for step in range(4):
+        fixed.decide(step)
+        assert fixed.mode_in({"mode": "auto"}) == "kis"
+    assert fixed.history == ()
+    assert switch.history == ((2, "kis"),)
+    assert [fixed.mode_in({"mode": mode}) for mode in MODES] == list(MODES)
+
+
+def test_a_loaded_switch_goes_on_in_its_mode() -> None:
+    switch, other = switch_of((0, 1)), switch_of((0, 1))
+    switch.decide(0)
+    other.load(switch.vector(), 1)
+    assert other.mode == "kid"
+    assert other.accepts(switch.vector())
+    assert not other.accepts(ModeSwitch(Always("kid"), "HyLo").vector())
+    other.load(None, 1)
+    assert other.mode is None
