@@ -32,6 +32,9 @@ class Covering:
     def covered(self) -> dict[nn.Parameter, Any]:
         return {p: SimpleNamespace(group=group, sets_length=False) for p, group in self._options.items()}
 
+    def adam_options(self, group: Mapping[str, Any]) -> tuple[tuple[float, float], float]:
+        return group["betas"], group["eps"]
+
     def preconditioned(self, gradients: Mapping[nn.Parameter, Tensor]) -> list[nn.Parameter]:
         return [p for p in gradients if p in self._options]
 

@@ -128,7 +128,7 @@ def packed(table: ParameterTable, kept: str = "all", **state: torch.Tensor | int
 
 def of_several_ranks() -> tuple[Checkpoint, ParameterTable]:
     _, table = made()
-    known = KnownOptions({}, {}, options.GroupRules())
+    known = KnownOptions({}, {}, GroupRules())
     runtime, comm = Runtime(step=1), SomeRanks()
     return Checkpoint("Method", comm, table, runtime, Curvature(), lambda p, group: (), known), table  # type: ignore[arg-type]
 

@@ -162,7 +162,7 @@ def test_a_rank_without_data_discards_its_batch_and_steps() -> None:
     p.grad = torch.ones(2)
     seen: list[Any] = []
     stepping = optimizer()
-    stepping.preconditioner = SimpleNamespace(discard=lambda: seen.append("discard"))
+    stepping.preconditioner = SimpleNamespace(hooks=SimpleNamespace(discard=lambda: seen.append("discard")))
     stepping.step = lambda: seen.append((inputs.has_joined, p.grad))
     hook = inputs.hook(stepping)
     hook.main_hook()
