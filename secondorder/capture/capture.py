@@ -202,14 +202,14 @@ class Capture:
     def _stray_pass(self, root: int) -> Pass:
         """Begin a pass of what runs up to the backward while the root is not called."""
         found = self.forwards.make(self.gate.keep, root)
-        found.is_stray = True
+        found.evidence.is_stray = True
         self._begin(found)
         return found
 
     def enter_part(self, part: nn.Module, inputs: Sequence[Input], root: int) -> None:
         """Note the input to a part of a root that is called while the root is not."""
         found = self.forwards.stray(root) or self._stray_pass(root)
-        if found.is_stray:
+        if found.evidence.is_stray:
             found.enter_part(id(part), inputs)
 
     def find_pass(self, token: Tensor | None, index: int) -> Pass | None:
@@ -279,4 +279,4 @@ class Capture:
         if not current.expects(index):
             raise RuntimeError(SECOND_BACKWARD.format(name=statistics.sites[index].name))
         self.forwards.count(current)
-        statistics.record(index, current.call_of(seen, g, unscale), current)
+        statistics.record(index, current.evidence.call_of(seen, g, unscale), current)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import Tensor, nn
 
 from secondorder.capture.batch import Input
-from secondorder.capture.passes import Pass, order_of
+from secondorder.capture.evidence import Evidence, order_of
+from secondorder.capture.passes import Pass
 from secondorder.capture.roots import Roots
 from secondorder.capture.taps import Seen, in_backward
 
@@ -50,7 +51,9 @@ class Forwards:
     # ------------------------------------------------------------------ their begin and end
     def make(self, keep: Tensor | None, root: int, inputs: Iterable[Input] = (), examples: int | None = None) -> Pass:
         """Return a new pass of a root, with what it was given and, if the user gave it, its number of examples."""
-        return Pass(inputs, self._batch_dim, keep, root, self._order, examples)
+        evidence = Evidence(self._batch_dim, keep, self._order)
+        evidence.enter(inputs, examples)
+        return Pass(evidence, root)
 
     def begin(self, current: Pass) -> int:
         """Begin a forward pass and return its number."""
@@ -70,12 +73,12 @@ class Forwards:
     def resume(self, root: int, inputs: Sequence[Input], examples: int | None) -> int | None:
         """Return the number of the pass that parts of a root began before its forward, on the same batch, if any."""
         begun = self.stray(root)
-        if begun is None or not begun.is_stray or in_backward():
+        if begun is None or not begun.evidence.is_stray or in_backward():
             return None
         number = next((number for number, known in self._passes.items() if known is begun), None)
         if number is not None:
-            begun.is_stray = False
-            begun.enter(inputs, examples)
+            begun.evidence.is_stray = False
+            begun.evidence.enter(inputs, examples)
         return number
 
     def stray(self, root: int) -> Pass | None:
@@ -100,7 +103,7 @@ class Forwards:
 
     def forward_of(self, current: Pass, seen: Seen) -> Pass:
         """The forward among those of a pass that a use of a layer belongs to."""
-        if not current.is_stray:
+        if not current.evidence.is_stray:
             return current
         with self._lock:
             known = bool(current.forwards)
@@ -119,5 +122,5 @@ class Forwards:
             if not current.counted:
                 self.roots.count(current)
                 current.counted = True
-                if current.doubt:
-                    self.doubts.add(f"{self.roots.name_of(current.root)} has: {current.doubt}")
+                if doubt := current.evidence.doubt:
+                    self.doubts.add(f"{self.roots.name_of(current.root)} has: {doubt}")

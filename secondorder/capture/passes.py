@@ -1,76 +1,21 @@
-"""One forward pass of a model: how many examples it has, and how its layers lay them out."""
+"""One forward pass of a model: the calls of its layers, and the gradients that have come for them."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from secondorder.capture.batch import Input, Use
+from secondorder.capture.evidence import Evidence
 
-from secondorder.capture.batch import Count, Input, Use, count_examples, several_batches
-from secondorder.capture.layers.adapter import Adapter
-from secondorder.capture.statistics.kronecker import Call
-from secondorder.capture.taps import Seen
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.graph import GradientEdge
 
-
-def order_of(roots: Iterable[nn.Module]) -> str | None:
-    """Where attention and recurrent layers want the examples, ``"first"`` or ``"second"``; None if they disagree."""
-    told = (getattr(module, "batch_first", None) for root in roots for module in root.modules())
-    known = {value for value in told if isinstance(value, bool)}
-    return None if len(known) != 1 else "first" if known.pop() else "second"
-
-
-@dataclass
-class _Layouts:
-    """What the layers of a pass tell of their inputs.
-
-    Attributes:
-        sequences: Length and number of the sequences that attention saw.
-        lengths: Of the second axes of inputs with the examples first.
-        one_sequence: Whether attention saw one sequence, as if the input to the model had no batch.
-        input_as_one: Whether that is as long as the input to the model, or by a class token longer.
-        many_sequences: Whether it saw as many sequences as there would be examples.
-        one_input: Whether another layer saw an input without a batch.
-        many_inputs: Whether one saw as many inputs as there would be examples.
-    """
-
-    sequences: set[tuple[int, int]] = field(default_factory=set)
-    lengths: set[int] = field(default_factory=set)
-    one_sequence: bool = False
-    input_as_one: bool = False
-    many_sequences: bool = False
-    one_input: bool = False
-    many_inputs: bool = False
-
-    @classmethod
-    def of(cls, uses: Iterable[Use], given: Input, n: int | None) -> _Layouts:
-        """Judge the inputs of layers by the model's own input, which suggests n examples."""
-        seen, shape = cls(), given.shape
-        for use in uses:
-            if use.axes is not None:
-                length, count = use.shape[use.axes[1]], use.shape[use.axes[0]]
-                seen.sequences.add((length, count))
-                # Words of several examples are indices [N, T], so they are never [T, d] of one.
-                alone = count == 1 and len(shape) == len(use.shape) - 1 and not given.holds_indices
-                seen.one_sequence |= alone
-                seen.input_as_one |= alone and n is not None and length in (n, n + 1)
-                seen.many_sequences |= count == n
-            elif len(use.shape) == len(shape) and use.is_unbatched:
-                seen.one_input = True
-            elif use.shape and use.shape[0] == n and not use.is_unbatched:
-                seen.many_inputs = True
-                if not use.one_hot and len(use.shape) > 1 + use.feature_axes:
-                    seen.lengths.add(use.shape[1])
-        return seen
-
-    @property
-    def is_one_example(self) -> bool:
-        """Whether the whole model has an input without a batch, and nothing speaks against it."""
-        alone = self.one_sequence and not self.many_sequences and (self.input_as_one or not self.many_inputs)
-        return alone or (self.one_input and not self.many_inputs)
+    from secondorder.capture.layers.adapter import Adapter
+    from secondorder.capture.statistics.kronecker import Call
+    from secondorder.capture.taps import Seen
 
 
 class _Step(NamedTuple):
@@ -85,105 +30,57 @@ class _Step(NamedTuple):
     is_computed: bool
 
 
-class _Judged(NamedTuple):
-    """What a pass concludes from all that it has seen.
-
-    Attributes:
-        examples: How many examples there are, None if nothing tells.
-        doubt: What speaks against that number.
-        given: The input that has as many.
-        layouts: How the layers lay them out.
-    """
-
-    examples: int | None
-    doubt: str
-    given: Input
-    layouts: _Layouts
-
-
 class Pass:
     """One forward of a root module, or of parts of it that are called without it.
 
     Args:
-        inputs: Tensors that the module was given.
-        batch_dim: The dimension of the first input that counts examples.
-        keep: ``[N, S]``, True for real and False for padded positions, or None.
+        evidence: What the pass will show of its examples.
         root: Number of the root module.
-        order: What :func:`order_of` says of the model.
-        examples: Number of examples, if the user gave it.
 
     Attributes:
-        is_stray: Whether the module's own forward has not been called.
+        evidence: As given.
+        root: As given.
         is_one: Whether a stray pass is one forward, however often its layers are called.
         forwards: Those that a stray pass turned out to be, if they are several.
         edges: Where the gradients of layer outputs can be asked for, if they are to be observed.
     """
 
-    def __init__(
-        self,
-        inputs: Iterable[Input] = (),
-        batch_dim: int = 0,
-        keep: Tensor | None = None,
-        root: int = 0,
-        order: str | None = None,
-        examples: int | None = None,
-    ) -> None:
-        self._inputs, self._heads = list(inputs), list[tuple[int, ...]]()
-        self._uses: dict[tuple[int, tuple[int, ...]], Use] = {}
-        self._given_examples, self._order, self._batch_dim = examples, order, batch_dim
-        self._judged: _Judged | None = None
-        self.keep, self.root = keep, root
-        self.counted = self.is_stray = self.is_one = self._has_left = False
+    def __init__(self, evidence: Evidence, root: int) -> None:
+        self.evidence, self.root = evidence, root
+        self.counted = self.is_one = self.observed = self._has_left = False
         self.forwards: list[Pass] = []
         self._steps: dict[int, list[_Step]] = {}
         self._entered: dict[int, list[Sequence[Input]]] = {}
         #: Weak references to the outputs of the model.
-        self.outputs: list[Callable[[], object | None]] = []
+        self._outputs: list[Callable[[], object | None]] = []
         self.calls: dict[int, int] = {}
         self.fired: dict[int, list[Call]] = {}
         self.done: dict[int, int] = {}
         self.edges: list[tuple[GradientEdge, Seen]] = []
-        self.observed = False
 
     def join(self, other: Pass) -> None:
         """Belong to the same batch as the forward of another root: a layer may be used by both."""
         self.calls, self.fired, self.done = other.calls, other.fired, other.done
 
-    # ------------------------------------------------------------------ what it sees
-    def enter(self, inputs: Iterable[Input], examples: int | None = None) -> None:
-        """Note what the model, or a part of it, was given."""
-        self._inputs += inputs
-        self._given_examples = self._given_examples if examples is None else examples
-        self._judged = None
-
     def enter_part(self, part: int, inputs: Sequence[Input]) -> None:
         """Note what a part of the model was given."""
         self._entered.setdefault(part, []).append(inputs)
-        self.enter(inputs)
+        self.evidence.enter(inputs)
 
     def leave(self, outputs: Iterable[Tensor]) -> None:
         """Note what the model returned; nothing if it raised."""
         self._has_left = True
-        for tensor in outputs:
-            if tensor.requires_grad:
-                self.outputs.append(weakref.ref(tensor))
-                self._heads.append(tuple(tensor.shape))
-        self._judged = None
-
-    def note(self, index: int, use: Use) -> None:
-        """Note the first call of a layer, which another pass saw."""
-        self.calls[index], self._uses[index, use.shape] = 1, use
+        found = [tensor for tensor in outputs if tensor.requires_grad]
+        self._outputs += [weakref.ref(tensor) for tensor in found]
+        self.evidence.leave(tuple(tensor.shape) for tensor in found)
 
     def see(self, index: int, adapter: Adapter, x: Tensor) -> int:
         """Note a call of a layer, and return how many it had before."""
         call = self.calls.get(index, 0)
         self.calls[index] = call + 1
-        shape = tuple(x.shape)
-        if (index, shape) not in self._uses:
-            self._judged = None
-            self._uses[index, shape] = _use_of(index, adapter, x)
-        if self.is_stray:
-            self._steps.setdefault(index, []).append(_Step(self._uses[index, shape], x.requires_grad))
+        use = self.evidence.see(index, adapter, x)
+        if self.evidence.is_stray:
+            self._steps.setdefault(index, []).append(_Step(use, x.requires_grad))
         return call
 
     def expects(self, index: int) -> bool:
@@ -209,153 +106,19 @@ class Pass:
 
     def _round(self, number: int) -> Pass:
         every = len(next(iter(self._steps.values())))
-        inputs = [x for entered in self._entered.values() if len(entered) == every for x in entered[number]]
-        found = Pass(inputs, self._batch_dim, self.keep, self.root, self._order, self._given_examples)
+        found = Pass(self.evidence.renewed(), self.root)
+        found.evidence.enter(x for entered in self._entered.values() if len(entered) == every for x in entered[number])
         for index, steps in self._steps.items():
-            use = steps[number].use
-            found.note(index, use)
+            found.calls[index] = 1
+            found.evidence.note(steps[number].use)
         return found
-
-    # ------------------------------------------------------------------ what it concludes
-    @property
-    def examples(self) -> int | None:
-        """N, or None if nothing tells: each layer then counts its own."""
-        return self.judge().examples
-
-    @property
-    def doubt(self) -> str:
-        """What speaks against that number, in words; empty if nothing does."""
-        return self.judge().doubt
-
-    def judge(self) -> _Judged:
-        if self._judged is None:
-            uses, dim = list(self._uses.values()), self._batch_dim
-            count = count_examples(self._inputs, self._heads, uses, dim)
-            if self._given_examples is not None:
-                count = Count(self._given_examples)
-            elif self.is_stray and not count.doubt:
-                count = count._replace(doubt=several_batches(uses, count.n))
-            seen = self._inputs or [Input(use.shape, use.one_hot) for use in uses]
-            fitting = [x for x in seen if len(x.shape) > dim and x.shape[dim] == count.n]
-            given = next(iter(fitting or seen), Input((), False))
-            layouts = _Layouts.of(uses, given, count.n)
-            examples = 1 if count.n is not None and layouts.is_one_example else count.n
-            self._judged = _Judged(examples, count.doubt, given, layouts)
-        return self._judged
-
-    @property
-    def _layouts(self) -> _Layouts:
-        return self.judge().layouts
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return self.judge().given.shape
-
-    @property
-    def _holds_indices(self) -> bool:
-        return self.judge().given.holds_indices
 
     @property
     def is_open(self) -> bool:
         """Whether a part of the model that is called now may belong to it: no backward came, and its outputs live."""
-        return not self.counted and (not self._has_left or any(output() is not None for output in self.outputs))
-
-    def is_unclear(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
-        """Whether nothing tells if the first dimension of an output counts examples (or rows of them) or the second."""
-        return self._place(x, g, adapter) is None
-
-    def _place(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> str | None:
-        """Which dimension of an output counts examples.
-
-        Returns:
-            ``"first"``; ``"second"``; ``"rows"``, if the first counts rows of examples although the second is as long
-            as there are examples; or None where nothing tells.
-        """
-        n, lead = self.examples, g.shape[: g.dim() - adapter.feature_axes]
-        decided = n is None or n < 2 or self._batch_dim == 1 or adapter.channels_first
-        if decided or adapter.sequence_axes(g) is not None or len(lead) < 2 or lead[1] != n:
-            return "first"
-        if lead[0] == n:  # as many positions as examples
-            words = adapter.one_hot and x is not None and x.shape == self._shape  # the input itself
-            return None if self._order == "second" and not words else "first"
-        if lead[0] % n or self._order == "second":
-            return "second"
-        if self._order == "first":
-            return "rows"
-        seen, long = self._layouts, lead[0]
-        as_input = len(self._shape) > 1 and long == self._shape[1] and long not in seen.lengths
-        return "second" if as_input or (long, n) in seen.sequences else None
-
-    def lay_out(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> tuple[Tensor | None, Tensor]:
-        """Input and output gradient with examples first, where the model has them second, or rows of them first."""
-        if self._batch_dim != 1:
-            if self._place(x, g, adapter) != "rows":
-                return x, g
-            return x if x is None else x.flatten(0, 1), g.flatten(0, 1)
-        if adapter.sequence_axes(g) is not None or len(self._shape) < 2:
-            return x, g
-        if adapter.channels_first:
-            flat = len(g) == self._shape[0] * self._shape[1] and (x is None or len(x) == len(g))
-            return (x if x is None else self._examples_first(x), self._examples_first(g)) if flat else (x, g)
-        if g.dim() > 2 and g.shape[1] == self.examples:
-            return x if x is None else x.transpose(0, 1), g.transpose(0, 1)
-        if g.dim() == 2 and len(g) == self._shape[0] * self._shape[1] and (x is None or len(x) == len(g)):
-            two = self._shape[:2]
-            return x if x is None else x.unflatten(0, two).transpose(0, 1), g.unflatten(0, two).transpose(0, 1)
-        return x, g
-
-    def _examples_first(self, x: Tensor) -> Tensor:
-        """Rows flattened from (position, example) as rows flattened from (example, position)."""
-        rows: Tensor = x.unflatten(0, self._shape[:2])
-        return rows.transpose(0, 1).flatten(0, 1)
-
-    def call_of(self, seen: Seen, g: Tensor, unscale: Tensor | None = None, again: bool = False) -> Call:
-        """The gradient at the output of a use of a layer as its statistic takes it; see :class:`Call`."""
-        adapter = seen.adapter
-        x, g = self.lay_out(seen.x, g, adapter)
-        keep, shared = self.mask_for(g, adapter), self.is_shared(x, g, adapter)
-        return Call(x, g, adapter, unscale, keep, seen.part, again, shared, self.is_unclear(x, g, adapter))
+        return not self.counted and (not self._has_left or any(output() is not None for output in self._outputs))
 
     @property
     def is_dropped(self) -> bool:
         """Whether all outputs are gone while the pass still waits to be observed."""
-        return bool(self.edges and self.outputs) and all(output() is None for output in self.outputs)
-
-    def is_shared(self, x: Tensor | None, g: Tensor, adapter: Adapter) -> bool:
-        """Whether a table is looked up once for the whole batch: one row per position, none per example."""
-        if not adapter.one_hot or x is None or len(self._shape) < 2 or not self.examples:
-            return False
-        positions = self._shape[1 - self._batch_dim]
-        if x.shape == (positions, positions) and positions != self.examples:
-            return True  # of pairs of positions
-        if x.dim() != 1:
-            return False
-        if len(g) != positions or self.examples == 1:
-            return False
-        # As many positions as examples: nobody can tell, where the input is one of positions at all.
-        return len(g) != self.examples or len(self._shape) == 3 or (len(self._shape) == 2 and self._holds_indices)
-
-    def mask_for(self, g: Tensor, adapter: Adapter) -> Tensor | None:
-        """``keep`` shaped like the leading dimensions of a gradient, if its positions are those of the mask."""
-        keep = self.keep
-        if keep is None:
-            return None
-        if adapter.channels_first:
-            return None  # its second axis counts channels
-        if g.dim() > 2 and adapter.sequence_axes(g) is None and g.shape[:2] == keep.shape:
-            return keep
-        if g.dim() > 2 and g.shape[:2] == keep.shape[::-1]:
-            return keep.T
-        return keep.reshape(-1) if g.dim() == 2 and len(g) == keep.numel() else None
-
-
-def _use_of(index: int, adapter: Adapter, x: Tensor) -> Use:
-    return Use(
-        index,
-        tuple(x.shape),
-        adapter.sequence_axes(x),
-        adapter.is_unbatched(x),
-        adapter.one_hot,
-        adapter.feature_axes,
-        adapter.channels_first,
-    )
+        return bool(self.edges and self._outputs) and all(output() is None for output in self._outputs)

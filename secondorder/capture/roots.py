@@ -61,7 +61,7 @@ class Roots:
 
     def count(self, current: Pass) -> None:
         """Count the examples of a pass."""
-        self._examples[current.root] = self._examples.get(current.root, 0) + (current.examples or 0)
+        self._examples[current.root] = self._examples.get(current.root, 0) + (current.evidence.examples or 0)
 
     def examples_of(self, index: int) -> int:
         """Examples of the forwards that a site belongs to."""

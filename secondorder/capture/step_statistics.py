@@ -106,7 +106,7 @@ class StepStatistics:
     # ------------------------------------------------------------------ what is added
     def record(self, index: int, call: Call, current: Pass | None) -> None:
         """Take in a use of a layer, whose pass is given if it is known."""
-        if current is None or current.examples is None:
+        if current is None or current.evidence.examples is None:
             examples = 1 if call.adapter.is_unbatched(call.g if call.x is None else call.x) else call.g.shape[0]
             self._own_examples[index] = self._own_examples.get(index, 0) + examples
             self.add(index, [call], examples)
@@ -117,11 +117,11 @@ class StepStatistics:
         if index in self._void:
             return
         if not self._statistic(index).wants_whole_pass:
-            self.add(index, [call], current.examples)
+            self.add(index, [call], current.evidence.examples)
             return
         waiting, calls = current.fired.setdefault(index, []), current.calls.get(index, 0)
         if calls and current.done[index] >= calls:
-            self.add(index, [*waiting, call], current.examples)
+            self.add(index, [*waiting, call], current.evidence.examples)
             del current.fired[index]
         else:
             # Copies: a compiled backward reuses the memory of its activations.
@@ -131,7 +131,7 @@ class StepStatistics:
         """Add calls that waited for others of their pass (a branch without backward, a recomputed layer)."""
         for current in passes:
             for index, calls in current.fired.items():
-                self.add(index, calls, current.examples or 0)
+                self.add(index, calls, current.evidence.examples or 0)
             current.fired.clear()
 
     def add(self, index: int, calls: list[Call], examples: int) -> None:

@@ -198,7 +198,7 @@ def _tap_op(output: Tensor, x: Tensor, token: Tensor, key: int, number: int) -> 
     if capture is not None and hook is not None:
         current = capture.find_pass(token, hook.index)
         if current is not None:
-            current.is_one |= current.is_stray  # a compiled call does not tell its backward which one it was
+            current.is_one |= current.evidence.is_stray  # a compiled call does not tell its backward which one it was
             current.see(hook.index, hook.adapter, x)
     return output.clone()
 

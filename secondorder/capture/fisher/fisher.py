@@ -61,7 +61,7 @@ class ModelFisher:
             RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
         """
         waiting = capture.forwards.waiting()  # of a model in parts, the last one returned the outputs
-        batches = [current.examples or 0 for current in waiting if current.root == waiting[-1].root]
+        batches = [current.evidence.examples or 0 for current in waiting if current.root == waiting[-1].root]
         laid = [Head.of(*head, batches, self._batch_dim) for head in zip(heads, kinds, targets, strict=True)]
         # The mean over loss terms is taken when all micro-batches are there; heads weigh by their own numbers of terms.
         terms = [head.terms for head in laid]

@@ -107,10 +107,10 @@ class Observation:
                 statistics.refuse(seen.site, "its input is modified in place before it is observed")
                 continue
             current = self._forwards.forward_of(current, seen)
-            call = current.call_of(seen, g.reshape(seen.shape), again=again)
+            call = current.evidence.call_of(seen, g.reshape(seen.shape), again=again)
             calls.setdefault((id(current), seen.site), (current, []))[1].append(call)
         for (_, index), (current, found) in calls.items():
-            statistics.add(index, found, current.examples or 0)
+            statistics.add(index, found, current.evidence.examples or 0)
 
 
 def _pull_back(outputs: list[Tensor], edges: list[GradientEdge], vectors: list[Tensor]) -> tuple[Tensor | None, ...]:
