@@ -32,7 +32,7 @@ from secondorder.capture.layers.projections import WatchedAttention
 from secondorder.capture.loss_scale import LossScale
 from secondorder.capture.passes import Pass
 from secondorder.capture.sites import Captured, Site
-from secondorder.capture.statistics.kronecker import Call
+from secondorder.capture.statistics.call import Call
 from secondorder.capture.step_statistics import StepStatistics
 from secondorder.capture.taps import CAPTURES, SECOND_BACKWARD, Seen, in_backward
 

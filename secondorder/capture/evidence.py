@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from secondorder.capture.batch import Count, Input, Use, count_examples, several_batches
-from secondorder.capture.statistics.kronecker import Call
+from secondorder.capture.statistics.call import Call
 
 if TYPE_CHECKING:
     from secondorder.capture.layers.adapter import Adapter

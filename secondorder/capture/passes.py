@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from secondorder.capture.layers.adapter import Adapter
-    from secondorder.capture.statistics.kronecker import Call
+    from secondorder.capture.statistics.call import Call
     from secondorder.capture.taps import Seen
 
 

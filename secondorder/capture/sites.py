@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor, nn
 
 from secondorder.capture.layers.adapter import Tap
-from secondorder.capture.statistics.kronecker import Call
+from secondorder.capture.statistics.call import Call
 
 
 class Statistic(Protocol):

@@ -14,7 +14,7 @@ from secondorder.capture.sites import Captured, Site, Statistic
 if TYPE_CHECKING:
     from secondorder.capture.passes import Pass
     from secondorder.capture.roots import Roots
-    from secondorder.capture.statistics.kronecker import Call
+    from secondorder.capture.statistics.call import Call
 
 
 class StepStatistics:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from secondorder import options
 from secondorder.capture.sites import Statistic
 from secondorder.capture.statistics import averages
-from secondorder.capture.statistics.kronecker import Call
+from secondorder.capture.statistics.call import Call
 from secondorder.capture.statistics.measurement import Estimate, Measured
 from secondorder.capture.statistics.squares import EigenSums, ScaleSums
 from secondorder.curvature.block import ESTIMATE_ALONE, Due

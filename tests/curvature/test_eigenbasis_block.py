@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secondorder.capture.statistics.kronecker import Call
+from secondorder.capture.statistics.call import Call
 from secondorder.curvature.block import Due
 from secondorder.curvature.eigenbasis import EigenbasisBlock
 from secondorder.curvature.factorization import factorise

@@ -13,7 +13,8 @@ from torch import nn
 from secondorder.capture.layers import conv as convolutions
 from secondorder.capture.layers.conv import ConvAdapter
 from secondorder.capture.layers.conv_lags import Window, add_patch_gram_, gains
-from secondorder.capture.statistics.kronecker import Call, KroneckerSums, Sampler
+from secondorder.capture.statistics.call import Call
+from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
 from tests.layers import test_transposed as transposed
 from tests.oracle import test_factors_conv as patches
 from tests.oracle.driver import assert_close, noise

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 if TYPE_CHECKING:
     from secondorder.capture.forwards import Forwards
     from secondorder.capture.passes import Pass
-    from secondorder.capture.statistics.kronecker import Call
+    from secondorder.capture.statistics.call import Call
     from secondorder.capture.step_statistics import StepStatistics
     from secondorder.capture.taps import Seen
 

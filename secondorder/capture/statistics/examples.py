@@ -22,7 +22,7 @@ from torch import Tensor
 from secondorder.capture.layers.adapter import CHUNK_BYTES, Adapter
 from secondorder.capture.layers.conv import ConvAdapter
 from secondorder.capture.layers.embedding import EmbeddingAdapter, EmbeddingBagAdapter
-from secondorder.capture.statistics.kronecker import Call
+from secondorder.capture.statistics.call import Call
 from secondorder.linalg import kernel
 from secondorder.linalg.dense import full_precision
 from secondorder.linalg.kernel import Rows

@@ -2,75 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from secondorder.capture.layers.adapter import Adapter, draw
+from secondorder.capture.statistics.call import Call
 from secondorder.linalg.dense import add_gram_, add_outer_rows_, full_precision, mirror_upper_
-
-
-class Call(NamedTuple):
-    """One use of a layer in a forward pass, as its backward sees it.
-
-    Attributes:
-        x: What the adapter prepared from the layer's input; None where it needs none.
-        g: Gradient of the accumulated objective at the layer output.
-        adapter: Rows of the module that was called; another one that shares its weight may have others.
-        unscale: Factor that turns g into that of the objective (the reciprocal of a loss scale), 0-dim, or None.
-        keep: 1 for real and 0 for padded rows, shaped like the leading dimensions of ``g``, or None.
-        part: Which of the Γ blocks the call fills; -1 for all.
-        again: Whether the input was already taken in (another vector pushed back through one forward).
-        shared: Whether its rows are those of the whole batch, none of an example.
-        unclear: Whether nothing tells which of its first two dimensions counts examples.
-    """
-
-    x: Tensor | None
-    g: Tensor
-    adapter: Adapter
-    unscale: Tensor | None = None
-    keep: Tensor | None = None
-    part: int = -1
-    again: bool = False
-    shared: bool = False
-    unclear: bool = False
-
-    @property
-    def own(self) -> Adapter:
-        """The adapter of the blocks that the call fills."""
-        return self.adapter.of_part(self.part)
-
-    def require_examples(self) -> None:
-        """Raise a ``ValueError`` if no row belongs to an example, or nobody knows to which."""
-        if self.unclear:
-            raise ValueError(
-                f"its values of shape {tuple(self.g.shape)} may have the examples of the batch in their second "
-                "dimension or be several rows of each in the first: another batch size tells"
-            )
-        if self.shared:
-            raise ValueError(
-                f"its {len(self.g)} rows may be shared by the whole batch, so they have no examples of their own"
-            )
-
-    def gradient(self, dtype: torch.dtype) -> Tensor:
-        """``g`` unscaled and without padded rows, in the precision of the factor."""
-        g = self.g.to(dtype)  # before any product: the square of a scaled gradient would overflow a half
-        if self.unscale is not None:
-            g = g * self.unscale.to(g.device, dtype)
-        if self.keep is None:
-            return g
-        keep = self.keep.reshape(*self.keep.shape, *[1] * (g.dim() - self.keep.dim()))
-        return torch.where(keep, g, 0.0)
-
-    def whole(self, values: Tensor) -> Tensor:
-        """Values ``[N, …]`` of the one block that the call fills among those of all Γ, ``[Γ, N, …]``."""
-        if self.part < 0:
-            return values
-        full = values.new_zeros(self.adapter.groups, *values.shape)
-        full[self.part] = values
-        return full
 
 
 class KroneckerSums:

@@ -10,7 +10,8 @@ from torch import Tensor
 from secondorder.capture.layers.adapter import Adapter
 from secondorder.capture.layers.conv import ConvAdapter
 from secondorder.capture.layers.embedding import EmbeddingAdapter
-from secondorder.capture.statistics.kronecker import Call, KroneckerSums
+from secondorder.capture.statistics.call import Call
+from secondorder.capture.statistics.kronecker import KroneckerSums
 from secondorder.linalg import eigenbasis
 from secondorder.linalg.dense import full_precision
 
