@@ -85,7 +85,7 @@ NUMBERS = {
     "SecondOrderOptimizer: its own methods":              Number(50, 38),
     "largest other class: its own methods":               Number(30, 25),
     "classes with more than 25 methods":                  Number(3, 0),
-    "classes that write more than 15 attributes":         Number(2, 0),
+    "classes that write more than 15 attributes":         Number(1, 0),
     "accesses to underscore attributes of others":        Number(0, 0),
     "height of imports":                                  Number(14, 14),
     "modules at the top level":                           Number(11, 10),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(7, 0),
     "functions of more than 35 lines":                    Number(12, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(36080, 28500),
+    "lines":                                              Number(36120, 28500),
 }
 # fmt: on
 
