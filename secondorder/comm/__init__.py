@@ -1,4 +1,4 @@
-"""Communication strategies: who does which stage of a step."""
+"""Communication strategies, which decide which rank does which stage of a step."""
 
 from secondorder.comm.chief_only import ChiefOnly
 from secondorder.comm.comm_opt import CommOpt

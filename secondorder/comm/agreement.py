@@ -1,7 +1,7 @@
-"""A check that all ranks mean the same, before the first message whose size depends on it.
+"""Check that all ranks agree, before the first message whose size depends on it.
 
-Texts are compared by digests of fixed size: nothing of another rank is unpickled, and a difference, which would end
-a collective of unequal sizes with an abort of the process, is told by name.
+Texts are compared by digests of fixed size: nothing from another rank is unpickled. A difference, which would otherwise
+end a collective of unequal sizes with an abort of the process, is reported by name.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from torch import Tensor
 
 from secondorder.comm.collectives import Collectives
 
-#: Facts that are compared, at the most.
+#: The largest number of facts that can be compared.
 _MOST = 16
 
 
 def digest(text: str) -> int:
-    """A number of 63 bits for a text, the same in every process."""
+    """Return a number of 63 bits for a text, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """The bits of a tensor in few letters."""
+    """Return a short text that identifies the bits of a tensor."""
     data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def require_equal(collectives: Collectives, facts: Mapping[str, Sequence[str]], group: Any) -> None:
-    """Compare facts over the ranks of a group; collective.
+    """Compare facts over the ranks of a group; this is a collective.
 
     Args:
         collectives: Sends the digests.
-        facts: Texts by what they are about; the same names in the same order on every rank.
-        group: The ranks.
+        facts: Texts by their subject; every rank gives the same names in the same order.
+        group: The ranks to compare.
 
     Raises:
-        ValueError: On every rank, if a text differs, naming the first that does.
+        ValueError: On every rank, if a text differs. The message names the first one that does.
     """
     heads = [[len(texts), digest("\n".join(texts))] for texts in facts.values()]
-    heads += [[0, 0]] * (_MOST - len(heads))  # of one size, even where optimizers of two families have other facts
+    # The size is fixed, even where optimizers of two families have other facts.
+    heads += [[0, 0]] * (_MOST - len(heads))
     told = _gathered(collectives, torch.tensor(heads, dtype=torch.int64), group)
     for i, (name, texts) in enumerate(facts.items()):
         differing = (told[:, i] != told[0, i]).any(-1)
@@ -54,7 +55,7 @@ def require_equal(collectives: Collectives, facts: Mapping[str, Sequence[str]], 
 def _difference(
     collectives: Collectives, name: str, texts: Sequence[str], counts: Tensor, other: int, group: Any
 ) -> str:
-    """In words, the first entry in which some rank differs from rank 0."""
+    """Describe the first entry in which some rank differs from rank 0."""
     longest = int(counts.max())
     own = [digest(text) for text in texts] + [-1] * (longest - len(texts))
     digests = _gathered(collectives, torch.tensor(own, dtype=torch.int64), group)
@@ -70,6 +71,6 @@ def _difference(
 
 
 def _gathered(collectives: Collectives, values: Tensor, group: Any) -> Tensor:
-    """``[ranks, ...]`` on the CPU."""
+    """Gather a vector from all ranks as ``[ranks, ...]`` on the CPU."""
     (found,) = collectives.all_gather([values.to(collectives.device)], group=group, stage="agreement").wait()
     return found.cpu()  # type: ignore[no-any-return]

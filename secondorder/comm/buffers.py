@@ -1,8 +1,8 @@
-"""Tensors in flat buffers: symmetric matrices as triangles, lists cut into messages, buffers that are used again.
+"""Flat buffers for tensors: symmetric matrices as triangles, lists cut into messages, and buffers that are reused.
 
-A symmetric matrix travels as its triangle (:mod:`secondorder.linalg.triangles`).
+A symmetric matrix is sent as its triangle (:mod:`secondorder.linalg.triangles`).
 
-The functions that cut lists into messages take sizes alone, so that a plan can ask them what a step will send.
+The functions that cut lists into messages only take sizes, so that a plan can ask them what a step will send.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 from secondorder.linalg.triangles import pack, triangle, unpack
 
-# Beyond this a reduce-scatter, whose parts are all as large as the largest, sends too many zeros.
+# Beyond this share of padding a reduce-scatter, whose parts are all as large as the largest one, sends too many zeros.
 MOST_PADDING = 0.10
-# Beyond this many times the payload, what an owner receives of an all-to-all takes more memory than it is worth.
+# Beyond this multiple of the payload, the receive buffer of an all-to-all takes more memory than it is worth.
 MOST_RECEIVED = 2.0
 
 
 def packed_numel(shape: Sequence[int], symmetric: bool) -> int:
-    """Elements that a tensor has on the wire.
+    """Return the number of elements that are sent for a tensor.
 
     Args:
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         symmetric: Whether it is a symmetric matrix, or a batch of them ``[..., n, n]``.
 
     Returns:
-        Its number of elements.
+        The number of elements.
     """
     return prod(shape[:-2]) * triangle(shape[-1]) if symmetric else prod(shape)
 
@@ -40,10 +40,10 @@ class Item(NamedTuple):
     """A tensor of a call.
 
     Attributes:
-        tensor: Where it is, and where its result goes.
-        symmetric: Whether it travels as a triangle.
-        root: Rank within the group that it goes to, or comes from.
-        position: In the caller's list.
+        tensor: The tensor, into which its result is written.
+        symmetric: Whether it is sent as a triangle.
+        root: Rank within the group that receives it, or that has it.
+        position: Its position in the caller's list.
     """
 
     tensor: Tensor
@@ -53,22 +53,22 @@ class Item(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements on the wire."""
+        """Number of elements that are sent."""
         return packed_numel(self.tensor.shape, self.symmetric)
 
 
 def real(tensor: Tensor) -> Tensor:
-    """A tensor without its graph; a complex one as pairs of real numbers ``[..., 2]``. Shares its memory."""
+    """Return a tensor without its graph, sharing its memory; a complex one as pairs of real numbers ``[..., 2]``."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
 def total(items: Sequence[Item]) -> int:
-    """Elements of a list on the wire."""
+    """Return the number of elements that are sent for a list."""
     return sum(item.numel for item in items)
 
 
 def by_dtype(items: Sequence[Item]) -> list[list[Item]]:
-    """Items of equal dtype and device together; lists and items in the order in which they first come."""
+    """Group items by dtype and device; groups and items keep the order in which they first appear."""
     parts: dict[Hashable, list[Item]] = {}
     for item in items:
         parts.setdefault((item.tensor.dtype, item.tensor.device), []).append(item)
@@ -76,7 +76,7 @@ def by_dtype(items: Sequence[Item]) -> list[list[Item]]:
 
 
 def _parts(buffer: Tensor, items: Sequence[Item]) -> list[tuple[Item, Tensor]]:
-    """Each item with its part of a flat buffer, in which they follow one another."""
+    """Yield each item with its part of a flat buffer, in which the items follow one another."""
     sizes = [item.numel for item in items]
     return list(zip(items, buffer[: sum(sizes)].split(sizes), strict=True)) if items else []
 
@@ -114,7 +114,7 @@ def buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """
     messages: list[list[int]] = []
     current: list[int] = []
-    room = -1  # of the message that is being filled, the last of those that are not a large tensor alone
+    room = -1  # Room in the message that is being filled: the last one that does not consist of a large tensor alone.
     for i, size in enumerate(sizes):
         if size > capacity:
             messages.append([i])
@@ -129,14 +129,14 @@ def buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def shared_buckets(sizes: Sequence[Sequence[int]], capacity: int) -> list[list[list[int]]]:
-    """Cut lists with several roots into messages that carry about the same part of the list of every root.
+    """Cut lists with several roots into messages that carry about the same share of the list of every root.
 
     Args:
-        sizes: Elements of each tensor on the wire, by rank in the group.
+        sizes: Elements that are sent for each tensor, by rank in the group.
         capacity: Elements of a message. A larger tensor goes alone.
 
     Returns:
-        For each message, and each rank, the positions in the list of that rank.
+        For each message and each rank, the positions in the list of that rank.
     """
     ranks = range(len(sizes))
     alone = [(rank, i) for rank in ranks for i, size in enumerate(sizes[rank]) if size > capacity]
@@ -154,7 +154,7 @@ def shared_buckets(sizes: Sequence[Sequence[int]], capacity: int) -> list[list[l
 
 
 def reduce_kind(shares: Sequence[int], rounded: bool = False) -> str:
-    """The collective that sums a message to several roots: a pure function of its sizes, the same on every rank.
+    """Choose the collective that sums a message to several roots; it depends on sizes alone, so all ranks agree.
 
     Args:
         shares: Elements that each rank of the group receives.

@@ -16,14 +16,14 @@ _DELIVER, _STATISTICS = ("gradients", "inverses"), ("all", "chief")
 
 @complete_docstring(RankGrid.__doc__)
 class ChiefOnly(RankGrid):
-    """The chief alone keeps factors and refreshes; the others get its directions, or its inverses.
+    """Lets one rank, the chief, keep factors and refresh; the others receive its directions or its inverses.
 
     Args:
         root: Rank of the chief.
-        deliver: ``"gradients"``: the chief preconditions, and sends directions at every step. ``"inverses"``: it sends
-            the results of refreshes, and every rank preconditions.
-        statistics: ``"all"`` sums the statistics of all ranks on the chief; ``"chief"`` uses those of the chief's own
-            examples, without any communication.
+        deliver: With ``"gradients"``, the chief preconditions and sends directions at every step. With ``"inverses"``,
+            it sends the results of refreshes, and every rank preconditions.
+        statistics: ``"all"`` sums the statistics of all ranks on the chief; ``"chief"`` uses the statistics of the
+            chief's own examples only, which need no communication.
 
     Raises:
         TypeError: For a value of a wrong kind.
@@ -58,30 +58,30 @@ class ChiefOnly(RankGrid):
         )
 
     def workers(self, world: int) -> int:
-        """The chief, or everyone."""
+        """Return 1 for the chief, or the number of all ranks if everyone preconditions."""
         return 1 if self._deliver == "gradients" else world
 
     def owners_among(self, world: int) -> Sequence[int]:
-        """The chief, if there is such a rank."""
+        """Return the chief, if there is such a rank."""
         if world > 1 and self._root >= world:
             raise ValueError(f"root={self._root}, but there are {world} ranks")
         return [self._root if world > 1 else 0]
 
     def captures(self, index: int) -> bool:
-        """Everyone's examples, or the chief's alone."""
+        """Whether this rank captures: all ranks do, or the chief alone."""
         return self._statistics == "all" or self._owners[index] == self._rank or self._units[index].everywhere
 
     def sources(self, index: int) -> int:
-        """All ranks, or the chief."""
+        """Return the number of ranks that capture: all of them, or the chief alone."""
         return super().sources(index) if self._statistics == "all" else 1
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Sum on the chief; the chief's own need no message."""
+        """Sum statistics on the chief; if only the chief captures, no message is needed."""
         mine = self._statistics == "chief"
         return super().reduce_statistics([p for p in parcels if not mine or self._units[p.index].everywhere])
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Stacked on the chief, or the chief's own."""
+        """Stack statistics on the chief; if only the chief captures, they are its own."""
         if self._statistics == "all":
             return super().gather_statistics(parcels)
         own = [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]

@@ -1,7 +1,7 @@
-"""Collectives on lists of tensors: in few messages, counted, the same on every rank.
+"""Collectives on lists of tensors: sent in few messages, counted, and in the same order on every rank.
 
-The messages of a call depend on shapes, dtypes and options alone, so that ranks which call in the same order send in
-the same order. They are launched asynchronously and waited for on the current stream.
+The messages of a call depend on shapes, dtypes and options alone, so that ranks that make the same calls in the same
+order send the same messages. They are launched asynchronously and waited for on the current stream.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from secondorder.comm.counter import Counter
 from secondorder.comm.layout import Route
 from secondorder.comm.messages import Call, Work
 
-# Capacities of messages that may be in flight in one call: with more to send it waits for its oldest messages first, so
-# that staging stays small beside the state.
+# How many times the capacity of a message may be in flight in one call. A call with more to send waits for its oldest
+# messages first, so that staging stays small compared with the state.
 IN_FLIGHT = 4
 
 Roots = Mapping[int, Sequence[Tensor]]
@@ -36,18 +36,19 @@ def _stacks(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
 class Collectives:
     """Collectives on lists of tensors.
 
-    Tensors of one call may differ in dtype. Symmetric matrices ``[..., n, n]`` travel as triangles. In a group of one
-    rank nothing is sent and nothing counted.
+    Tensors of one call may differ in dtype. Symmetric matrices ``[..., n, n]`` are sent as triangles. In a group of one
+    rank nothing is sent and nothing is counted.
 
     Args:
-        wire_dtype: Of float32 tensors on the wire; sums are accumulated in float32 in the order of ranks, and every
-            rank receives the same bits. Tensors of another dtype, and calls with ``exact=True``, travel as they are.
-        bucket_bytes: Capacity of a message; a larger tensor goes alone.
-        device: Of the vectors of :meth:`words`.
+        wire_dtype: Dtype in which float32 tensors are sent; sums are accumulated in float32 in the order of ranks, and
+            every rank receives the same bits. Tensors of another dtype, and calls with ``exact=True``, are sent as they
+            are.
+        bucket_bytes: Capacity of a message in bytes; a larger tensor is sent alone.
+        device: Device of the vectors of :meth:`words`.
 
     Attributes:
-        counter: What was sent.
-        buffers: Staging, kept from call to call.
+        counter: Counter of the messages.
+        buffers: Staging buffers, which are kept from call to call.
     """
 
     def __init__(
@@ -76,10 +77,10 @@ class Collectives:
         """Sum tensors over the ranks, in place, to the same bits on every rank.
 
         Args:
-            tensors: Of the same shapes and dtypes on every rank.
-            group: Of ranks; None for all.
-            stage: Under which messages are counted.
-            symmetric: For each tensor whether it is a symmetric matrix.
+            tensors: Tensors, which have the same shapes and dtypes on every rank.
+            group: Group of ranks; None for all ranks.
+            stage: Stage under which the messages are counted.
+            symmetric: Whether each tensor is a symmetric matrix.
             exact: Whether to ignore the wire dtype.
 
         Returns:
@@ -92,10 +93,10 @@ class Collectives:
         """Sum tensors over the ranks and divide by a number, in place; never rounded to the wire dtype.
 
         Args:
-            tensors: Of the same shapes and dtypes on every rank.
-            group: Of ranks; None for all.
-            stage: Under which messages are counted.
-            count: What to divide by, the same on every rank.
+            tensors: Tensors, which have the same shapes and dtypes on every rank.
+            group: Group of ranks; None for all ranks.
+            stage: Stage under which the messages are counted.
+            count: The divisor, the same on every rank.
 
         Returns:
             The work to wait for.
@@ -137,14 +138,14 @@ class Collectives:
         symmetric: Mapping[int, Sequence[bool]] | None = None,
         exact: bool = False,
     ) -> Work:
-        """Sum lists of tensors, each to a rank of its own, in as few messages as their sizes allow.
+        """Sum lists of tensors, each to its own root, in as few messages as their sizes allow.
 
         Args:
-            by_root: Tensors by the global rank on which their sum is wanted; every rank gives all of them. On their
-                root they hold the sum afterwards, elsewhere they are left as they were.
-            group: Of ranks; None for all.
-            stage: Under which messages are counted.
-            symmetric: For each tensor whether it is a symmetric matrix.
+            by_root: Tensors by the global rank that receives their sum; every rank gives all of them. On their root
+                they hold the sum afterwards; on the other ranks they do not change.
+            group: Group of ranks; None for all ranks.
+            stage: Stage under which the messages are counted.
+            symmetric: Whether each tensor is a symmetric matrix.
             exact: Whether to ignore the wire dtype.
 
         Returns:
@@ -170,15 +171,15 @@ class Collectives:
         symmetric: Mapping[int, Sequence[bool]] | None = None,
         exact: bool = False,
     ) -> Work:
-        """Copy lists of tensors, each from a rank of its own to all others, in place.
+        """Copy lists of tensors, each from its own root to all other ranks, in place.
 
         With a wire dtype the sender's own copy is rounded as well, so that all ranks hold the same bits.
 
         Args:
             by_root: Tensors by the global rank that has them; every rank gives all of them.
-            group: Of ranks; None for all.
-            stage: Under which messages are counted.
-            symmetric: For each tensor whether it is a symmetric matrix.
+            group: Group of ranks; None for all ranks.
+            stage: Stage under which the messages are counted.
+            symmetric: Whether each tensor is a symmetric matrix.
             exact: Whether to ignore the wire dtype.
 
         Returns:
@@ -199,9 +200,9 @@ class Collectives:
         """Stack tensors of all ranks on every rank.
 
         Args:
-            tensors: ``[...]``, of the same shapes and dtypes on every rank.
-            group: Of ranks; None for all.
-            stage: Under which messages are counted.
+            tensors: Tensors ``[...]``, which have the same shapes and dtypes on every rank.
+            group: Group of ranks; None for all ranks.
+            stage: Stage under which the messages are counted.
 
         Returns:
             The work; its ``wait()`` returns the list of stacks ``[size, ...]``, in the order of ranks.
@@ -214,7 +215,7 @@ class Collectives:
                 stack[0].copy_(tensor)
             return call.work
         for part in by_dtype(_items(tensors)):
-            # what is received is what takes memory
+            # The receive buffer is what takes memory.
             capacity = max(1, self._capacity(part[0].tensor.dtype) // call.size)
             for positions in buckets([item.numel for item in part], capacity):
                 call.all_gather([part[i] for i in positions], stacks)
@@ -222,16 +223,16 @@ class Collectives:
 
     @torch.no_grad()
     def gather(self, by_root: Roots, *, group: Any, stage: str) -> Work:
-        """Stack lists of tensors of all ranks, each on a rank of its own, in one exchange.
+        """Stack lists of tensors of all ranks, each on its own root, in one exchange.
 
         Args:
-            by_root: Tensors ``[...]`` by the global rank on which they are wanted; every rank gives all of them.
-            group: Of ranks; None for all.
-            stage: Under which messages are counted.
+            by_root: Tensors ``[...]`` by the global rank that receives them; every rank gives all of them.
+            group: Group of ranks; None for all ranks.
+            stage: Stage under which the messages are counted.
 
         Returns:
-            The work; its ``wait()`` returns, by root, the stacks ``[size, ...]`` in the order of ranks, for this rank
-            alone.
+            The work; its ``wait()`` returns, by root, the stacks ``[size, ...]`` in the order of ranks. It has those of
+            this rank only.
         """
         call = self._call(group, stage)
         mine = [root for root in by_root if call.local(root) == call.rank]
@@ -251,13 +252,13 @@ class Collectives:
     def gather_uneven(
         self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]], *, group: Any, stage: str
     ) -> Work:
-        """Whole flat tensors on every rank from the parts of all ranks.
+        """Assemble whole flat tensors on every rank from the parts of all ranks.
 
         Args:
             shards: This rank's part of each tensor, flat, possibly empty.
-            sizes: Of the parts of each tensor, in the order of ranks.
-            group: Of ranks; None for all.
-            stage: Under which messages are counted.
+            sizes: Sizes of the parts of each tensor, in the order of ranks.
+            group: Group of ranks; None for all ranks.
+            stage: Stage under which the messages are counted.
 
         Returns:
             The work; its ``wait()`` returns the list of whole tensors, flat.
@@ -280,17 +281,17 @@ class Collectives:
     def reshard(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], *, group: Any, stage: str, exact: bool = False
     ) -> Work:
-        """Bring tensors from one cut to another, all of one dtype, in one message.
+        """Bring tensors from one sharding to another, all of one dtype, in one message.
 
         Args:
-            tensors: What this rank has of each, flat, possibly empty.
-            routes: Of each, as this rank sees it.
-            group: Of ranks; None for all.
-            stage: Under which the message is counted.
-            exact: Whether numbers travel as they are, whatever the wire dtype.
+            tensors: This rank's shard of each tensor, flat, possibly empty.
+            routes: Route of each tensor, as this rank sees it.
+            group: Group of ranks; None for all ranks.
+            stage: Stage under which the message is counted.
+            exact: Whether numbers are sent as they are, whatever the wire dtype.
 
         Returns:
-            The work; its ``wait()`` returns what this rank shall have of each, flat.
+            The work; its ``wait()`` returns this rank's new shard of each tensor, flat.
         """
         call = self._call(group, stage)
         wire = self._wire([Item(tensors[0])], exact)
@@ -305,7 +306,7 @@ class Collectives:
             for source, (begin, end) in way.takes:
                 incoming[source].append(result[begin - start : end - start])
             begin, end = way.keeps
-            if begin < end:  # rounded too: the same bits for all who want them
+            if begin < end:  # rounded too, so that all ranks that want them have the same bits
                 result[begin - start : end - start].copy_(x[begin - first : end - first].to(wire))
         travels = sum(way.travels for way in routes)
         if travels:
@@ -314,12 +315,12 @@ class Collectives:
 
     @torch.no_grad()
     def words(self, vector: Tensor, *, group: Any, stage: str, op: str = "sum") -> Tensor:
-        """Combine a small vector of all ranks; waits for it.
+        """Combine a small vector of all ranks, and wait for the result.
 
         Args:
-            vector: Of the same length on every rank.
-            group: Of ranks; None for all.
-            stage: Under which the message is counted.
+            vector: Vector, which has the same length on every rank.
+            group: Group of ranks; None for all ranks.
+            stage: Stage under which the message is counted.
             op: ``"sum"``, ``"max"`` or ``"min"``.
 
         Returns:
@@ -336,7 +337,7 @@ class Collectives:
         return Call(group, stage, self.counter, self.buffers, IN_FLIGHT * self.bucket_bytes)
 
     def _wire(self, part: Sequence[Item], exact: bool) -> torch.dtype:
-        """The dtype in which items of one dtype travel."""
+        """Return the dtype in which items of one dtype are sent."""
         dtype = part[0].tensor.dtype
         return self.wire_dtype if self.wire_dtype is not None and dtype == torch.float32 and not exact else dtype
 
@@ -350,12 +351,12 @@ class Collectives:
     def _messages(
         self, part: Sequence[Item], dtype: torch.dtype, size: int, stacked: bool = False
     ) -> Iterable[list[list[Item]]]:
-        """Items by root, cut into messages; ``stacked`` where a root receives the list of every rank."""
+        """Cut items by root into messages; with ``stacked``, a root receives the list of every rank."""
         lists: list[list[Item]] = [[] for _ in range(size)]
         for item in part:
             lists[item.root].append(item)
         capacity, largest = self._capacity(dtype), max(map(total, lists))
-        if stacked and largest:  # what a root receives is what takes memory
+        if stacked and largest:  # the receive buffer of a root is what takes memory
             capacity = max(1, capacity * total(part) // (size * largest))
         for message in shared_buckets([[item.numel for item in items] for items in lists], capacity):
             yield [[lists[root][i] for i in positions] for root, positions in enumerate(message)]

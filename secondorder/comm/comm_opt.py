@@ -1,4 +1,4 @@
-"""COMM_OPT: every rank preconditions everything, so that nothing travels but statistics and what refreshes find."""
+"""COMM_OPT: every rank preconditions everything, so that only statistics and the results of refreshes are sent."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from secondorder.options import complete_docstring
 
 @complete_docstring(RankGrid.__doc__)
 class CommOpt(RankGrid):
-    """All ranks are gradient workers of all units; the default in a process group of more than one rank.
+    """Makes all ranks gradient workers of all units; the default in a process group of more than one rank.
 
-    Refreshes are spread over the ranks and their results broadcast. Every rank keeps all curvature, and by default all
-    running factors too, so that the ``state_dict()`` of any one rank is complete. Windows are kept whole on every rank.
+    Refreshes are spread over the ranks, and their results are broadcast. Every rank keeps all curvature and, by
+    default, all running factors too, so that the ``state_dict()`` of any one rank is complete. Windows are kept whole
+    on every rank.
 
     Args:
         replicate_factors: Whether to store the running factors of all units on every rank. If None, it is True.
@@ -24,5 +25,5 @@ class CommOpt(RankGrid):
     replicates_by_default = True
 
     def workers(self, world: int) -> int:
-        """All of them."""
+        """Return the number of all ranks."""
         return world

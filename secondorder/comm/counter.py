@@ -1,4 +1,4 @@
-"""Every message that was sent, for tests, for plans and for reports of what communication costs."""
+"""A record of every message that was sent, for tests, for plans and for reports of the cost of communication."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-# Records are for looking at a few steps; a training run of a million steps must not keep them all.
+# Records are meant for looking at a few steps; a training run of a million steps must not keep them all.
 MOST_RECORDS = 20_000
 
 
@@ -14,14 +14,14 @@ class Record(NamedTuple):
     """One message of this rank.
 
     Attributes:
-        stage: Of the step.
-        kind: Of the collective: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``,
+        stage: Stage of the step.
+        kind: Kind of the collective: ``"all_reduce"``, ``"reduce"``, ``"reduce_scatter"``, ``"broadcast"``,
             ``"all_gather"`` or ``"all_to_all"``.
-        size: Ranks in the group.
-        numel: Payload N in elements, padding included, the same on every rank of the group: of the larger of the two
-            buffers, so for ``all_gather`` what all ranks together give (``size`` times the part of one rank), for
+        size: Number of ranks in the group.
+        numel: Payload N in elements, padding included, the same on every rank of the group. It is that of the larger of
+            the two buffers: for ``all_gather`` what all ranks together give (``size`` times the part of one rank), for
             ``reduce_scatter`` and ``all_to_all`` what one rank gives to all.
-        dtype: On the wire.
+        dtype: Dtype in which it was sent.
         nbytes: Payload in bytes.
     """
 
@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a rank sends at best: ``2(n-1)/n N`` of an all-reduce, N of one root's, ``(n-1)/n N`` else."""
+        """Bytes that a rank sends at best: ``2(n-1)/n N`` of an all-reduce, N of one root, ``(n-1)/n N`` otherwise."""
         if self.kind in {"broadcast", "reduce"}:
             return float(self.nbytes)
         return self.nbytes * (2 if self.kind == "all_reduce" else 1) * (self.size - 1) / self.size
@@ -44,7 +44,7 @@ class Counter:
     """Messages of this rank, and their bytes by stage.
 
     Attributes:
-        records: The messages in the order in which they were launched; of a long run the last ones.
+        records: The messages in the order in which they were launched; in a long run, only the last ones are kept.
     """
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class Counter:
         self._bytes[stage] = self._bytes.get(stage, 0) + nbytes
 
     def bytes_by_stage(self) -> dict[str, int]:
-        """Payload in bytes of every stage since the beginning, or since :meth:`clear`."""
+        """Return the payload in bytes of every stage since the start, or since :meth:`clear`."""
         return dict(self._bytes)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all messages."""
         self.records.clear()
         self._bytes.clear()

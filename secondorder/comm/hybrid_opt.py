@@ -1,4 +1,4 @@
-"""HYBRID_OPT: a chosen share of the ranks preconditions a unit, each for the ranks of its row."""
+"""HYBRID_OPT: a chosen share of the ranks preconditions a unit, and each of them does so for the ranks of its row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _fraction_of(mesh: DeviceMesh, given: float | None) -> float:
-    """Gradient workers divided by ranks, of a mesh."""
+    """Return the number of gradient workers divided by the number of ranks, for a mesh."""
     ranks = getattr(mesh, "mesh", None)
     if not isinstance(ranks, torch.Tensor):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {mesh!r}")
@@ -31,10 +31,10 @@ def _fraction_of(mesh: DeviceMesh, given: float | None) -> float:
 
 @complete_docstring(RankGrid.__doc__)
 class HybridOpt(RankGrid):
-    """Between :class:`CommOpt` (fraction 1) and :class:`MemOpt` (fraction 1 / W).
+    """Lies between :class:`CommOpt` (fraction 1) and :class:`MemOpt` (fraction 1 / W).
 
-    Rows of the grid are runs of consecutive ranks, so with ``W · fraction`` nodes the directions of every step stay
-    inside a node. Windows are cut into ``1 / fraction`` parts.
+    Rows of the grid are runs of consecutive ranks, so that with ``W · fraction`` nodes the directions of every step
+    stay inside a node. Windows are cut into ``1 / fraction`` parts.
 
     Args:
         grad_worker_fraction: Number of gradient workers of a unit divided by the number of ranks W; the number of
@@ -45,8 +45,8 @@ class HybridOpt(RankGrid):
 
     Raises:
         TypeError: For a value of a wrong kind.
-        ValueError: For a value out of range; at construction of the optimizer, for a fraction that the number of ranks
-            does not allow, with those that it does.
+        ValueError: For a value out of range; and when the optimizer is constructed, for a fraction that the number of
+            ranks does not allow. The message lists the allowed fractions.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HybridOpt(RankGrid):
         )
 
     def workers(self, world: int) -> int:
-        """``W · fraction``; in a world of one process, that one."""
+        """Return ``W · fraction``; in a world of one process, return 1."""
         return 1 if world == 1 else workers_of(world, self._fraction)
 
     def _axes(self, wait: datetime.timedelta | None) -> tuple[Any, Any]:
@@ -88,7 +88,7 @@ class HybridOpt(RankGrid):
         return super()._own_groups() if self._mesh is None else [self._world]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies keep: no group, so no mesh of groups."""
+        """Return what copies keep: no group, and therefore no mesh, which consists of groups."""
         return {**super().__getstate__(), "_mesh": None}
 
     def _told(self) -> dict[str, Any]:

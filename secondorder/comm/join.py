@@ -1,4 +1,4 @@
-"""Uneven inputs: what a rank does whose data ended while others still train (``torch.distributed.algorithms.join``).
+"""Uneven inputs: the steps of a rank whose data ended while others still train (``torch.distributed.algorithms.join``).
 
 ::
 
@@ -6,8 +6,8 @@
     joined    zeros to DDP's average │ the same                    │ takes them over                        │ the stages
 
 A rank that has joined keeps the last gradient that it had, and may own layers: it would precondition that old gradient
-for everybody. So it takes over the gradients of a live rank, adds nothing to the statistics, and goes through every
-stage like the others. Outside of an active ``Join`` no message is sent.
+for all ranks. It therefore takes over the gradients of a live rank, adds nothing to the statistics, and goes through
+every stage like the others. Outside of an active ``Join`` no message is sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def joining_group() -> Any:
 
 
 class Stepping(Protocol):
-    """What ``Join`` has an optimizer do on a rank without data."""
+    """The methods of an optimizer that ``Join`` calls on a rank without data."""
 
     _join_config: _JoinConfig
 
@@ -53,7 +53,7 @@ class Stepping(Protocol):
 
 
 class UnevenInputs:
-    """What one rank exchanges with the others inside ``Join``.
+    """Exchanges gradients and options with the other ranks inside ``Join``.
 
     Args:
         comm: Communication strategy.
@@ -73,13 +73,13 @@ class UnevenInputs:
         return device
 
     def why_not_joinable(self, is_scaled: bool) -> str | None:
-        """Return why a rank without data cannot take the steps of the others, or None if it can.
+        """Return why a rank without data cannot take part in the steps of the others, or None if it can.
 
         Args:
-            is_scaled: Whether gradients are multiples of those of the loss, as under a loss scaler.
+            is_scaled: Whether gradients are scaled, as under a loss scaler.
 
         Returns:
-            The reason.
+            The reason, or None.
         """
         comm = self._comm
         if not comm.takes_joiners:
@@ -93,15 +93,15 @@ class UnevenInputs:
         return None
 
     def hook(self, optimizer: Stepping) -> JoinHook:
-        """Return what ``Join`` calls on a rank that has no data left."""
+        """Return the hook that ``Join`` calls on a rank that has no data left."""
         return _Shadow(optimizer, self)
 
     # ------------------------------------------------------------------ the part of a step
     def average_gradients(self, optimizer: Joinable) -> bool:
-        """Bring gradients to their mean, where the strategy does that, and inside of ``Join`` to ranks without data.
+        """Average gradients if the strategy does that, and copy them to the ranks without data inside of ``Join``.
 
         Args:
-            optimizer: The optimizer, which ``Join`` is notified of.
+            optimizer: The optimizer, of whose step ``Join`` is notified.
 
         Returns:
             Whether this rank has no data and follows the options of another one.
@@ -122,7 +122,7 @@ class UnevenInputs:
                 p.grad = None
 
     def end(self, is_last_joiner: bool) -> None:
-        """Follow the options of a rank that had data to the end, and then have data again."""
+        """Follow the options of a rank that had data to the end, and resume ordinary steps."""
         self.has_joined = not is_last_joiner
         if self._comm.combines and (source := self._source()) is not None:
             header = torch.tensor([value for _, _, value in self._numbers()], dtype=torch.float64, device=self.device)
@@ -158,7 +158,7 @@ class UnevenInputs:
             self._follow_options(numbers.tolist())
 
     def _numbers(self) -> list[tuple[Group, str, float]]:
-        """Return the numbers among the options of every group, those of tuples one by one, NaN for what is none."""
+        """Return the numbers among the options of every group, those of tuples one by one; NaN for anything else."""
         return [
             (group, key, number)
             for group in self._table.groups
@@ -167,7 +167,7 @@ class UnevenInputs:
         ]
 
     def _follow_options(self, numbers: Sequence[float]) -> None:
-        """Adopt what a scheduler has changed, which runs where there is data."""
+        """Adopt the options that a scheduler has changed; it runs only on ranks with data."""
         if not self.has_joined:
             return
         theirs = iter(numbers)
@@ -185,7 +185,7 @@ class UnevenInputs:
 
 
 class _Shadow(JoinHook):
-    """Takes the steps of the others on a rank without data."""
+    """Takes part in the steps of the others on a rank without data."""
 
     def __init__(self, optimizer: Stepping, inputs: UnevenInputs) -> None:
         self._optimizer, self._inputs = optimizer, inputs
@@ -198,13 +198,13 @@ class _Shadow(JoinHook):
         self._optimizer.step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """End: the steps to come are ordinary ones again, under the options of a rank that had data to the end."""
+        """End with ordinary steps again, under the options of a rank that had data to the end."""
         self._inputs.end(is_last_joiner)
         self._optimizer._join_config = JOIN_DISABLED
 
 
 def _numbers_of(value: Any) -> list[float]:
-    """A number, or the numbers of a tuple, as floats."""
+    """Return a number, or the numbers of a tuple, as floats."""
     if isinstance(value, (tuple, list)):
         return [x for part in value for x in _numbers_of(part)]
     single = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -212,6 +212,6 @@ def _numbers_of(value: Any) -> list[float]:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """A gradient as one contiguous piece of memory."""
+    """Return a gradient as one contiguous block of memory."""
     dense = gradient.to_dense() if gradient.layout != torch.strided else gradient.resolve_conj()
     return dense.contiguous()

@@ -1,11 +1,11 @@
-"""Tensors that are cut over ranks (FSDP2's, other DTensors), and their way from one cut to another.
+"""Tensors that are sharded over ranks (by FSDP2, or as other DTensors), and their way from one sharding to another.
 
 ::
 
     parameter, flat    0 ──── rank 0 ──── rank 1 ──── rank 2 ──── n      spans ((0, a), (a, b), (b, n))
     its owner alone    0 ──────────────── rank 1 ──────────────── n      spans ((0, 0), (0, n), (0, 0))
 
-Which entries travel from where to where is arithmetic on spans: ranks agree on it without a message.
+Arithmetic on spans determines which entries are sent from where to where, so that ranks agree on it without a message.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 
 if dist.is_available():
     from torch.distributed.tensor import DTensor
-else:  # a build of torch without distributed has none
+else:  # a build of torch without torch.distributed has none
 
     class DTensor:  # type: ignore[no-redef]
-        """Nothing is an instance of this."""
+        """A placeholder of which nothing is an instance."""
 
 
-#: First entry of a flat tensor, and the first behind; (0, 0) for nothing.
+#: The first entry of a flat tensor in a span, and the first one after it; (0, 0) for an empty span.
 Span = tuple[int, int]
 Spans = tuple[Span, ...]
 
@@ -35,14 +35,14 @@ NOTHING: Span = (0, 0)
 
 
 class Layout(NamedTuple):
-    """How one tensor is cut.
+    """How one tensor is sharded.
 
     Attributes:
-        shape: Of the whole.
-        dim: The dimension that is cut; entries are counted with this dimension first.
-        spans: By rank.
-        mates: By rank the ranks that together with it hold one copy, itself among them.
-        counts: By rank whether sums over all ranks count its piece: each piece once.
+        shape: Shape of the whole tensor.
+        dim: The dimension that is sharded; entries are counted with this dimension first.
+        spans: Span of each rank.
+        mates: For each rank, the ranks that together with it hold one copy, itself included.
+        counts: For each rank, whether sums over all ranks count its shard, so that each shard is counted once.
     """
 
     shape: torch.Size
@@ -53,22 +53,22 @@ class Layout(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Entries of the whole."""
+        """Number of entries of the whole tensor."""
         return self.shape.numel()
 
     def flat(self, x: Tensor) -> Tensor:
-        """A whole tensor, or a piece, in the order in which entries are counted."""
+        """Flatten a whole tensor, or a shard, in the order in which entries are counted."""
         return (x if self.dim == 0 else x.movedim(self.dim, 0)).reshape(-1)
 
     def piece(self, flat: Tensor, rank: int) -> Tensor:
-        """The entries of a rank as its piece is shaped."""
+        """Reshape the entries of a rank to the shape of its shard."""
         rest = [n for d, n in enumerate(self.shape) if d != self.dim]
         start, stop = self.spans[rank]
         rows = (stop - start) // max(1, torch.Size(rest).numel())
         return self._shaped(flat, [rows, *rest])
 
     def whole(self, flat: Tensor) -> Tensor:
-        """All entries as the tensor is shaped."""
+        """Reshape all entries to the shape of the tensor."""
         rest = [n for d, n in enumerate(self.shape) if d != self.dim]
         return self._shaped(flat, [self.shape[self.dim] if self.shape else 1, *rest])
 
@@ -79,22 +79,22 @@ class Layout(NamedTuple):
 
     @property
     def everywhere(self) -> Spans:
-        """Spans of ranks that all hold all."""
+        """Spans for the case that every rank holds all entries."""
         return ((0, self.numel),) * len(self.spans)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One tensor's way from one cut to another, as one rank sees it.
+    """One tensor's way from one sharding to another, as one rank sees it.
 
     Attributes:
-        have: What the rank has.
-        want: What it shall have.
-        keeps: What of that it has already.
-        gives: Other ranks, and what goes to each.
-        takes: Other ranks, and what comes from each.
-        travels: Entries that go from any rank to another; the same number on all ranks.
-        numel: Entries of the whole.
+        have: Span that the rank has.
+        want: Span that the rank needs.
+        keeps: Part of the wanted span that the rank has already.
+        gives: Other ranks, and the span that is sent to each.
+        takes: Other ranks, and the span that is received from each.
+        travels: Number of entries that are sent between ranks in all; it is the same on all ranks.
+        numel: Number of entries of the whole tensor.
     """
 
     have: Span
@@ -107,22 +107,22 @@ class Route:
 
 
 def is_cut(x: Any) -> bool:
-    """Whether a tensor is cut over ranks (a DTensor)."""
+    """Whether a tensor is sharded over ranks (a DTensor)."""
     return isinstance(x, DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's piece of a tensor that is cut; any other tensor itself."""
+    """Return this rank's shard of a sharded tensor, and any other tensor unchanged."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a tensor that is cut, on every rank of its mesh, which all call this."""
+    """Return the whole of a sharded tensor; all ranks of its mesh must call this."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def cut_like(x: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor cut as another one is, without a message."""
+    """Shard a whole tensor as another one is, without a message."""
     if not isinstance(like, DTensor):
         return x
     layout = layout_of(like, "a parameter", dist.get_world_size())
@@ -134,25 +134,25 @@ def cut_like(x: Tensor, like: Tensor) -> Tensor:
 
 
 def cut_equally(x: Any, y: Any) -> bool:
-    """Whether two tensors are cut in the same way, or neither is."""
+    """Whether two tensors are sharded in the same way, or neither is sharded."""
     if not isinstance(x, DTensor) or not isinstance(y, DTensor):
         return not (isinstance(x, DTensor) or isinstance(y, DTensor))
     return x.device_mesh == y.device_mesh and tuple(x.placements) == tuple(y.placements)
 
 
 def layout_of(p: Tensor, name: str, world: int) -> Layout:
-    """How a parameter is cut; a plain one is whole on every rank.
+    """Return how a parameter is sharded; a plain one is whole on every rank.
 
     Args:
         p: The parameter.
-        name: For messages.
+        name: Its name, for error messages.
         world: Number of ranks.
 
     Returns:
         The layout.
 
     Raises:
-        NotImplementedError: If it is cut in more than one way, or over some of the ranks.
+        NotImplementedError: If it is sharded in more than one way, or over some of the ranks only.
     """
     ranks = tuple(range(world))
     if not isinstance(p, DTensor):
@@ -173,7 +173,7 @@ def layout_of(p: Tensor, name: str, world: int) -> Layout:
 
 
 def _cut_layout(shape: torch.Size, dim: int, axis: int, mesh: Tensor) -> Layout:
-    """Of a tensor that an axis of a mesh cuts as ``torch.chunk`` does."""
+    """Return the layout of a tensor that an axis of a mesh shards as ``torch.chunk`` does."""
     parts, size = mesh.shape[axis], shape[dim]
     step, width = -(-size // parts), shape.numel() // size if size else 0
     spans, counts = [NOTHING] * mesh.numel(), [False] * mesh.numel()
@@ -188,21 +188,22 @@ def _cut_layout(shape: torch.Size, dim: int, axis: int, mesh: Tensor) -> Layout:
 
 
 def route(have: Spans, want: Spans, mates: Sequence[Sequence[int]], rank: int) -> Route:
-    """How a tensor comes from one cut to another, each wanted entry from one rank.
+    """Find how a tensor gets from one sharding to another; each wanted entry comes from one rank.
 
-    A rank takes what it has itself; what several others have from one of its mates, else from the next in rank order.
+    A rank uses what it has itself. An entry that several others have comes from one of its mates if possible, and
+    otherwise from the next rank in order.
 
     Args:
-        have: By rank what it has. The spans of two ranks are equal, or have nothing in common.
-        want: By rank what it shall have.
-        mates: By rank those that are near.
-        rank: The rank that asks.
+        have: Span that each rank has. The spans of two ranks are equal, or have nothing in common.
+        want: Span that each rank needs.
+        mates: For each rank, the ranks that are near.
+        rank: The rank whose route is found.
 
     Returns:
-        Its route.
+        The route.
 
     Raises:
-        ValueError: If nobody has an entry that is wanted, or if spans overlap.
+        ValueError: If no rank has an entry that is wanted, or if spans overlap.
     """
     holders: dict[Span, list[int]] = {}
     for r, span in enumerate(have):
@@ -236,7 +237,7 @@ def _common(one: Span, other: Span) -> Span:
 
 
 def _near(spans: Sequence[Span], span: Span) -> Sequence[Span]:
-    """Those of sorted spans that have something in common with one."""
+    """Return those of sorted spans that have something in common with one."""
     if span[0] >= span[1]:
         return ()
     return spans[bisect_right(spans, span[0], key=lambda s: s[1]) : bisect_left(spans, span[1], key=lambda s: s[0])]

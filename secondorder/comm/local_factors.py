@@ -13,10 +13,11 @@ from secondorder.options import complete_docstring
 
 @complete_docstring(MemOpt.__doc__)
 class LocalFactors(MemOpt):
-    """As :class:`MemOpt`, but statistics of a unit come from its owner's examples alone.
+    """Works as :class:`MemOpt`, but the statistics of a unit come from its owner's examples alone.
 
-    Nobody else captures the layer. The estimate is that of a batch of N / W examples, not the whole batch's: equal in
-    expectation for shards drawn alike, noisier. What travels of statistics is a word per layer.
+    No other rank captures the layer. The estimate is that of a batch of N / W examples instead of the whole batch: it
+    is equal in expectation if shards are drawn alike, but noisier. Of the statistics, only one number per layer is
+    sent.
 
     Zhang et al., DP-KFAC (arXiv 2206.15143).
 
@@ -44,18 +45,18 @@ class LocalFactors(MemOpt):
         )
 
     def captures(self, index: int) -> bool:
-        """The owner's examples alone; of units that every rank estimates, everyone's."""
+        """Whether this rank captures: the owner does, and for units that every rank estimates all ranks do."""
         return self._owners[index] == self._rank or self._units[index].everywhere
 
     def sources(self, index: int) -> int:
-        """The owner."""
+        """Return 1: only the owner captures."""
         return 1
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Only units that every rank needs at every step are summed."""
+        """Sum only the statistics of units that every rank needs at every step."""
         return super().reduce_statistics([p for p in parcels if self._units[p.index].everywhere])
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """The owner's own."""
+        """Stack the owner's own statistics."""
         own = [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
         return [p if self._owners[p.index] == self._rank else Parcel(p.index, []) for p in own]

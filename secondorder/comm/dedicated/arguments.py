@@ -1,4 +1,4 @@
-"""Arguments of :class:`~secondorder.comm.dedicated.workers.DedicatedWorkers`, checked."""
+"""The arguments of :class:`~secondorder.comm.dedicated.workers.DedicatedWorkers`, and the checks on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = list[Any]
 
 @dataclass(frozen=True)
 class Arguments:
-    """As given, with roles as tuples and logs as lists; see the strategy for what each means.
+    """The arguments as given, with roles as tuples and logs as lists; see the strategy for what each means.
 
     Raises:
         TypeError: For a value of a wrong kind.
@@ -57,18 +57,18 @@ class Arguments:
 
     @property
     def roles(self) -> dict[str, tuple[int, ...] | None]:
-        """Ranks by role, None where they are to be chosen."""
+        """Ranks by role; None for roles that are to be chosen."""
         return {name: getattr(self, name) for name in roles.NAMES}
 
     @property
     def told(self) -> Mapping[str, Any]:
-        """What is not as it is by default, as it was given."""
+        """Return the arguments that differ from their defaults, as they were given."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {f.name: found[f.name] for f in fields(self) if found[f.name] != f.default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
 
     def period_of(self, intervals: Sequence[int]) -> int:
-        """T, as given or as all units refresh.
+        """Return the period T, as given or taken from the refresh interval that all units share.
 
         Args:
             intervals: Steps between refreshes of each unit.
@@ -77,7 +77,7 @@ class Arguments:
             The period.
 
         Raises:
-            ValueError: If there is no one period, or versions would be too old as soon as they come.
+            ValueError: If units have different intervals, or versions would be too old as soon as they arrive.
         """
         if self.period is None and len(set(intervals)) > 1:
             raise ValueError(f"layers refresh every {sorted(set(intervals))} steps: give DedicatedWorkers one period=")
@@ -109,7 +109,7 @@ def _whole(name: str, value: Any, least: int) -> None:
 
 
 def _entries(log: Sequence[Sequence[Any]]) -> tuple[Entry, ...]:
-    """The log of a run, entry by entry as lists."""
+    """Check the log of a run, and return its entries as lists."""
     sizes = {"turn": 3, "take": 4}
     entries = tuple(list(entry) for entry in log)
     for entry in entries:

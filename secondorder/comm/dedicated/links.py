@@ -1,6 +1,6 @@
 """Groups and messages between gradient, factor and inverse ranks.
 
-One direction and one outstanding message per group::
+Each group sends in one direction, and has one outstanding message at most::
 
     gradients     among the gradient ranks                     gradients, the orders of the chief
     factors       among the factor ranks                       sums of statistics
@@ -22,48 +22,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from secondorder.comm.collectives import Collectives
+from secondorder.comm.dedicated.board import Board
 from secondorder.comm.dedicated.roles import Roles
-from secondorder.comm.dedicated.words import Words
 from secondorder.comm.messages import Work
 from secondorder.comm.strategy import Parcel
 
-#: Seconds that ranks have at least to find each other: short timeouts are meant for those that train.
+#: The least number of seconds that ranks have to find each other: short timeouts are meant for training.
 _MEETING = 30.0
 GO, STOP, LOST = "go", "stop", "lost"
 
 
 class Worker(Protocol):
-    """What the roles need of an optimizer."""
+    """The methods of an optimizer that the roles need."""
 
     def parameters_now(self) -> list[Tensor]:
-        """All parameters, in order."""
+        """Return all parameters, in order."""
 
     def sent_options(self) -> dict[str, Any]:
-        """Options of the groups that a refresh depends on, as JSON can hold them."""
+        """Return the options of the groups that a refresh depends on, as JSON can hold them."""
 
     def adopt_options(self, sent: dict[str, Any]) -> None:
-        """Take them over."""
+        """Adopt the options that another rank has sent."""
 
     def live_parcel(self, index: int, place: str) -> Parcel:
-        """The tensors of the ``"estimate"`` of a unit, or of what ``"curvature"`` a refresh finds, as they are kept."""
+        """Return the tensors of the ``"estimate"`` or of the ``"curvature"`` of a unit, as they are stored."""
 
     def updates_of(self, index: int) -> int:
-        """How often something was folded into the estimate of a unit."""
+        """Return how often something was folded into the estimate of a unit."""
 
     def note_estimate(self, index: int, updates: int) -> None:
-        """The estimate of a unit was overwritten by one that was updated so often."""
+        """Record that the estimate of a unit was overwritten by one that was updated so often."""
 
     def has_curvature(self, index: int) -> bool:
         """Whether a unit preconditions."""
 
     def adopt_curvature(self, index: int, tensors: Sequence[Tensor]) -> None:
-        """Precondition a unit with these from now on."""
+        """Precondition a unit with these tensors from now on."""
 
     def forget_curvature(self, index: int) -> None:
-        """Begin anew with a unit, as if nothing had ever been known of it."""
+        """Reset a unit to the state in which nothing is known of it."""
 
     def invert(self, indices: Sequence[int]) -> list[bool]:
-        """Refresh units from their estimates; returns whether each has something new."""
+        """Refresh units from their estimates, and return for each whether it has a new result."""
 
     def idle(self) -> None:
         """Take a step without data."""
@@ -71,22 +71,23 @@ class Worker(Protocol):
 
 @dataclass
 class Links:
-    """What this rank needs to talk to the others.
+    """The groups and the message board that connect this rank to the others.
 
     Attributes:
-        roles: Of all ranks.
-        rank: This one.
-        collectives: Send and count.
-        words: In the store.
-        timeout: Seconds after which a message that does not come is an error.
-        patience: Seconds to wait for an inverse rank, less than the timeout: others wait for this one meanwhile.
-        device: Of small messages.
+        roles: Roles of all ranks.
+        rank: This rank.
+        collectives: Sends and counts messages.
+        board: Notices in the store.
+        timeout: Seconds after which a missing message is an error.
+        patience: Seconds to wait for an inverse rank; less than the timeout, since other ranks wait for this one
+            meanwhile.
+        device: Device of small messages.
     """
 
     roles: Roles
     rank: int
     collectives: Collectives
-    words: Words
+    board: Board
     timeout: float
     patience: float
     device: torch.device
@@ -94,7 +95,7 @@ class Links:
     groups: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Make the groups, in one order on all ranks."""
+        """Create the groups, in the same order on all ranks."""
         roles = self.roles
         self._make("gradients", roles.gradient)
         self._make("factors", roles.factor)
@@ -114,7 +115,7 @@ class Links:
     def copy(
         self, name: str, source: int, tensors: Sequence[Tensor], symmetric: Sequence[bool] = (), stage: str = ""
     ) -> Work | None:
-        """Launch a copy of tensors of one rank to the others of a group; None where it has no others."""
+        """Launch a copy of tensors from one rank to the others of a group; return None if it has no others."""
         group = self.groups.get(name)
         if group is None:
             return None
@@ -123,16 +124,16 @@ class Links:
             {source: tensors}, group=group, stage=stage or name.split()[0], symmetric=flags, exact=True
         )
 
-    def tell(self, name: str, source: int, words: Sequence[float]) -> list[float]:
-        """A few numbers of one rank on all of a group."""
-        vector = torch.tensor(list(words), dtype=torch.float64, device=self.device)
+    def broadcast(self, name: str, source: int, numbers: Sequence[float]) -> list[float]:
+        """Broadcast a few numbers from one rank to a group."""
+        vector = torch.tensor(list(numbers), dtype=torch.float64, device=self.device)
         finish(self.copy(name, source, [vector], stage="words"))
-        return [float(word) for word in vector.tolist()]
+        return [float(number) for number in vector.tolist()]
 
-    def sum(self, words: Tensor) -> Tensor:
-        """Sum of a small vector over the ranks of this role."""
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum a small vector over the ranks of this role."""
         group = self.group_of_role
-        return words.cpu() if group is None else self.collectives.words(words, group=group, stage="words")
+        return values.cpu() if group is None else self.collectives.words(values, group=group, stage="words")
 
     @property
     def group_of_role(self) -> Any:
@@ -141,7 +142,7 @@ class Links:
         return self.groups.get(names.get(self.roles.of(self.rank), ""))
 
     def leave(self, together: bool) -> None:
-        """Give the groups up, after all ranks have come here if that can be hoped for."""
+        """Destroy the groups; with ``together``, wait first until all ranks have come here."""
         if not dist.is_initialized():
             return
         for group in self.groups.values():
@@ -153,17 +154,17 @@ class Links:
 
 
 def new_group(ranks: Sequence[int], timeout: float, **options: Any) -> Any:
-    """A group of these ranks, which may take a while to find each other even if messages may not."""
+    """Create a group of these ranks, which may take longer to find each other than a message may take."""
     return dist.new_group(list(ranks), timeout=timedelta(seconds=max(timeout, _MEETING)), **options)
 
 
 def set_timeout(group: Any, seconds: float) -> None:
-    """Bound the messages of a group from now on."""
+    """Set the timeout of a group's messages from now on."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def contents(parcels: Sequence[Parcel]) -> tuple[list[Tensor], list[bool]]:
-    """Tensors of parcels, and whether each is symmetric."""
+    """Return the tensors of parcels, and whether each is symmetric."""
     return [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
 
 

@@ -1,4 +1,4 @@
-"""When a version of the curvature is estimated, inverted and used in lockstep. Arithmetic only.
+"""The arithmetic of lockstep mode: when a version of the curvature is estimated, inverted and used.
 
 An epoch is ``T`` steps. Version k of the factors is estimated in epoch k from the parameters of its start, inverted in
 epoch k + 1, and used from step ``(k + 2) T`` on, until version k + 1 takes its place at ``(k + 3) T``::
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 ItemT = TypeVar("ItemT")
 
-#: Epochs from the start of the epoch in which a version is estimated to the one in which it is used.
+#: Number of epochs between the start of the one in which a version is estimated and the start of the one that uses it.
 DELAY = 2
 
 
@@ -27,19 +27,19 @@ def ends_epoch(steps: int, period: int) -> bool:
 
 
 def version_of(step: int, period: int) -> int | None:
-    """Version that a step uses; None before the first."""
+    """Return the version that a step uses; None before the first one."""
     version = step // period - DELAY
     return version if version >= 0 else None
 
 
 def age_of(step: int, period: int) -> int | None:
-    """Steps between the parameters behind the version that a step uses and that step, from 2T to 3T − 1."""
+    """Return the age of the version that a step uses: the steps since its parameters, from 2T to 3T − 1."""
     version = version_of(step, period)
     return None if version is None else step - version * period
 
 
 def shuffled(items: Iterable[ItemT], seed: int, version: int) -> list[ItemT]:
-    """Items in the order in which a version of them is worked on: random, but the same in every run."""
+    """Return items in the order in which a version of them is processed: random, but the same in every run."""
     order = list(items)
     random.Random(f"{seed}/{version}").shuffle(order)
     return order

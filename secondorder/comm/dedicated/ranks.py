@@ -1,16 +1,16 @@
-"""What gradient ranks do at the end of their steps, and the words that all roles write for each other.
+"""The end of a step on gradient ranks, and the notices that ranks of all roles write for each other.
 
 ::
 
-    word          written by       read by              means
+    notice        written by       read by              means
     turn/k        chief            factor ranks         turn k has come: the parameters follow; or stop
     send/j/n      first factor     inverse rank j       its n-th estimate follows; or stop
     done/j/n      inverse rank j   chief, first factor  its n-th version is ready
     take/j/n      chief            inverse rank j       gradient ranks wait for that version; or stop
     want/k        first factor     chief                opportunistic only: factor ranks wait for turn k
 
-Every wait is for one word of one writer, and no message is launched before the word that announces it was written and
-read. So stopping is the same as going on with another word, and nobody waits for a message that does not come.
+Every wait is for one notice of one writer, and no message is launched before the notice that announces it was written
+and read. A stop is therefore just another content of a notice, and no rank waits for a message that does not come.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from typing import Any
 import torch
 
 from secondorder.comm.dedicated.arguments import Entry
+from secondorder.comm.dedicated.board import SilenceError
 from secondorder.comm.dedicated.links import GO, LOST, STOP, Links, Worker, contents, finish
 from secondorder.comm.dedicated.lockstep import DELAY, ends_epoch
-from secondorder.comm.dedicated.words import SilenceError
 
 log: logging.Logger = logging.getLogger("secondorder")
 
 
 @dataclass(frozen=True)
 class Agenda:
-    """What is the same on all ranks.
+    """Settings that are the same on all ranks.
 
     Attributes:
-        period: T, steps of an epoch.
+        period: T, the number of steps of an epoch.
         owners: Inverse rank of each unit.
         lockstep: Whether versions are taken at fixed steps.
-        seed: Of the order in which units are inverted.
-        max_staleness: Bound on the age of a version in steps.
-        degrade: Whether training goes on without an inverse rank that was lost.
+        seed: Seed of the order in which units are inverted.
+        max_staleness: Largest age of a version in steps.
+        degrade: Whether training continues without an inverse rank that was lost.
         replay: Log of the run that is repeated.
     """
 
@@ -55,11 +55,11 @@ class Agenda:
     replay: tuple[Entry, ...] | None = None
 
     def units_of(self, rank: int) -> list[int]:
-        """Units of an inverse rank."""
+        """Return the units of an inverse rank."""
         return [index for index, owner in enumerate(self.owners) if owner == rank]
 
     def repeats(self, *entry: Any) -> bool:
-        """Whether the log of the run that is repeated has an entry; None stands for anything."""
+        """Whether the log of the run that is repeated has an entry; None matches anything."""
         assert self.replay is not None
         return any(
             len(e) == len(entry) and all(a is None or a == b for a, b in zip(entry, e, strict=True))
@@ -69,11 +69,11 @@ class Agenda:
 
 @dataclass
 class Rank:
-    """Base: one rank of a role.
+    """Base class: one rank of a role.
 
     Attributes:
-        plan: What is the same on all ranks.
-        links: To the others.
+        plan: Settings that are the same on all ranks.
+        links: Connections to the other ranks.
         worker: The optimizer.
         steps: Steps taken.
         stopped: Whether there is nothing left to do.
@@ -87,14 +87,14 @@ class Rank:
     failed: bool = False
 
     def end_step(self) -> None:
-        """A step was taken."""
+        """Act at the end of a step."""
 
     def close(self) -> None:
-        """Bring what was begun to its end."""
+        """Finish what was started."""
 
     @contextmanager
     def watched(self, doing: str) -> Iterator[None]:
-        """Tell all other ranks of an error.
+        """Report an error to all other ranks.
 
         Raises:
             RuntimeError: The error.
@@ -104,7 +104,7 @@ class Rank:
         except Exception as error:
             message = f"rank {self.links.rank}, {self.links.roles.of(self.links.rank)} worker, {doing}: {error}"
             first = self.give_up(message)
-            if first != message:  # a message was lost because another rank had failed before
+            if first != message:  # this message was lost because another rank had failed before
                 raise RuntimeError(first) from error
             raise
 
@@ -112,11 +112,11 @@ class Rank:
         """Have the other ranks raise as well.
 
         Returns:
-            What the first rank that gave up has said.
+            The message of the first rank that gave up.
         """
         self.failed = True
         try:
-            return self.links.words.abort(message)
+            return self.links.board.abort(message)
         except RuntimeError:
             log.warning("the store of the process group is gone; other ranks wait until their timeout")
             return message
@@ -124,13 +124,13 @@ class Rank:
 
 @dataclass
 class GradientRank(Rank):
-    """Trains; the chief among them decides what happens at the end of an epoch, and all of them do it.
+    """Trains. The first of these ranks, the chief, decides what happens at the end of an epoch, and all of them do it.
 
     Attributes:
         taken: Versions that were taken, or given up, by inverse rank.
         lost: Inverse ranks that are gone.
-        since: Step of the parameters behind the curvature of a unit.
-        log: What happened when, on every gradient rank the same.
+        since: For each unit, the step of the parameters behind its curvature.
+        log: What happened at which step; it is the same on every gradient rank.
     """
 
     taken: dict[int, int] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class GradientRank(Rank):
     _quiet: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Nothing was taken yet."""
+        """Create the records, which are empty."""
         self.taken = dict.fromkeys(self.links.roles.inverse, 0)
 
     @property
@@ -151,7 +151,7 @@ class GradientRank(Rank):
         return self.links.rank == self.links.roles.chief
 
     def end_step(self) -> None:
-        """At the end of an epoch, publish parameters and take versions; at every step, give up those too old."""
+        """Publish parameters and take versions at the end of an epoch, and drop versions that are too old."""
         self.steps += 1
         if ends_epoch(self.steps, self.plan.period):
             with self.watched(f"after step {self.steps}"):
@@ -161,7 +161,7 @@ class GradientRank(Rank):
 
     # ------------------------------------------------------------------ decisions of the chief
     def _orders(self) -> list[int]:
-        """Inverse ranks whose version is taken now, by the chief's word."""
+        """Return the inverse ranks whose version is taken now; the chief decides."""
         inverse = self.links.roles.inverse
         orders = [0.0] * (1 + 2 * len(inverse))
         if self.is_chief:
@@ -176,23 +176,23 @@ class GradientRank(Rank):
                 raise
         aborted, *rest = self._spread(orders)
         if aborted:
-            self.links.words.raise_aborted()
+            self.links.board.raise_aborted()
             raise RuntimeError("the first gradient rank has given up")
         n = len(inverse)
         self.lost |= {j for j, gone in zip(inverse, rest[n:], strict=True) if gone}
         return [j for j, ready in zip(inverse, rest[:n], strict=True) if ready]
 
     def _spread(self, orders: Sequence[float]) -> list[float]:
-        return self.links.tell("gradients", self.links.roles.chief, orders)
+        return self.links.broadcast("gradients", self.links.roles.chief, orders)
 
     def _publish(self) -> None:
-        """Announce the next turn, and send the parameters of now to the factor ranks."""
+        """Announce the next turn, and send the current parameters to the factor ranks."""
         if not self._is_wanted():
             return
         finish(self._publication)
         self._turn += 1
         options = self.worker().sent_options()
-        self.links.words.write(f"turn/{self._turn}", code=GO, step=self.steps, lost=sorted(self.lost), options=options)
+        self.links.board.write(f"turn/{self._turn}", code=GO, step=self.steps, lost=sorted(self.lost), options=options)
         now = [p.detach().clone() for p in self.worker().parameters_now()]
         self._publication = self.links.copy("parameters", self.links.rank, now)
         self.log.append(["turn", self.steps, self._turn])
@@ -206,9 +206,9 @@ class GradientRank(Rank):
         return self._is_there(want, "the factor ranks")
 
     def _is_there(self, key: str, who: str) -> bool:
-        """Whether a word was written; an error if it has been missing for too long."""
-        self.links.words.raise_aborted()
-        if self.links.words.look(key) is not None:
+        """Whether a notice was written; raise an error if it has been missing for too long."""
+        self.links.board.raise_aborted()
+        if self.links.board.look(key) is not None:
             self._quiet.pop(key, None)
             return True
         first = self._quiet.setdefault(key, time.monotonic())
@@ -217,7 +217,7 @@ class GradientRank(Rank):
         return False
 
     def _ready(self) -> set[int]:
-        """Inverse ranks whose next version is there; they are told that it is taken."""
+        """Return the inverse ranks whose next version is ready, and notify them that it is taken."""
         ready = set()
         for j in self.links.roles.inverse:
             if j in self.lost:
@@ -228,38 +228,38 @@ class GradientRank(Rank):
             except SilenceError as silence:
                 self._lose(j, str(silence))
         for j in ready:
-            self.links.words.write(f"take/{j}/{self.taken[j]}", code=GO)
+            self.links.board.write(f"take/{j}/{self.taken[j]}", code=GO)
         return ready
 
     def _is_ready(self, j: int) -> bool:
-        n, words = self.taken[j], self.links.words
+        n, board = self.taken[j], self.links.board
         done = f"done/{j}/{n}"
         if self.plan.lockstep:
             if self._turn < DELAY:
                 return False
-            words.wait(done, self.links.patience)
+            board.wait(done, self.links.patience)
             return True
         if self.plan.replay is not None:
             if not self.plan.repeats("take", self.steps, j, None):
                 return False
-            words.wait(done, self.links.patience)
+            board.wait(done, self.links.patience)
             return True
         if self.links.roles.colocated:
-            return words.look(done) is not None
-        return words.look(f"send/{j}/{n}") is not None and self._is_there(done, f"inverse rank {j}")
+            return board.look(done) is not None
+        return board.look(f"send/{j}/{n}") is not None and self._is_there(done, f"inverse rank {j}")
 
     def _lose(self, j: int, reason: str) -> None:
-        """Go on without an inverse rank, or not at all."""
+        """Continue without an inverse rank, or raise an error."""
         if not self.plan.degrade or self.links.roles.colocated:
             raise RuntimeError(f"inverse rank {j} is lost: {reason}")
         log.warning("inverse rank %d is lost (%s): its layers keep their last curvature", j, reason)
         self.lost.add(j)
-        if self.is_chief:  # should it live
-            self.links.words.write(f"take/{j}/{self.taken[j]}", code=LOST)
+        if self.is_chief:  # in case it is still alive
+            self.links.board.write(f"take/{j}/{self.taken[j]}", code=LOST)
 
     # ------------------------------------------------------------------ versions
     def _take(self, j: int) -> None:
-        """Receive a version, and precondition with all of it from the next step on."""
+        """Receive a version, and use all of it from the next step on."""
         units = self.plan.units_of(j)
         parcels = [self.worker().live_parcel(index, "curvature") for index in units]
         room = [[torch.empty_like(t) for t in p.tensors] for p in parcels]
@@ -284,15 +284,15 @@ class GradientRank(Rank):
         self.log.append(["take", self.steps, j, int(version)])
 
     def age(self, index: int) -> int | None:
-        """Steps from the parameters behind the curvature of a unit to the coming step; None without any."""
+        """Return the steps since the parameters behind the curvature of a unit; None if it has no curvature."""
         return self.steps - self.since[index] if index in self.since else None
 
     def note(self, indices: Sequence[int]) -> None:
-        """The gradient ranks have refreshed these themselves, in the step that is being taken."""
+        """Record that the gradient ranks have refreshed these units themselves, in the current step."""
         self.since.update(dict.fromkeys(indices, self.steps))
 
     def _expire(self) -> None:
-        """Give curvature up that is too old for the coming step; what a checkpoint brought is new when it is seen."""
+        """Drop curvature that is too old for the coming step; loaded curvature counts as new at its first use."""
         if self.plan.max_staleness is None:
             return
         worker = self.worker()
@@ -305,16 +305,16 @@ class GradientRank(Rank):
 
     # ------------------------------------------------------------------ the end
     def close(self) -> None:
-        """Write the last words, and wait for the parameters to be received."""
+        """Write the final notices, and wait until the parameters are received."""
         if self.stopped:
             return
         self.stopped = True
         if not self.is_chief:
             return
         with self.watched("while closing"):
-            words = self.links.words
-            words.write(f"turn/{self._turn + 1}", code=STOP)
+            board = self.links.board
+            board.write(f"turn/{self._turn + 1}", code=STOP)
             for j in self.links.roles.inverse:
-                words.write(f"take/{j}/{self.taken[j]}", code=STOP)
-            words.write("end", lost=sorted(self.lost))
+                board.write(f"take/{j}/{self.taken[j]}", code=STOP)
+            board.write("end", lost=sorted(self.lost))
             finish(self._publication)

@@ -1,4 +1,4 @@
-"""Who computes gradients, who factors, who inverses, where these are different processes. Arithmetic only."""
+"""The assignment of roles, gradients, factors and inverses, to processes. It is arithmetic only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("gradient", "factor", "inverse")
 
 @dataclass(frozen=True)
 class Roles:
-    """Ranks by role; each rank has one, or factors and inverses are found by the same ranks.
+    """Ranks by role. Each rank has one role, or the same ranks find factors and inverses.
 
     Attributes:
         gradient: Ranks that compute gradients and train; the first one leads.
@@ -26,7 +26,7 @@ class Roles:
 
     @property
     def chief(self) -> int:
-        """The gradient rank that says what happens next."""
+        """The gradient rank that makes the decisions."""
         return self.gradient[0]
 
     @property
@@ -40,27 +40,27 @@ class Roles:
         return self.factor == self.inverse
 
     def of(self, rank: int) -> str:
-        """Role of a rank; that of one which finds factors and inverses is ``"factor"``."""
+        """Return the role of a rank; for one that finds factors and inverses it is ``"factor"``."""
         return next(name for name in NAMES if rank in getattr(self, name))
 
     def peers(self, rank: int) -> tuple[int, ...]:
-        """Ranks of the same role, in order."""
+        """Return the ranks of the same role, in order."""
         found: tuple[int, ...] = getattr(self, self.of(rank))
         return found
 
 
 def check(given: dict[str, Sequence[int] | None], allow_colocated: bool) -> dict[str, tuple[int, ...] | None]:
-    """Ranks by role as tuples, refused where no world could make sense of them.
+    """Check ranks by role, refusing what no world size could make valid.
 
     Args:
-        given: By role; None for roles that are to be chosen.
+        given: Ranks by role; None for roles that are to be chosen.
         allow_colocated: Whether factors and inverses may be found by the same ranks.
 
     Returns:
         The same, as tuples.
 
     Raises:
-        TypeError: For what is no list of whole numbers.
+        TypeError: If a role is not a list of whole numbers.
         ValueError: For an empty role, a rank named twice, or ranks with two roles.
     """
     found = {name: None if given[name] is None else _ranks(name, given[name]) for name in NAMES}
@@ -93,14 +93,14 @@ def _ranks(name: str, ranks: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def resolve(world: int, given: dict[str, tuple[int, ...] | None], allow_colocated: bool = False) -> Roles:
-    """Roles of all ranks of a world.
+    """Assign a role to every rank of a world.
 
-    Without any role given, a fifth of the ranks finds factors, a fifth inverses (together, if that is allowed), and the
-    rest gradients. Where one role is missing, it is that of the remaining ranks.
+    Without any role given, a fifth of the ranks finds factors, a fifth finds inverses (the same fifth, if that is
+    allowed), and the rest computes gradients. If one role is missing, it consists of the remaining ranks.
 
     Args:
         world: Number of ranks.
-        given: By role, as :func:`check` returns them.
+        given: Ranks by role, as :func:`check` returns them.
         allow_colocated: Whether factors and inverses may be found by the same ranks.
 
     Returns:
@@ -128,7 +128,7 @@ def resolve(world: int, given: dict[str, tuple[int, ...] | None], allow_colocate
 
 
 def _rest(world: int, named: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Ranks that nobody named."""
+    """Return the ranks that have no role."""
     return tuple(rank for rank in range(world) if not any(rank in ranks for ranks in named.values()))
 
 

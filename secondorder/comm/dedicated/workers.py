@@ -1,6 +1,6 @@
 """Asynchronous curvature: some ranks train, some estimate factors, some invert them.
 
-As in the second distributed strategy of tensorflow/kfac, but reproducible: see :class:`DedicatedWorkers`.
+It follows the second distributed strategy of tensorflow/kfac, but is reproducible: see :class:`DedicatedWorkers`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch.distributed import distributed_c10d
 from secondorder.comm.agreement import require_equal
 from secondorder.comm.collectives import Collectives
 from secondorder.comm.dedicated.arguments import Arguments, Entry
+from secondorder.comm.dedicated.board import ABORTED, Board
 from secondorder.comm.dedicated.links import Links, Worker, finish, new_group
 from secondorder.comm.dedicated.ranks import Agenda, GradientRank, Rank
 from secondorder.comm.dedicated.roles import Roles, resolve
 from secondorder.comm.dedicated.service import FactorRank, InverseRank
-from secondorder.comm.dedicated.words import ABORTED, Words
 from secondorder.comm.placement import Grid, Load, assign
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Unit, world_size
 
-#: How long the first gradient rank waits for an inverse rank, as a part of the timeout: the others wait for it.
+#: Time that the first gradient rank waits for an inverse rank, as a fraction of the timeout: the others wait for it.
 _PATIENCE = {"abort": 0.8, "degrade": 0.3}
 
 
 class DedicatedWorkers(CommStrategy):
-    """Gradient ranks train with curvature that other ranks find beside them, two to three periods behind.
+    """Gradient ranks train with curvature that other ranks find in the background, two to three periods behind.
 
-    Gradient ranks average their gradients, precondition and step; factor ranks run the same loop on data of their own
-    and never step; inverse ranks factorise. No model is wrapped by DDP. Each process runs the part of its role::
+    Gradient ranks average their gradients, precondition and step; factor ranks run the same loop on their own data and
+    never step; inverse ranks factorize. No model is wrapped by DDP. Each process runs the part of its role::
 
         comm = secondorder.DedicatedWorkers()
         with secondorder.KFAC(model, lr=0.1, comm=comm) as optimizer:
@@ -48,11 +48,11 @@ class DedicatedWorkers(CommStrategy):
     In lockstep, with epochs of T steps, factors are estimated in epoch k from the parameters of its start, in T
     steps of the factor ranks, inverted in epoch k + 1, and used from step ``(k + 2) T`` on: parameters behind the
     curvature in use are 2T to 3T − 1 steps old, and every run is the same to the bit. In opportunistic mode a version
-    is used from the first end of an epoch at which it is there, and nobody who trains waits for it; :attr:`log` tells
+    is used from the first end of an epoch at which it is ready, and no gradient rank waits for it; :attr:`log` records
     what happened, and ``replay`` repeats it.
 
-    A factor rank that has run out of data goes on without, in ``close()``. One that has data left when training ends
-    finds :attr:`stopped` True, and its steps do nothing.
+    A factor rank that has run out of data continues without data in ``close()``. For a factor rank that has data left
+    when training ends, :attr:`stopped` becomes True, and its steps do nothing.
 
     Args:
         gradient: Ranks that train. If no role is given, a fifth of all ranks (rounded, at least one) estimates factors,
@@ -94,14 +94,14 @@ class DedicatedWorkers(CommStrategy):
         timeout: float | None = None,
         replay: Sequence[Sequence[Any]] | None = None,
     ) -> None:
-        #: What the strategy was made with, checked.
+        #: The arguments of the strategy, checked.
         self.arguments = Arguments(
             gradient, factor, inverse, mode, period, seed, allow_colocated, warmup, max_staleness, on_loss, timeout,
             replay,
         )  # fmt: skip
         self._begin()
 
-    #: Ranks of other roles take no part in ``Join``.
+    #: Whether it supports ``Join``: ranks of other roles take no part in it.
     takes_joiners = False
 
     def _begin(self) -> None:
@@ -134,10 +134,10 @@ class DedicatedWorkers(CommStrategy):
         self._owners = assign(loads, Grid(world, world), only=self._roles.inverse)
 
     def admit(self, optimizer: Any) -> None:
-        """Look at the optimizer before the ranks meet.
+        """Check the optimizer before the ranks meet.
 
         Raises:
-            NotImplementedError: If its curvature cannot be found by ranks of other roles.
+            NotImplementedError: If ranks of other roles cannot find its curvature.
             ValueError: If this strategy serves another optimizer.
         """
         if self._served() is not None and self._served() is not optimizer:
@@ -148,7 +148,7 @@ class DedicatedWorkers(CommStrategy):
         self._served = weakref.ref(optimizer)
 
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
-        """Make the groups, compare the ranks' plans, and start from the parameters of the first gradient rank."""
+        """Create the groups, compare the ranks' plans, and start from the parameters of the first gradient rank."""
         if self._links is not None:
             return
         given, roles = self.arguments, self._known_roles
@@ -168,9 +168,9 @@ class DedicatedWorkers(CommStrategy):
                 f"rank {self._rank} could not meet all {world_size()} ranks ({error}). Every rank of the process group "
                 "must construct the optimizer, at the same place of the program."
             ) from error
-        words = Words(f"dedicated/{int(mark)}", timeout)
+        board = Board(f"dedicated/{int(mark)}", timeout)
         patience = _PATIENCE[given.on_loss] * timeout
-        self._links = Links(roles, self._rank, self.collectives, words, timeout, patience, device, control)
+        self._links = Links(roles, self._rank, self.collectives, board, timeout, patience, device, control)
         agenda = Agenda(
             period,
             tuple(self._owners),
@@ -193,7 +193,7 @@ class DedicatedWorkers(CommStrategy):
         return cast(Worker, found.role_worker)
 
     def serve(self, optimizer: Any) -> None:
-        """Factorise for the gradient ranks until they stop; to be called on inverse ranks.
+        """Factorize for the gradient ranks until they stop; call this on inverse ranks.
 
         Args:
             optimizer: The optimizer of this strategy.
@@ -209,10 +209,10 @@ class DedicatedWorkers(CommStrategy):
             self._part.serve()
 
     def close(self) -> None:
-        """Stop all ranks: the first gradient rank says so, the others finish what they wait for. Idempotent.
+        """Stop all ranks: the first gradient rank announces it, and the others finish what they wait for. Idempotent.
 
         Raises:
-            RuntimeError: If a rank fails or does not come within the timeout.
+            RuntimeError: If a rank fails, or does not finish within the timeout.
         """
         links, part = self._links, self._part
         if links is None or part is None:
@@ -228,33 +228,34 @@ class DedicatedWorkers(CommStrategy):
             links.leave(together)
 
     def _part_company(self, links: Links) -> bool:
-        """Whether all ranks are still there, to leave together."""
-        lost = links.words.wait("end")["lost"]
+        """Whether all ranks are still there, so that they can leave together."""
+        lost = links.board.wait("end")["lost"]
         if not lost:
             return True
-        links.words.write(f"bye/{self._rank}")
-        if self._rank == self._known_roles.chief:  # the store may be here: it stays until the others need it no more
+        links.board.write(f"bye/{self._rank}")
+        # The store may be in this process: it stays until the other ranks no longer need it.
+        if self._rank == self._known_roles.chief:
             for rank in sorted(set(range(self.world)) - set(lost)):
-                links.words.wait(f"bye/{rank}")
+                links.board.wait(f"bye/{rank}")
         return False
 
     def abandon(self, error: BaseException) -> None:
-        """Have all other ranks raise: this one has left its loop with an error."""
+        """Make all other ranks raise: this one has left its loop with an error."""
         if self._part is not None and self._links is not None and not self._part.failed:
             self._part.give_up(f"rank {self._rank}, {self.role} worker: {type(error).__name__}: {error}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles keep: the arguments."""
+        """Return the arguments, which are all that copies and pickles keep."""
         made = {"_roles", "_rank", "_units", "_owners", "_served", "_links", "_part", "collectives"}
         return {k: v for k, v in self.__dict__.items() if k not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, which has met nobody yet."""
+        """Restore a copy, which is not connected to any rank yet."""
         self.__dict__.update(state)
         self._begin()
 
     def __repr__(self) -> str:
-        """As it would be constructed."""
+        """Return the constructor call that creates an equal strategy."""
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.arguments.told.items())})"
 
     # ------------------------------------------------------------------ who
@@ -266,7 +267,7 @@ class DedicatedWorkers(CommStrategy):
 
     @property
     def role(self) -> str:  # type: ignore[override]
-        """``"gradient"``, ``"factor"`` or ``"inverse"``; of a rank that estimates and factorises ``"factor"``."""
+        """``"gradient"``, ``"factor"`` or ``"inverse"``; ``"factor"`` for a rank that estimates and factorizes."""
         return self._known_roles.of(self._rank)
 
     @property
@@ -276,17 +277,17 @@ class DedicatedWorkers(CommStrategy):
 
     @property
     def combines(self) -> bool:
-        """Always, once the roles are known."""
+        """Whether several ranks work together, which is always so once the roles are known."""
         return self._roles is not None
 
     @property
     def replicates(self) -> bool:
-        """No: a rank holds what its role needs."""
+        """Whether every rank holds all estimates, which is never so: a rank holds what its role needs."""
         return False
 
     @property
     def updates(self) -> bool:
-        """Whether this rank steps: gradient ranks do."""
+        """Whether this rank steps, as gradient ranks do."""
         return self._roles is None or self.role == "gradient"
 
     @property
@@ -296,23 +297,23 @@ class DedicatedWorkers(CommStrategy):
 
     @property
     def log(self) -> list[Entry]:
-        """What happened when, on gradient ranks.
+        """What happened at which step; available on gradient ranks.
 
-        Turns, ``["turn", step, k]``, are when parameters went to the factor ranks; ``["take", step, rank, version]`` is
-        when a version of an inverse rank was taken. Hand it to ``replay`` on every rank.
+        An entry ``["turn", step, k]`` means that parameters were sent to the factor ranks, and ``["take", step, rank,
+        version]`` that a version of an inverse rank was taken. Pass the log to ``replay`` on every rank.
         """
         return list(self._part.log) if isinstance(self._part, GradientRank) else []
 
     @property
     def lost(self) -> list[int]:
-        """Inverse ranks that were lost, on gradient ranks."""
+        """Inverse ranks that were lost; available on gradient ranks."""
         return sorted(self._part.lost) if isinstance(self._part, GradientRank) else []
 
     def age(self, index: int) -> int | None:
-        """Steps from the parameters behind the curvature in use to those of the coming step, on gradient ranks.
+        """Return the steps since the parameters behind the curvature in use; available on gradient ranks.
 
         Args:
-            index: Of the block.
+            index: Index of the block.
 
         Returns:
             The age in steps; None while there is no such curvature.
@@ -321,7 +322,7 @@ class DedicatedWorkers(CommStrategy):
 
     @property
     def rank(self) -> int:
-        """This process among all."""
+        """Rank of this process among all processes."""
         return self._rank
 
     @property
@@ -340,26 +341,26 @@ class DedicatedWorkers(CommStrategy):
         return self.collectives.nbytes
 
     def owner(self, index: int) -> int:
-        """Inverse rank of a unit."""
+        """Return the inverse rank of a unit."""
         return self._owners[index]
 
     def _warms_up(self, index: int) -> bool:
-        """Whether the gradient ranks find the curvature of a unit themselves, having none."""
+        """Whether the gradient ranks find the curvature of a unit themselves, because they have none."""
         if self.role != "gradient" or self.arguments.warmup != "sync":
             return False
         optimizer = self._served()
         return optimizer is None or not optimizer.role_worker.has_curvature(index)
 
     def learns(self, index: int) -> bool:
-        """Factor ranks always; gradient ranks in the warm-up."""
+        """Whether a unit is estimated here: always by factor ranks, and by gradient ranks in the warm-up."""
         return (self.role == "factor" and not self.stopped) or self._warms_up(index)
 
     def renews(self, index: int) -> bool:
-        """Gradient ranks in the warm-up; inverse ranks factorise outside of steps."""
+        """Whether a unit is refreshed in a step: by gradient ranks in the warm-up, never by inverse ranks."""
         return self._warms_up(index)
 
     def captures(self, index: int) -> bool:
-        """As :meth:`learns`."""
+        """Whether this rank captures statistics of a unit; it is the same as :meth:`learns`."""
         return self.learns(index)
 
     def estimates(self, index: int) -> bool:
@@ -369,11 +370,11 @@ class DedicatedWorkers(CommStrategy):
         return self.role == "factor" or self._owners[index] == self._rank
 
     def preconditions(self, index: int) -> bool:
-        """Whether this rank holds what a refresh finds: gradient ranks, and the inverse rank of the unit."""
+        """Whether this rank holds the results of refreshes, as gradient ranks and the inverse rank of the unit do."""
         return self.role == "gradient" or self._owners[index] == self._rank
 
     def refreshes(self, index: int) -> bool:
-        """The inverse rank of a unit; in the warm-up the first gradient rank."""
+        """Whether this rank refreshes a unit: its inverse rank does, and in the warm-up the first gradient rank."""
         chosen = self._known_roles.chief if self.role == "gradient" else self._owners[index]
         return chosen == self._rank
 
@@ -388,12 +389,12 @@ class DedicatedWorkers(CommStrategy):
             raise RuntimeError("this is an inverse rank: it calls comm.serve(optimizer) instead of a training loop")
 
     def end_step(self) -> None:
-        """Meet the other roles, where an epoch has ended."""
+        """Exchange messages with the other roles, if an epoch has ended."""
         if self._part is not None and self._links is not None:
             self._part.end_step()
 
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Bring ``.grad`` to its mean over the gradient ranks; one without has zeros, unless all are without."""
+        """Replace ``.grad`` by its mean over gradient ranks; one that is missing on some of them counts as 0."""
         links = self._links
         if links is None or self.role != "gradient" or links.group_of_role is None:
             return
@@ -413,7 +414,7 @@ class DedicatedWorkers(CommStrategy):
         return self._part.watched(doing)
 
     def agree(self, words: Tensor) -> Tensor:
-        """Sum of a small float64 vector over the ranks of this role, on the CPU."""
+        """Sum a small float64 vector over the ranks of this role, and return it on the CPU."""
         if self._links is None:
             return words.cpu()
         with self._watched("agreeing with its peers"):
@@ -427,7 +428,7 @@ class DedicatedWorkers(CommStrategy):
             self._part.give_up(error)
             raise RuntimeError(error)
         self._part.failed = True
-        raise RuntimeError(self._links.words.wait(ABORTED)["message"])
+        raise RuntimeError(self._links.board.wait(ABORTED)["message"])
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Sum parcels over the ranks of this role, on each of them."""
@@ -442,7 +443,7 @@ class DedicatedWorkers(CommStrategy):
         return Pending()
 
     def share_curvature(self, parcels: Sequence[Parcel]) -> None:
-        """In the warm-up, copy what the first gradient rank found to the others."""
+        """Copy the results of the first gradient rank to the others; this happens in the warm-up only."""
         if self._links is None or not isinstance(self._part, GradientRank):
             return
         tensors, flags = [t for p in parcels for t in p.tensors], [flag for p in parcels for flag in p.symmetric]
@@ -451,7 +452,7 @@ class DedicatedWorkers(CommStrategy):
         self._part.note([p.index for p in parcels])
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Nothing that is gathered can be passed on.
+        """Refuse to gather statistics: rows cannot be passed on to the inverse ranks.
 
         Raises:
             NotImplementedError: Always.
@@ -459,7 +460,7 @@ class DedicatedWorkers(CommStrategy):
         raise NotImplementedError("DedicatedWorkers passes on sums of statistics, no rows")
 
     def meet(self, what: str) -> None:
-        """All ranks never come to one place while inverse ranks serve.
+        """Refuse to meet: ranks cannot all come to one place while inverse ranks serve.
 
         Raises:
             RuntimeError: Always.
@@ -476,6 +477,6 @@ class DedicatedWorkers(CommStrategy):
 
 
 def _mark(rank: int) -> float:
-    """A number that no other strategy of this process group has, from its first rank; 0 on the others."""
+    """Return a number that no other strategy of this process group has on its first rank, and 0 on the other ranks."""
     store = distributed_c10d._get_default_store()
     return float(store.add("secondorder/dedicated", 1)) if rank == 0 else 0.0
