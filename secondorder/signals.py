@@ -61,8 +61,8 @@ class Rates(Memory):
         unheeded, self.numbers["unheeded"] = self.numbers["unheeded"], 0.0
         return window > 0 and (bool(unheeded) or step - self.numbers["changed_at"] < window)
 
-    def told(self) -> str:
-        """The last change in words."""
+    def last_change(self) -> str:
+        """Describe the last change of a learning rate."""
         at = self.numbers["changed_at"]
         return "no learning rate has changed" if math.isnan(at) else f"a learning rate changed at step {int(at)}"
 

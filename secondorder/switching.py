@@ -154,12 +154,12 @@ class GradNormChange(SwitchPolicy):
     def decide(self, step: int) -> str:
         self._norms.enter(step, self.period_steps)
         before, last = self._norms.two_means(step)
-        heeded = self._rates.hold(step, self.hold * self.period_steps)
+        holds = self._rates.hold(step, self.hold * self.period_steps)
         if math.isnan(before):
             self.reason = "no two periods to compare yet"
             return "kid"
-        if heeded:
-            self.reason = self._rates.told()
+        if holds:
+            self.reason = self._rates.last_change()
             return "kid"
         change = abs(last - before) / before if before else (math.inf if last else 0.0)
         self.reason = f"mean gradient norm {before:.4g} → {last:.4g}, a change of {change:.3g} (eta={self.eta})"
@@ -198,9 +198,9 @@ class LRChange(SwitchPolicy):
         self._rates.note(step, lrs)
 
     def decide(self, step: int) -> str:
-        heeded = self._rates.hold(step, self.hold * self.period_steps)
-        self.reason = self._rates.told()
-        return "kid" if heeded else "kis"
+        holds = self._rates.hold(step, self.hold * self.period_steps)
+        self.reason = self._rates.last_change()
+        return "kid" if holds else "kis"
 
 
 @dataclass

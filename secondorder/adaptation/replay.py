@@ -27,7 +27,7 @@ from secondorder.capture.taps import in_backward
 
 Directions = Mapping[nn.Parameter, Tensor]
 
-_MEND = "return the loss alone from the closure, or drop likelihood=, to use the curvature of the method instead"
+_REMEDY = "return the loss alone from the closure, or drop likelihood=, to use the curvature of the method instead"
 
 
 class Moment:
@@ -166,7 +166,7 @@ class Evaluated:
             raise RuntimeError(
                 f"the outputs of shape {tuple(self.outputs.shape)} that the closure returned are not among what the "
                 "model returned: return the model's own tensor, or a view of it, not a converted or computed one; or "
-                + _MEND
+                + _REMEDY
             )
         leaf, self._place = leaves[same[0]], same[0]
         self._strides = leaf.stride()
@@ -215,7 +215,7 @@ def output_change(module: nn.Module, evaluated: Evaluated, direction: Directions
                 raise
             raise RuntimeError(
                 f"the exact quadratic model differentiates the model in forward mode, and part of it cannot: {error}. "
-                f"Write that part with other operators (give a custom autograd.Function a jvp), or {_MEND}."
+                f"Write that part with other operators (give a custom autograd.Function a jvp), or {_REMEDY}."
             ) from error
         outputs, tangent = evaluated.pick(output)
     return torch.zeros_like(outputs) if tangent is None else tangent

@@ -131,7 +131,7 @@ class Checkpoint:
         if self._is_partial(packed):
             # As a key of an empty dict, which torch's distributed checkpoints neither save nor miss: there all ranks
             # write into one checkpoint, and words that differ would be replaced by those of one rank.
-            packed["partial"] = {self._comm.standing: {}}
+            packed["partial"] = {self._comm.identity: {}}
             self._warn_of_partial()
         return packed
 
@@ -163,7 +163,7 @@ class Checkpoint:
             return
         self.warned_of_partial = True
         warnings.warn(
-            f"{self._method}: this state_dict() is partial, {self._comm.standing} holds a part of the curvature "
+            f"{self._method}: this state_dict() is partial, {self._comm.identity} holds a part of the curvature "
             "only. To save on one rank for all, call consolidate_state_dict() on all ranks before, which the callbacks "
             "of secondorder.integrations do in trainers; the state_dict() of every rank, saved by each, can be loaded "
             "by the same ranks again.",
@@ -231,9 +231,9 @@ class Checkpoint:
     def _require_own(self, mark: Any) -> None:
         """Refuse a partial state that another rank saved, or this one in another world or under another strategy."""
         saved_by = str(next(iter(mark), "")) if isinstance(mark, Mapping) else str(mark or "")
-        if saved_by and saved_by != self._comm.standing:
+        if saved_by and saved_by != self._comm.identity:
             raise RuntimeError(
-                f"this state_dict is partial: it was saved by {saved_by}, and this is {self._comm.standing}. {_REMEDY}"
+                f"this state_dict is partial: it was saved by {saved_by}, and this is {self._comm.identity}. {_REMEDY}"
             )
 
     def _checked(
@@ -257,7 +257,7 @@ class Checkpoint:
                 loaded[p] = self._copied(p, {k: v for k, v in theirs.items() if k not in schema or k in here}, schema)
         if elsewhere and not lines:
             raise RuntimeError(
-                f"this state_dict has a part of the curvature only, and {self._comm.standing} needs another "
+                f"this state_dict has a part of the curvature only, and {self._comm.identity} needs another "
                 f"({'; '.join(elsewhere[:3])}, …): it was saved on one rank of several. {_REMEDY}"
             )
         _refuse(lines + elsewhere)

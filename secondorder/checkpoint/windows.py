@@ -23,7 +23,7 @@ from secondorder.preconditioners.window_plan import CATALOG, MOMENTUM_KEYS, Wind
 if TYPE_CHECKING:
     from secondorder.parallel.windows import WindowExchange
 
-_MEND = "Call optimizer.consolidate_state_dict() on all ranks before saving: what is saved then loads anywhere."
+_REMEDY = "Call optimizer.consolidate_state_dict() on all ranks before saving: what is saved then loads anywhere."
 
 
 class WindowCheckpoint:
@@ -148,7 +148,7 @@ class WindowCheckpoint:
                 own = "all of it" if part is None else f"part {part.rank} of {part.size}"
                 raise RuntimeError(
                     f"this state_dict holds part {saved.replace('of', ' of ')} of the window ('{name}' of parameter "
-                    f"'{self._table.names[p]}'), and rank {self._comm.rank} under {self._comm!r} holds {own}. {_MEND}"
+                    f"'{self._table.names[p]}'), and rank {self._comm.rank} under {self._comm!r} holds {own}. {_REMEDY}"
                 )
 
     def _require_all_windows(
@@ -167,7 +167,7 @@ class WindowCheckpoint:
         if self._plan.options.partition == "layer" and there and lacking and kept == "all":
             raise RuntimeError(
                 f"this state_dict has some windows only, and rank {self._comm.rank} under {self._comm!r} needs others "
-                f"(that of '{lacking[0]}'): it was saved on one rank of several. {_MEND}"
+                f"(that of '{lacking[0]}'): it was saved on one rank of several. {_REMEDY}"
             )
 
     def bad_values(self, p: nn.Parameter, theirs: Mapping[str, Any]) -> list[str]:

@@ -44,12 +44,12 @@ def require_equal(collectives: Collectives, facts: Mapping[str, Sequence[str]], 
     heads = [[len(texts), digest("\n".join(texts))] for texts in facts.values()]
     # The size is fixed, even where optimizers of two families have other facts.
     heads += [[0, 0]] * (_MOST - len(heads))
-    told = _gathered(collectives, torch.tensor(heads, dtype=torch.int64), group)
+    gathered = _gathered(collectives, torch.tensor(heads, dtype=torch.int64), group)
     for i, (name, texts) in enumerate(facts.items()):
-        differing = (told[:, i] != told[0, i]).any(-1)
+        differing = (gathered[:, i] != gathered[0, i]).any(-1)
         if differing.any():
             other = int(differing.long().argmax())
-            raise ValueError(_difference(collectives, name, texts, told[:, i, 0], other, group))
+            raise ValueError(_difference(collectives, name, texts, gathered[:, i, 0], other, group))
 
 
 def _difference(

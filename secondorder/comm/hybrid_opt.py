@@ -91,5 +91,5 @@ class HybridOpt(RankGrid):
         """Return what copies keep: no group, and therefore no mesh, which consists of groups."""
         return {**super().__getstate__(), "_mesh": None}
 
-    def _told(self) -> dict[str, Any]:
-        return {"grad_worker_fraction": self._fraction, **super()._told()}
+    def _changed_arguments(self) -> dict[str, Any]:
+        return {"grad_worker_fraction": self._fraction, **super()._changed_arguments()}

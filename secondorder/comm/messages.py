@@ -1,6 +1,6 @@
-"""One message of each kind: the calls of ``torch.distributed``, with what is done before and after.
+"""One message of each kind: the calls of ``torch.distributed``, with the work before and after them.
 
-Functions are looked up at the call: what wraps them sees the traffic.
+Functions are looked up at the call, so that a tool that wraps them sees the traffic.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from secondorder.comm.buffers import Buffers, Item, Loan, drain, fill, real, reduce_kind, total
 from secondorder.comm.counter import Counter
 
-# The names of recent versions of torch, which deprecate the others.
+# Recent versions of torch have these names, and deprecate the others.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-# gloo moves no 16-bit integers; their bytes it does.
+# gloo does not send 16-bit integers, but it does send their bytes.
 AS_BYTES = {torch.int16, torch.uint16}
-# Dtypes whose sums are accumulated in float32 where the package adds itself.
+# Dtypes whose sums are accumulated in float32 where the package adds the numbers itself.
 SHORT = {torch.bfloat16, torch.float16}
 
 
 class Work:
-    """Messages of one call that have been launched.
+    """The messages of one call that have been launched.
 
     Args:
         limit: Bytes of staging in flight beyond which the oldest messages are waited for.
@@ -43,7 +43,7 @@ class Work:
         self._value: Any = None
 
     def add(self, handle: Any, then: Callable[[], None], staged: int) -> None:
-        """A message was launched; ``then`` is called when it has arrived."""
+        """Add a message that was launched; ``then`` is called when it has arrived."""
         self._steps.append((handle, then, staged))
         self._staged += staged
         while self._staged > self.limit and len(self._steps) > 1:
@@ -58,10 +58,10 @@ class Work:
 
     @torch.no_grad()
     def wait(self) -> Any:
-        """Wait for the messages and write what they brought into the tensors of the call. Again: nothing happens.
+        """Wait for the messages and write their contents into the tensors of the call. A second call does nothing.
 
         Returns:
-            The result of the call, if it has one beside the tensors it was given.
+            The result of the call, if it has one besides the tensors that it was given.
         """
         while self._steps:
             self._first()
@@ -75,15 +75,15 @@ class Call:
 
     Args:
         group: A process group, or None for the default one.
-        stage: Under which messages are counted.
-        counter: Of messages.
-        buffers: Staging.
-        limit: Bytes of staging in flight.
+        stage: Stage under which messages are counted.
+        counter: Counter of messages.
+        buffers: Staging buffers.
+        limit: Bytes of staging that may be in flight.
 
     Attributes:
-        work: To wait for.
+        work: The launched messages.
         rank: This rank within the group.
-        size: Ranks in the group; 1 where there is no process group.
+        size: Number of ranks in the group; 1 if there is no process group.
     """
 
     def __init__(self, group: Any, stage: str, counter: Counter, buffers: Buffers, limit: int) -> None:
@@ -98,7 +98,7 @@ class Call:
 
     # ------------------------------------------------------------------ ranks, staging, counting
     def local(self, rank: int) -> int:
-        """Rank within the group of a global rank."""
+        """Return the rank within the group of a global rank."""
         if self.size == 1:
             return 0
         return rank if self.group is None else dist.get_group_rank(self.group, rank)
@@ -107,7 +107,7 @@ class Call:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def rooted(self, by_root: Mapping[int, Sequence[Tensor]], symmetric: Mapping[int, Sequence[bool]]) -> list[Item]:
-        """Items of lists with a root each, in the order of roots."""
+        """Return the items of lists with a root each, in the order of roots."""
         return [
             Item(real(tensor), flag, self.local(root), i)
             for root in sorted(by_root)
@@ -124,7 +124,7 @@ class Call:
         return self.buffers.take(self.group, numel, dtype or like.tensor.dtype, like.tensor.device)
 
     def _launched(self, handle: Any, then: Callable[[], None], *loans: Loan | None) -> None:
-        """Give the loans back once a message has arrived."""
+        """Register a message that was launched, and return the loans once it has arrived."""
         used = [loan for loan in loans if loan is not None]
 
         def finish() -> None:
@@ -135,7 +135,7 @@ class Call:
         self.work.add(handle, finish, sum(loan.view.nbytes for loan in used))
 
     def _staging(self, items: Sequence[Item], dtype: torch.dtype, filled: bool = True) -> tuple[Tensor, Loan | None]:
-        """A flat view of the only tensor of a message where that is possible, else a buffer of all."""
+        """Return a flat view of the only tensor of a message if possible, and otherwise a buffer of all tensors."""
         if flat := _flat(items, dtype):
             return flat[0], None
         loan = self._take(total(items), items[0], dtype)
@@ -145,10 +145,10 @@ class Call:
 
     # ------------------------------------------------------------------ sums
     def all_reduce(self, items: Sequence[Item], count: float | None) -> None:
-        """Sum to all ranks in place, and divide by ``count``."""
+        """Sum to all ranks in place, and divide by ``count`` if it is given."""
         buffer, loan = self._staging(items, items[0].tensor.dtype)
         self.count("all_reduce", buffer.numel(), buffer.dtype)
-        if count is not None and buffer.dtype == torch.float16:  # whose sum may overflow where the mean does not
+        if count is not None and buffer.dtype == torch.float16:  # a sum in float16 may overflow where the mean does not
             buffer.div_(count)
             count = None
         handle = dist.all_reduce(buffer, group=self.group, async_op=True)
@@ -168,20 +168,20 @@ class Call:
         self._launched(self._all_gather(recv.view, mine), lambda: drain(recv.view, items), send, recv)
 
     def _scattered_sum(self, items: Sequence[Item], wire: torch.dtype) -> tuple[Loan, Loan, Tensor]:
-        """Sum of the part of this rank of a list that is cut into equal parts, padded with zeros at the end."""
+        """Sum this rank's part of a list that is cut into equal parts and padded with zeros at the end."""
         numel = total(items)
         part = -(-numel // self.size)
         send, recv = (self._take(part * self.size, items[0], wire) for _ in range(2))
         fill(send.view, items)
         send.view[numel:].zero_()
         handle = self._all_to_all(recv.view, send.view, [part] * self.size, [part] * self.size)
-        # Waited for here: a second message follows, whose place in the order of launches must not depend on when the
-        # caller waits.
+        # This message is waited for here: a second one follows, and its place in the order of launches must not depend
+        # on when the caller waits.
         handle.wait()
         return send, recv, _sum_rows(recv.view.view(self.size, part))
 
     def reduce(self, message: Sequence[Sequence[Item]], wire: torch.dtype) -> None:
-        """Sum lists of items, one for each rank, to these ranks."""
+        """Sum lists of items, one list for each rank, to these ranks."""
         shares = [total(items) for items in message]
         kind = reduce_kind(shares, rounded=wire != _any(message).tensor.dtype)
         if kind == "reduce_scatter":
@@ -198,7 +198,7 @@ class Call:
     def _reduce(self, root: int, items: Sequence[Item]) -> None:
         if self.rank == root:
             buffer, loan = self._staging(items, items[0].tensor.dtype)
-        else:  # some backends leave partial sums in the buffers of these ranks: never in their tensors
+        else:  # some backends leave partial sums in the buffers of these ranks, which must not reach their tensors
             loan = self._take(total(items), items[0])
             buffer = loan.view
             fill(buffer, items)
@@ -218,7 +218,7 @@ class Call:
         self._launched(handle, lambda: drain(recv.view, message[self.rank]), send, recv)
 
     def _exchange(self, message: Sequence[Sequence[Item]], shares: Sequence[int], wire: torch.dtype) -> Any:
-        """Every rank's lists to their ranks; what arrives is one row for each rank."""
+        """Send every rank's lists to their ranks; return the received rows, one for each rank."""
         like, mine = _any(message), shares[self.rank]
         send, recv = self._take(sum(shares), like, wire), self._take(mine * self.size, like, wire)
         fill(send.view, [item for items in message for item in items])
@@ -230,7 +230,7 @@ class Call:
         self._launched(handle, lambda: drain(_sum_rows(rows), message[self.rank]), send, recv)
 
     def _exchange_twice(self, message: Sequence[Sequence[Item]], shares: Sequence[int], wire: torch.dtype) -> None:
-        """Few roots: every rank adds an equal part, and sends the sums, no longer rounded, to their roots."""
+        """Sum to few roots: every rank adds an equal part, and sends the sums, no longer rounded, to their roots."""
         items = [item for items in message for item in items]
         send, recv, summed = self._scattered_sum(items, wire)
         part, ends = summed.numel(), list(accumulate(shares))
@@ -253,7 +253,7 @@ class Call:
         buffer, loan = self._staging(items, wire, filled=self.rank == root)
         self.count("broadcast", buffer.numel(), buffer.dtype)
         handle = dist.broadcast(_bytes(buffer), src=self._global(root), group=self.group, async_op=True)
-        # What was rounded, or has only one triangle on the wire, the root takes back too: the same bits everywhere.
+        # If numbers were rounded, or only one triangle was sent, the root reads them back too, to have the same bits.
         changed = wire != items[0].tensor.dtype or any(item.symmetric for item in items)
         takes = loan is not None and (self.rank != root or changed)
         self._launched(handle, lambda: drain(buffer, items) if takes else None, loan)
@@ -277,7 +277,7 @@ class Call:
     def gather_uneven(
         self, items: Sequence[Item], sizes: Sequence[Sequence[int]], wholes: Sequence[Tensor], capacity: int
     ) -> None:
-        """Whole flat tensors from the parts of all ranks, padded to the largest, ``capacity`` elements at a time."""
+        """Assemble whole flat tensors from parts padded to the largest, ``capacity`` elements at a time."""
         shares = [sum(of[rank] for of in sizes) for rank in range(self.size)]
         if not max(shares):
             return
@@ -300,13 +300,13 @@ class Call:
         like: Tensor,
         travels: int,
     ) -> None:
-        """Send flat tensors to each rank, and fill flat tensors from each; so many elements travel in all."""
+        """Send flat tensors to each rank and fill flat tensors from each; ``travels`` elements are sent in all."""
         sends, takes = [x for to in outgoing for x in to], [x for of in incoming for x in of]
         sizes, wanted = ([sum(x.numel() for x in part) for part in parts] for parts in (outgoing, incoming))
         send, recv = (self.buffers.take(self.group, sum(n), wire, like.device) for n in (sizes, wanted))
         if sends:
             torch._foreach_copy_(list(send.view.split([x.numel() for x in sends])), sends)
-        # Counted as parts of equal size, whose bytes on the wire are the mean over the ranks.
+        # The message is counted as parts of equal size, whose bytes are the mean over the ranks.
         handle = self._all_to_all(recv.view, send.view, wanted, sizes, -(-travels // (self.size - 1)))
 
         def then() -> None:
@@ -342,24 +342,24 @@ class Call:
 
 
 def _any(message: Sequence[Sequence[Item]]) -> Item:
-    """Some item of a message; they are of one dtype and device."""
+    """Return some item of a message; all its items have one dtype and device."""
     return next(items[0] for items in message if items)
 
 
 def _bytes(buffer: Tensor) -> Tensor:
-    """As bytes what not every backend can move."""
+    """Return a buffer as bytes if some backends cannot send its dtype."""
     return buffer.view(torch.uint8) if buffer.dtype in AS_BYTES else buffer
 
 
 def _flat(items: Sequence[Item], dtype: torch.dtype) -> list[Tensor]:
-    """A flat view of the only tensor of a message, where it can be sent as it is."""
+    """Return a flat view of the only tensor of a message, if it can be sent as it is."""
     tensor = items[0].tensor
     plain = len(items) == 1 and not items[0].symmetric and tensor.dtype == dtype and tensor.is_contiguous()
     return [tensor.view(-1)] if plain else []
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
-    """Sum ``[n]`` of rows ``[size, n]`` in their order."""
+    """Return the sum ``[n]`` of rows ``[size, n]`` in their order."""
     result = rows[0].to(torch.float32 if rows.dtype in SHORT else rows.dtype, copy=True)
     for row in rows[1:]:
         result += row
@@ -374,7 +374,7 @@ def _unstack(rows: Tensor, items: Sequence[Item], stacks: Sequence[Tensor]) -> N
 
 
 class _Place(NamedTuple):
-    """Where a run of elements of a message goes."""
+    """The destination of a run of elements of a message."""
 
     rank: int  # from which it comes
     column: int  # in the message
@@ -386,7 +386,7 @@ class _Place(NamedTuple):
 def _places(
     items: Sequence[Item], sizes: Sequence[Sequence[int]], ranks: int, capacity: int
 ) -> dict[int, list[_Place]]:
-    """Where the columns ``[size, capacity]`` of each message go, if every rank sends its parts one after the other."""
+    """Find where the columns ``[size, capacity]`` of each message go, if every rank sends its parts in order."""
     places: dict[int, list[_Place]] = defaultdict(list)
     starts = [0] * len(items)
     for rank in range(ranks):
@@ -404,7 +404,7 @@ def _places(
 
 
 def _place(rows: Tensor, places: Sequence[_Place], wholes: Sequence[Tensor]) -> None:
-    """Copy what everybody sent ``[size, n]`` to the whole tensors."""
+    """Copy the received rows ``[size, n]`` to the whole tensors."""
     torch._foreach_copy_(
         [wholes[position][start : start + length] for _, _, length, position, start in places],
         [rows[rank, column : column + length] for rank, column, length, _, _ in places],

@@ -16,7 +16,7 @@ from secondorder.comm.local_factors import LocalFactors
 from secondorder.comm.mem_opt import MemOpt
 from secondorder.comm.strategy import CommStrategy, Local, world_size
 
-#: What each name builds.
+#: The constructor for each name.
 STRATEGIES: Mapping[str, Callable[..., CommStrategy]] = {
     "local": Local,
     "comm_opt": CommOpt,
@@ -35,9 +35,9 @@ def from_name(text: str) -> CommStrategy:
 
     Args:
         text: ``"comm_opt"``, ``"mem_opt"``, ``"hybrid_opt:0.5"``, ``"local_factors"``, ``"chief_only"``,
-            ``"dedicated_workers"`` or ``"local"``. Arguments stand as in Python, with commas between them; a word is
-            text, so quotes are not needed, and ``true``, ``false``, ``none`` and the name of a dtype mean what they
-            say: ``"chief_only:deliver=inverses"``, ``"mem_opt:wire_dtype=bfloat16"``,
+            ``"dedicated_workers"`` or ``"local"``. Arguments are written as in Python, with commas between them. A bare
+            word is text, so quotes are not needed; ``true``, ``false``, ``none`` and the name of a dtype have their
+            usual meaning: ``"chief_only:deliver=inverses"``, ``"mem_opt:wire_dtype=bfloat16"``,
             ``"dedicated_workers:gradient=[0, 1], factor=[2], inverse=[3]"``.
 
     Returns:
@@ -45,7 +45,7 @@ def from_name(text: str) -> CommStrategy:
 
     Raises:
         ValueError: If there is no such strategy, or it does not take these arguments.
-        TypeError: If this is no text.
+        TypeError: If ``text`` is not a string.
 
     Example:
         >>> import secondorder
@@ -67,10 +67,10 @@ def from_name(text: str) -> CommStrategy:
 
 
 def default_strategy(cut: bool = False) -> CommStrategy:
-    """What ``comm=None`` stands for: ``CommOpt`` in a process group of more than one rank.
+    """Return the strategy for ``comm=None``: ``CommOpt`` in a process group of more than one rank.
 
     Args:
-        cut: Whether parameters are cut over the ranks (FSDP2): then ``MemOpt``, which cuts curvature, too.
+        cut: Whether parameters are sharded over the ranks (FSDP2): then it is ``MemOpt``, which shards curvature, too.
 
     Returns:
         A new strategy.
@@ -85,7 +85,7 @@ def _plain(name: str) -> str:
 
 
 def _arguments(text: str, written: str) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and named arguments from how they would stand between parentheses."""
+    """Parse positional and named arguments, written as between the parentheses of a call."""
     try:
         call = ast.parse(f"f({written})", mode="eval").body
         if not isinstance(call, ast.Call) or any(keyword.arg is None for keyword in call.keywords):
@@ -96,7 +96,7 @@ def _arguments(text: str, written: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """A literal, or a bare word."""
+    """Evaluate a literal or a bare word."""
     if not isinstance(node, ast.Name):
         return ast.literal_eval(node)
     if node.id.lower() in _WORDS:

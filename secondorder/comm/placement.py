@@ -1,4 +1,4 @@
-"""Who owns what: the grid of ranks, and loads spread over it. Arithmetic only, the same result on every rank.
+"""Ownership of units: the grid of ranks, and loads spread over it, by arithmetic that is the same on every rank.
 
 ``world`` ranks fill a grid of ``workers`` rows and ``world // workers`` columns row by row::
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-# A fraction that was written with six digits (0.333333) is the fraction that was meant.
+# A fraction that was written with six digits (0.333333) stands for the exact one.
 RELATIVE_ERROR = 1e-5
 
 
@@ -23,14 +23,14 @@ class Grid:
 
     Args:
         world: Number of ranks.
-        workers: Ranks that precondition the same unit, the number of rows.
+        workers: Number of ranks that precondition the same unit, which is the number of rows.
 
     Attributes:
         world: Number of ranks.
-        workers: Number of rows, and ranks in a column.
-        width: Number of columns, and ranks in a row.
-        rows: Ranks of each row.
-        columns: Ranks of each column.
+        workers: Number of rows, which is the number of ranks in a column.
+        width: Number of columns, which is the number of ranks in a row.
+        rows: The ranks of each row.
+        columns: The ranks of each column.
 
     Raises:
         ValueError: If ``workers`` does not divide ``world``.
@@ -46,37 +46,37 @@ class Grid:
         self.columns: list[tuple[int, ...]] = [tuple(range(i, world, self.width)) for i in range(self.width)]
 
     def row_of(self, rank: int) -> tuple[int, ...]:
-        """Ranks that share directions with this one, itself included."""
+        """Return the ranks that share directions with this one, itself included."""
         return self.rows[rank // self.width]
 
     def column_of(self, rank: int) -> tuple[int, ...]:
-        """Ranks that precondition the units of this one, itself included."""
+        """Return the ranks that precondition the units of this one, itself included."""
         return self.columns[rank % self.width]
 
 
 def divisors(world: int) -> list[int]:
-    """Numbers of gradient workers that are possible, ascending."""
+    """Return the possible numbers of gradient workers in ascending order."""
     return [m for m in range(1, world + 1) if world % m == 0]
 
 
 def _words(world: int, of: int) -> str:
-    """The possible numbers of workers divided by ``of``, in words."""
+    """Format the possible numbers of workers, divided by ``of``."""
     return ", ".join(f"{m / of:.6g}" for m in divisors(world))
 
 
 def workers_of(world: int, fraction: float) -> int:
-    """Number of gradient workers.
+    """Return the number of gradient workers.
 
     Args:
         world: Number of ranks.
         fraction: Gradient workers divided by ranks, within ``(0, 1]``.
 
     Returns:
-        A divisor of ``world``.
+        The number of workers, a divisor of ``world``.
 
     Raises:
-        ValueError: If the fraction gives no whole number of workers that divides ``world``; the message names the
-            fractions that do.
+        ValueError: If the fraction does not give a whole number of workers that divides ``world``; the message lists
+            the fractions that do.
     """
     exact = world * fraction
     workers = round(exact)
@@ -89,11 +89,11 @@ def workers_of(world: int, fraction: float) -> int:
 
 
 class Load(NamedTuple):
-    """What a unit costs its owner.
+    """The cost of a unit for its owner.
 
     Attributes:
-        flops: Time, in any unit that is the same for all units.
-        nbytes: Memory.
+        flops: Computation time, in any unit that is the same for all units.
+        nbytes: Memory in bytes.
     """
 
     flops: float
@@ -101,10 +101,10 @@ class Load(NamedTuple):
 
 
 class _Loads:
-    """Loads of ranks so far, compared by the larger of the share of all time and the share of all memory."""
+    """The loads of ranks so far, compared by the larger of their share of all time and their share of all memory."""
 
     def __init__(self, loads: Sequence[Load], world: int) -> None:
-        # Sums of what was given, divided only when compared: whole numbers stay exact, so that equal loads are ties.
+        # The sums are divided only when they are compared: whole numbers stay exact, so that equal loads are ties.
         self.flops = [0.0] * world
         self.nbytes = [0] * world
         self.all_flops = sum(load.flops for load in loads)
@@ -121,7 +121,7 @@ class _Loads:
         )
 
     def after(self, ranks: Sequence[int], load: Load) -> float:
-        """Share of the average of these ranks, were the load given to one of them."""
+        """Return the share of the average of these ranks if the load were given to one of them."""
         flops = sum(self.flops[rank] for rank in ranks) + load.flops
         nbytes = sum(self.nbytes[rank] for rank in ranks) + load.nbytes
         return self.share(flops / len(ranks), nbytes / len(ranks))
@@ -130,16 +130,16 @@ class _Loads:
 def assign(
     loads: Sequence[Load], grid: Grid, kept: Sequence[int | None] = (), only: Sequence[int] | None = None
 ) -> list[int]:
-    """Owners of units: the largest first, each to the least-loaded column and there to the least-loaded rank.
+    """Assign owners: the largest unit first, each to the least-loaded column and to the least-loaded rank in it.
 
     A load is the larger of two shares, that of all time and that of all memory, so that neither is balanced at the
     expense of the other. Ties go to the lower index.
 
     Args:
-        loads: Of each unit.
-        grid: The ranks.
-        kept: Owners from before, by unit; None, or too short a list, for units that are new. They stay.
-        only: The ranks that may own new units; all by default.
+        loads: Load of each unit.
+        grid: The grid of ranks.
+        kept: Previous owners of the units, which do not change; None, or too short a list, for units that are new.
+        only: The ranks that may own new units; all ranks by default.
 
     Returns:
         The owner of each unit, a global rank.
@@ -152,7 +152,7 @@ def assign(
     strangers = {rank for rank in (*allowed, *owners) if rank is not None and not 0 <= rank < grid.world}
     if strangers or not allowed:
         raise ValueError(f"owners must be among {grid.world} ranks, got {sorted(strangers)}")
-    if not any(load.flops or load.nbytes for load in loads):  # nothing is known of them: then they count alike
+    if not any(load.flops or load.nbytes for load in loads):  # nothing is known of the units, so that they count alike
         loads = [Load(1.0, 0)] * len(loads)
     so_far = _Loads(loads, grid.world)
     for owner, load in zip(owners, loads, strict=True):
@@ -160,7 +160,7 @@ def assign(
             so_far.add(owner, load)
     columns = [ranks for column in grid.columns if (ranks := tuple(r for r in column if r in allowed))]
     new = [i for i, owner in enumerate(owners) if owner is None]
-    # sorted() and min() keep the first of equals: that is the tie by index
+    # sorted() and min() keep the first of equals, which breaks ties by index.
     for i in sorted(new, key=lambda i: -so_far.share(*loads[i])):
         column = min(columns, key=lambda ranks: so_far.after(ranks, loads[i]))
         rank = min(column, key=lambda rank: so_far.after((rank,), loads[i]))
@@ -170,20 +170,21 @@ def assign(
 
 
 def refresh_flops(sizes: Iterable[int]) -> float:
-    """Cost of decomposing matrices ``[n, n]`` of these sizes, up to a factor that is the same for all."""
+    """Estimate the cost of decomposing matrices ``[n, n]`` of these sizes, up to a factor that is the same for all."""
     return float(sum(n**3 for n in sizes))
 
 
 def default_roles(n: int) -> tuple[list[int], list[int], list[int]]:
-    """Ranks that compute gradients, factors and inverses, where the three are different processes.
+    """Choose the ranks that compute gradients, factors and inverses, where the three are different processes.
 
-    One fifth of the ranks, rounded, computes factors and as many inverses, at least one each; the rest gradients.
+    One fifth of the ranks, rounded, computes factors and as many compute inverses, at least one each; the rest computes
+    gradients.
 
     Args:
         n: Number of ranks.
 
     Returns:
-        Gradient ranks, factor ranks and inverse ranks, ascending.
+        Gradient ranks, factor ranks and inverse ranks, in ascending order.
 
     Raises:
         ValueError: If there are fewer than three ranks.

@@ -1,10 +1,11 @@
-"""The rank grid: who preconditions a unit, from every rank to its owner alone.
+"""The base of the strategies on a grid of ranks, in which between one rank and all ranks precondition a unit.
 
-A grid of ``m`` rows and ``W / m`` columns (see :class:`~secondorder.comm.placement.Grid`). A unit belongs to the column
-of its owner: those m ranks precondition it, each for the ranks of its row. ``m = W``, ``m = 1`` and what lies between
-are :class:`~secondorder.comm.CommOpt`, :class:`~secondorder.comm.MemOpt` and :class:`~secondorder.comm.HybridOpt`.
+A grid has ``m`` rows and ``W / m`` columns (see :class:`~secondorder.comm.placement.Grid`). A unit belongs to the
+column of its owner: those m ranks precondition it, each for the ranks of its row. :class:`~secondorder.comm.CommOpt`
+has ``m = W``, :class:`~secondorder.comm.MemOpt` has ``m = 1``, and :class:`~secondorder.comm.HybridOpt` lies between
+them.
 
-Pauloski et al., KAISA, SC21 (arXiv 2107.01739), section 3; there every rank keeps all factors, here the owner does.
+Pauloski et al., KAISA, SC21 (arXiv 2107.01739), section 3. There every rank keeps all factors; here the owner does.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from secondorder.comm.placement import Grid, Load, assign
 from secondorder.comm.rendezvous import meet
 from secondorder.comm.strategy import CommStrategy, Parcel, Pending, Shard, Unit, default_timeout, world_size
 
-#: Longest message of an error that is told to the other ranks, in bytes.
+#: Length of the longest error message that is sent to the other ranks, in bytes.
 _MESSAGE = 2048
-#: Arguments that have nothing to do with which rank holds what.
+#: Arguments that do not affect which rank holds what.
 _DOES_NOT_PLACE = ("average_gradients", "wire_dtype", "timeout", "verify_every")
 
 
 def _nobody() -> None:
-    """A reference to no optimizer."""
+    """Return no optimizer, as a reference to one that is gone does."""
 
 
 class _All(Pending):
-    """Several works."""
+    """Several works that are waited for together."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for each."""
+        """Wait for each work."""
         for work in self._works:
             work.wait()
 
@@ -96,7 +97,7 @@ class RankGrid(CommStrategy):
         self._optimizer: Callable[[], Any] = _nobody
         self._units: list[Unit] = []
         self._owners: list[int] = []
-        #: Owners by name: units that come again stay where their state is.
+        #: Owners by name: units that are placed again stay where their state is.
         self._homes: dict[str, int] = {}
         self._grid = Grid(1, 1)
         self._rank = 0
@@ -109,19 +110,19 @@ class RankGrid(CommStrategy):
     # ------------------------------------------------------------------ what a strategy says
     @abstractmethod
     def workers(self, world: int) -> int:
-        """m, the ranks that precondition a unit."""
+        """Return m, the number of ranks that precondition a unit."""
 
     takes_pieces = True
     #: Whether every rank keeps all running estimates unless ``replicate_factors`` says otherwise.
     replicates_by_default = False
 
     def owners_among(self, world: int) -> Sequence[int] | None:
-        """Ranks that may own units; None for all."""
+        """Return the ranks that may own units; None for all ranks."""
         return None
 
     # ------------------------------------------------------------------ life
     def place(self, units: Sequence[Unit]) -> None:
-        """Spread the units over the ranks, longest processing time first; those placed before stay."""
+        """Spread the units over the ranks, longest processing time first; units that were placed before stay there."""
         world = world_size()
         if world != self._grid.world:
             self._homes = {}
@@ -132,46 +133,46 @@ class RankGrid(CommStrategy):
         self._homes |= {unit.name: owner for unit, owner in zip(units, self._owners, strict=True)}
 
     def owners_of(self, units: Sequence[Unit], world: int, homes: Mapping[str, int] | None = None) -> list[int]:
-        """Owners of units in a world of so many ranks, imagined or real."""
+        """Return the owners of units in a world of this size, whether it exists or not."""
         grid = Grid(world, self.workers(world))
         loads = [Load(self.cost(unit, grid), unit.nbytes) for unit in units]
         return assign(loads, grid, [(homes or {}).get(unit.name) for unit in units], self.owners_among(world))
 
     @property
     def homes(self) -> Mapping[str, int]:
-        """Owners of all units that were placed, by name: a unit that comes again stays there."""
+        """Owners of all units that were placed, by name: a unit that is placed again stays there."""
         return self._homes
 
     def imagine(
         self, rank: int, grid: Grid, units: Sequence[Unit], owners: Sequence[int], groups: Sequence[Any]
     ) -> None:
-        """Be a rank of a world that need not exist, for a dry run: meant for a copy of the strategy of a run.
+        """Take the place of a rank in a world that need not exist, for a dry run with a copy of a strategy.
 
         Args:
-            rank: The rank.
-            grid: Of the ranks of that world.
-            units: What is placed there.
-            owners: Owner by unit.
-            groups: What stands for the groups of the world, of the rank's row and of its column; None for those of one
+            rank: The rank to simulate.
+            grid: Grid of the ranks of that world.
+            units: The units that are placed there.
+            owners: Owner of each unit.
+            groups: Stand-ins for the groups of the world, of the rank's row and of its column; None for a group of one
                 rank.
         """
         self._rank, self._grid, self._units, self._owners = rank, grid, list(units), list(owners)
         self._world, self._row, self._column = groups
 
     def cost(self, unit: Unit, grid: Grid) -> float:
-        """FLOPs of a unit per step that its owner has and other ranks have not."""
+        """Return the FLOPs per step of a unit that its owner computes and other ranks do not."""
         own = unit.refresh_flops / unit.interval
         return own + unit.step_flops if grid.workers < grid.world else own
 
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
-        """Make the groups and compare the ranks' plans; collective, see the base class."""
+        """Create the groups and compare the ranks' plans. This is a collective; see the base class."""
         if not self.combines:
             return
         try:
             if not self._connected:
                 self.meet("the constructor of the optimizer")
                 self._make_groups(device)
-        except ValueError:  # told on every rank
+        except ValueError:  # every rank raises this error
             raise
         except Exception as error:
             raise RuntimeError(
@@ -184,17 +185,17 @@ class RankGrid(CommStrategy):
         require_equal(self.collectives, mine, self._world)
 
     def _make_groups(self, device: torch.device) -> None:
-        """Own groups, in one order on all ranks: the world, then rows, then columns, as far as they are neither."""
+        """Create groups, in one order on all ranks: the world, then rows, then columns that differ from both."""
         wait = default_timeout(device) if self._timeout is None else datetime.timedelta(seconds=self._timeout)
         self.collectives = Collectives(wire_dtype=self._wire_dtype, device=device)
         self._world = dist.new_group(list(range(self._grid.world)), timeout=wait)
-        # Which groups come next depends on the strategy: ranks that disagree would wait for each other.
+        # Which groups come next depends on the strategy, and ranks with different strategies would wait for each other.
         require_equal(self.collectives, {"strategy": [repr(self)]}, self._world)
         self._row, self._column = self._axes(wait)
         self._connected = True
 
     def _axes(self, wait: datetime.timedelta | None) -> tuple[Any, Any]:
-        """Groups of this rank's row and column; None for a row or column of one rank."""
+        """Return the groups of this rank's row and column; None for a row or column of one rank."""
 
         def group_of(sets: Iterable[Sequence[int]]) -> Any:
             own = None
@@ -225,10 +226,10 @@ class RankGrid(CommStrategy):
             require_equal(self.collectives, facts, self._world)
 
     def end_step(self) -> None:
-        """Compare the ranks, where that was asked for.
+        """Compare the ranks if that was requested.
 
         Raises:
-            RuntimeError: On every rank, if they differ.
+            RuntimeError: On every rank, if the ranks differ.
         """
         self._steps += 1
         if self._verify_every is None or not self.combines or self._steps % self._verify_every:
@@ -246,22 +247,22 @@ class RankGrid(CommStrategy):
             raise RuntimeError(f"step {self._steps}: {error}") from None
 
     def close(self) -> None:
-        """Leave the groups. Idempotent."""
+        """Destroy the groups. Idempotent."""
         connected, self._connected = self._connected, False
         self._optimizer = _nobody
         if connected and dist.is_initialized():
             for group in {id(g): g for g in self._own_groups() if g is not None}.values():
-                with contextlib.suppress(ValueError):  # it went with the default group
+                with contextlib.suppress(ValueError):  # it was destroyed with the default group
                     dist.destroy_process_group(group)
-        # Threads of a group end with its last reference, which must not be when the interpreter does.
+        # The threads of a group end with its last reference, which must not happen when the interpreter exits.
         self._world = self._row = self._column = None
 
     def _own_groups(self) -> list[Any]:
-        """Groups that this strategy has made."""
+        """Return the groups that this strategy has created."""
         return [self._row, self._column, self._world]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and pickles keep: no group."""
+        """Return what copies and pickles keep, which excludes the groups."""
         kept = {k: v for k, v in self.__dict__.items() if k not in ("_world", "_row", "_column")}
         return {
             **kept,
@@ -271,19 +272,19 @@ class RankGrid(CommStrategy):
         }
 
     def __repr__(self) -> str:
-        """As it would be constructed."""
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._told().items())})"
+        """Return the constructor call that creates an equal strategy."""
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._changed_arguments().items())})"
 
-    def _told(self) -> dict[str, Any]:
-        """Arguments that are not as they are by default."""
-        told = {
+    def _changed_arguments(self) -> dict[str, Any]:
+        """Return the arguments that differ from their defaults."""
+        changed = {
             "replicate_factors": self._replicate,
             "average_gradients": self._average or None,
             "wire_dtype": self._wire_dtype,
             "timeout": self._timeout,
             "verify_every": self._verify_every,
         }
-        return {k: v for k, v in told.items() if v is not None}
+        return {k: v for k, v in changed.items() if v is not None}
 
     # ------------------------------------------------------------------ who
     @property
@@ -298,7 +299,7 @@ class RankGrid(CommStrategy):
 
     @property
     def averages(self) -> bool:
-        """Whether the strategy brings gradients to their mean itself."""
+        """Whether the strategy averages gradients itself."""
         return self._average and self.combines
 
     @property
@@ -308,19 +309,19 @@ class RankGrid(CommStrategy):
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Rank of this process."""
         return self._rank
 
     @property
-    def standing(self) -> str:
-        """This rank, its world and what places the curvature, in words."""
-        told = {k: v for k, v in self._told().items() if k not in _DOES_NOT_PLACE}
-        strategy = f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in told.items())})"
+    def identity(self) -> str:
+        """This rank, its world and the arguments that place the curvature, as text."""
+        changed = {k: v for k, v in self._changed_arguments().items() if k not in _DOES_NOT_PLACE}
+        strategy = f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
         return f"rank {self._rank} of {self._grid.world} under {strategy}"
 
     @property
     def data_world(self) -> int:
-        """Number of processes that read data: all."""
+        """Number of processes that read data, which is all of them."""
         return self._grid.world
 
     @property
@@ -329,7 +330,7 @@ class RankGrid(CommStrategy):
         return self.collectives.nbytes
 
     def owner(self, index: int) -> int:
-        """Rank that refreshes the curvature of a unit."""
+        """Return the rank that refreshes the curvature of a unit."""
         return self._owners[index]
 
     def estimates(self, index: int) -> bool:
@@ -341,7 +342,7 @@ class RankGrid(CommStrategy):
         return self._owners[index] % self._grid.width == self._rank % self._grid.width
 
     def preconditioners(self, index: int) -> Sequence[int]:
-        """The column of the owner."""
+        """Return the ranks in the column of the owner."""
         return range(self._owners[index] % self._grid.width, self._grid.world, self._grid.width)
 
     def captures_elsewhere(self, index: int) -> bool:
@@ -349,21 +350,21 @@ class RankGrid(CommStrategy):
         return self._grid.width > 1 and (self._units[index].everywhere or self.sources(index) > 1)
 
     def shard(self, index: int) -> Shard:
-        """Part of a divisible unit: as the row is cut."""
+        """Return this rank's part of a divisible unit, which is cut over the row."""
         return Shard(self._rank % self._grid.width, self._grid.width)
 
     def shards(self, index: int) -> Sequence[int]:
-        """By rank which part of a divisible unit it has."""
+        """Return, by rank, which part of a divisible unit it has."""
         return [rank % self._grid.width for rank in range(self._grid.world)]
 
     def sender(self, index: int) -> int:
-        """Rank of this row that preconditions a unit."""
+        """Return the rank of this row that preconditions a unit."""
         width = self._grid.width
         return self._rank - self._rank % width + self._owners[index] % width
 
     # ------------------------------------------------------------------ verbs of a step
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:
-        """Bring ``.grad`` to its mean over the ranks; a rank without one has zeros, unless all are without."""
+        """Replace ``.grad`` by its mean over the ranks; one that is missing on some ranks counts as zeros."""
         if not self._average or not self.combines:
             return
         trained = [p for p in params if p.requires_grad]
@@ -379,7 +380,7 @@ class RankGrid(CommStrategy):
         self.collectives.average(grads, group=self._world, stage="gradients", count=self._grid.world).wait()
 
     def agree(self, words: Tensor) -> Tensor:
-        """Sum of a small float64 vector over the ranks, on the CPU."""
+        """Sum a small float64 vector over the ranks, and return it on the CPU."""
         if not self.combines:
             return words.cpu()
         return self.collectives.words(words, group=self._world, stage="words")
@@ -394,8 +395,8 @@ class RankGrid(CommStrategy):
         first = int(self.agree(has_one).argmax())
         text = (error or "").encode()[:_MESSAGE].ljust(_MESSAGE)
         letters = torch.tensor(list(text), dtype=torch.float64) * (self._rank == first)
-        told = bytes(int(c) for c in self.agree(letters).tolist()).decode(errors="replace").strip()
-        raise RuntimeError(told)
+        message = bytes(int(c) for c in self.agree(letters).tolist()).decode(errors="replace").strip()
+        raise RuntimeError(message)
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
         """Sum parcels over all ranks: on every rank, or on the owners alone."""
@@ -415,7 +416,7 @@ class RankGrid(CommStrategy):
         return self.replicates or self._units[index].everywhere
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Tensors of all ranks stacked in rank order, on every rank or on the owners alone."""
+        """Stack tensors of all ranks in rank order, on every rank or on the owners alone."""
         if not self.combines:
             return super().gather_statistics(parcels)
         spread = [p for p in parcels if self.is_everywhere(p.index)]
@@ -449,7 +450,7 @@ class RankGrid(CommStrategy):
         self.collectives.broadcast(by_root, group=self._world, stage="spread", symmetric=symmetric, exact=True).wait()
 
     def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
-        """Begin to copy directions from the ranks that preconditioned to the other ranks of their rows."""
+        """Start to copy directions from the ranks that preconditioned to the other ranks of their rows."""
         if not self.combines or self._grid.width == 1:
             return Pending()
         by_root, symmetric = self._by_root(parcels, self.sender)
@@ -464,7 +465,7 @@ class RankGrid(CommStrategy):
             flags.setdefault(root(p.index), []).extend(p.symmetric)
         return dict(sorted(tensors.items())), flags
 
-    # ------------------------------------------------------------------ verbs for once in a while
+    # ------------------------------------------------------------------ verbs that are called rarely
     def meet(self, what: str) -> None:
         """Wait until every rank has come here."""
         if self.combines:
@@ -475,11 +476,11 @@ class RankGrid(CommStrategy):
         if self.combines and tensors:
             self.collectives.broadcast({source: list(tensors)}, group=self._world, stage="copies", exact=True).wait()
 
-    # ------------------------------------------------------------------ verbs of parameters that are cut over ranks
+    # ------------------------------------------------------------------ verbs of parameters that are sharded over ranks
     def reshard(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], stage: str, exact: bool = False
     ) -> list[Tensor]:
-        """Bring tensors of one dtype from one cut to another, in one exchange between all ranks."""
+        """Bring tensors of one dtype from one sharding to another, in one exchange between all ranks."""
         if not self.combines:
             return super().reshard(tensors, routes, stage, exact)
         work = self.collectives.reshard(tensors, routes, group=self._world, stage=stage, exact=exact)
@@ -487,21 +488,21 @@ class RankGrid(CommStrategy):
         return found
 
     def sum_pieces(self, values: Tensor) -> Tensor:
-        """Sum of a vector over all ranks."""
+        """Sum a vector over all ranks."""
         if self.combines:
             self.collectives.all_reduce([values], group=self._world, stage="norms", exact=True).wait()
         return values
 
     # ------------------------------------------------------------------ verbs of divisible units
     def sum_shards(self, values: Tensor) -> Tensor:
-        """Sum of a vector over the ranks of this row."""
+        """Sum a vector over the ranks of this row."""
         if self._grid.width == 1:
             return values
         self.collectives.all_reduce([values], group=self._row, stage="dots").wait()
         return values
 
     def gather_shards(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Flat tensors from the parts of the ranks of this row."""
+        """Assemble flat tensors from the parts of the ranks of this row."""
         if self._grid.width == 1:
             return list(shards)
         found: list[Tensor] = self.collectives.gather_uneven(shards, sizes, group=self._row, stage="directions").wait()

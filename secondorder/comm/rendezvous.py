@@ -1,4 +1,4 @@
-"""A meeting of all ranks that names those who stayed away, instead of a collective that waits beside the others'."""
+"""A barrier for all ranks that names the missing ones, instead of a collective that waits next to another one."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-#: Meetings so far, by the store of the default group: a new group begins anew.
+#: Number of barriers so far, by the store of the default group: a new group starts again from zero.
 _held: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def attempt() -> str:
-    """A prefix for keys of the default store, which ranks that were started again may share with those of before."""
-    # Only where torchrun lends its own store to the ranks: each agent counts restarts for itself, and counts differ.
+    """Return a prefix for keys of the default store, which restarted ranks may share with the previous attempt."""
+    # torchrun may lend its own store to the ranks. Only then: each agent counts restarts for itself, and counts differ.
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
 
 
 def meet(what: str, timeout: timedelta | None = None) -> None:
-    """Wait until all ranks of the default group have come here; without a group there is nobody to wait for.
+    """Wait until all ranks of the default group have come here; without a group, return at once.
 
-    A collective that only some ranks enter may meet another one of the others, which ends the process on some backends
-    and mixes up the data of both on others. Keys in the store of the group cannot be mistaken for anything else.
+    A collective that only some ranks enter may meet a different one of the other ranks, which ends the process on some
+    backends and mixes up the data of both on others. Keys in the store of the group cannot be mistaken for anything
+    else.
 
     Args:
-        what: What all ranks must call, the same words on all of them.
-        timeout: How long to wait; that of the default group by default.
+        what: The function that all ranks must call, as the same text on all of them.
+        timeout: How long to wait; by default the timeout of the default group.
 
     Raises:
-        RuntimeError: If not all ranks come in time, naming those that did.
+        RuntimeError: If not all ranks come in time; the message names those that did.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    if dist.get_backend() == "fake":  # torch's stand-in for ranks that do not exist
+    if dist.get_backend() == "fake":  # torch's placeholder for ranks that do not exist
         return
     default: Any = distributed_c10d._get_default_store()
     number = _held.get(default, 0)
@@ -48,7 +49,7 @@ def meet(what: str, timeout: timedelta | None = None) -> None:
         store.wait([str(other) for other in range(world)], patience)
     except RuntimeError as error:
         came = [other for other in range(world) if store.check([str(other)])]
-        store.delete_key(str(rank))  # a second attempt is a new one
+        store.delete_key(str(rank))  # so that a second attempt counts as a new one
         raise RuntimeError(
             f"{what} must be called on all ranks at the same time: within {patience.total_seconds():g} s "
             f"{_named(came)} of {world} came"

@@ -1,18 +1,18 @@
-"""Who does which stage of a step: the interface of communication strategies and its one-process null object.
+"""The interface of communication strategies, which decide who does which stage of a step, and its null object.
 
-``SecondOrderOptimizer.step`` calls every verb unconditionally; a strategy decides what each means on this rank. What is
-placed as a whole is a *unit*: a block of a layer method, a window of a window method.
+``SecondOrderOptimizer.step`` calls every verb unconditionally; a strategy decides what each one does on this rank. A
+*unit* is placed as a whole: it is a block of a layer method, or a window of a window method.
 
 ::
 
     place, connect      at construction: who owns what (arithmetic), then groups and a check that all ranks agree
-    average_gradients   stage 0   ranks' gradients to their mean, if the strategy was asked to
-    reduce_statistics   stage 2   sums and counts to the ranks that hold the estimate of a unit
-    share_curvature     stage 4   what a refresh found, from the owner to the ranks that precondition
-    share_directions    stage 5   preconditioned gradients to the ranks that did not compute them
+    average_gradients   stage 0   average the ranks' gradients, if the strategy was asked to
+    reduce_statistics   stage 2   sum statistics on the ranks that hold the estimate of a unit
+    share_curvature     stage 4   copy results of refreshes from the owner to the ranks that precondition
+    share_directions    stage 5   copy preconditioned gradients to the ranks that did not compute them
 
-The messages of a step depend on the placement, the step counter and agreed numbers only, never on the data of one rank:
-that is what keeps ranks from waiting for each other for ever.
+The messages of a step depend only on the placement, the step counter and numbers that all ranks agree on, never on the
+data of one rank. That keeps ranks from waiting for each other forever.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from secondorder.comm.layout import Route
 
 
 def world_size() -> int:
-    """Ranks in the default process group; 1 without one."""
+    """Return the number of ranks in the default process group; 1 without one."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def default_timeout(device: torch.device) -> datetime.timedelta | None:
-    """Time after which the default process group gives a missing rank up; None where it does not tell."""
+    """Return the timeout of the default process group, or None if it does not have one."""
     try:
         found = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):
@@ -45,13 +45,13 @@ def default_timeout(device: torch.device) -> datetime.timedelta | None:
 
 
 class Unit(NamedTuple):
-    """What a strategy places.
+    """A unit that a strategy places.
 
     Attributes:
-        name: Of the block or window, the same on all ranks.
-        signature: Shapes, dtypes and options in words; ranks whose words differ are refused.
-        refresh_flops: Of one refresh.
-        step_flops: Of preconditioning one gradient.
+        name: Name of the block or window, the same on all ranks.
+        signature: Shapes, dtypes and options as text; ranks whose texts differ are refused.
+        refresh_flops: FLOPs of one refresh.
+        step_flops: FLOPs of preconditioning one gradient.
         nbytes: Bytes of its curvature.
         interval: Steps between refreshes.
         everywhere: Whether every rank needs its estimate at every step, whatever the strategy.
@@ -70,12 +70,12 @@ class Unit(NamedTuple):
 
 @dataclass
 class Parcel:
-    """Tensors of one unit that travel together.
+    """Tensors of one unit that are sent together.
 
     Attributes:
-        index: The unit.
-        tensors: Of the same shapes and dtypes on every rank that takes part; results are written into them.
-        symmetric: For each tensor whether it is a symmetric matrix ``[..., n, n]``, which travels as a triangle.
+        index: Index of the unit.
+        tensors: Tensors of the same shapes and dtypes on every rank that takes part; results are written into them.
+        symmetric: Whether each tensor is a symmetric matrix ``[..., n, n]``, which is sent as a triangle.
     """
 
     index: int
@@ -83,19 +83,19 @@ class Parcel:
     symmetric: tuple[bool, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Nothing is symmetric unless said so."""
+        """Fill in that no tensor is symmetric, if nothing was given."""
         self.symmetric = self.symmetric or (False,) * len(self.tensors)
 
 
 class Shard(NamedTuple):
-    """This rank's part of a divisible unit: part ``rank`` of ``size``."""
+    """This rank's part of a divisible unit: it has part ``rank`` of ``size``."""
 
     rank: int
     size: int
 
 
 class Pending:
-    """Messages on their way; here, none."""
+    """Messages on their way. This base class has none."""
 
     def wait(self) -> None:
         """Wait until the results are in the tensors of the parcels. Idempotent."""
@@ -104,11 +104,11 @@ class Pending:
 class CommStrategy(ABC):
     """The verbs of a strategy, in the order in which a step calls them."""
 
-    #: What this process does: ``"gradient"``, ``"factor"`` or ``"inverse"``.
+    #: The role of this process: ``"gradient"``, ``"factor"`` or ``"inverse"``.
     role: str = "gradient"
     #: Whether ranks may run out of data one after another, inside of torch's ``Join``.
     takes_joiners: bool = True
-    #: Whether it serves parameters that are cut over the ranks (FSDP2).
+    #: Whether it supports parameters that are sharded over the ranks (FSDP2).
     takes_pieces: bool = False
 
     @property
@@ -129,57 +129,57 @@ class CommStrategy(ABC):
     # ------------------------------------------------------------------ life
     @abstractmethod
     def place(self, units: Sequence[Unit]) -> None:
-        """Decide who does what; arithmetic only. Units that were placed before stay where they are."""
+        """Decide who does what; this is arithmetic only. Units that were placed before stay where they are."""
 
     @abstractmethod
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
-        """Make the groups and compare the ranks' plans; collective. Again after units have changed.
+        """Create the groups and compare the ranks' plans. This collective is repeated after units have changed.
 
         Args:
-            facts: What must be equal on all ranks, in words, by what it is about.
+            facts: Texts that must be equal on all ranks, by their subject.
             device: Device of small messages.
 
         Raises:
-            ValueError: On all ranks, if they differ, naming the first difference.
+            ValueError: On all ranks, if texts differ; the message names the first difference.
             RuntimeError: If not all ranks come.
         """
 
     def close(self) -> None:  # noqa: B027 - most strategies have nothing to end
-        """End what runs beside the training loop, and leave the groups. Idempotent."""
+        """End what runs next to the training loop, and destroy the groups. Idempotent."""
 
     def claim(self, optimizer: Any) -> None:  # noqa: B027 - most strategies take any
         """Serve this optimizer from now on, before anything is placed.
 
         Raises:
-            ValueError: If the strategy serves another one.
+            ValueError: If the strategy already serves another optimizer.
         """
 
     def compare(self, facts: Mapping[str, Sequence[str]]) -> None:  # noqa: B027 - nobody to compare with
-        """Compare facts over the ranks; as many on every rank.
+        """Compare facts over the ranks; every rank gives the same number of them.
 
         Raises:
-            ValueError: On all ranks, if they differ, naming the first difference.
+            ValueError: On all ranks, if facts differ; the message names the first difference.
         """
 
     def admit(self, optimizer: Any) -> None:  # noqa: B027 - most strategies take any
-        """Look at the optimizer, before the ranks meet.
+        """Check the optimizer before the ranks meet.
 
         Raises:
-            NotImplementedError: If the strategy cannot serve it.
+            NotImplementedError: If the strategy does not support it.
         """
 
     def abandon(self, error: BaseException) -> None:  # noqa: B027 - others hear of it when their time runs out
-        """This rank leaves its training loop with an error."""
+        """Handle that this rank leaves its training loop with an error."""
 
     # ------------------------------------------------------------------ who
     @property
     def averages(self) -> bool:
-        """Whether the strategy brings gradients to their mean itself."""
+        """Whether the strategy averages gradients itself."""
         return False
 
     @property
     def updates(self) -> bool:
-        """Whether this rank updates its parameters itself; one that does not only estimates."""
+        """Whether this rank updates its parameters itself; otherwise it only estimates."""
         return True
 
     @property
@@ -189,7 +189,7 @@ class CommStrategy(ABC):
 
     @property
     def rank(self) -> int:
-        """This process among those of the strategy."""
+        """Rank of this process among those of the strategy."""
         return 0
 
     @property
@@ -198,8 +198,8 @@ class CommStrategy(ABC):
         return world_size()
 
     @property
-    def standing(self) -> str:
-        """This rank, its world and what places the curvature, in words that two ranks never share."""
+    def identity(self) -> str:
+        """This rank, its world and the arguments that place the curvature, as text that is unique to the rank."""
         return f"rank {self.rank} of {self.world} under {type(self).__name__}()"
 
     @property
@@ -214,14 +214,14 @@ class CommStrategy(ABC):
 
     @abstractmethod
     def owner(self, index: int) -> int:
-        """Rank that refreshes the curvature of a unit."""
+        """Return the rank that refreshes the curvature of a unit."""
 
     def captures(self, index: int) -> bool:
         """Whether this rank captures statistics of a unit."""
         return True
 
     def sources(self, index: int) -> int:
-        """Number of ranks that capture statistics of a unit which not every rank estimates."""
+        """Return the number of ranks that capture statistics of a unit that not every rank estimates."""
         return self.data_world
 
     def captures_elsewhere(self, index: int) -> bool:
@@ -233,11 +233,11 @@ class CommStrategy(ABC):
         return True
 
     def preconditions(self, index: int) -> bool:
-        """Whether this rank holds what a refresh finds, and preconditions with it."""
+        """Whether this rank holds the results of refreshes of a unit, and preconditions with them."""
         return True
 
     def preconditioners(self, index: int) -> Sequence[int]:
-        """Ranks of which :meth:`preconditions` says so."""
+        """Return the ranks for which :meth:`preconditions` is True."""
         return range(self.world)
 
     def refreshes(self, index: int) -> bool:
@@ -245,39 +245,39 @@ class CommStrategy(ABC):
         return self.owner(index) == self.rank
 
     def learns(self, index: int) -> bool:
-        """Whether the ranks that step together estimate a unit, in steps whose statistics are due."""
+        """Whether the ranks that step together estimate a unit in steps whose statistics are due."""
         return True
 
     def renews(self, index: int) -> bool:
-        """Whether the ranks that step together refresh a unit, in steps in which that is due."""
+        """Whether the ranks that step together refresh a unit in steps in which a refresh is due."""
         return True
 
     def shard(self, index: int) -> Shard:
-        """This rank's part of a divisible unit."""
+        """Return this rank's part of a divisible unit."""
         return Shard(0, 1)
 
     def shards(self, index: int) -> Sequence[int]:
-        """By rank which part of a divisible unit it has."""
+        """Return, by rank, which part of a divisible unit it has."""
         return (0,) * self.world
 
     # ------------------------------------------------------------------ verbs of a step
     def begin_step(self) -> None:  # noqa: B027 - nothing to prepare
-        """A step begins."""
+        """Prepare a step."""
 
     def end_step(self) -> None:  # noqa: B027 - nothing to do
-        """A step was taken; what the next one captures is not decided yet."""
+        """Finish a step; what the next one captures is not decided yet."""
 
     def average_gradients(self, params: Sequence[nn.Parameter]) -> None:  # noqa: B027 - nobody to send to
-        """Bring ``.grad`` to its mean over the ranks, where the strategy was asked to do that."""
+        """Average ``.grad`` over the ranks, if the strategy was asked to do that."""
 
     def agree(self, words: Tensor) -> Tensor:
-        """Sum of a small float64 vector over the ranks that have data, on the CPU.
+        """Sum a small float64 vector over the ranks that have data, and return it on the CPU.
 
         Args:
-            words: The same number of words on every rank.
+            words: The vector, which has the same length on every rank.
 
         Returns:
-            The sums, the same bits on every rank.
+            The sums, with the same bits on every rank.
         """
         return words.cpu()
 
@@ -286,20 +286,20 @@ class CommStrategy(ABC):
 
         Args:
             error: This rank's error, or None.
-            failed: Whether any rank has one, as agreed.
+            failed: Whether any rank has an error, as all ranks agreed.
 
         Raises:
-            RuntimeError: If so.
+            RuntimeError: If any rank has one.
         """
         if failed:
             raise RuntimeError(error)
 
     def reduce_statistics(self, parcels: Sequence[Parcel]) -> Pending:
-        """Sum parcels of the same units over all ranks; the sum is valid where :meth:`estimates` says so."""
+        """Sum parcels of the same units over all ranks; the sum is valid where :meth:`estimates` is True."""
         return Pending()
 
     def gather_statistics(self, parcels: Sequence[Parcel]) -> list[Parcel]:
-        """Tensors ``[...]`` of all ranks stacked in rank order ``[W, ...]``, valid where :meth:`estimates` says so."""
+        """Stack tensors ``[...]`` of all ranks in rank order as ``[W, ...]``, valid where :meth:`estimates` is True."""
         return [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
 
     def share_curvature(self, parcels: Sequence[Parcel]) -> None:  # noqa: B027 - nobody to send to
@@ -313,55 +313,55 @@ class CommStrategy(ABC):
         """Copy parcels from the owners of their units to all ranks; every rank gives all of them."""
 
     def post_directions(self, parcels: Sequence[Parcel]) -> Pending:
-        """Begin to copy directions from the ranks that preconditioned to the others; every rank gives all of them."""
+        """Start to copy directions from the ranks that preconditioned to the others; every rank gives all of them."""
         return Pending()
 
     def share_directions(self, parcels: Sequence[Parcel]) -> None:
         """Copy directions from the ranks that preconditioned to the others."""
         self.post_directions(parcels).wait()
 
-    # ------------------------------------------------------------------ verbs of parameters that are cut over ranks
+    # ------------------------------------------------------------------ verbs of parameters that are sharded over ranks
     def reshard(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], stage: str, exact: bool = False
     ) -> list[Tensor]:
-        """Bring tensors of one dtype from one cut to another.
+        """Bring tensors of one dtype from one sharding to another.
 
         Args:
-            tensors: What this rank has of each, flat, possibly empty.
-            routes: Of each.
-            stage: Under which the message is counted.
-            exact: Whether numbers travel as they are, whatever the wire dtype.
+            tensors: This rank's shard of each tensor, flat, possibly empty.
+            routes: Route of each tensor.
+            stage: Stage under which the message is counted.
+            exact: Whether numbers are sent as they are, whatever the wire dtype.
 
         Returns:
-            What this rank shall have of each, flat.
+            This rank's new shard of each tensor, flat.
         """
         return [x[way.want[0] : way.want[1]] for x, way in zip(tensors, routes, strict=True)]
 
     def sum_pieces(self, values: Tensor) -> Tensor:
-        """Sum of a vector over all ranks, the same bits on each."""
+        """Sum a vector over all ranks, to the same bits on each."""
         return values
 
-    # ------------------------------------------------------------------ verbs for once in a while
+    # ------------------------------------------------------------------ verbs that are called rarely
     def meet(self, what: str) -> None:  # noqa: B027 - nobody to wait for
         """Wait until every rank has come here.
 
         Args:
-            what: What all ranks must call, for the text of the error.
+            what: The function that all ranks must call, for the text of the error.
 
         Raises:
             RuntimeError: If not all ranks come, after the timeout.
         """
 
     def copy_from(self, source: int, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - nobody to send to
-        """Copy tensors of one rank to all others, in place; every rank gives all of them, of the same shapes."""
+        """Copy tensors of one rank to all others, in place; every rank gives all of them, with the same shapes."""
 
     # ------------------------------------------------------------------ verbs of divisible units
     def sum_shards(self, values: Tensor) -> Tensor:
-        """Sum of a vector over the ranks that together hold one copy of a divisible unit."""
+        """Sum a vector over the ranks that together hold one copy of a divisible unit."""
         return values
 
     def gather_shards(self, shards: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Flat tensors from the parts of the ranks that together hold one copy.
+        """Assemble flat tensors from the parts of the ranks that together hold one copy.
 
         Args:
             shards: This rank's part of each tensor, flat, possibly empty.
@@ -374,13 +374,13 @@ class CommStrategy(ABC):
 
 
 class Local(CommStrategy):
-    """One process does everything; every verb is the identity."""
+    """Does everything in one process; every verb is the identity."""
 
     def place(self, units: Sequence[Unit]) -> None:
-        """Nothing to place."""
+        """Do nothing, since there is nothing to place."""
 
     def connect(self, facts: Mapping[str, Sequence[str]], device: torch.device) -> None:
-        """Nobody to connect to.
+        """Check that there is no other process to connect to.
 
         Raises:
             RuntimeError: In a process group of more than one rank, whose replicas would silently diverge.
@@ -392,5 +392,5 @@ class Local(CommStrategy):
             )
 
     def owner(self, index: int) -> int:
-        """Rank 0."""
+        """Return rank 0."""
         return 0

@@ -314,9 +314,9 @@ class Analysis:
         if step is not None and self._method.steps > step:  # without any gradient there is no step
             self._begun = True
             if self._trend is not None:
-                told = self._method.diagnostics()
-                mode = told.get("mode", type(self._method).__name__.lower())
-                events = self._trend.events(step, mode, told.get("mode_by_layer", {}))
+                reported = self._method.diagnostics()
+                mode = reported.get("mode", type(self._method).__name__.lower())
+                events = self._trend.events(step, mode, reported.get("mode_by_layer", {}))
                 self._lines += [("trend", event) for event in events]
             if self._profile is not None:
                 self._lines.append(("profile", self._profile.event()))

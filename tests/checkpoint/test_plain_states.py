@@ -117,7 +117,7 @@ def test_groups_are_matched_by_the_names_of_their_parameters() -> None:
 class SomeRanks:
     """A strategy of several ranks."""
 
-    combines, standing = True, "rank 0 of 2"
+    combines, identity = True, "rank 0 of 2"
 
 
 def packed(table: ParameterTable, kept: str = "all", **state: torch.Tensor | int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Arguments:
         return {name: getattr(self, name) for name in roles.NAMES}
 
     @property
-    def told(self) -> Mapping[str, Any]:
+    def changed(self) -> Mapping[str, Any]:
         """Return the arguments that differ from their defaults, as they were given."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}
         changed = {f.name: found[f.name] for f in fields(self) if found[f.name] != f.default}

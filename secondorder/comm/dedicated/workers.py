@@ -256,7 +256,7 @@ class DedicatedWorkers(CommStrategy):
 
     def __repr__(self) -> str:
         """Return the constructor call that creates an equal strategy."""
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.arguments.told.items())})"
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.arguments.changed.items())})"
 
     # ------------------------------------------------------------------ who
     @property
