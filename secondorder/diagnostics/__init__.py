@@ -1,4 +1,4 @@
-"""What an optimizer tells about itself."""
+"""Reports of an optimizer about itself, and tools that observe it."""
 
 from secondorder.diagnostics.analysis import Analysis
 from secondorder.diagnostics.flat import flat

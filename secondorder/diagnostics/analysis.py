@@ -1,13 +1,13 @@
-"""Analysis: rank of the curvature, trend of the gradient, error of few rows and times of a step, beside any training.
+"""Analysis of a training run: rank of the curvature, trend of the gradient, error of few rows, and times of a step.
 
 ::
 
-    forward, backward   taps of its own collect rows of examples              on steps that are due, for rank and error
-    before the step     rank and error, from rows and gradient                (with a closure: once that has run)
-    the step            is timed, its directions are kept
+    forward, backward   hooks of its own collect rows of examples             on steps that are due, for rank and error
+    before the step     rank and error are measured from rows and gradient    (with a closure: once that has run)
+    the step            is timed, and its directions are kept
     after the step      one line per event is appended to its file, and the taps are set for the next step
 
-Nothing here moves a parameter, a gradient, a state or a stream of random numbers.
+Nothing here changes a parameter, a gradient, a state or a stream of random numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from secondorder.preconditioners.layers import LayerPreconditioner
 
 SelfT = TypeVar("SelfT", bound="Analysis")
 
-#: Columns of the file of each tool.
+#: The columns of the file of each tool.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "rank": ("step", "layer", "m", "d_i", "d_o", *SPECTRUM, "process"),
     "trend": ("step", "epoch", "layer", "grad_norm", "update_norm", "rel_change", "mode", "process"),
@@ -50,10 +50,10 @@ class _Process(NamedTuple):
 
 
 class Analysis:
-    """Observes the training of a layer method (K-FAC, EK-FAC, HyLo) and writes what it sees into a folder.
+    """Observes the training of a layer method (K-FAC, EK-FAC, HyLo) and writes what it measures into a folder.
 
-    A pure observer: with and without it, parameters and state of the optimizer are the same to the last bit. Another
-    one may go on in the same folder, after a resume for instance: files are only ever appended to.
+    It only observes: with and without it, the parameters and the state of the optimizer are the same to the last bit.
+    Another analysis may continue in the same folder, for example after a resume, because files are only appended to.
 
     ``rank.jsonl``
         of each layer, from the eigenvalues σ of the kernel of its m examples: ``rank90``, how many of the largest make
@@ -72,29 +72,30 @@ class Analysis:
         of each step: milliseconds of its stages, ``refresh_ms`` with those inside it; bytes sent, held by the
         optimizer, and by which the step has raised the peak of the memory of a CUDA device.
 
-    ``step`` counts from 0; what is not defined or not finite is null. ``process`` is the index of the process. Rank and
-    error hold the rows of all examples during the steps that are looked at, and compute in float64.
+    ``step`` counts from 0; a value that is not defined or not finite is null. ``process`` is the index of the process.
+    Rank and error hold the rows of all examples during the steps that are measured, and compute in float64.
 
     Args:
-        optimizer: The optimizer, with its module.
-        out_dir: Folder for the files; made if it is not there.
+        optimizer: The optimizer, which must have its module.
+        out_dir: Folder for the files; it is created if it does not exist.
         tools: Which files to write.
-        every: Interval in steps; the first step is looked at too.
+        every: Interval in steps; the first step is measured too.
         rank_fraction: ρ, kept rows per example, for the error.
-        max_rank: Most rows to keep.
-        damping: λ of rank and error; None: the optimizer's own of each layer, a relative one by this batch alone: times
-            the mean eigenvalue of the kernel for HyLo, of the Fisher for the others.
-        epoch_steps: Steps of an epoch, for the column ``epoch``; None leaves it null.
+        max_rank: Largest number of rows to keep.
+        damping: λ of rank and error. If None, it is the optimizer's own λ of each layer; a relative one is computed
+            from this batch alone, as a multiple of the mean eigenvalue of the kernel for HyLo, and of the Fisher for
+            the others.
+        epoch_steps: Number of steps of an epoch, for the column ``epoch``. If None, the column is null.
         approx: ``"reduce"`` takes one row per example, ``"expand"`` the rows of all positions, which is exact.
         kis_sampling: How rows are drawn for the error, one way or several: ``"systematic"``, ``"replacement"``,
             ``"unweighted"``, ``"uniform"``.
         seed: Seed of those draws.
 
     Attributes:
-        refused: Why there are no rows of a layer, by its name.
+        refused: The reason why a layer has no rows, by its name.
 
     Raises:
-        TypeError: If the optimizer is no layer method, or an option is of a wrong kind.
+        TypeError: If the optimizer is not a layer method, or an option is of a wrong kind.
         ValueError: For an option out of range, or an optimizer whose rows are those of an observed Fisher.
         RuntimeError: If the stages of the optimizer are being timed already, or it has no module.
 
@@ -138,7 +139,7 @@ class Analysis:
         options.choice("reduce", "expand")("approx", approx)
         options.whole(0)("seed", seed)
         self._every, self._approx = every, approx
-        # The classes of layer methods stand above this one, so a type checker does not know their members here.
+        # Layer methods are defined in modules above this one, so a type checker does not know their members here.
         self._method: Any = cast("Any", optimizer)
         curvature = self._method.preconditioner
         per_kernel, observed = curvature.damps_kernel, self._method.capture.observes
@@ -154,13 +155,13 @@ class Analysis:
 
     # ------------------------------------------------------------------ life
     def _observe(self, folder: Path, epoch_steps: int | None) -> None:
-        """Make what observes, and open the files: events go on where earlier ones end."""
-        comm = self._method.comm  # a strategy of one process says neither
+        """Create the observers, and open the files: new events follow the earlier ones."""
+        comm = self._method.comm  # a strategy of one process has neither
         self._process = _Process(getattr(comm, "rank", 0), getattr(comm, "world", 1))
         self._profile = Profile(self._method, self._device, *self._process) if "profile" in self._tools else None
         folder.mkdir(parents=True, exist_ok=True)
         paths = {tool: folder / f"{tool}.jsonl" for tool in self._tools}
-        #: Whether there is any event yet: the first step is looked at whatever its number.
+        #: Whether there is any event yet: the first step is measured whatever its number.
         self._begun = any(path.exists() and path.stat().st_size > 0 for path in paths.values())
         last = _last_norms(paths["trend"], self._process.rank) if "trend" in paths else {}
         self._trend = Trend(self._method, epoch_steps, last) if "trend" in paths else None
@@ -170,7 +171,7 @@ class Analysis:
         self._closed = False
         self._capture: RowCapture | None = None
         self._followed: tuple[object, ...] = ()
-        #: Step that is being looked at, None outside of one.
+        #: Step that is being measured; None outside of a step.
         self._step: int | None = None
         self._lines: list[Line] = []
         if self._profile is not None:
@@ -199,11 +200,11 @@ class Analysis:
             file.close()
 
     def __enter__(self: SelfT) -> SelfT:
-        """The analysis itself; leaving the block closes it."""
+        """Return the analysis; leaving the block closes it."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
+        """Close the analysis."""
         self.close()
 
     @property
@@ -224,7 +225,7 @@ class Analysis:
         return not self._begun or self._method.steps % self._every == 0
 
     def _follow(self) -> None:
-        """Have measured what the coming step is to be judged by; called before each forward and after each step."""
+        """Prepare the measurements of the coming step; called before each forward and after each step."""
         if self._step is not None or self._closed or self._method.module is None:
             return
         due = self._is_due()
@@ -254,7 +255,7 @@ class Analysis:
 
     # ------------------------------------------------------------------ around a step
     def _before_step(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Look at the gradient, or have the closure that computes it followed by a look."""
+        """Measure the gradient, or wrap the closure that computes it so that it is measured afterwards."""
         if not self._is_due():
             return None
         self._step, self._lines = self._method.steps, []
@@ -270,7 +271,7 @@ class Analysis:
         return None
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, its first evaluation followed by a look: others are at other parameters."""
+        """Wrap a closure to measure after its first evaluation; later evaluations are at other parameters."""
         seen = False
 
         def evaluate() -> Any:
@@ -285,7 +286,7 @@ class Analysis:
 
     @torch.no_grad()
     def _look(self) -> None:
-        """Measure what is there before the parameters move: rows and gradients."""
+        """Measure rows and gradients before the parameters move."""
         gradients = {b: [_dense(p.grad) for p in b.params if p.grad is not None] for b in self._blocks}
         if self._trend is not None:
             self._trend.look(gradients)
@@ -293,23 +294,23 @@ class Analysis:
             self._lines += self._few_rows.lines(self._looks(self._capture, gradients), self._step)
 
     def _looks(self, rows: RowCapture, gradients: dict[Block, list[Tensor]]) -> Iterator[Look]:
-        """The layers whose rows and gradient are complete; rows that were looked at are let go of."""
+        """Yield the layers whose rows and gradient are complete, and release the rows that were used."""
         self._method.loss_scale.infer(self._method.capture.statistics, self._method.comm.averages)
         capture = rows.capture
         capture.leave_out_replaced()
         taken = capture.take()
         statistics = capture.statistics
-        capture.arm(())  # what a step evaluates again is at other parameters
+        capture.arm(())  # a step may evaluate again, at other parameters
         self._followed = (None, None, *self._followed[2:])
         self.refused.update({statistics.sites[i].name: reason for i, reason in statistics.refused.items()})
         for index in sorted(taken.statistics):
             block, statistic = rows.blocks[index], cast("ExampleRows", taken.statistics.pop(index))
-            found = gradients.get(block, [])  # nothing, if the plan has changed since
+            found = gradients.get(block, [])  # empty if the plan has changed since
             if statistic.nbytes and len(found) == len(block.params):
                 yield Look(block, statistic.finish(), taken.examples[index], found)
 
     def _after_step(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Write what was seen, and tap what the next step needs."""
+        """Write the measurements, and tap what the next step needs."""
         step, self._step = self._step, None
         if step is not None and self._method.steps > step:  # without any gradient there is no step
             self._begun = True
@@ -335,7 +336,7 @@ def _require_layers(optimizer: object) -> None:
 
 
 def _several(name: str, given: str | Sequence[str], allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """One or several of some strings, each once."""
+    """Check one or several of some strings, and return each once."""
     values = (given,) if isinstance(given, str) else tuple(given)
     for value in values:
         options.choice(*allowed)(name, value)
@@ -343,7 +344,7 @@ def _several(name: str, given: str | Sequence[str], allowed: tuple[str, ...]) ->
 
 
 def _last_norms(path: Path, process: int) -> dict[str, float]:
-    """Norm of the gradient by layer in the last events of a process."""
+    """Read the norm of the gradient by layer from the last events of a process."""
     own = [e for e in read_events(path) if e.get("process") == process] if path.exists() else []
     return {e["layer"]: e["grad_norm"] for e in own if e.get("grad_norm") is not None}
 

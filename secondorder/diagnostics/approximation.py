@@ -1,4 +1,4 @@
-"""How many directions the curvature of a layer has, and what is lost when few rows stand for all: pure functions.
+"""Pure functions for the number of directions in the curvature of a layer, and the error of keeping few rows.
 
 With per-example gradients u_n, scaled so that ``F = Σ u uᵀ``, and the kernel ``K_nm = ⟨u_n, u_m⟩``, which has the
 eigenvalues of F that are not zero. The exact update of a gradient V, ``u* = (F + λI)⁻¹ V``, is that of SNGD with all
@@ -19,13 +19,13 @@ from secondorder.linalg.kernel import Rows
 
 
 class System(NamedTuple):
-    """A layer's ``(F + λI) u = V`` by its rows, everything in float64.
+    """A layer's ``(F + λI) u = V`` in terms of its rows, in float64.
 
     Attributes:
-        rows: All rows, n of them.
+        rows: All n rows.
         kernel: K ``[..., n, n]``.
         damping: λ ``[...]``.
-        matrix: V, in the shape that goes with the rows.
+        matrix: V, in the shape that fits the rows.
     """
 
     rows: Rows
@@ -50,11 +50,11 @@ class Sums(NamedTuple):
     inner: float = 0.0
 
     def plus(self, other: Sums) -> Sums:
-        """The sums over both."""
+        """Return the sums over both."""
         return Sums(*(a + b for a, b in zip(self, other, strict=True)))
 
     def measures(self) -> dict[str, float]:
-        """Relative error ``‖u − u*‖ / ‖u*‖`` and cosine; NaN for updates of zeros."""
+        """Return the relative error ``‖u − u*‖ / ‖u*‖`` and the cosine; NaN for updates of zeros."""
         length = math.sqrt(self.own * self.exact)
         return {
             "rel_error": math.sqrt(self.error / self.exact) if self.exact else math.nan,
@@ -66,8 +66,8 @@ class Kept(NamedTuple):
     """An update from few rows.
 
     Attributes:
-        update: It.
-        measure: Name and value of what tells how well the rows were chosen.
+        update: The update.
+        measure: Name and value of a measure of how well the rows were chosen.
     """
 
     update: Tensor
@@ -75,17 +75,17 @@ class Kept(NamedTuple):
 
 
 def in_float64(rows: Rows) -> Rows:
-    """The rows in float64; indices stay what they are."""
+    """Return the rows in float64; indices do not change."""
     a = rows.a.double() if rows.a is not None and rows.a.is_floating_point() else rows.a
     return rows._replace(a=a, g=rows.g.double())
 
 
 def spectrum(kernel_: Tensor, damping: Tensor) -> dict[str, Any]:
-    """What the eigenvalues of a kernel tell; several kernels are blocks of one.
+    """Summarize the eigenvalues of a kernel; several kernels are blocks of one.
 
     Args:
         kernel_: K ``[..., n, n]``, finite.
-        damping: λ ``[...]``; the mean of several.
+        damping: λ ``[...]``; several values are averaged.
 
     Returns:
         ``rank90``, how many of the largest eigenvalues make up nine tenths of their sum; ``eff_rank``, exp of their
@@ -103,13 +103,13 @@ def spectrum(kernel_: Tensor, damping: Tensor) -> dict[str, Any]:
 
 
 def exact(system: System) -> Tensor:
-    """u*, from all rows."""
+    """Return u*, computed from all rows."""
     inverse, _ = woodbury.damped_inverse(system.kernel, system.damping)
     return woodbury.apply(system.rows, inverse, system.damping, system.matrix)
 
 
 def interpolated(system: System, rank: int) -> Kept:
-    """KID: the pivots of an interpolative decomposition; the measure is how much of the trace of K they explain."""
+    """Return the update of KID, from interpolation pivots, and the share of the trace of K that they explain."""
     found = selection.interpolate(system.kernel, rank)
     rows = kernel.pick(system.rows, found.index, found.valid)
     core = selection.core(system.kernel, found, system.damping, "diag")
@@ -122,7 +122,7 @@ def interpolated(system: System, rank: int) -> Kept:
 
 
 def sampled(system: System, rank: int, sampling: str, generator: torch.Generator) -> Kept:
-    """KIS: rows drawn by their lengths; the measure is the effective sample size ``(Σω²)²/Σω⁴``, of blocks the mean."""
+    """Return the update of KIS from rows drawn by length, and the sample size ``(Σω²)²/Σω⁴``, the mean of blocks."""
     drawn = selection.draw(kernel.norms(system.rows), rank, sampling, generator)
     rows = kernel.pick(system.rows, drawn.index, drawn.weight)
     inverse, _ = woodbury.damped_inverse(kernel.gram(rows), system.damping)
@@ -132,7 +132,7 @@ def sampled(system: System, rank: int, sampling: str, generator: torch.Generator
 
 
 def compare(update: Tensor, exact_update: Tensor) -> Sums:
-    """Sums over all coordinates of an update and of the exact one."""
+    """Return the sums over all coordinates of an update and of the exact one."""
     u, reference = update.flatten(), exact_update.flatten()
     rest = u - reference
     return Sums(*torch.stack([rest.dot(rest), u.dot(u), reference.dot(reference), u.dot(reference)]).tolist())

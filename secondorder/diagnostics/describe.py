@@ -28,7 +28,7 @@ class Row:
 
 
 def human_bytes(n: int) -> str:
-    """Bytes in the largest unit that keeps at least one digit before the point."""
+    """Format bytes in the largest unit that keeps at least one digit before the point."""
     size = float(n)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":

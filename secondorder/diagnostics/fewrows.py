@@ -21,10 +21,10 @@ from secondorder.linalg import kernel, selection
 from secondorder.linalg.kernel import Rows
 
 Event = dict[str, Any]
-#: A tool and an event of it.
+#: The name of a tool and one of its events.
 Line = tuple[str, Event]
 
-#: What the eigenvalues of a layer tell.
+#: The values that are computed from the eigenvalues of a layer.
 SPECTRUM = "rank90", "eff_rank", "sigma_max", "sigma_sum", "damping_over_sigma1"
 
 
@@ -35,7 +35,7 @@ class Look(NamedTuple):
         block: The layer.
         rows: Rows of its examples, as captured.
         m: Examples of the step.
-        gradients: Of its parameters, as they are trained.
+        gradients: Gradients of its parameters, as they are trained.
     """
 
     block: Block
@@ -51,10 +51,10 @@ class FewRows:
     Attributes:
         tools: ``"rank"``, ``"error"`` or both.
         rank_fraction: ρ.
-        max_rank: Most rows to keep.
-        damping: λ, or None for that of each layer's options.
-        damps_kernel: Whether a relative one is relative to the kernel, as in the optimizer.
-        samplings: How rows are drawn.
+        max_rank: Largest number of rows to keep.
+        damping: λ, or None to use the options of each layer.
+        damps_kernel: Whether a relative λ is relative to the kernel, as in the optimizer.
+        samplings: Ways to draw rows.
         seed: Seed of the draws.
     """
 
@@ -67,7 +67,7 @@ class FewRows:
     seed: int
 
     def lines(self, looks: Iterable[Look], step: int) -> Iterator[Line]:
-        """The events of all layers of a step, then those of all layers together."""
+        """Yield the events of all layers of a step, then those of all layers together."""
         totals: dict[str, Sums] = {}
         ranks: set[int] = set()
         for look in looks:
@@ -85,7 +85,7 @@ class FewRows:
         return selection.planned_rank(n, self.rank_fraction, self.max_rank)
 
     def _system(self, look: Look) -> System | None:
-        """The layer's system of equations, None if a number in it is not finite."""
+        """Return the layer's system of equations, or None if a number in it is not finite."""
         group = look.block.group
         scale = averages.gradient_scale(look.m, group["loss_reduction"], group["loss_terms"])
         rows = kernel.scaled(approximation.in_float64(look.rows), scale**0.5)
@@ -102,7 +102,7 @@ class FewRows:
         return System(rows, found, damping, matrix) if bool(finite) else None
 
     def _errors(self, block: Block, system: System | None, step: int, totals: dict[str, Sums]) -> Iterator[Line]:
-        """One event for each way to keep few rows; what it adds up to goes into the totals of that way."""
+        """Yield one event for each way to keep few rows, and add its sums to the totals of that way."""
         reference = None if system is None else approximation.exact(system)
         for mode, keep in self._ways(block.index, step):
             if system is None or reference is None:
@@ -115,7 +115,7 @@ class FewRows:
             yield "error", _error_event(block.name, mode, rank, sums.measures() | dict([kept.measure]))
 
     def _ways(self, layer: int, step: int) -> Iterator[tuple[str, Callable[[System, int], Kept]]]:
-        """Ways to keep few rows, by name; the draws of each step, layer and way are the same in every run."""
+        """Yield ways to keep few rows, by name; the draws of each step, layer and way are the same in every run."""
         yield "kid", approximation.interpolated
         for sampling in self.samplings:
             mode = "kis" if sampling == "systematic" else f"{sampling} KIS"
@@ -127,9 +127,10 @@ class FewRows:
 def _rank_event(look: Look, system: System | None) -> Event:
     adapter, found = look.block.adapter, dict[str, Any]()
     if system is not None:
-        with suppress(LinAlgError):  # it did not converge, and an observer must not end a training
+        with suppress(LinAlgError):  # it did not converge, and an observer must not end the training
             found = approximation.spectrum(system.kernel, system.damping)
-    d_o = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g  # units of a normalisation are one vector
+    # The units of a normalization are one vector.
+    d_o = adapter.n_g * adapter.groups if adapter.is_exact else adapter.n_g
     known = {"layer": look.block.name, "m": look.m, "d_i": adapter.n_a, "d_o": d_o}
     return known | dict.fromkeys(SPECTRUM) | found
 
@@ -140,7 +141,7 @@ def _error_event(layer: str, mode: str, r: int | None, found: Mapping[str, float
 
 
 def _mixed(*numbers: int) -> int:
-    """One seed from several numbers."""
+    """Combine several numbers into one seed."""
     mixed = 0
     for number in numbers:
         mixed = (mixed * 1_000_003 + number + 1) % (1 << 62)

@@ -12,14 +12,14 @@ def flat(diagnostics: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of nested diagnostics under keys such as ``"damping_by_layer/encoder.0"``.
 
     Args:
-        diagnostics: What ``diagnostics()`` of an optimizer returned, or any nested mapping with numbers in it.
+        diagnostics: The result of ``diagnostics()`` of an optimizer, or any nested mapping with numbers in it.
 
     Returns:
         Finite numbers by key: those of an inner mapping under ``outer/inner``, entries of a list or tuple under their
-        position, bools as 0 and 1. What is None, text, infinite or NaN is left out.
+        position, and bools as 0 and 1. Values that are None, text, infinite or NaN are left out.
 
     Raises:
-        TypeError: If it is no mapping.
+        TypeError: If it is not a mapping.
 
     Example:
         >>> flat({"step": 3, "damping_by_layer": {"0": 0.5}, "kl_clip_factor": None, "damping": [0.1]})

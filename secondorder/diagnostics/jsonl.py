@@ -16,14 +16,14 @@ log: logging.Logger = logging.getLogger("secondorder")
 class EventFile:
     """A file to which events are appended, each on disk as soon as it is written.
 
-    What stands in the file already stays. Several processes may append to one file.
+    The existing content of the file stays. Several processes may append to one file.
 
     Args:
-        path: The file; its folder must be there.
+        path: The file; its folder must exist.
         columns: Names of the values of an event, in this order.
 
     Attributes:
-        count: Events written by this object.
+        count: Number of events written by this object.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
@@ -31,7 +31,7 @@ class EventFile:
         self.count = 0
         broken = _ends_in_mid_line(path)
         self._file = path.open("a", encoding="utf-8", newline="\n")
-        if broken:  # a program was stopped while it wrote
+        if broken:  # a program was stopped while writing
             self._file.write("\n")
 
     def write(self, event: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ class EventFile:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    r"""The events of a file, in the order in which they were written.
+    r"""Read the events of a file, in the order in which they were written.
 
     A line that a program could not finish is left out, and logged unless it is the last one.
 
@@ -61,7 +61,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         path: A file of one JSON object per line.
 
     Returns:
-        One dict per event, from column to value; None stands for what is not defined or not finite.
+        One dict per event, from column to value; None stands for a value that is not defined or not finite.
 
     Example:
         >>> import tempfile, pathlib
@@ -83,7 +83,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
                 event = None
             if isinstance(event, dict):
                 yield event
-            elif line.strip() and line.endswith("\n"):  # the last one may be being written
+            elif line.strip() and line.endswith("\n"):  # the last line may still be being written
                 log.warning("%s, line %d is no event and is left out", path, number)
 
 
@@ -96,5 +96,5 @@ def _ends_in_mid_line(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """JSON knows no number that is not finite."""
+    """Replace a number that is not finite by None, since JSON cannot hold it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

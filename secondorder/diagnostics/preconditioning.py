@@ -1,4 +1,4 @@
-"""What preconditioning did to a gradient: coordinates scaled, direction turned, length changed.
+"""Measures of how preconditioning changes a gradient: coordinates are scaled, the direction turned, the length changed.
 
 The measures are those of EFCP (Modoranu et al. 2023, arXiv 2306.06098). With the gradient g and the direction u made
 from it, over d coordinates::
@@ -8,9 +8,9 @@ from it, over d coordinates::
                share of the coordinates with u_i g_i > 0                         qp_sign_agree
     size       ‖g‖, ‖u‖, ‖u‖ / ‖g‖                                               qp_norm_g, qp_norm_u, qp_norm_ratio_u_g
 
-Every tensor is read tile by tile in float64, so temporaries stay small beside it. The host waits for the device once
-per call, to learn how many coordinates have a gradient: ``qp_n`` is a plain int, and the quantiles stand at ranks that
-depend on it.
+Every tensor is read tile by tile in float64, so that temporaries stay small compared with it. The host waits for the
+device once per call, to learn how many coordinates have a gradient: ``qp_n`` is a plain int, and the quantiles are at
+ranks that depend on it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch import Tensor
 #: Gradients or directions: of one tensor, of several in order, or by name. None stands for a missing gradient.
 Tensors: TypeAlias = Tensor | Sequence[Tensor | None] | Mapping[str, Tensor | None]
 
-#: Entries that are read at a time.
+#: Number of entries that are read at a time.
 _TILE = 1 << 20
-#: Bins of the histogram.
+#: Number of bins of the histogram.
 _BINS = 64
 
 
@@ -45,17 +45,18 @@ def quantify_preconditioning(
 ) -> dict[str, Any]:
     """Compare a direction with the gradient that it was made from, per coordinate and as a whole.
 
-    Computed on the device of the tensors; the host waits for it once. What is not defined is NaN: the cosine with a
-    vector of zeros, a quantile of no coordinates.
+    It is computed on the device of the tensors; the host waits for it once. A value that is not defined is NaN: the
+    cosine with a vector of zeros, or a quantile of no coordinates.
 
     Args:
         g: Gradients: one tensor, a sequence, or a mapping from names. A None in it is left out, with its direction.
-        u: Directions, of the same kind, names and shapes. For a method with momentum, the momentum buffers may stand
-            here.
+        u: Directions, of the same kind, names and shapes. For a method with momentum, the momentum buffers may be given
+            instead.
         signed: Whether the quantiles are those of ``u_i / g_i`` instead of ``|u_i| / |g_i|``.
         histogram: Whether to add the histogram of ``log10(|u_i| / |g_i|)``, 64 bins from the smallest to the largest.
-        sample: Largest number of ratios that the quantiles, the mean and the histogram are computed from: exact up to
-            there, above from so many coordinates, spread evenly and drawn at random. Everything else is always exact.
+        sample: Largest number of ratios from which the quantiles, the mean and the histogram are computed. They are
+            exact up to this number of coordinates; beyond it, that many coordinates are drawn at random, spread evenly.
+            Everything else is always exact.
         seed: Seed of that draw.
 
     Returns:
@@ -92,7 +93,7 @@ def quantify_preconditioning(
 
 
 def _pairs(g: Tensors, u: Tensors) -> dict[str, tuple[Tensor, Tensor]]:
-    """Gradient and direction by name, without those that have no gradient."""
+    """Return gradient and direction by name, without those that have no gradient."""
     named_g, named_u = _named("g", g), _named("u", u)
     if isinstance(g, Tensor) != isinstance(u, Tensor) or isinstance(g, Mapping) != isinstance(u, Mapping):
         raise TypeError(
@@ -132,25 +133,27 @@ def _tiles(name: str, g: Tensor, u: Tensor) -> Iterator[_Tile]:
     if g.is_complex() != u.is_complex():
         raise ValueError(f"'{name}': g is {g.dtype} and u {u.dtype}; both must be complex, or neither")
     flat_g, flat_u = _flat(g), _flat(u)
-    for start in range(0, max(flat_g.numel(), 1), _TILE):  # one tile even of nothing: it brings the device along
+    # There is one tile even for an empty tensor, since it has the device.
+    for start in range(0, max(flat_g.numel(), 1), _TILE):
         tile_g, tile_u = flat_g[start : start + _TILE], flat_u[start : start + _TILE]
         yield _Tile(tile_g, tile_u, _sums(tile_g.double(), tile_u.double()))
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The entries of a tensor in one row; complex ones as pairs, sparse gradients dense."""
+    """Return the entries of a tensor in one row; complex ones as pairs, sparse gradients dense."""
     if x.layout != torch.strided:
         x = x.to_dense()
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
 
 
 def _sums(g: Tensor, u: Tensor) -> Tensor:
-    counts = [(g != 0).sum(), (g.sign() * u.sign() > 0).sum()]  # signs: a product of tiny numbers may become zero
+    # Signs are compared, because a product of tiny numbers may become zero.
+    counts = [(g != 0).sum(), (g.sign() * u.sign() > 0).sum()]
     return torch.stack([*(count.double() for count in counts), g.dot(u), g.dot(g), u.dot(u)])
 
 
 def _filled(tiles: list[_Tile]) -> list[int]:
-    """Coordinates with a gradient, by tile: the one place where the host waits for the device."""
+    """Count the coordinates with a gradient, by tile: the only place where the host waits for the device."""
     if not tiles:
         return []
     device = tiles[0].sums.device
@@ -164,10 +167,10 @@ def _total(tiles: list[_Tile]) -> Tensor:
 
 
 def _ratios(tiles: list[_Tile], filled: list[int], sample: int, seed: int) -> Tensor:
-    """``u_i / g_i [n]`` in float64, ``n`` at most ``sample``, over coordinates with g_i ≠ 0; each tile gives its share.
+    """Return ``u_i / g_i [n]`` in float64, ``n`` at most ``sample``, over coordinates with g_i ≠ 0.
 
     Args:
-        tiles: What to read.
+        tiles: The tiles to read; each contributes its share.
         filled: Number of those coordinates by tile.
         sample: Largest n.
         seed: Seed of the draw.
@@ -179,7 +182,8 @@ def _ratios(tiles: list[_Tile], filled: list[int], sample: int, seed: int) -> Te
     wanted = min(sample, total)
     parts, seen = [], 0
     for tile, n in zip(tiles, filled, strict=True):
-        share = (seen + n) * wanted // max(total, 1) - seen * wanted // max(total, 1)  # of all tiles: exactly `wanted`
+        # Over all tiles: exactly `wanted`.
+        share = (seen + n) * wanted // max(total, 1) - seen * wanted // max(total, 1)
         parts.append(_tile_ratios(tile, n, share, seed + seen).to(tiles[0].g.device))
         seen += n
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
@@ -229,7 +233,7 @@ def _rotation_and_size(sums: Tensor, n: int) -> dict[str, Tensor]:
 
 
 def _histogram(ratios: Tensor) -> dict[str, Tensor]:
-    """Counts and edges of ``log10`` of ratios ``[n]`` that are not negative; zero and infinite ones stay out."""
+    """Return counts and edges of ``log10`` of non-negative ratios ``[n]``; zero and infinite ones are left out."""
     decades = ratios.log10()
     usable = decades.isfinite()
     none = ratios.new_zeros(1)  # so that the extremes of nothing exist

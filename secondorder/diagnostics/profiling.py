@@ -9,7 +9,7 @@ import torch
 from secondorder.diagnostics.report import Reporting
 from secondorder.diagnostics.timing import StageClock
 
-#: Stages by column; exchange is whatever brings statistics to where they are needed.
+#: The stages in each column; ``exchange`` brings statistics to where they are needed.
 STAGES = {
     "capture_ms": ("capture",),
     "select_ms": ("select",),
@@ -29,12 +29,12 @@ class Profile:
 
     Args:
         optimizer: The optimizer.
-        device: Where its stages run.
+        device: Device on which its stages run.
         rank: Index of the process.
         world: Number of processes.
 
     Raises:
-        RuntimeError: If its stages are being timed already.
+        RuntimeError: If the stages are already being timed.
     """
 
     def __init__(self, optimizer: Reporting, device: torch.device, rank: int, world: int) -> None:
@@ -46,21 +46,21 @@ class Profile:
         self._peak_before = self._sent_before = 0
 
     def attach(self) -> None:
-        """Have the stages of the optimizer timed."""
+        """Attach the clock that times the stages of the optimizer."""
         self._optimizer.time_stages(self._clock)
 
     def run(self, due: bool) -> None:
-        """Time from here on, or stop doing so."""
+        """Start timing, or stop it."""
         if due != self._clock.running:
             self._clock.take()
             self._clock.running = due
 
     def begin(self) -> None:
-        """Note where a step starts."""
+        """Record the start of a step."""
         self._peak_before, self._sent_before = self._peak(), self._sent()
 
     def event(self) -> dict[str, Any]:
-        """What the step took."""
+        """Return the times, traffic and memory of the step."""
         times = self._clock.take()
         return {
             "rank": self._rank,
@@ -72,7 +72,7 @@ class Profile:
         }
 
     def close(self) -> None:
-        """Leave the optimizer untimed."""
+        """Detach the clock."""
         if self._optimizer.stage_clock is self._clock:
             self._optimizer.time_stages(None)
 
@@ -80,5 +80,5 @@ class Profile:
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _sent(self) -> int:
-        """Bytes that the strategy has sent so far; one of a single process sends none."""
+        """Return the bytes that the strategy has sent so far; a single process sends none."""
         return int(getattr(self._optimizer.comm, "wire_bytes", 0))

@@ -1,4 +1,4 @@
-"""What an optimizer reports about itself: coverage, bytes, and options that are not the default ones."""
+"""The report of an optimizer about itself: coverage, bytes, and options that differ from their defaults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Reporting(Protocol):
         ...
 
     def time_stages(self, clock: Clock | None) -> None:
-        """Have a clock time the stages of the steps to come."""
+        """Let a clock time the stages of the steps to come."""
 
     def parameter_name(self, p: nn.Parameter) -> str:
         """Return the name of a parameter."""

@@ -1,4 +1,4 @@
-"""Taps of an observer on the layers of an optimizer: the rows of a step, captured beside the optimizer's own."""
+"""Taps of an observer on the layers of an optimizer, which capture the rows of a step next to the optimizer's own."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from secondorder.curvature.wrappers import forwarded
 
 
 class RowCapture:
-    """Captures the rows of examples of all blocks, in the forwards that another capture takes part in.
+    """Captures the rows of examples of all blocks, in the forward passes that another capture takes part in.
 
     Args:
         root: The module.
         approx: ``"reduce"`` or ``"expand"``.
-        leader: The optimizer's own capture; examples are counted as it counts them.
-        before_forward: Returns what is called before each forward pass, or None.
+        leader: The optimizer's own capture, which determines how examples are counted.
+        before_forward: Returns the function that is called before each forward pass, or None.
 
     Attributes:
         root: The module.
-        blocks: What is tapped, a site each.
-        capture: What captures them.
+        blocks: The tapped blocks, one site each.
+        capture: The capture of their rows.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RowCapture:
 
 
 def _are_gone(owners: Sequence[nn.Parameter], reduced: bool) -> bool:
-    """Whether gradients were discarded: a step that was skipped may be followed by zeros in their place."""
+    """Whether gradients were discarded; after a step that was skipped, zeros may be in their place."""
     return all(p.grad is None or not _has_entries(p.grad.detach()) for p in owners)
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer counts and keeps of its steps."""
+"""The counts and records of an optimizer's steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class StepRecord:
-    """Counts the batches that are left out, keeps directions for a look at them, and watches the damping.
+    """Counts the batches that are left out, keeps directions for inspection, and watches the damping.
 
     Attributes:
-        kept: Dicts of directions that are open, the innermost last.
+        kept: The open dicts of directions, the innermost last.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class StepRecord:
         """Warn once, early in training, if the damping hides the curvature of all that is covered.
 
         Args:
-            report: Finds the curvature to compare.
+            report: Report that finds the curvature to compare.
             method: Name of the optimizer's class.
             step: Number of steps taken before this one.
         """

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-#: Seconds of the host, or an event in the stream of a CUDA device.
+#: A time in seconds on the host, or an event in the stream of a CUDA device.
 Instant = Any
 
 
-#: Spans that are kept one by one until somebody takes them: times of a device are not waited for.
+#: Number of spans that are kept one by one until they are taken, so that the host need not wait for a device.
 _MOST_SPANS = 4096
 
 
@@ -27,25 +27,25 @@ class _Span(NamedTuple):
 class StageClock:
     """Adds up how long the stages of a step take, by name.
 
-    A stage counts all that runs inside it, other stages too; one that runs inside itself counts once. On a CUDA device
-    the time is the device's own, measured by events in its stream: the host waits only when the times are read.
+    A stage includes all that runs inside it, other stages too; if it runs inside itself, it counts once. On a CUDA
+    device the time is the device's own, measured by events in its stream: the host waits only when the times are read.
 
     Args:
-        device: Where the stages run; None or any other device than a CUDA one: as the host sees them.
+        device: Device on which the stages run; times on None or a device other than CUDA are those of the host.
 
     Attributes:
-        running: Whether stages are timed; may be set at any time, and holds for stages that begin then.
+        running: Whether stages are timed; it may be set at any time, and affects stages that start afterwards.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.running = True
         self._cuda = device if device is not None and device.type == "cuda" else None
         self._spans: list[_Span] = []
-        #: Stages of the step that goes on, and of the last one.
+        #: Stages of the current step, and of the last one.
         self._current: list[_Span] = []
         self._last: list[_Span] = []
         self._summed: dict[str, float] = {}
-        # By thread: the backward pass of a device runs in a thread of its own.
+        # Stages are open per thread: the backward pass of a device runs in a thread of its own.
         self._open: set[tuple[int, str]] = set()
 
     @contextmanager
@@ -66,20 +66,20 @@ class StageClock:
             self._current.append(span)
 
     def take(self) -> dict[str, float]:
-        """Milliseconds by stage since the last call; a stage that did not run is not there."""
+        """Return milliseconds by stage since the last call, without stages that did not run."""
         spans, self._spans = self._spans, []
         found, self._summed = self._summed, {}
         return _added(found, spans)
 
     def end_step(self) -> None:
-        """A step is over: what ran since the one before is the time of :meth:`last_step`."""
+        """End a step: the time since the previous one becomes that of :meth:`last_step`."""
         self._last, self._current = self._current, []
-        if len(self._spans) > _MOST_SPANS:  # nobody takes them
+        if len(self._spans) > _MOST_SPANS:  # nobody has taken them
             old, self._spans = self._spans[: -_MOST_SPANS // 2], self._spans[-_MOST_SPANS // 2 :]
             _added(self._summed, old)
 
     def last_step(self) -> dict[str, float]:
-        """Milliseconds by stage of the last step, with the captures of its backward passes; :meth:`take` is as ever."""
+        """Return milliseconds by stage of the last step and its backward passes; it does not affect :meth:`take`."""
         return _added({}, self._last)
 
     def _now(self) -> Instant:

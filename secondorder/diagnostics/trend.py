@@ -21,7 +21,7 @@ class Trend:
     Args:
         optimizer: The optimizer.
         epoch_steps: Steps of an epoch, or None.
-        last: Norms of the gradient by layer when they were last looked at.
+        last: Norms of the gradient by layer when they were last measured.
     """
 
     def __init__(self, optimizer: Reporting, epoch_steps: int | None, last: Mapping[str, float]) -> None:
@@ -31,7 +31,7 @@ class Trend:
         self._kept: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Have the directions of the coming step kept."""
+        """Start to keep the directions of the coming step."""
         self.end()
         self._kept = self._keeping.enter_context(self._optimizer.keep_directions())
 
@@ -40,13 +40,13 @@ class Trend:
         self._norms = {block: norm(found) for block, found in gradients.items() if found}
 
     def end(self) -> dict[str, Tensor]:
-        """Stop keeping directions; returns those of the step, by name of the parameter."""
+        """Stop keeping directions, and return those of the step by name of the parameter."""
         self._keeping.close()
         found, self._kept = self._kept, {}
         return found
 
     def events(self, step: int, mode: str, mode_by_layer: Mapping[str, str]) -> Iterator[Event]:
-        """One event for each layer that was looked at, once the step is over."""
+        """Yield one event for each layer that was measured, once the step is over."""
         directions, name_of = self.end(), self._optimizer.parameter_name
         for block, size in self._norms.items():
             before = self._last.get(block.name)
@@ -63,6 +63,6 @@ class Trend:
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
-    """Frobenius norm of several tensors together."""
+    """Return the Frobenius norm of several tensors together."""
     norms = [torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]
     return float(torch.linalg.vector_norm(torch.stack(norms)))
