@@ -2,9 +2,9 @@
 
 Matrices may carry leading batch dimensions ``[..., n, n]``. Nothing here reads a module, a parameter group or a rank.
 
-The failure ladder of the two factorisations (``eigh`` and Cholesky inverse), climbed per matrix and only by those
-that failed: working precision → jitter → float64 → float64 on the CPU → give up (``ok`` is False, and the caller keeps
-what it had). What a device does not have at all, or breaks down in, is done on the CPU right away (:func:`anywhere`).
+The two factorizations (``eigh`` and the Cholesky inverse) have a failure ladder, which each matrix climbs only if it
+failed: working precision → jitter → float64 → float64 on the CPU → give up (``ok`` is False, and the caller keeps what
+it had). A function that a device does not have, or breaks down in, runs on the CPU right away (:func:`anywhere`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 _JITTER = 1e-6
 #: Largest accepted error of ``Q Qᵀ v = v`` for a probe vector of unit entries, by precision.
 _ORTHOGONALITY = {torch.float32: 1e-3, torch.float64: 1e-8}
-#: Columns of one strip of a blocked Gram product on a CPU, below a width and beyond; two are the least that pays.
+#: Columns of one strip of a blocked Gram product on a CPU, below a width and beyond it; two strips are the least that
+#: pays.
 _STRIP, _WIDE_STRIP, _WIDE = 64, 128, 1024
-#: On other devices, where a product has to be large to be fast.
+#: The same on other devices, where a product has to be large to be fast.
 _DEVICE_STRIP = 1024
 #: Elements to which rows are aligned.
 _ALIGNMENT = 16
@@ -33,7 +34,7 @@ _ALIGNMENT = 16
 Factorisation = Callable[[Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
 log: logging.Logger = logging.getLogger("secondorder")
-#: Functions that a kind of device did not have: what happened there is logged once.
+#: Functions that a kind of device did not have, each of which is logged once.
 _elsewhere: set[tuple[str, str]] = set()
 
 
@@ -59,10 +60,10 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def _tf32_switches() -> tuple[str, Any, list[Any]]:
-    """What switches TF32 off: torch has old switches and new ones, and refuses to read the old where the new were used.
+    """Find the switches of TF32; torch has old and new ones, and refuses to read the old after use of the new.
 
     Returns:
-        Name of an attribute, its value without TF32, and what has it, for products and for convolutions.
+        Name of an attribute, its value without TF32, and the objects that have it, for products and for convolutions.
     """
     if hasattr(torch.backends.cudnn, "conv"):
         return "fp32_precision", "ieee", [torch.backends.cuda.matmul, torch.backends.cudnn.conv]
@@ -90,22 +91,23 @@ def solve_each(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def anywhere(function: Callable[..., Any], *tensors: Tensor, **keywords: Any) -> Any:
-    """``function(*tensors)``, on the CPU if their device has no such function or breaks down in it.
+    """Return ``function(*tensors)``, computed on the CPU if their device has no such function or breaks down in it.
 
-    A matrix that cannot be factorised (``LinAlgError``) is no such case, and neither is a lack of memory.
+    Matrices that cannot be factorized (``LinAlgError``) and a lack of memory are not such cases.
 
     Args:
-        function: Of ``torch.linalg`` or like those: takes tensors, returns a tensor or a tuple of them.
-        *tensors: Its arguments, all of one device.
-        **keywords: More arguments, no tensors.
+        function: A function of ``torch.linalg`` or a similar one: it takes tensors and returns a tensor or a tuple of
+            them.
+        *tensors: Its arguments, all on one device.
+        **keywords: Further arguments, which are not tensors.
 
     Returns:
-        What it returns, on the device of the arguments.
+        The result of the function, on the device of the arguments.
 
     Raises:
-        LinAlgError: As the function does.
-        OutOfMemoryError: As the function does.
-        RuntimeError: As the function does on the CPU, ``NotImplementedError`` too.
+        LinAlgError: If the function raises it.
+        OutOfMemoryError: If the function raises it.
+        RuntimeError: If the function raises it on the CPU, ``NotImplementedError`` included.
     """
     try:
         return function(*tensors, **keywords)
@@ -131,7 +133,7 @@ def _to_host(x: Tensor) -> Tensor:
 
 
 def precision_of(p: Tensor) -> torch.dtype:
-    """In which the curvature of a parameter is found: float64 for float64 and complex128, else float32."""
+    """Return the dtype of a parameter's curvature: float64 for float64 and complex128, otherwise float32."""
     return torch.float64 if p.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
@@ -151,23 +153,23 @@ class Workspace:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reset(self) -> None:
-        """Give back everything that was handed out."""
+        """Make everything that was handed out available again."""
         self._used.clear()
 
     def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        """An uninitialised tensor of the dtype and device of ``like``, valid until :meth:`reset`."""
+        """Return an uninitialized tensor of the dtype and device of ``like``, valid until :meth:`reset`."""
         key, size = (like.dtype, like.device), math.prod(shape)
         start = self._used.get(key, 0)
         self._used[key] = start + size
         buffer = self._buffers.get(key)
         if buffer is None or buffer.numel() < start + size:
-            # What was handed out before keeps the old buffer alive; the next block finds one that fits all.
+            # Tensors that were handed out before keep the old buffer alive; the next block finds one that fits all.
             buffer = self._buffers[key] = like.new_empty(start + size)
         return buffer[start : start + size].view(tuple(shape))
 
 
 def empty_aligned(shape: Sequence[int], like: Tensor, workspace: Workspace | None = None) -> Tensor:
-    """An uninitialised tensor whose rows start at multiples of 64 bytes (for float32).
+    """Return an uninitialized tensor whose rows start at multiples of 64 bytes (for float32).
 
     The homogeneous column makes most factors odd-sized, and a matrix product over rows that start anywhere is a fifth
     slower than over aligned ones; a padded copy costs a hundredth.
@@ -181,14 +183,14 @@ def empty_aligned(shape: Sequence[int], like: Tensor, workspace: Workspace | Non
 
 
 def aligned(x: Tensor, workspace: Workspace) -> Tensor:
-    """``x [..., n]`` itself if its rows are aligned or too short to matter, else an aligned copy."""
+    """Return ``x [..., n]`` itself if its rows are aligned or too short to matter, and otherwise an aligned copy."""
     if x.shape[-1] % _ALIGNMENT == 0 or x.shape[-1] < 4 * _ALIGNMENT or x.stride(-2) % _ALIGNMENT == 0:
         return x
     return empty_aligned(x.shape, x, workspace).copy_(x)
 
 
 def product(x: Tensor, y: Tensor, workspace: Workspace | None = None) -> Tensor:
-    """``x @ y`` of ``[..., n, k]`` and ``[..., k, m]`` into aligned rows."""
+    """Return ``x @ y`` of ``[..., n, k]`` and ``[..., k, m]`` in aligned rows."""
     if x.dim() > 2 or y.shape[1] < 4 * _ALIGNMENT:
         return x @ y
     return torch.mm(x, y, out=empty_aligned((x.shape[0], y.shape[1]), x, workspace))
@@ -219,7 +221,7 @@ def mirror_upper_(x: Tensor) -> Tensor:
     n = x.shape[-1]
     if n > 1:
         strip = _WIDE_STRIP if _is_on_host(x) else _DEVICE_STRIP
-        # Strip by strip, so that the temporary stays small beside the matrix.
+        # The copy goes strip by strip, so that the temporary stays small compared with the matrix.
         for start in range(0, n, strip):
             stop = min(start + strip, n)
             diagonal = x[..., start:stop, start:stop]
@@ -249,12 +251,12 @@ def add_outer_rows_(out: Tensor, rows: Tensor, homogeneous: bool) -> None:
 
 
 def eigh_psd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigendecomposition of symmetric positive semi-definite matrices, with the failure ladder.
+    """Return the eigendecomposition of symmetric positive semi-definite matrices, using the failure ladder.
 
     Args:
         x: Matrices ``[k, n, n]``, float32 or float64.
-        host_checks: Whether the host may look at the outcome and climb the ladder (it may on a CPU, where that costs
-            nothing, and after a failure).
+        host_checks: Whether the host may check the outcome and climb the ladder, as it may on a CPU, where that costs
+            nothing, and after a failure.
 
     Returns:
         Eigenvalues ``[k, n]`` clamped at 0, eigenvectors ``[k, n, n]`` in columns, and ``ok [k]``.
@@ -266,11 +268,11 @@ def eigh_psd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def inverse_pd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor]:
-    """Inverses of symmetric positive definite matrices by Cholesky, with the failure ladder.
+    """Return the inverses of symmetric positive definite matrices by Cholesky, using the failure ladder.
 
     Args:
         x: Damped matrices ``[k, n, n]``, float32 or float64.
-        host_checks: As in :func:`eigh_psd`.
+        host_checks: The same as in :func:`eigh_psd`.
 
     Returns:
         Inverses ``[k, n, n]`` and ``ok [k]``.
@@ -282,17 +284,17 @@ def inverse_pd(x: Tensor, host_checks: bool) -> tuple[Tensor, Tensor]:
 
 
 def all_true_on_cpu(flags: Tensor) -> bool:
-    """Whether every flag of a CPU tensor is set, read without a dispatched operator."""
+    """Whether every flag of a CPU tensor is set; it is read without a dispatched operator."""
     return bool(flags.numpy().all())
 
 
 def _eigh(x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     values, vectors = anywhere(torch.linalg.eigh, x)
-    # A vector there and back finds a basis that is not orthogonal at n² instead of n³ cost.
+    # Rotating a vector there and back detects a basis that is not orthogonal at n² instead of n³ cost.
     probe = torch.ones_like(x[..., :1])
     if x.device.type == "cpu":
         error = (vectors @ (vectors.mT @ probe) - probe).abs().amax((-2, -1))
-    else:  # not as products of matrices: their precision may be switched by other threads
+    else:  # not as products of matrices, since other threads may switch their precision
         error = ((vectors * vectors.sum(-2, keepdim=True)).sum(-1) - 1).abs().amax(-1)
     ok = (error < _ORTHOGONALITY[x.dtype] * max(1.0, x.shape[-1] / 1000)) & torch.isfinite(values).all(-1)
     return (values.clamp_(min=0), vectors), ok
@@ -305,7 +307,7 @@ def _cholesky_inverse(x: Tensor) -> tuple[tuple[Tensor], Tensor]:
 
 
 def _with_ladder(x: Tensor, factorise: Factorisation, host_checks: bool) -> tuple[tuple[Tensor, ...], Tensor]:
-    x = (x + x.mT) / 2  # what both routines assume
+    x = (x + x.mT) / 2  # both routines assume symmetry
     try:
         results, ok = factorise(x)
     except LinAlgError:
@@ -321,7 +323,7 @@ def _with_ladder(x: Tensor, factorise: Factorisation, host_checks: bool) -> tupl
 def _climb_failed(
     x: Tensor, factorise: Factorisation, results: tuple[Tensor, ...], flags: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Climb the ladder with the matrices whose flag is down; the others keep their result."""
+    """Climb the ladder with the matrices whose flag is False; the others keep their result."""
     results, flags = tuple(part.clone() for part in results), flags.clone()
     for i, good in enumerate(flags.numpy().tolist()):
         if not good:
@@ -355,5 +357,5 @@ def _rungs(x: Tensor) -> Iterator[Tensor]:
 
 
 def _nothing(x: Tensor, factorise: Factorisation) -> tuple[Tensor, ...]:
-    """Zeros of the shapes that a factorisation of ``[k, n, n]`` returns."""
+    """Return zeros in the shapes that a factorization of ``[k, n, n]`` returns."""
     return (torch.zeros_like(x[..., 0]), torch.zeros_like(x)) if factorise is _eigh else (torch.zeros_like(x),)

@@ -35,7 +35,7 @@ CHUNK_BYTES = 16 * 2**20
 #: Flops in the time that one element takes to or from memory: 4 bytes at 5 flops per byte, a lower end of today's
 #: processors. It decides only between many flops on rows and few on per-example gradients.
 _FLOPS_PER_MOVE = 20
-#: What makes the orthonormal completion of a null space reproducible, as a multiple of the mean eigenvalue.
+#: This jitter makes the orthonormal completion of a null space reproducible; it is a multiple of the mean eigenvalue.
 _JITTER = 1e-6
 #: An eigenvalue counts as 0 below this many times ``√n ε`` of the largest. At widths of 256 to 1024 rounding leaves up
 #: to a tenth of that in place of 0, and the smallest eigenvalues that are not 0 were five times as much or more.
@@ -47,7 +47,7 @@ _ROTATION, _TURN = 8.0, 4.0
 #: Largest accepted error of ``Q Qᵀ v = v`` for a probe vector of unit entries, as for eigenvectors.
 _ORTHOGONALITY = 1e-4
 
-# route that forms per-example gradients → whether (a, g) are rotated late: as gradients, not as rows
+# Maps the routes that form per-example gradients to whether (a, g) are rotated late: as gradients, not as rows.
 _LATE = {
     "gradient": (False, False),
     "unprojected": (True, True),
@@ -57,11 +57,11 @@ _LATE = {
 
 
 class RouteCost(NamedTuple):
-    """What a route costs per example and group.
+    """The cost of a route per example and group.
 
     Attributes:
         flops: Floating-point operations of its matrix products.
-        moved: Elements read and written around them.
+        moved: Elements read and written in addition.
         held: Elements of temporaries alive at the same time.
     """
 
@@ -73,7 +73,7 @@ class RouteCost(NamedTuple):
 def route_costs(
     positions: int, n_a: int, n_g: int, rotate_a: bool = True, rotate_g: bool = True
 ) -> dict[str, RouteCost]:
-    """Costs of every exact way to ``(Q_Gᵀ G_n Q_A)²``.
+    """Return the costs of every exact way to compute ``(Q_Gᵀ G_n Q_A)²``.
 
     * ``"gramian"`` multiplies pairs of rows, ``Σ_{s,t} (g̃_s ∘ g̃_t)(ã_s ∘ ã_t)ᵀ``, by symmetry those of t ≥ s only. With
       one position this is the product of the squared rows.
@@ -83,19 +83,19 @@ def route_costs(
 
     Args:
         positions: S, positions of an example.
-        n_a: Columns of the gradient matrix.
-        n_g: Its rows.
+        n_a: Number of columns of the gradient matrix.
+        n_g: Number of its rows.
         rotate_a: Whether there is a basis on the side of a.
-        rotate_g: Likewise for g.
+        rotate_g: Whether there is a basis on the side of g.
 
     Returns:
         Costs by name of the route.
     """
     size, width, pairs = n_a * n_g, n_a + n_g, positions * (positions + 1) // 2
-    # Rotating rows, and rotating gradients.
+    # The costs of rotating rows, and of rotating gradients.
     early = 2 * positions * n_a**2 * rotate_a, 2 * positions * n_g**2 * rotate_g
     late = 2 * n_g * n_a**2 * rotate_a, 2 * n_a * n_g**2 * rotate_g
-    rows = 3 * positions * (_padded(n_a) + _padded(n_g))  # the rotated ones, and copies on the way there or from there
+    rows = 3 * positions * (_padded(n_a) + _padded(n_g))  # the rotated ones, and copies before or after the rotation
     costs = {"gramian": RouteCost(sum(early) + 2 * pairs * size, 4 * pairs * width, rows)}
     for name, (late_a, late_g) in _LATE.items():
         late_a, late_g = late_a and rotate_a, late_g and rotate_g
@@ -106,7 +106,7 @@ def route_costs(
 
 
 def choose_route(positions: int, n_a: int, n_g: int, rotate_a: bool = True, rotate_g: bool = True) -> str:
-    """Name of the cheapest route, arguments as in :func:`route_costs`; the number of examples does not matter."""
+    """Return the name of the cheapest route; arguments are those of :func:`route_costs`, and N does not matter."""
     if positions == 1:
         return "gramian"
     costs = route_costs(positions, n_a, n_g, rotate_a, rotate_g)
@@ -125,15 +125,15 @@ def scale_intra(
     chunk_bytes: int = CHUNK_BYTES,
     homogeneous: bool = False,
 ) -> Tensor:
-    """``Σ_n (Q_Gᵀ G_n Q_A)²``, exact for every number of positions.
+    """Return ``Σ_n (Q_Gᵀ G_n Q_A)²``, which is exact for every number of positions.
 
     Args:
         a: Inputs ``[(Γ,) N, S, n_a]``, or None for a constant 1 (``n_a = 1``).
         g: Output gradients ``[(Γ,) N, S, n_g]``.
         basis_a: ``Q_A [(Γ,) n_a, n_a]`` or None.
         basis_g: ``Q_G [(Γ,) n_g, n_g]`` or None.
-        route: A key of :func:`route_costs`; None takes the cheapest.
-        chunk_bytes: Temporaries stay below, unless those of a single example do not fit.
+        route: A key of :func:`route_costs`; None for the cheapest.
+        chunk_bytes: Bound on temporaries, unless those of a single example do not fit.
         homogeneous: Whether a 1 has to be appended to every row of ``a``, which then has ``n_a − 1`` columns. No row
             is copied for it.
 
@@ -149,7 +149,7 @@ def scale_intra(
     groups = g.shape[0] if g.dim() == 4 else 1
     budget = chunk_bytes // (dtype.itemsize * groups)
     basis_g = _aligned(basis_g, Workspace())
-    if a is None:  # Q_A = ±1, which the square forgets
+    if a is None:  # then Q_A = ±1, and the square does not depend on its sign
         return _scale_bias(g, basis_g, dtype, budget)
     positions, n_a, n_g = g.shape[-2], a.shape[-1] + homogeneous, g.shape[-1]
     rotated = basis_a is not None, basis_g is not None
@@ -160,7 +160,7 @@ def scale_intra(
     basis_a = _aligned(basis_a, Workspace())
     total = g.new_zeros((*g.shape[:-3], n_g, n_a), dtype=dtype)
     late_a, late_g = _LATE.get(route, (False, False))
-    # Beside what an example needs, the sum of a chunk's squares.
+    # In addition to the memory of an example, the sum of a chunk's squares is held.
     spare = 0 if route == "gramian" else n_g * n_a
     for part in _chunks(g.shape[-3], budget - spare, costs[route].held):
         rows_a = _rows(a[..., part, :, :].to(dtype), None if late_a else basis_a, homogeneous)
@@ -169,17 +169,17 @@ def scale_intra(
             _add_gramian_(total, rows_a, rows_g)
         else:
             total += _squared_gradients(rows_a, rows_g, basis_a if late_a else None, basis_g if late_g else None)
-    return total.clamp_(min=0)  # differences of pairs may round below it
+    return total.clamp_(min=0)  # differences of pairs may be rounded below it
 
 
 def scale_running(rotated: Tensor, examples: float) -> Tensor:
-    """``N (Q_Gᵀ ∇ Q_A)²`` from the rotated mean gradient ``[..., n_g, n_a]`` over N examples: cheap and biased."""
-    # Expected is the variance of a per-example gradient plus N times its squared mean, which s has only once.
+    """Return ``N (Q_Gᵀ ∇ Q_A)²`` from the rotated mean gradient ``[..., n_g, n_a]`` of N examples; cheap and biased."""
+    # Its expectation is the variance of a per-example gradient plus N times its squared mean, which s has only once.
     return rotated.square().mul_(examples)
 
 
 def rotate(x: Tensor, basis_a: Tensor | None, basis_g: Tensor | None, workspace: Workspace | None = None) -> Tensor:
-    """``Q_Gᵀ X Q_A [..., n_g, n_a]``: coordinates in the eigenbasis; X itself if both bases are None."""
+    """Return ``Q_Gᵀ X Q_A [..., n_g, n_a]``, the coordinates in the eigenbasis; X itself if both bases are None."""
     basis_a, basis_g = _aligned(basis_a, workspace), _aligned(basis_g, workspace)
     if basis_g is not None:
         x = product(basis_g.mT, x, workspace)
@@ -189,7 +189,7 @@ def rotate(x: Tensor, basis_a: Tensor | None, basis_g: Tensor | None, workspace:
 def rotate_back(
     x: Tensor, basis_a: Tensor | None, basis_g: Tensor | None, workspace: Workspace | None = None
 ) -> Tensor:
-    """``Q_G X Q_Aᵀ [..., n_g, n_a]``, the inverse of :func:`rotate`; the result is not memory of the workspace."""
+    """Return ``Q_G X Q_Aᵀ [..., n_g, n_a]``, the inverse of :func:`rotate`, in memory outside of the workspace."""
     basis_a, basis_g = _aligned(basis_a, workspace), _aligned(basis_g, workspace)
     if basis_g is not None:
         x = product(basis_g, x, None if basis_a is None else workspace)
@@ -208,7 +208,7 @@ def precondition(
     is_rotated: bool = False,
     silent: Tensor | None = None,
 ) -> Tensor:
-    """``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``; for p = 1 the solution of ``(F_EK + λI) vec(V) = vec(∇)``.
+    """Return ``Q_G [(Q_Gᵀ ∇ Q_A) ⊘ (s + λ)^p] Q_Aᵀ``; for p = 1 it solves ``(F_EK + λI) vec(V) = vec(∇)``.
 
     Args:
         grad: Gradient matrix ``[..., n_g, n_a]``.
@@ -243,7 +243,7 @@ def precondition(
 
 
 def dense(scale: Tensor, basis_a: Tensor | None, basis_g: Tensor | None) -> Tensor:
-    """``(Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ [..., n_g·n_a, n_g·n_a]`` from s ``[..., n_g, n_a]``."""
+    """Return ``(Q_G ⊗ Q_A) diag(vec s) (Q_G ⊗ Q_A)ᵀ [..., n_g·n_a, n_g·n_a]`` from s ``[..., n_g, n_a]``."""
     n_g, n_a = scale.shape[-2:]
     q_a = scale.new_ones(n_a).diag() if basis_a is None else basis_a
     q_g = scale.new_ones(n_g).diag() if basis_g is None else basis_g
@@ -252,21 +252,21 @@ def dense(scale: Tensor, basis_a: Tensor | None, basis_g: Tensor | None) -> Tens
 
 
 def overlap(old_basis: Tensor | None, new_basis: Tensor | None) -> Tensor | None:
-    """``R = Q'ᵀ Q [..., n, n]``, from coordinates in the old basis to those in the new one; None is the identity."""
+    """Return ``R = Q'ᵀ Q [..., n, n]``, which maps coordinates from the old to the new basis; None is the identity."""
     if old_basis is None:
         return None if new_basis is None else new_basis.mT
     return old_basis if new_basis is None else new_basis.mT @ old_basis
 
 
 def transport(scale: Tensor, r_a: Tensor | None, r_g: Tensor | None) -> Tensor:
-    """``(R_G ∘ R_G) s (R_A ∘ R_A)ᵀ``: the diagonal of the old operator in the new basis.
+    """Return ``(R_G ∘ R_G) s (R_A ∘ R_A)ᵀ``, the diagonal of the old operator in the new basis.
 
     Rows and columns of ``R ∘ R`` sum to 1, so the entries stay non-negative and keep their sum.
 
     Args:
         scale: s ``[..., n_g, n_a]`` in the old basis.
         r_a: :func:`overlap` of the bases of A ``[..., n_a, n_a]``; None if it did not change.
-        r_g: Likewise for G ``[..., n_g, n_g]``.
+        r_g: The same for G ``[..., n_g, n_g]``.
 
     Returns:
         s in the new basis; ``scale`` itself if both are None.
@@ -277,29 +277,30 @@ def transport(scale: Tensor, r_a: Tensor | None, r_g: Tensor | None) -> Tensor:
 
 
 def without_rounding(values: Tensor, kept: torch.dtype) -> Tensor:
-    """Eigenvalues ``[..., n]`` with 0 for those that cannot be told from 0.
+    """Return eigenvalues ``[..., n]`` with 0 in place of those that cannot be distinguished from 0.
 
     Args:
         values: Eigenvalues of a positive semi-definite matrix.
         kept: The dtype in which the matrix is kept.
 
     Returns:
-        Them, in a tensor of its own.
+        The eigenvalues, in a new tensor.
     """
     tolerance = max(_NULL * values.shape[-1] ** 0.5 * torch.finfo(values.dtype).eps, _error_of(kept, values.dtype))
     return torch.where(values > tolerance * values.amax(-1, keepdim=True), values, 0.0)
 
 
 def pool(scale: Tensor, null_a: Tensor | None, null_g: Tensor | None) -> Tensor:
-    """Scales averaged over the null spaces of both factors: what no rotation of their bases changes.
+    """Return scales averaged over the null spaces of both factors, which no rotation of their bases changes.
 
     Args:
         scale: s ``[..., n_g, n_a]``.
         null_a: Which eigenvectors of A span its null space, ``[..., n_a]`` of bool; None for none.
-        null_g: Likewise for G, ``[..., n_g]``.
+        null_g: The same for G, ``[..., n_g]``.
 
-    Returns:
-        s with the mean of each row over the null space of A in all its columns, and likewise for the rows of that of
+    s with the mean of each row over the null space of A in all its columns, and in the same way for the rows of the
+    null space of G; ``scale`` itself if both are None. The sum does not change, and neither does s if no null space has
+    two dimensions.
         G; ``scale`` itself if both are None. The sum stays, and so does s where no null space has two dimensions.
     """
     for inside, axis in ((_across(null_a, -1), -1), (_across(null_g, -2), -2)):
@@ -312,15 +313,15 @@ def pool(scale: Tensor, null_a: Tensor | None, null_g: Tensor | None) -> Tensor:
 def is_rounding(
     scale: Tensor, values_a: Tensor | None, values_g: Tensor | None, kept: tuple[torch.dtype, torch.dtype]
 ) -> Tensor | None:
-    """Where squares of a rotated gradient are rounding errors of 0, which no division by their root may raise to 1.
+    """Return where squares of a rotated gradient are rounding errors of 0, which their root must not raise to 1.
 
-    Along a null space the gradient of the batches that a factor was estimated from is 0. What is found instead are
-    errors of the rotation, and parts of other coordinates that the rounded eigenvectors let through.
+    Along a null space, the gradient of the batches that a factor was estimated from is 0. The numbers there are errors
+    of the rotation, and parts of other coordinates that the rounded eigenvectors let through.
 
     Args:
         scale: Means of the squares ``[..., n_g, n_a]``, pooled.
         values_a: Eigenvalues of A ``[..., n_a]``, 0 in its null space; None without one.
-        values_g: Likewise of G ``[..., n_g]``.
+        values_g: The same for G ``[..., n_g]``.
         kept: The dtypes in which factors and bases are kept.
 
     Returns:
@@ -341,12 +342,12 @@ def is_rounding(
 
 
 def _error_of(kept: torch.dtype, dtype: torch.dtype) -> float:
-    """Relative error of numbers that are kept in fewer bits than those of ``dtype``."""
+    """Return the relative error of numbers that are kept in fewer bits than those of ``dtype``."""
     return torch.finfo(kept).eps / 2 if torch.finfo(kept).eps > torch.finfo(dtype).eps else 0.0
 
 
 def _across(x: Any, axis: int) -> Any:
-    """``[..., n]`` to ``[..., 1, n]`` or, along axis -2, ``[..., n, 1]``; None stays."""
+    """Reshape ``[..., n]`` to ``[..., 1, n]`` or, along axis -2, to ``[..., n, 1]``; None stays None."""
     return None if x is None else x[..., None, :] if axis == -1 else x[..., :, None]
 
 
@@ -396,23 +397,23 @@ def _aligned(basis: Tensor | None, workspace: Workspace | None) -> Tensor | None
 
 
 def _padded(n: int) -> int:
-    """Upper bound of the elements that a row takes in aligned memory."""
+    """Return an upper bound on the elements that a row takes in aligned memory."""
     return n + 15 if n >= 64 else n
 
 
 def _chunks(examples: int, room: int, held: int) -> Iterator[slice]:
-    """Slices of so many examples that what they hold has room; at least one example."""
+    """Yield slices of as many examples as fit into the room, but of at least one."""
     size = max(1, room // max(held, 1))
     return (slice(start, min(start + size, examples)) for start in range(0, examples, size))
 
 
 def _power_(x: Tensor, power: float) -> Tensor:
-    """``x^power`` in place; the two powers in use cost no logarithm."""
+    """Compute ``x^power`` in place; the two powers in use need no logarithm."""
     return x if power == 1 else x.sqrt_() if power == 0.5 else x.pow_(power)
 
 
 def _rows(x: Tensor, basis: Tensor | None, homogeneous: bool = False) -> Tensor:
-    """Rows ``x [..., N, S, d]``, a 1 appended if ``homogeneous``, in the basis ``[..., n, n]``: ``[..., N, S, n]``."""
+    """Rotate rows ``x [..., N, S, d]`` by ``[..., n, n]`` to ``[..., N, S, n]``; ``homogeneous`` appends a 1."""
     if basis is None:
         return F.pad(x, (0, 1), value=1.0) if homogeneous else x
     d = x.shape[-1]
@@ -438,10 +439,11 @@ def _add_gramian_(total: Tensor, rows_a: Tensor, rows_g: Tensor) -> None:
 
 
 def _squared_gradients(rows_a: Tensor, rows_g: Tensor, basis_a: Tensor | None, basis_g: Tensor | None) -> Tensor:
-    """``Σ_n (Q_Gᵀ G_n Q_A)² [..., n_g, n_a]`` with ``G_n = Σ_s g aᵀ`` of rows ``[..., N, S, n]``."""
+    """Return ``Σ_n (Q_Gᵀ G_n Q_A)² [..., n_g, n_a]`` with ``G_n = Σ_s g aᵀ`` of rows ``[..., N, S, n]``."""
     gradients, examples = rows_g.mT @ rows_a, -3
     if basis_g is not None:
-        # [..., n_g, N, n_a] makes the rotation of all examples one product, and that of the other side as well.
+        # The layout [..., n_g, N, n_a] makes the rotation of all examples one product, and that of the other side as
+        # well.
         gradients, examples = gradients.transpose(-3, -2).contiguous(), -2
         gradients = (basis_g.mT @ gradients.flatten(-2)).view_as(gradients)
     if basis_a is not None:
@@ -452,7 +454,7 @@ def _squared_gradients(rows_a: Tensor, rows_g: Tensor, basis_a: Tensor | None, b
 
 
 def _scale_bias(g: Tensor, basis_g: Tensor | None, dtype: torch.dtype, budget: int) -> Tensor:
-    """:func:`scale_intra` for a constant input: squares of sums over positions ``[..., n_g, 1]``."""
+    """Compute :func:`scale_intra` for a constant input: squares of sums over positions ``[..., n_g, 1]``."""
     total = g.new_zeros((*g.shape[:-3], g.shape[-1]), dtype=dtype)
     for part in _chunks(g.shape[-3], budget, 3 * _padded(g.shape[-1])):
         sums = g[..., part, :, :].sum(-2, dtype=dtype)

@@ -1,7 +1,7 @@
 """The first-order side of a step: pure functions on lists of tensors, with the arithmetic of ``torch.optim``.
 
-Operation by operation as ``torch.optim.SGD``, ``Adam`` and ``AdamW``, so that a parameter without curvature ends in
-equal bits.
+Each operation is that of ``torch.optim.SGD``, ``Adam`` or ``AdamW``, so that a parameter without curvature has the same
+bits.
 ``gate`` is None, or a 0-dim bool tensor on the device: where it is False, nothing changes.
 """
 
@@ -29,18 +29,18 @@ def sgd_(
     decoupled: bool,
     gate: Tensor | None = None,
 ) -> None:
-    """Heavy-ball or Nesterov momentum on ``directions``, then the update, in place.
+    """Apply heavy-ball or Nesterov momentum to ``directions``, then update the parameters, in place.
 
     Args:
         params: Parameters.
-        directions: Gradients or preconditioned gradients, left as they are.
+        directions: Gradients or preconditioned gradients, which do not change.
         buffers: Momentum buffers, None for ``momentum`` 0.
         lr: Learning rate, a number or a 0-dim tensor.
         momentum: μ.
-        nesterov: Whether to look ahead.
+        nesterov: Whether to use Nesterov momentum.
         weight_decay: Decay, added to the direction or, if ``decoupled``, applied to the parameter.
         decoupled: Whether decay is decoupled.
-        gate: See the module.
+        gate: Whether anything changes, see the module.
     """
     if gate is not None:
         lr = _gated(gate, lr, 0.0)
@@ -86,7 +86,7 @@ def adam_moments_(
 
 
 def adam_denominators(exp_avg_sqs: Tensors, steps: Sequence[float], beta2: float, eps: float) -> Tensors:
-    """``√v̂ + ε`` as new tensors, with ``v̂ = v / (1 − β₂^t)``."""
+    """Return ``√v̂ + ε`` as new tensors, with ``v̂ = v / (1 − β₂^t)``."""
     roots = list(torch._foreach_sqrt(exp_avg_sqs))
     torch._foreach_div_(roots, [(1 - beta2**t) ** 0.5 for t in steps])
     torch._foreach_add_(roots, eps)
@@ -107,20 +107,20 @@ def adam_(
     decoupled: bool,
     gate: Tensor | None = None,
 ) -> None:
-    """Adam or AdamW: weight decay, moments and update, in place.
+    """Apply Adam or AdamW: weight decay, moments and update, in place.
 
     Args:
         params: Parameters.
-        gradients: What Adam takes for gradients.
+        gradients: The vectors that Adam uses as gradients.
         exp_avgs: First moments.
         exp_avg_sqs: Second moments.
-        steps: Updates of each parameter, this one included (1 for the first).
+        steps: Number of updates of each parameter, this one included (1 for the first).
         lr: Learning rate, a number or a 0-dim tensor.
         betas: β₁ and β₂.
         eps: ε.
         weight_decay: Decay, added to the gradient or, if ``decoupled``, applied to the parameter.
-        decoupled: Whether decay is decoupled: that makes it AdamW.
-        gate: See the module.
+        decoupled: Whether decay is decoupled, as in AdamW.
+        gate: Whether anything changes, see the module.
     """
     if gate is not None:
         lr = _gated(gate, lr, 0.0)
@@ -146,7 +146,7 @@ def rate(lr: Any) -> Any:
 
 
 def kl_clip_factor(products: Tensors, lrs: Sequence[Scalar], limit: float) -> Tensor:
-    """``ν = min(1, √(κ / |Σ η² ⟨V, ∇⟩|))``, a 0-dim tensor: bounds the step's length in the Fisher metric.
+    """Return ``ν = min(1, √(κ / |Σ η² ⟨V, ∇⟩|))``, a 0-dim tensor that bounds the step's length in the Fisher metric.
 
     Args:
         products: ``⟨V, ∇⟩`` per parameter, 0-dim.
@@ -161,22 +161,22 @@ def kl_clip_factor(products: Tensors, lrs: Sequence[Scalar], limit: float) -> Te
 
 
 def norms(tensors: Iterable[Tensor]) -> Tensor:
-    """Euclidean norm of each tensor, stacked ``[k]``, in float32 or better; tensors are looked at one by one."""
+    """Return the Euclidean norm of each tensor, stacked ``[k]``, in float32 or better; tensors are read one by one."""
     real = (torch.view_as_real(t) if t.is_complex() else t for t in tensors)
     found = [torch.linalg.vector_norm(t, dtype=_accurate(t.dtype)) for t in real]
     return torch.stack([n.to(found[0].device, torch.promote_types(n.dtype, found[0].dtype)) for n in found])
 
 
 def match_length_(tensors: Tensors, wanted: Tensor, found: Tensor) -> Tensor:
-    """Scale tensors by one number, in place, so that together they are of another length; zeros stay zeros.
+    """Scale tensors by one number, in place, so that together they have another length; zeros stay zeros.
 
     Args:
-        tensors: What to scale.
-        wanted: Norms ``[k]`` of what together is as long as they shall be.
+        tensors: The tensors to scale.
+        wanted: Norms ``[k]`` of tensors that together have the new length.
         found: Norms of the tensors ``[k]``.
 
     Returns:
-        What they were multiplied with, 0-dim.
+        The factor that they were multiplied by, 0-dim.
     """
     size, length = torch.linalg.vector_norm(wanted), torch.linalg.vector_norm(found)
     factor = torch.where(length > 0, size / length, torch.ones_like(length))
@@ -186,14 +186,14 @@ def match_length_(tensors: Tensors, wanted: Tensor, found: Tensor) -> Tensor:
 
 
 def inner_product(x: Tensor, y: Tensor) -> Tensor:
-    """``Σ x·y``, 0-dim."""
+    """Return ``Σ x·y``, 0-dim."""
     if x.is_contiguous() and y.is_contiguous():
         return torch.dot(x.view(-1), y.view(-1))
     return (x * y).sum()
 
 
 def _gated(gate: Tensor, value: Scalar, otherwise: float) -> Tensor:
-    """``value`` where the gate is open: a 0-dim float64 tensor, which takes the dtype of what it meets."""
+    """Return ``value`` where the gate is open, as a 0-dim float64 tensor, which takes the dtype of its operand."""
     blocked = torch.full_like(gate, otherwise, dtype=torch.float64)
     return torch.where(gate, blocked * 0 + value, blocked)
 

@@ -25,36 +25,36 @@ from secondorder.linalg.dense import anywhere
 
 
 def packed_size(m: int) -> int:
-    """Entries of a packed lower triangle."""
+    """Return the number of entries of a packed lower triangle."""
     return m * (m + 1) // 2
 
 
 def packed_row(slot: Tensor, m: int) -> Tensor:
-    """Positions ``[m]`` of row and column ``slot`` (0-dim int64) in the packed triangle."""
+    """Return the positions ``[m]`` of row and column ``slot`` (0-dim int64) in the packed triangle."""
     i = torch.arange(m, device=slot.device)
     low, high = torch.minimum(i, slot), torch.maximum(i, slot)
     return high * (high + 1) // 2 + low
 
 
 def unpack_lower(packed: Tensor, t: int) -> Tensor:
-    """The leading ``[t, t]`` lower triangle, zeros above its diagonal."""
+    """Return the leading ``[t, t]`` lower triangle, with zeros above its diagonal."""
     lower = packed.new_zeros(t, t)
     below = torch.ones(t, t, dtype=torch.bool, device=packed.device).tril_()
     return lower.masked_scatter_(below, packed[: packed_size(t)])
 
 
 def pack_lower(full: Tensor) -> Tensor:
-    """The packed lower triangle of ``[t, t]``."""
+    """Return the packed lower triangle of ``[t, t]``."""
     return full[torch.ones_like(full, dtype=torch.bool).tril_()]
 
 
 def symmetric(lower: Tensor) -> Tensor:
-    """The full matrix of a lower triangle ``[..., t, t]``."""
+    """Return the full matrix of a lower triangle ``[..., t, t]``."""
     return lower + lower.tril(-1).mT
 
 
 def largest_bound(full: Tensor) -> Tensor:
-    """Upper bound of the largest eigenvalue of a positive semi-definite ``[t, t]``, 0-dim: ``(tr S⁸)^(1/8)``."""
+    """Return ``(tr S⁸)^(1/8)``, 0-dim, a bound on the largest eigenvalue of a positive semi-definite ``[t, t]``."""
     size = torch.linalg.matrix_norm(full).clamp(min=torch.finfo(full.dtype).tiny)
     power = full / size
     for _ in range(2):
@@ -64,26 +64,26 @@ def largest_bound(full: Tensor) -> Tensor:
 
 
 def newest(pos: Tensor, m: int) -> Tensor:
-    """Slot of the newest row, from the slot of the next one."""
+    """Return the slot of the newest row, from the slot of the next one."""
     return (pos - 1) % m
 
 
 def mfac_damping(squares: Tensor, damping: float, mode: str, n: Tensor) -> Tensor:
-    """λ ``[k]``: ``damping``, or its multiple of the mean squared row norm tr(S)/n."""
+    """Return λ ``[k]``: ``damping``, or its multiple of the mean squared row norm tr(S)/n."""
     if mode == "absolute":
         return torch.full_like(n, damping)
-    # A window of zeros has no scale of its own; what it preconditions is zero whatever λ is.
+    # A window of zeros has no scale of its own; the vectors that it preconditions are zero whatever λ is.
     return (damping * squares.sum(-1) / n).clamp(min=1e-36)
 
 
 def mfac_cholesky_(lower: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
-    """Coefficients of M-FAC by Cholesky: ``f(S) b + h(S) q = (λI + S/n)⁻¹ (b − q/(nλ))``, one solve for both parts.
+    """Return the coefficients of M-FAC by Cholesky: ``f(S) b + h(S) q = (λI + S/n)⁻¹ (b − q/(nλ))``, in one solve.
 
     Args:
         lower: Lower triangles of S ``[k, t, t]``, overwritten.
         rhs: :func:`mfac_right_side` ``[k, t]``.
         damping: λ ``[k]``.
-        n: Number that the sum over rows is divided by ``[k]``.
+        n: Divisor of the sum over rows ``[k]``.
 
     Returns:
         Coefficients ``[k, t]`` and whether the factorisation succeeded ``[k]``.
@@ -95,12 +95,12 @@ def mfac_cholesky_(lower: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> tu
 
 
 def mfac_right_side(b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor) -> Tensor:
-    """``b − q/(nλ)``."""
+    """Return ``b − q/(nλ)``."""
     return b if q is None else b - q / (n * damping)[:, None]
 
 
 def mfac_amplification(squares: Tensor, a: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> Tensor:
-    """``‖D a‖ / √(aᵀSa)`` ``[k]``, D the lengths of the rows: how much larger the terms of ``Gᵀa`` are than their sum.
+    """Return ``‖D a‖ / √(aᵀSa)`` ``[k]``, with row lengths D: how much larger the terms of ``Gᵀa`` are than their sum.
 
     The relative error of the direction is about float32's epsilon times the square of this.
     ``S a = n (rhs − λ a)`` saves a product.
@@ -108,9 +108,9 @@ def mfac_amplification(squares: Tensor, a: Tensor, rhs: Tensor, damping: Tensor,
     Args:
         squares: Squared lengths of the rows ``[k, t]``, the diagonal of S.
         a: Coefficients ``[k, t]``.
-        rhs: What they solve for ``[k, t]``.
+        rhs: Right-hand side that they solve for ``[k, t]``.
         damping: λ ``[k]``.
-        n: Number that the sum over rows is divided by ``[k]``.
+        n: Divisor of the sum over rows ``[k]``.
 
     Returns:
         The amplification; 0 for a direction of zeros.
@@ -135,11 +135,11 @@ class Spectrum(NamedTuple):
     values: Tensor
 
     def apply(self, f: Tensor, f_less_outside: Tensor, b: Tensor, q: Tensor | None) -> Tensor:
-        """Coefficients ``[k, t]`` of ``φ(GᵀG) x`` inside of the span, for ``x = Gᵀ b + r`` and ``q = G r``.
+        """Return the coefficients ``[k, t]`` of ``φ(GᵀG) x`` inside of the span, for ``x = Gᵀ b + r`` and ``q = G r``.
 
         Args:
             f: ``φ(θ)`` ``[k, t]``.
-            f_less_outside: ``φ(θ)`` less what the complement of the span is multiplied with ``[k, t]``.
+            f_less_outside: ``φ(θ)`` minus the factor of the complement of the span ``[k, t]``.
             b: Coefficients of x on the rows ``[k, t]``.
             q: Dots of the rows with r ``[k, t]``, or None.
 
@@ -154,7 +154,7 @@ class Spectrum(NamedTuple):
 
 
 def spectrum(lower: Tensor, noise: float, w: Tensor | None = None) -> Spectrum:
-    """Eigenvalues of ``GᵀG`` without the directions that are rounding.
+    """Return the eigenvalues of ``GᵀG`` without the directions that are rounding.
 
     What is rounding is decided for rows of equal length: dots have an error relative to the lengths of their two rows,
     so that one huge gradient must not make those after it look like noise. With row lengths D,
@@ -182,7 +182,7 @@ def spectrum(lower: Tensor, noise: float, w: Tensor | None = None) -> Spectrum:
 
 
 def mfac_filtered(lower: Tensor, b: Tensor, q: Tensor | None, damping: Tensor, n: Tensor, noise: float) -> Tensor:
-    """Coefficients ``[k, t]`` of M-FAC without the directions that are rounding; as :func:`mfac_cholesky_`."""
+    """Return coefficients ``[k, t]`` of M-FAC, as :func:`mfac_cholesky_`, without directions that are rounding."""
     found, damping, n = spectrum(lower, noise), damping[:, None], n[:, None]
     f = 1 / (damping + found.values / n)
     return found.apply(f, -f * found.values / (n * damping), b, q)
@@ -191,10 +191,10 @@ def mfac_filtered(lower: Tensor, b: Tensor, q: Tensor | None, damping: Tensor, n
 def ggt_coefficients(
     lower: Tensor, w: Tensor, b: Tensor, q: Tensor | None, eps: float, outside: float, noise: float
 ) -> Tensor:
-    """Coefficients of GGT for the decayed window ``diag(w) G``.
+    """Return the coefficients of GGT for the decayed window ``diag(w) G``.
 
-    The decay only enters the eigenvalues: x and u are combinations of the rows as they are, so that nothing is divided
-    by the weight of an almost forgotten row.
+    The decay only enters the eigenvalues: x and u are combinations of the rows without decay, so that nothing is
+    divided by the weight of an almost forgotten row.
 
     Args:
         lower: Lower triangles of S ``[k, t, t]``, without decay.
@@ -202,7 +202,7 @@ def ggt_coefficients(
         b: Coefficients of x on the rows ``[k, t]``.
         q: Dots of the rows with the rest of x ``[k, t]``, or None.
         eps: ε.
-        outside: c, what the complement of the span is multiplied with; 1/ε is the exact inverse.
+        outside: c, the factor of the complement of the span; 1/ε is the exact inverse.
         noise: Relative size of eigenvalues that are rounding.
 
     Returns:
@@ -214,7 +214,7 @@ def ggt_coefficients(
 
 
 def decay(beta: float, pos: Tensor, m: int, t: int) -> Tensor:
-    """``β^age`` of the first t slots ``[t]``, the newest row being of age 0."""
+    """Return ``β^age`` of the first t slots ``[t]``, where the newest row has age 0."""
     age = (newest(pos, m) - torch.arange(t, device=pos.device)) % m
     if beta == 1.0:
         return torch.ones_like(age, dtype=torch.float64)
@@ -224,7 +224,7 @@ def decay(beta: float, pos: Tensor, m: int, t: int) -> Tensor:
 
 
 def metrics(lower: Tensor, a: Tensor, slot: Tensor) -> dict[str, Tensor]:
-    """How a direction ``u = Gᵀa`` relates to the newest row ``g``, from the Gram matrix alone.
+    """Compare a direction ``u = Gᵀa`` with the newest row ``g``, from the Gram matrix alone.
 
     Args:
         lower: Lower triangle of S ``[t, t]``.

@@ -30,7 +30,7 @@ _TILE = 1 << 21
 
 @torch.no_grad()
 def inverse_fisher_vector_product(grads: Tensor, x: Tensor, damping: float) -> Tensor:
-    """``F⁻¹ x`` with ``F = damping·I + gradsᵀ grads / m``, one vector or several.
+    """Return ``F⁻¹ x`` with ``F = damping·I + gradsᵀ grads / m``, for one vector or several.
 
     Costs three passes over ``grads``, 2m²d + 4mdk flops and an m×m factorisation. F is never formed unless d ≤ m.
 
@@ -57,7 +57,7 @@ def inverse_fisher_vector_product(grads: Tensor, x: Tensor, damping: float) -> T
         return (m * (vectors.double() @ root.T @ root)).to(x.dtype).reshape(x.shape)
     root = _inverse_root(_gram(grads), m * damping)
     dots = _dots(grads, vectors)
-    _check_finite("x", dots)  # every entry of x is in them, and they are fewer
+    _check_finite("x", dots)  # every entry of x affects them, and they are fewer
     weights = root.T @ (root @ dots)  # [m, k]
     result = torch.empty_like(vectors)
     for columns in _column_tiles(grads, len(vectors)):
@@ -68,7 +68,7 @@ def inverse_fisher_vector_product(grads: Tensor, x: Tensor, damping: float) -> T
 
 @torch.no_grad()
 def inverse_fisher_diagonal(grads: Tensor, damping: float) -> Tensor:
-    """The diagonal of ``F⁻¹`` with ``F = damping·I + gradsᵀ grads / m``.
+    """Return the diagonal of ``F⁻¹`` with ``F = damping·I + gradsᵀ grads / m``.
 
     Costs two passes over ``grads``, 4m²d flops and an m×m factorisation. F is never formed unless d ≤ m.
 
@@ -95,7 +95,7 @@ def inverse_fisher_diagonal(grads: Tensor, damping: float) -> Tensor:
     for columns in _column_tiles(grads, m):
         tile = grads[:, columns].double()
         diagonal = (1 - torch.linalg.vector_norm(root @ tile, dim=0).square()) / damping
-        # [F⁻¹]_ii ≥ 1 / F_ii for every positive definite F: a bound on what the difference may lose.
+        # [F⁻¹]_ii ≥ 1 / F_ii holds for every positive definite F, which bounds what the difference may lose.
         bound = 1 / (damping + torch.linalg.vector_norm(tile, dim=0).square() / m)
         result[columns] = diagonal.maximum(bound).to(grads.dtype)
     return result
@@ -138,14 +138,14 @@ def _check_finite(name: str, values: Tensor) -> None:
 
 
 def _column_tiles(rows: Tensor, further: int = 0) -> Iterator[slice]:
-    """Slices of columns so narrow that a tile of ``rows``, with ``further`` rows computed from it, stays small."""
+    """Yield slices of columns such that a tile of ``rows``, with ``further`` rows computed from it, stays small."""
     n, width = rows.shape
     step = max(1, _TILE // max(1, n + further))
     return (slice(start, min(start + step, width)) for start in range(0, width, step))
 
 
 def _gram(rows: Tensor) -> Tensor:
-    """``rows rowsᵀ [n, n]`` in float64."""
+    """Return ``rows rowsᵀ [n, n]`` in float64."""
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     for columns in _column_tiles(rows):
         tile = rows[:, columns].double()
@@ -155,7 +155,7 @@ def _gram(rows: Tensor) -> Tensor:
 
 
 def _dots(rows: Tensor, vectors: Tensor) -> Tensor:
-    """``rows vectorsᵀ [n, k]`` in float64."""
+    """Return ``rows vectorsᵀ [n, k]`` in float64."""
     dots = torch.zeros(len(rows), len(vectors), dtype=torch.float64, device=rows.device)
     for columns in _column_tiles(rows, len(vectors)):
         dots.addmm_(rows[:, columns].double(), vectors[:, columns].double().T)
@@ -163,7 +163,7 @@ def _dots(rows: Tensor, vectors: Tensor) -> Tensor:
 
 
 def _inverse_root(gram: Tensor, shift: float) -> Tensor:
-    """``R [n, n]`` with ``RᵀR = (S + shift·I)⁻¹`` from the Gram matrix S ``[n, n]``, which is overwritten."""
+    """Return ``R [n, n]`` with ``RᵀR = (S + shift·I)⁻¹`` from the Gram matrix S ``[n, n]``, which is overwritten."""
     n = len(gram)
     gram.diagonal().add_(shift)
     lower, info = anywhere(torch.linalg.cholesky_ex, gram)

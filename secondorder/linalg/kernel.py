@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 
 
 def gram(x: Rows, y: Rows | None = None) -> Tensor:
-    """The kernel ``K_nm = ⟨u_n, u_m⟩`` by the Khatri–Rao identity, which forms no gradient (SNGD).
+    """Return the kernel ``K_nm = ⟨u_n, u_m⟩`` by the Khatri–Rao identity, which forms no gradient (SNGD).
 
     Costs ``n n' S S' (d_i + d_o)`` multiplications, half of it without ``y``; temporaries stay below a tile.
 
@@ -94,7 +94,7 @@ def gram(x: Rows, y: Rows | None = None) -> Tensor:
 
 
 def norms(rows: Rows) -> Tensor:
-    """``‖u_n‖² [..., n]``, the diagonal of :func:`gram`.
+    """Return ``‖u_n‖² [..., n]``, the diagonal of :func:`gram`.
 
     Costs ``n S²(d_i + d_o)`` multiplications, or ``n S d_i d_o`` through the gradients themselves if that is less.
 
@@ -123,11 +123,11 @@ def norms(rows: Rows) -> Tensor:
             continue
         for part in _slices(0, positions, piece):
             found[..., examples] += _products(_part(rows, examples, part), _part(rows, examples)).sum((-2, -1))
-    return found.clamp_(min=0)  # pairs of positions may round below it
+    return found.clamp_(min=0)  # sums over pairs of positions may be rounded below it
 
 
 def project(rows: Rows, matrix: Tensor) -> Tensor:
-    """``⟨u_n, V⟩ = Σ_s g_nsᵀ V (a_ns, 1) [..., n]`` with V ``[..., d_o, n_a]``, in ``2 n S d_i d_o`` flops (SNGD)."""
+    """Return ``⟨u_n, V⟩ = Σ_s g_nsᵀ V (a_ns, 1) [..., n]``, V ``[..., d_o, n_a]``: ``2 n S d_i d_o`` flops (SNGD)."""
     rows = _summed(rows)
     g = rows.g.flatten(-3, -2)
     if rows.a is None:
@@ -136,7 +136,7 @@ def project(rows: Rows, matrix: Tensor) -> Tensor:
         found = matrix.mT[_places(rows.a)].mul_(g).sum(-1)
     else:
         a, weight = rows.a.flatten(-3, -2), matrix[..., : rows.a.shape[-1]]
-        # The narrower side is the smaller temporary.
+        # The narrower side has the smaller temporary.
         product = (g @ weight).mul_(a) if a.shape[-1] < g.shape[-1] else (a @ weight.mT).mul_(g)
         found = product.sum(-1)
         if rows.homogeneous:
@@ -146,7 +146,7 @@ def project(rows: Rows, matrix: Tensor) -> Tensor:
 
 
 def combine(rows: Rows, z: Tensor) -> Tensor:
-    """``Σ_n z_n u_n [..., d_o, n_a]`` with coefficients z ``[..., n]``, in ``2 n S d_i d_o`` flops (SNGD)."""
+    """Return ``Σ_n z_n u_n [..., d_o, n_a]`` with coefficients z ``[..., n]``, in ``2 n S d_i d_o`` flops (SNGD)."""
     n_a = rows.columns if _indexed(rows) else _width(rows)
     out = rows.g.new_zeros(*rows.g.shape[:-3], rows.g.shape[-1], n_a)
     add_combination_(out, rows, z)
@@ -154,7 +154,7 @@ def combine(rows: Rows, z: Tensor) -> Tensor:
 
 
 def pick(rows: Rows, index: Tensor, weight: Tensor) -> Rows:
-    """Rows ``weight_k u_index_k`` (HyLo) of int64 ``index [..., r]`` and ``weight [..., r]``, in their own memory."""
+    """Return rows ``weight_k u_index_k`` (HyLo) of int64 ``index [..., r]`` and ``weight [..., r]``, in new memory."""
     g = _taken(rows.g, index, -3) * weight.to(rows.g.dtype)[..., None, None]
     if rows.a is None:
         return rows._replace(g=g)
@@ -162,14 +162,14 @@ def pick(rows: Rows, index: Tensor, weight: Tensor) -> Rows:
 
 
 def scaled(rows: Rows, factor: float | Tensor) -> Rows:
-    """``factor · u_n``; a tensor holds one factor for each group ``[...]``, or for all of them."""
+    """Return ``factor · u_n``; a tensor has one factor for each group ``[...]``, or one for all of them."""
     if isinstance(factor, Tensor):
         factor = factor.to(rows.g.dtype)[..., None, None, None]
     return rows._replace(g=rows.g * factor)
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:
-    """The rows of several parts of one kind, one part after the other; fewer positions are filled up with zeros."""
+    """Concatenate the rows of several parts of one kind; parts with fewer positions are padded with zeros."""
     if len(parts) == 1:
         return parts[0]
     positions = max(part.g.shape[-2] for part in parts)
@@ -180,15 +180,15 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 def padded(rows: Rows, n: int) -> Rows:
-    """The rows, with zero rows after them up to ``n``."""
+    """Append zero rows, up to ``n`` rows."""
     return _filled(rows, n, rows.g.shape[-2])
 
 
 def whole(rows: Rows) -> Rows:
-    """Rows that hold the per-example gradients themselves, which is cheaper where positions are many.
+    """Return rows that hold the per-example gradients themselves, which is cheaper if there are many positions.
 
     Args:
-        rows: n rows whose inputs are no indices.
+        rows: n rows whose inputs are not indices.
 
     Returns:
         Rows without inputs and with the gradients ``[..., n, 1, d_o·n_a]``, row-major.
@@ -215,7 +215,7 @@ def prefers_whole(positions: int, d_i: int, d_o: int) -> bool:
 
 
 def effective_rank(eigenvalues: Tensor) -> Tensor:
-    """``exp(−Σ p ln p) [...]`` of the shares p of eigenvalues ``[..., n]``, negative ones as 0; 0 if all are 0."""
+    """Return ``exp(−Σ p ln p) [...]`` of shares p of eigenvalues ``[..., n]``, negative ones as 0; 0 if all are 0."""
     values = eigenvalues.double().clamp(min=0)
     total = values.sum(-1, keepdim=True)
     entropy: Tensor = torch.special.entr(values / torch.where(total > 0, total, torch.ones_like(total))).sum(-1)
@@ -223,9 +223,9 @@ def effective_rank(eigenvalues: Tensor) -> Tensor:
 
 
 def rank_of_energy(eigenvalues: Tensor, share: float = 0.9) -> Tensor:
-    """``min{k: Σ_{i≤k} σ_i ≥ share·Σσ} [...]`` of eigenvalues ``[..., n]`` in any order, negative ones as 0."""
+    """Return ``min{k: Σ_{i≤k} σ_i ≥ share·Σσ} [...]`` of eigenvalues ``[..., n]`` in any order, negative ones as 0."""
     values = eigenvalues.double().clamp(min=0).sort(-1, descending=True).values
-    sums: Tensor = F.pad(values.cumsum(-1), (1, 0))  # no eigenvalue is a choice too
+    sums: Tensor = F.pad(values.cumsum(-1), (1, 0))  # k = 0 is possible too
     return (sums < share * sums[..., -1:]).sum(-1)
 
 
@@ -234,7 +234,7 @@ def _indexed(rows: Rows) -> bool:
 
 
 def _width(rows: Rows) -> int:
-    """n_a of rows without indices."""
+    """Return n_a of rows without indices."""
     return 1 if rows.a is None else rows.a.shape[-1] + rows.homogeneous
 
 
@@ -244,7 +244,7 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def _summed(rows: Rows) -> Rows:
-    """Rows without inputs have one position."""
+    """Sum rows without inputs over their positions."""
     if rows.a is None and rows.g.shape[-2] != 1:
         return rows._replace(g=rows.g.sum(-2, keepdim=True))
     return rows
@@ -255,7 +255,7 @@ def _slices(start: int, stop: int, size: int) -> Iterator[slice]:
 
 
 def _part(rows: Rows, examples: slice, positions: slice = _ALL) -> Rows:
-    """Views of some examples and positions."""
+    """Return views of some examples and positions."""
     a = rows.a
     if a is not None:
         a = a[..., examples, positions] if _indexed(rows) else a[..., examples, positions, :]
@@ -263,7 +263,7 @@ def _part(rows: Rows, examples: slice, positions: slice = _ALL) -> Rows:
 
 
 def _products(x: Rows, y: Rows) -> Tensor:
-    """``⟨a, a'⟩⟨g, g'⟩`` of every pair from the last but one dimension of g, ``[..., S, S']``."""
+    """Return ``⟨a, a'⟩⟨g, g'⟩`` of every pair from the last but one dimension of g, ``[..., S, S']``."""
     found = x.g @ y.g.mT
     if x.a is None or y.a is None:
         return found
@@ -274,16 +274,16 @@ def _products(x: Rows, y: Rows) -> Tensor:
 
 
 def _tile(x: Rows, y: Rows) -> Tensor:
-    """Kernel of two parts, all pairs at once."""
+    """Compute the kernel of two parts from all pairs at once."""
     (n, positions), (m, others) = x.g.shape[-3:-1], y.g.shape[-3:-1]
     found = _products(_flat(x), _flat(y))
-    if positions > 1:  # over whole rows first: that is one stream, and what is left is little
+    if positions > 1:  # first over whole rows: that is one stream, and little is left afterwards
         found = found.unflatten(-2, (n, positions)).sum(-2)
     return found.unflatten(-1, (m, others)).sum(-1) if others > 1 else found
 
 
 def _flat(rows: Rows) -> Rows:
-    """Examples and positions as one dimension."""
+    """Flatten examples and positions into one dimension."""
     a = rows.a
     if a is not None:
         a = a.flatten(-2) if _indexed(rows) else a.flatten(-3, -2)
@@ -291,14 +291,14 @@ def _flat(rows: Rows) -> Rows:
 
 
 def _taken(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Entries ``index [..., r]`` along the dimension that follows the leading ones."""
+    """Return the entries ``index [..., r]`` along the dimension that follows the leading ones."""
     if index.dim() == 1:
         return x.index_select(dim, index)
     return x.gather(dim, index[(..., *[None] * (-dim - 1))].expand(*index.shape, *x.shape[dim:][1:]))
 
 
 def _filled(rows: Rows, n: int, positions: int) -> Rows:
-    """Zeros (and indices 0) after the positions and after the examples."""
+    """Append zeros (and indices 0) after the positions and after the examples."""
     after, more = positions - rows.g.shape[-2], n - rows.n
     if not after and not more:
         return rows
@@ -309,7 +309,7 @@ def _filled(rows: Rows, n: int, positions: int) -> Rows:
 
 
 def _places(index: Tensor) -> tuple[Tensor, ...]:
-    """``index [..., k]`` as advanced indices into ``[..., columns, d]``."""
+    """Return ``index [..., k]`` as advanced indices into ``[..., columns, d]``."""
     lead = [
         torch.arange(size, device=index.device).view(size, *[1] * (index.dim() - 2 - i))
         for i, size in enumerate(index.flatten(-2).shape[:-1])
@@ -324,7 +324,7 @@ def add_combination_(out: Tensor, rows: Rows, z: Tensor) -> None:
     g = rows.g.flatten(-3, -2)
     if rows.a is None:
         _add_product_(out, g.mT, z[..., 0])
-    elif _indexed(rows):  # unlike index_add_, this one has the same bits every time, on every device
+    elif _indexed(rows):  # unlike index_add_, this has the same bits every time, on every device
         out.mT.index_put_(_places(rows.a), (rows.g * z).flatten(-3, -2), accumulate=True)
     else:
         a, d = rows.a, rows.a.shape[-1]
@@ -338,7 +338,7 @@ def add_combination_(out: Tensor, rows: Rows, z: Tensor) -> None:
 
 
 def _add_product_(out: Tensor, x: Tensor, y: Tensor) -> None:
-    """``out += x y``, without a temporary unless there is more than one leading dimension."""
+    """Compute ``out += x y``, without a temporary unless there is more than one leading dimension."""
     if out.dim() == 2:
         out.addmm_(x, y)
     elif out.dim() == 3:

@@ -18,26 +18,26 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
 #: Root mean square of the entries of a step of full rank.
 RMS = 0.2
-#: Shorter side from which products in bfloat16 are faster than in float32 where a processor has units for it; below it
-#: a call costs more.
+#: Length of the shorter side from which products in bfloat16 are faster than in float32 on a processor with units for
+#: it; below it a call costs more.
 _LARGE = 128
 
 
 def polar(x: Tensor, rounds: int = ROUNDS, dtype: torch.dtype | None = None) -> Tensor:
-    """Iterate.
+    """Return the polar factor of matrices, by iteration.
 
     Args:
         x: Matrices ``U S Wᵀ [..., n, m]``.
-        rounds: Of the iteration.
-        dtype: Of the products; None: that of ``x``. bfloat16 is taken for large float32 matrices only. Its rounding is
-            noise in all directions, which the rounds raise as they raise small singular values: 1 to 4 % of the result
-            where ``x`` is of full rank, a fifth to a third at a sixteenth of it, and most of it at rank 1.
+        rounds: Number of iterations.
+        dtype: Dtype of the products; None for that of ``x``. bfloat16 is used for large float32 matrices only. Its
+            rounding is noise in all directions, which the rounds amplify as they amplify small singular values: 1 to 4
+            % of the result if ``x`` has full rank, a fifth to a third at a sixteenth of it, and most of it at rank 1.
 
     Returns:
         About ``U Wᵀ``, in the dtype of ``x``; singular values of 0 stay 0 but for that noise.
     """
     wide = x.shape[-2] <= x.shape[-1]
-    y = _divided(x if wide else x.mT, x.abs().amax((-2, -1), keepdim=True))  # squares of huge numbers are infinite
+    y = _divided(x if wide else x.mT, x.abs().amax((-2, -1), keepdim=True))  # squares of huge numbers would be infinite
     y = _divided(y, torch.linalg.matrix_norm(y, keepdim=True))
     if dtype is not None and x.dtype == torch.float32 and min(x.shape[-2:]) >= _LARGE:
         y = y.to(dtype)
@@ -50,7 +50,7 @@ def polar(x: Tensor, rounds: int = ROUNDS, dtype: torch.dtype | None = None) -> 
 
 
 def step_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The polar factor of matrices ``x [..., n, m]`` times ``0.2 √max(n, m)``."""
+    """Return the polar factor of matrices ``x [..., n, m]`` times ``0.2 √max(n, m)``."""
     return polar(x, dtype=dtype).mul_(RMS * max(x.shape[-2:]) ** 0.5)
 
 
@@ -59,6 +59,6 @@ def _divided(x: Tensor, size: Tensor) -> Tensor:
 
 
 def flops(n: int, m: int) -> float:
-    """Of :func:`polar` on one ``[n, m]`` matrix."""
+    """Return the FLOPs of :func:`polar` on one ``[n, m]`` matrix."""
     short, long = min(n, m), max(n, m)
     return float(ROUNDS * (4 * short**2 * long + 2 * short**3))

@@ -1,10 +1,10 @@
-r"""The local quadratic model of the loss: it sizes a step, judges one, and its failures move the damping.
+r"""The local quadratic model of the loss, which sizes a step and judges it; its failures change the damping.
 
 .. math::
     q(\delta) = \nabla^\top \delta + \tfrac12\, \delta^\top (C + \lambda I)\, \delta, \qquad \delta = \sum_i x_i d_i
 
-Along one or two directions ``d_i`` the model is a quadratic in ``x [k]``. Its pieces are kept apart, so that damping
-and decay can be left out, or changed, without another product with C.
+Along one or two directions ``d_i`` the model is a quadratic in ``x [k]``. Its terms are kept apart, so that damping and
+decay can be left out, or changed, without another product with C.
 
 Levenberg-Marquardt: with ``ρ = (L(θ+δ) − L(θ)) / (q(δ) − q(0))``, the change that happened over the change that was
 predicted, λ falls where the model is trustworthy (ρ > 3/4) and rises where it is not (ρ < 1/4). Martens & Grosse 2015
@@ -22,13 +22,13 @@ from torch import Tensor
 
 #: λ changes by this factor per step of the interval.
 DECAY = 0.95
-#: Ratios between which λ stays.
+#: λ does not change if the ratio is between these bounds.
 LOWER, UPPER = 0.25, 0.75
 
 
 @dataclass(frozen=True)
 class QuadraticModel:
-    """The model along k directions ``d_i``, piece by piece; decay is that of the objective ``L + ½ Σ w θ²``.
+    """The model along k directions ``d_i``, term by term; decay is that of the objective ``L + ½ Σ w θ²``.
 
     Attributes:
         gradient: ``⟨∇, d_i⟩ [k]``.
@@ -45,12 +45,12 @@ class QuadraticModel:
     decay: Tensor
 
     def minimum(self, tolerance: float) -> Tensor:
-        """Coefficients ``x [k]`` of the lowest point of the damped model with decay, see :func:`minimise`."""
+        """Return the coefficients ``x [k]`` of the minimum of the damped model with decay, see :func:`minimise`."""
         matrix = self.curvature + self.damping + self.decay
         return minimise(matrix, self.gradient + self.decay_gradient, tolerance)
 
     def change(self, x: Tensor, *, damped: bool) -> Tensor:
-        """``q(δ) − q(0)`` of the loss alone, without decay.
+        """Return ``q(δ) − q(0)`` of the loss alone, without decay.
 
         Args:
             x: Coefficients ``[k]``.
@@ -64,10 +64,11 @@ class QuadraticModel:
 
 
 def minimise(matrix: Tensor, linear: Tensor, tolerance: float) -> Tensor:
-    """``x = −M⁻¹ c`` for one or two directions, without waiting for the device.
+    """Return ``x = −M⁻¹ c`` for one or two directions, without waiting for the device.
 
-    The second direction is dropped where M is close to singular (it adds nothing to the first) or not positive. Where
-    the first has no positive curvature either, the model cannot size it: then ``x = −1``, the step as it is.
+    The second direction is dropped if M is close to singular (it adds nothing to the first) or not positive. If the
+    first one has no positive curvature either, the model cannot size it: then ``x = −1``, which does not scale the
+    step.
 
     Args:
         matrix: M ``[k, k]``, k = 1 or 2.
@@ -82,7 +83,7 @@ def minimise(matrix: Tensor, linear: Tensor, tolerance: float) -> Tensor:
     first = torch.where(usable, first, -torch.ones_like(first))
     if len(linear) == 1:
         return first[None]
-    # In units of each direction's own length, so that a vanishing previous step is no reason to drop it.
+    # Each direction is measured by its own length, so that a vanishing previous step is no reason to drop it.
     length = matrix.diagonal().clamp(min=0).sqrt()
     cosine, (c1, c2) = matrix[0, 1] / (length[0] * length[1]), (linear / length).unbind()
     sine = 1 - cosine * cosine
@@ -92,21 +93,21 @@ def minimise(matrix: Tensor, linear: Tensor, tolerance: float) -> Tensor:
 
 
 def reduction_ratio(actual: float, predicted: float) -> float:
-    """ρ: the change of the loss over the predicted one; NaN where nothing was predicted."""
+    """Return ρ, the change of the loss divided by the predicted one; NaN if no change was predicted."""
     return actual / predicted if predicted else math.nan
 
 
 def damping_factor(actual: float, predicted: float, interval: int) -> float:
-    """What the verdict on a step multiplies λ with.
+    """Return the factor by which the ratio of a step changes λ.
 
     Args:
         actual: ``L(θ+δ) − L(θ)``.
         predicted: ``q(δ) − q(0)``.
-        interval: T, steps between two verdicts.
+        interval: T, number of steps between two judgments.
 
     Returns:
-        ``ω = 0.95^T`` where the model is trusted, or is too pessimistic (the loss fell against a predicted rise);
-        ``1/ω`` where it is not, or ρ is not finite; else 1.
+        ``ω = 0.95^T`` if the model is trusted, or is too pessimistic (the loss fell against a predicted rise); ``1/ω``
+        if it is not trusted, or ρ is not finite; otherwise 1.
     """
     omega, ratio = DECAY**interval, reduction_ratio(actual, predicted)
     if not math.isfinite(ratio):
@@ -117,7 +118,7 @@ def damping_factor(actual: float, predicted: float, interval: int) -> float:
 
 
 def bounded(damping: float, factor: float, low: float, high: float) -> float:
-    """``factor·λ`` in ``[low, high]``, always finite."""
+    """Return ``factor·λ`` in ``[low, high]``, which is always finite."""
     return min(max(damping * factor, low), high, sys.float_info.max)
 
 
@@ -131,7 +132,7 @@ def is_rounding(loss: float, actual: float, predicted: float, epsilon: float) ->
         epsilon: Spacing of floating-point numbers at 1 in the precision of the loss.
 
     Returns:
-        True if neither can be told from zero.
+        True if neither can be distinguished from zero.
     """
     bound = 10 * epsilon * abs(loss)
     return abs(actual) <= bound and abs(predicted) <= bound < math.inf

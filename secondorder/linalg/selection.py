@@ -1,4 +1,4 @@
-r"""Which examples stand for all n of them: importance sampling and interpolative decomposition, as pure functions.
+r"""The choice of examples that represent all n: importance sampling and interpolative decomposition, as pure functions.
 
 The curvature is ``F = Σ u uᵀ`` over the rows u of n examples, with the kernel ``K_st = ⟨u_s, u_t⟩``; r rows are kept.
 
@@ -54,10 +54,10 @@ _TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-13}
 
 
 class Draw(NamedTuple):
-    """Sampled rows.
+    """A sample of rows.
 
     Attributes:
-        index: Examples, int64 ``[..., r]``; unless drawn with replacement without repeats, and ascending as far as
+        index: Examples, int64 ``[..., r]``. They are distinct unless drawn with replacement, and ascending as far as
             there was something to draw.
         weight: ω, in the dtype of the scores ``[..., r]``; 0 where there was nothing left to draw, nan for an example
             that is not finite.
@@ -71,7 +71,8 @@ class Interpolation(NamedTuple):
     """All rows as combinations of a few: ``K ≈ Pᵀ K[I, I] P``.
 
     Attributes:
-        index: Pivots I, int64 ``[..., r]``, in the order in which they were chosen, without repeats unless given so.
+        index: Pivots I, int64 ``[..., r]``, in the order in which they were chosen; distinct unless the given order is
+            not.
         valid: 1 for a pivot, 0 where the kernel had nothing left, in the dtype of the kernel ``[..., r]``; nan for a
             kernel that is not finite.
         p: P ``[..., r, n]``, the identity on the valid pivots and 0 in the rows of the others.
@@ -87,13 +88,13 @@ class Interpolation(NamedTuple):
 
 
 def planned_rank(n: int, fraction: float, max_rank: int) -> int:
-    """Rows to keep of n: ``⌈ρ n⌉``, at least 1 and at most ``min(n, max_rank)``."""
-    # 0.07·100 is 7.000000000000001, which means 7.
+    """Return the number of rows to keep of n: ``⌈ρ n⌉``, at least 1 and at most ``min(n, max_rank)``."""
+    # In floating point, 0.07·100 is 7.000000000000001, which stands for 7.
     return max(1, min(math.ceil(fraction * n - 1e-9), n, max_rank))
 
 
 def inclusion(scores: Tensor, rank: int) -> Tensor:
-    """Probabilities ``π = min(1, c q)`` of a draw without repeats, c such that they sum to the rank.
+    """Return the probabilities ``π = min(1, c q)`` of a draw without repeats, with c such that they sum to the rank.
 
     This is where ``min(1, r q/Σq)`` ends when what is cut off at 1 is given to the others, again and again; the number
     of ones is read off the sorted scores instead.
@@ -113,7 +114,7 @@ def inclusion(scores: Tensor, rank: int) -> Tensor:
     ones = (left * ordered > tail).sum(-1, keepdim=True)
     pi = (q * ((rank - ones) / tail.gather(-1, ones))).clamp(max=1)
     positive = q > 0
-    # Where all of them are drawn, to the bit.
+    # If all of them are drawn, the probabilities are exactly 1.
     return torch.where(positive.sum(-1, keepdim=True) <= rank, positive.to(q), pi)
 
 
@@ -124,10 +125,11 @@ def draw(scores: Tensor, rank: int, sampling: str, generator: torch.Generator) -
         scores: q ``[..., n]``, the squared lengths of the rows; negative ones count as 0.
         rank: r, from 1 to n.
         sampling: One of :data:`SAMPLINGS`, see the table of the module.
-        generator: Of the CPU; random numbers are drawn from it once for the whole batch, equally many on any device.
+        generator: A CPU generator; random numbers are drawn from it once for the whole batch, the same number on any
+            device.
 
     Returns:
-        Examples and weights.
+        The examples and their weights.
 
     Raises:
         ValueError: For an unknown sampling, or a rank that is not in 1…n.
@@ -138,7 +140,7 @@ def draw(scores: Tensor, rank: int, sampling: str, generator: torch.Generator) -
     q = scores.double().clamp(min=0)
     n = q.shape[-1]
     numbers = {"systematic": n + 1, "replacement": rank}.get(sampling, n)
-    # From memory that is not pinned: the host waits for its own copy at most, not for the device.
+    # The memory is not pinned: the host waits for its own copy at most, not for the device.
     uniform = torch.rand(*q.shape[:-1], numbers, generator=generator, dtype=torch.float64)
     uniform = uniform.to(q.device, non_blocking=True)
     if sampling == "replacement":
@@ -158,13 +160,14 @@ def draw(scores: Tensor, rank: int, sampling: str, generator: torch.Generator) -
 
 
 def pivots(kernel: Tensor, rank: int, pivoting: str) -> Tensor | None:
-    """An order of pivots for :func:`interpolate`.
+    """Return an order of pivots for :func:`interpolate`.
 
     Args:
         kernel: K ``[..., n, n]``.
         rank: r, from 1 to n.
-        pivoting: ``"cholesky"``: none is prescribed; ``"qr"``: that of a column-pivoted QR factorisation of the
-            kernel, each the column with the longest rest; ``"score"``: the longest rows, however alike they are.
+        pivoting: ``"cholesky"`` prescribes none; ``"qr"`` takes that of a column-pivoted QR factorization of the
+            kernel, in which each pivot is the column with the longest rest; ``"score"`` takes the longest rows, however
+            similar they are.
 
     Returns:
         Pivots, int64 ``[..., r]``, or None.
@@ -190,7 +193,7 @@ def pivots(kernel: Tensor, rank: int, pivoting: str) -> Tensor | None:
         taken.scatter_(-1, pivot, True)
         rest = columns.gather(-1, pivot[..., None, :].expand(*columns.shape[:-1], 1))
         square = squares.gather(-1, pivot)[..., None]
-        # What is left of each column is measured anew, so that no orthonormal basis has to be kept.
+        # The rest of each column is measured again in each round, so that no orthonormal basis has to be kept.
         columns -= rest @ torch.where(square > 0, (rest.mT @ columns) / square, 0.0)
     return order
 
@@ -198,14 +201,15 @@ def pivots(kernel: Tensor, rank: int, pivoting: str) -> Tensor | None:
 def interpolate(
     kernel: Tensor, rank: int, tolerance: float | None = None, order: Tensor | None = None
 ) -> Interpolation:
-    """Interpolative decomposition of a kernel by pivoted Cholesky factorisation, at a cost of ``n r²``.
+    """Return the interpolative decomposition of a kernel by pivoted Cholesky factorization, at a cost of ``n r²``.
 
     Args:
         kernel: K ``[..., n, n]``, symmetric and positive semi-definite up to rounding.
         rank: r, from 1 to n.
-        tolerance: A pivot must be larger than this times the largest diagonal entry; None: 1e-13 for a float64
-            kernel, else 1e-6.
-        order: Pivots int64 ``[..., r]`` in this order, from :func:`pivots`; None: each the largest remaining diagonal.
+        tolerance: A pivot must be larger than this times the largest diagonal entry; None for 1e-13 with a float64
+            kernel, and 1e-6 otherwise.
+        order: Pivots int64 ``[..., r]`` in this order, from :func:`pivots`; None for the largest remaining diagonal
+            each.
 
     Returns:
         The decomposition, in float64 up to n = 2048.
@@ -242,14 +246,14 @@ def interpolate(
 
 
 def core(kernel: Tensor, found: Interpolation, damping: Tensor | float, residual: str) -> Tensor:
-    """``S = P D⁻¹ Pᵀ``, what the damped inverse needs to know of the rows that are not kept.
+    """Return ``S = P D⁻¹ Pᵀ``, by which the rows that are not kept enter the damped inverse.
 
     Args:
-        kernel: K ``[..., n, n]``; looked at by ``"full"`` only.
+        kernel: K ``[..., n, n]``; only ``"full"`` reads it.
         found: Its decomposition.
         damping: λ > 0 ``[...]``.
-        residual: What is left out: ``"none"``: D = λI; ``"diag"``: λI + diag(E); ``"full"``: λI + E, or that of
-            ``"diag"`` where rounding makes it indefinite.
+        residual: Form of D: ``"none"`` for λI, ``"diag"`` for λI + diag(E), ``"full"`` for λI + E, or the form of
+            ``"diag"`` if rounding makes that indefinite.
 
     Returns:
         S ``[..., r, r]``, symmetric to the bit, with a 1 on the diagonal of each pivot that is not valid.
@@ -275,18 +279,18 @@ def core(kernel: Tensor, found: Interpolation, damping: Tensor | float, residual
 
 
 def energy_rank(found: Interpolation, trace: Tensor, share: float, rounding: float = 1e-12) -> Tensor:
-    """Fewest pivots that explain a share of the trace of the kernel.
+    """Return the smallest number of pivots that explain a share of the trace of the kernel.
 
     Args:
         found: A decomposition of rank r.
-        trace: Of the kernel ``[...]``.
-        share: From 0 to 1.
-        rounding: Part of the trace that the kernel may owe to rounding.
+        trace: Trace of the kernel ``[...]``.
+        share: The share, from 0 to 1.
+        rounding: Fraction of the trace that may be rounding.
 
     Returns:
-        Number of pivots, int64 ``[...]``, at least 1; r if they never do.
+        Number of pivots, int64 ``[...]``, at least 1; r if all of them do not suffice.
     """
-    # All of the trace is reached up to rounding only.
+    # The whole trace is reached only up to rounding.
     missing = found.energy < (1 - rounding) * share * trace.to(found.energy)[..., None]
     return (missing.sum(-1) + 1).clamp(max=found.energy.shape[-1])
 
@@ -301,13 +305,13 @@ def _working_dtype(kernel: Tensor) -> torch.dtype:
 
 
 def _positions(selected: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Places ``[..., r]`` of the ones of a mask ``[..., n]``, then of others, and which are ones."""
+    """Return the places ``[..., r]`` of the ones of a mask ``[..., n]``, then of others, and which of them are ones."""
     order = selected.logical_not().byte().argsort(dim=-1, stable=True)[..., :rank]
     return order, selected.gather(-1, order)
 
 
 def _systematic(pi: Tensor, uniform: Tensor) -> Tensor:
-    """A mask ``[..., n]``: who is hit by equidistant points when all lie, in random order, side by side on a line.
+    """Return a mask ``[..., n]`` of the rows that equidistant points hit if all lie, in random order, on a line.
 
     Args:
         pi: Lengths π ``[..., n]``.
@@ -320,7 +324,7 @@ def _systematic(pi: Tensor, uniform: Tensor) -> Tensor:
     length = (pi.gather(-1, order) * _UNIT).round().long()
     stop = length.cumsum(-1)
     surplus = (stop[..., -1:] + _UNIT // 2) % _UNIT - _UNIT // 2
-    # The first point is where it and its followers hit as many as they should, although lengths were rounded.
+    # The first point is chosen so that the points hit as many rows as they should, although lengths were rounded.
     low, high = surplus.clamp(min=0), _UNIT + surplus.clamp(max=0)
     first = low + (uniform[..., -1:] * (high - low)).long()
     before = torch.div(first - (stop - length), _UNIT, rounding_mode="floor")
@@ -329,17 +333,17 @@ def _systematic(pi: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _race(rates: Tensor, uniform: Tensor, rank: int) -> Tensor:
-    """A mask ``[..., n]``: the first r of independent exponential times, which are a draw without replacement."""
+    """Return a mask ``[..., n]`` of the first r of independent exponential times, a draw without replacement."""
     time = torch.where(rates > 0, -torch.log1p(-uniform) / rates, torch.inf)
     first = time.argsort(dim=-1, stable=True)[..., :rank]
     return torch.zeros_like(rates, dtype=torch.bool).scatter_(-1, first, True) & (rates > 0)
 
 
 def _with_replacement(q: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Index and weight ``[..., r]`` of independent draws."""
+    """Return index and weight ``[..., r]`` of independent draws."""
     stop = q.cumsum(-1)
     total = stop[..., -1:].contiguous()
-    # The last number below the total: rounding must not lead past the last positive score.
+    # The bound is the last number below the total: rounding must not lead past the last positive score.
     at = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
     index = torch.searchsorted(stop, at, right=True).clamp(max=q.shape[-1] - 1)
     p = q.gather(-1, index) / total
@@ -347,7 +351,7 @@ def _with_replacement(q: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row(kernel: Tensor, factor: Tensor, pivot: Tensor) -> Tensor:
-    """Row ``pivot [..., 1]`` of the kernel less what the pivots before explain of it, ``factor [..., j, n]``."""
+    """Return row ``pivot [..., 1]`` of the kernel without what earlier pivots explain, ``factor [..., j, n]``."""
     at = pivot[..., None]
     row = kernel.gather(-2, at.expand(*kernel.shape[:-2], 1, kernel.shape[-1]))
     known = factor.gather(-1, at.expand(*factor.shape[:-1], 1))
@@ -356,17 +360,17 @@ def _row(kernel: Tensor, factor: Tensor, pivot: Tensor) -> Tensor:
 
 
 def _coefficients(factor: Tensor, index: Tensor, valid: Tensor, done: Tensor) -> Tensor:
-    """``P = L_I⁻ᵀ Lᵀ`` from ``Lᵀ [..., r, n]``, the identity to the bit where ``done [..., n]``."""
+    """Return ``P = L_I⁻ᵀ Lᵀ`` from ``Lᵀ [..., r, n]``, which is exactly the identity where ``done [..., n]``."""
     columns = index[..., None, :].expand(*factor.shape[:-1], factor.shape[-2])
     triangle = factor.gather(-1, columns)
-    # A pivot that is not valid has a row of zeros: with this 1 the solution there is 0.
+    # A pivot that is not valid has a row of zeros; with this 1, the solution there is 0.
     triangle.diagonal(dim1=-2, dim2=-1).add_(valid.logical_not().to(factor))
     p: Tensor = anywhere(torch.linalg.solve_triangular, triangle, factor, upper=True)
     return p.masked_fill(done[..., None, :], 0.0).scatter_add_(-1, columns, torch.diag_embed(valid.to(p)))
 
 
 def _left_out(kernel: Tensor, found: Interpolation) -> Tensor:
-    """``E = K − Pᵀ K[I, I] P`` ``[..., n, n]``, symmetric, with zeros on the valid pivots."""
+    """Return ``E = K − Pᵀ K[I, I] P`` ``[..., n, n]``, symmetric, with zeros on the valid pivots."""
     r, n = found.p.shape[-2:]
     kept = kernel.gather(-2, found.index[..., None].expand(*kernel.shape[:-2], r, n))
     kept = kept.gather(-1, found.index[..., None, :].expand(*kernel.shape[:-2], r, r))

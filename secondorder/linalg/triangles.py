@@ -1,4 +1,4 @@
-"""Symmetric matrices as triangles, n(n+1)/2 elements each, on the wire and at rest.
+"""Symmetric matrices stored and sent as triangles of n(n+1)/2 elements each.
 
 The lower triangle is folded into a rectangle, so that packing is a few strided copies whatever n is. With ``h`` the
 larger half of n, the first h columns of the triangle stay where they are, and the small triangle of the last ``n - h``
@@ -21,18 +21,18 @@ from torch import Tensor
 
 
 def triangle(n: int) -> int:
-    """Elements of a triangle of an ``[n, n]`` matrix, diagonal included."""
+    """Return the number of elements of a triangle of an ``[n, n]`` matrix, diagonal included."""
     return n * (n + 1) // 2
 
 
 @functools.lru_cache(maxsize=128)
 def _upper(n: int, device: torch.device) -> Tensor:
-    """Mask ``[n, n]`` of the upper triangle, diagonal included."""
+    """Return a mask ``[n, n]`` of the upper triangle, diagonal included."""
     return torch.ones(n, n, dtype=torch.bool, device=device).triu()
 
 
 def _rectangle(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """The folded triangles of symmetric matrices ``[..., n, n]`` as a view of a flat buffer."""
+    """Return the folded triangles of symmetric matrices ``[..., n, n]`` as a view of a flat buffer."""
     n = shape[-1]
     half = (n + 1) // 2
     return packed.view(*shape[:-2], triangle(n) // half if half else 0, half)
@@ -55,7 +55,7 @@ def pack(matrix: Tensor, packed: Tensor) -> None:
 
 
 def unpack(packed: Tensor, matrix: Tensor) -> None:
-    """Write symmetric matrices from what :func:`pack` wrote.
+    """Write symmetric matrices from the result of :func:`pack`.
 
     Args:
         packed: ``[... * n(n+1)/2]``, contiguous.

@@ -1,4 +1,4 @@
-"""The Woodbury identity for few rows: as they are, and where they interpolate others.
+"""The Woodbury identity for few rows, which are used as they are or interpolate others.
 
 With R rows u, ``F = Σ u uᵀ`` and the kernel ``K = [⟨u, u'⟩]``, the direction is ``(F + λI)⁻¹ V = (V − Σ_n z_n u_n)/λ``
 where ``z = M ⟨u, V⟩``::
@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from secondorder.linalg.dense import all_true_on_cpu, anywhere, mirror_upper_, solve_each
 from secondorder.linalg.kernel import Rows, add_combination_, gram, project, whole
 
-#: Rungs of the ladder of failed Cholesky factorisations, in multiples of the mean diagonal.
+#: The rungs of the ladder for failed Cholesky factorizations, in multiples of the mean diagonal.
 _JITTERS = (1e-6, 1e-4, 1e-2)
 
 
 def damped_inverse(kernel: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
-    """``M = (K + λI)⁻¹`` by Cholesky (SNGD, KIS).
+    """Return ``M = (K + λI)⁻¹`` by Cholesky (SNGD, KIS).
 
     To a matrix that fails, 1e-6, then 1e-4, then 1e-2 of its mean diagonal is added.
 
@@ -34,8 +34,8 @@ def damped_inverse(kernel: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
         damping: λ > 0, ``[...]``.
 
     Returns:
-        M ``[..., R, R]``, symmetric to the bit, zeros where nothing helped (the direction is V/λ then); whether there
-        is an inverse ``[...]``.
+        M ``[..., R, R]``, symmetric to the bit, and zeros if nothing helped (the direction is V/λ then); and whether
+        there is an inverse ``[...]``.
     """
     damped = kernel.clone()
     damped.diagonal(dim1=-2, dim2=-1).add_(damping.to(kernel.dtype)[..., None])
@@ -44,7 +44,7 @@ def damped_inverse(kernel: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interpolated_inverse(core: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
-    """``M = (S⁻¹ + K̂)⁻¹ = C (I + Cᵀ K̂ C)⁻¹ Cᵀ`` with ``S = C Cᵀ``: nothing undamped is inverted (HyLo, KID).
+    """Return ``M = (S⁻¹ + K̂)⁻¹ = C (I + Cᵀ K̂ C)⁻¹ Cᵀ`` with ``S = C Cᵀ``, inverting nothing undamped (HyLo, KID).
 
     Args:
         core: S, symmetric positive definite ``[..., R, R]``.
@@ -62,7 +62,7 @@ def interpolated_inverse(core: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
-    """The block diagonal matrix ``[..., Σr_p, Σr_p]`` of square blocks ``[..., r_p, r_p]``."""
+    """Return the block diagonal matrix ``[..., Σr_p, Σr_p]`` of square blocks ``[..., r_p, r_p]``."""
     if len(blocks) == 1:
         return blocks[0]
     sizes = [block.shape[-1] for block in blocks]
@@ -75,9 +75,9 @@ def block_diagonal(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def apply(rows: Rows, inverse: Tensor, damping: Tensor, matrix: Tensor) -> Tensor:
-    """``(V − Σ_n z_n u_n)/λ`` with ``z = M ⟨u, V⟩``, by Woodbury: the direction of SNGD, KIS and KID.
+    """Return ``(V − Σ_n z_n u_n)/λ`` with ``z = M ⟨u, V⟩``, by Woodbury: the direction of SNGD, KIS and KID.
 
-    Costs ``4 R S d_i d_o`` flops; nothing is as large as V but the result. For a V that the rows span, the difference
+    This costs ``4 R S d_i d_o`` flops; only the result is as large as V. For a V that the rows span, the difference
     cancels: the relative error is then that of the working precision times the largest eigenvalue of F over λ.
 
     Args:
@@ -97,12 +97,12 @@ def apply(rows: Rows, inverse: Tensor, damping: Tensor, matrix: Tensor) -> Tenso
 
 
 def exact_update(rows: Rows, damping: Tensor, matrix: Tensor) -> Tensor:
-    """``(F + λI)⁻¹ V [..., d_o, n_a]`` from all rows, ``λ > 0 [...]``: SNGD, its kernel inverted in float64."""
+    """Return ``(F + λI)⁻¹ V [..., d_o, n_a]`` from all rows, ``λ > 0 [...]``: SNGD, inverting in float64."""
     return apply(rows, damped_inverse(gram(rows).double(), damping)[0], damping, matrix)
 
 
 def curvature(rows: Rows, inverse: Tensor, damping: Tensor) -> Tensor:
-    """The matrix that :func:`apply` inverts: ``(F̂ + λI)⁻¹ = (I − Û M Ûᵀ)/λ``, hence ``F̂ = λ Û M (I − K̂M)⁻¹ Ûᵀ``.
+    """Return the matrix F̂ in ``(F̂ + λI)⁻¹ = (I − Û M Ûᵀ)/λ`` of :func:`apply`: ``F̂ = λ Û M (I − K̂M)⁻¹ Ûᵀ``.
 
     Costs the square of the number of parameters in memory and makes a device wait: for analysis of small layers.
 
@@ -121,13 +121,13 @@ def curvature(rows: Rows, inverse: Tensor, damping: Tensor) -> Tensor:
 
 
 def second_moment(rows: Rows) -> Tensor:
-    """``Σ_n u_n u_nᵀ [..., d_o·n_a, d_o·n_a]`` over row-major parameters, float64; for small layers."""
+    """Return ``Σ_n u_n u_nᵀ [..., d_o·n_a, d_o·n_a]`` over row-major parameters in float64, for small layers."""
     u = _vectors(rows)
     return u.mT @ u
 
 
 def _vectors(rows: Rows) -> Tensor:
-    """Per-example gradients ``[..., n, d_o·n_a]`` in float64, row-major."""
+    """Return per-example gradients ``[..., n, d_o·n_a]`` in float64, row-major."""
     a = rows.a
     if a is not None:
         a = F.one_hot(a, rows.columns).double() if not a.is_floating_point() else a.double()
@@ -135,12 +135,12 @@ def _vectors(rows: Rows) -> Tensor:
 
 
 def _cholesky(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower factors of ``[..., n, n]`` with the ladder of jitters; the identity, and False ``[...]``, if all fail."""
+    """Return lower factors of ``[..., n, n]``, using a ladder of jitters; the identity and False if all fail."""
     lower, ok = _attempt(x)
     mean = x.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
     for jitter in _JITTERS:
         if x.device.type == "cpu" and all_true_on_cpu(ok):
-            break  # a device is not asked: it climbs the whole ladder
+            break  # a device is not read: it climbs the whole ladder
         jittered = x.clone()
         jittered.diagonal(dim1=-2, dim2=-1).add_(jitter * mean)
         again, found = _attempt(jittered)
@@ -156,7 +156,7 @@ def _attempt(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _checked(inverse: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric to the bit, and zeros where it is not usable."""
+    """Make the inverse symmetric to the bit, and zero where it is not usable."""
     inverse = mirror_upper_(inverse.mT if inverse.mT.is_contiguous() else inverse)
     ok = ok & torch.isfinite(inverse.diagonal(dim1=-2, dim2=-1).sum(-1))
     return torch.where(ok[..., None, None], inverse, torch.zeros_like(inverse)), ok
