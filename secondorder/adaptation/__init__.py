@@ -1,4 +1,4 @@
-"""Adaptation: damping and the size of a step, as the loss demands them.
+"""Adaptation: damping and step size that follow the loss.
 
 The modules here evaluate the closure of a step, compare the loss with its quadratic model, change the damping, reject
 steps, and calibrate.

@@ -50,7 +50,7 @@ class LocalModel:
             directions: ``d_i`` by parameter.
             gradients: ∇.
             at: Values of parameters that have moved since the gradient was taken.
-            evaluation: What the closure of this step did.
+            evaluation: The evaluation of this step's closure.
         """
         device = next(iter(gradients.values())).device
         wide = [{p: d.to(torch.promote_types(d.dtype, torch.float32)) for p, d in one.items()} for one in directions]
@@ -70,7 +70,7 @@ class LocalModel:
     def _curvature_products(
         self, directions: Sequence[Directions], at: Directions, evaluation: Evaluation | None
     ) -> Tensor:
-        """``⟨d_i, C d_j⟩ [k, k]``: of the loss where the closure returned its outputs, else of the method's blocks."""
+        """Return ``⟨d_i, C d_j⟩ [k, k]`` of the loss if the closure returned its outputs, otherwise of the blocks."""
         if evaluation is None or self._likelihood is None or not evaluation.exact:
             return self._block_products(directions, lambda block, matrix: block.product(matrix), evaluation)
         assert self._table.root is not None
@@ -81,7 +81,7 @@ class LocalModel:
         return self.of_all_ranks(own)
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
-        """Return the mean over the ranks, as of their gradients; the same bits on each, so that all decide alike."""
+        """Return the mean over the ranks, as of their gradients; the bits are equal, so that all decide the same."""
         if not self._comm.combines:
             return values
         total = self._comm.agree(values.detach().to(torch.float64).flatten()) / self._comm.data_world
@@ -91,7 +91,7 @@ class LocalModel:
         self, directions: Sequence[Directions], product: Callable[[Block, Tensor], Tensor],
         evaluation: Evaluation | None,
     ) -> Tensor:  # fmt: skip
-        """``Σ ⟨D_i, product(D_j)⟩ [k, k]`` over the blocks that precondition, ``D [(Γ,) n_g, n_a]``."""
+        """Return ``Σ ⟨D_i, product(D_j)⟩ [k, k]`` over the blocks that precondition, with ``D [(Γ,) n_g, n_a]``."""
         k, first = len(directions), next(iter(directions[0].values()))
         total = torch.zeros(k, k, dtype=torch.float64, device=first.device)
         for block in self._curvature.directions.active(directions[0]):
@@ -99,11 +99,11 @@ class LocalModel:
             images = [product(block, m) for m in matrices]
             rows = [torch.stack([(m * image).sum() for image in images]) for m in matrices]
             total += torch.stack(rows).to(total)
-        # Blocks and their damping are per example; a sum over examples has those of all of them.
+        # Blocks and their damping are per example; a loss that is a sum over examples has those of all of them.
         return (total + total.mT) * (0.5 if self.is_mean else 0.5 * self._examples(evaluation))
 
     def _examples(self, evaluation: Evaluation | None) -> float:
-        """Examples in the gradient of this step, which a summed loss has the curvature of."""
+        """Return the number of examples in this step's gradient, which scales the curvature of a summed loss."""
         own = 0.0 if evaluation is None else float(evaluation.examples)
         found = float(self.of_all_ranks(torch.tensor(own, dtype=torch.float64)))
         if not found:
@@ -120,7 +120,7 @@ class LocalModel:
 
 
 def _inner(x: Directions, y: Directions, device: torch.device) -> Tensor:
-    """``Σ ⟨x, y⟩`` over the parameters of y, in float64."""
+    """Return ``Σ ⟨x, y⟩`` over the parameters of y, in float64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for p, b in y.items():
         a = x[p].to(b.dtype)

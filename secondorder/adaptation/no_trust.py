@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from secondorder.parameters import Directions
 
 ReturnedT = TypeVar("ReturnedT")
-#: Directions, and rate and momentum of the quadratic model ``[2]``, or None for those of the groups.
+#: Directions, and the rate and momentum ``[2]`` of the quadratic model, or None for those of the groups.
 Sized = tuple[Directions, Tensor | None]
 
 
@@ -23,9 +23,9 @@ class Move(Protocol):
 
 
 class NoTrust:
-    """Steps that are taken as they are, whatever the loss."""
+    """Takes every step unchanged, whatever the loss."""
 
-    #: Whether λ changes with the loss, so that a large one says nothing.
+    #: Whether λ changes with the loss, so that a large value does not mean anything.
     adapts_damping = False
 
     def check_module(self, root: nn.Module | None) -> None:
@@ -50,7 +50,7 @@ class NoTrust:
         move()
 
     def size(self, gradients: Directions, directions: Directions) -> Sized:
-        """Return the directions, which the rate and the momentum of the groups apply to."""
+        """Return the directions, to which the rate and the momentum of the groups apply."""
         return directions, None
 
     def diagnostics(self) -> dict[str, Any]:

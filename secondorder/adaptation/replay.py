@@ -1,7 +1,7 @@
-"""Running a forward again as it was, and along a direction: replays that leave no trace, and forward-mode products.
+"""Replays of a forward pass, unchanged or along a direction: they leave no trace, or give forward-mode products.
 
-A forward depends on parameters, inputs, buffers and random generators. :class:`Moment` keeps the last two, so that a
-replay draws the same dropout masks and sees the same running statistics, and afterwards everything is as before.
+A forward pass depends on parameters, inputs, buffers and random generators. :class:`Moment` keeps the last two, so that
+a replay draws the same dropout masks and uses the same running statistics, and restores everything afterwards.
 :func:`recorded` keeps the inputs of a training step's own forwards; :func:`output_change` runs one of them again with
 dual numbers, for ``J d``: the change of the outputs when the parameters move along ``d``.
 """
@@ -31,11 +31,11 @@ _REMEDY = "return the loss alone from the closure, or drop likelihood=, to use t
 
 
 class Moment:
-    """Random generators and buffers of a module as they are now.
+    """The current random generators and buffers of a module.
 
     Args:
         module: Module whose buffers to keep.
-        devices: Devices whose generators to keep beside the CPU's.
+        devices: Devices whose generators to keep in addition to the CPU's.
     """
 
     def __init__(self, module: nn.Module, devices: Iterable[torch.device]) -> None:
@@ -49,7 +49,7 @@ class Moment:
         ]
 
     def restore(self) -> None:
-        """Set everything back, buffers in place."""
+        """Restore the generators and the buffers, in place."""
         torch.set_rng_state(self._cpu)
         for device, state in self._others.items():
             torch.get_device_module(device).set_rng_state(state, device)
@@ -60,7 +60,7 @@ class Moment:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Go back to this moment for the ``with`` block, and return to the present after it."""
+        """Return to this moment for the ``with`` block, and to the present after it."""
         present = Moment(self._module, self._devices)
         self.restore()
         try:
@@ -71,14 +71,14 @@ class Moment:
 
 @dataclass
 class Forward:
-    """One forward of a module, as it can be run again.
+    """A forward pass of a module, which can be run again.
 
     Attributes:
         args: Positional arguments.
         kwargs: Keyword arguments.
         autocast: Device type, whether autocast was on, and its dtype.
         moment: Generators and buffers at its start.
-        output: What it returned.
+        output: The value that it returned.
     """
 
     args: tuple[Any, ...]
@@ -88,7 +88,7 @@ class Forward:
     output: Any = None
 
     def examples(self, dim: int, rule: Rule | None) -> int:
-        """The number of examples, by the user's rule or judged from arguments and outputs; 0 if nothing tells."""
+        """Count the examples by the user's rule, or from arguments and outputs; return 0 if nothing determines them."""
         if rule is not None:
             return rule(self.args, self.kwargs)
         inputs = [Input.of(x) for x in _tensors((self.args, self.kwargs))]
@@ -97,17 +97,17 @@ class Forward:
 
 @contextmanager
 def recorded(module: nn.Module, devices: set[torch.device], *, on: bool = True) -> Iterator[list[Forward]]:
-    """Record the forwards of a module inside the ``with`` block that a backward can follow.
+    """Record the forward passes of a module inside the ``with`` block that a backward pass can follow.
 
-    Compiled models run eagerly meanwhile: a hook that comes after their compilation would not be called.
+    Compiled models run eagerly in the meantime: a hook that is added after their compilation would not be called.
 
     Args:
         module: The module.
-        devices: Where its parameters are.
+        devices: Devices of its parameters.
         on: Whether to record at all.
 
     Yields:
-        A list that the forwards are appended to.
+        A list to which the forward passes are appended.
     """
     found: list[Forward] = []
     if not on:
@@ -125,7 +125,7 @@ def recorded(module: nn.Module, devices: set[torch.device], *, on: bool = True) 
             current.output = output
             found.append(current)
 
-    # First in line: what other hooks make of the arguments, they make of them again in a replay.
+    # These hooks come first: other hooks may change the arguments, and they change them again in a replay.
     handles: list[RemovableHandle] = [
         module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
         module.register_forward_hook(leave),
@@ -145,7 +145,7 @@ class Evaluated:
     Attributes:
         forward: The forward.
         outputs: Outputs that the loss was computed from, detached.
-        targets: As the loss took them, None if they are not known.
+        targets: Targets in the form that the loss takes, or None if they are not known.
     """
 
     forward: Forward
@@ -153,7 +153,7 @@ class Evaluated:
     targets: Tensor | None
 
     def __post_init__(self) -> None:
-        """Find the outputs among what the forward returned; only their place and geometry stay."""
+        """Find the outputs among the returned values; only their position and geometry are kept."""
         storage = self.outputs.untyped_storage().data_ptr()
         leaves = list(_tensors(self.forward.output))
         same = [i for i, leaf in enumerate(leaves) if leaf is self.outputs]
@@ -178,7 +178,7 @@ class Evaluated:
         self.outputs, self.forward.output = self.outputs.detach(), None
 
     def pick(self, output: Any) -> tuple[Tensor, Tensor | None]:
-        """The same outputs and their tangent, from what a replay with dual numbers returned."""
+        """Return the same outputs and their tangent, from the result of a replay with dual numbers."""
         primal, tangent = forward_ad.unpack_dual(list(_tensors(output))[self._place])
         return self._same_view(primal), None if tangent is None else self._same_view(tangent)
 
@@ -196,7 +196,7 @@ def output_change(module: nn.Module, evaluated: Evaluated, direction: Directions
         module: The module.
         evaluated: Its recorded forward.
         direction: d, by parameter; those that the module does not hold are ignored.
-        at: Values of parameters that have moved since.
+        at: Values of parameters that have moved since the forward pass.
 
     Raises:
         RuntimeError: If part of the model has no forward-mode derivative.
@@ -235,9 +235,9 @@ def exact_products(
     Args:
         module: The module.
         evaluations: Its forwards, micro-batches of one batch.
-        likelihood: What the loss is to the outputs.
+        likelihood: Likelihood of the loss, given the outputs.
         directions: ``d_i``, k of them.
-        at: Values of parameters that have moved since.
+        at: Values of parameters that have moved since the forward passes.
         mean: Whether the loss is a mean over its terms; else it is their sum.
     """
     device = evaluations[0].outputs.device
@@ -255,7 +255,7 @@ def exact_products(
 
 @contextmanager
 def kept_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Give parameters their ``.grad`` back after the ``with`` block: the same tensors with the same values."""
+    """Restore the ``.grad`` of parameters after the ``with`` block: the same tensors with the same values."""
     kept = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in dict.fromkeys(parameters)]
     try:
         yield
@@ -269,7 +269,7 @@ def kept_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def _differentiable(autocast: Sequence[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
-    """The autocast of the recorded forward, and only kernels that have a forward-mode derivative."""
+    """Use the autocast of the recorded forward pass, and only kernels that have a forward-mode derivative."""
     fast = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
@@ -305,7 +305,7 @@ def _inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested containers, in order."""
+    """Yield every tensor in nested containers, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""What a step that is judged by its loss is made of: the options, the closure's evaluation, and a way back."""
+"""The parts of a step that is judged by its loss: the options, the closure's evaluation, and a snapshot to undo it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLAGS = "adaptive_damping", "include_damping_in_model", "reject_steps", "quadra
 
 @dataclass(frozen=True)
 class Adaptation:
-    """Which of the options are on; the class of a method documents each.
+    """The options of the adaptation; the class of a method documents each.
 
     Raises:
         ValueError: For a value out of range.
@@ -37,7 +37,7 @@ class Adaptation:
     calibrate_damping: bool = False
 
     def __post_init__(self) -> None:
-        """Check every value, and put the likelihood itself in the place of its name."""
+        """Check every value, and replace the name of a likelihood by the likelihood itself."""
         for name in _FLAGS:
             options.flag(name, getattr(self, name))
         options.whole(1)("damping_interval", self.damping_interval)
@@ -51,7 +51,7 @@ class Adaptation:
 
     @property
     def loss_model(self) -> Likelihood | None:
-        """The likelihood itself."""
+        """The likelihood, if one was given."""
         return None if self.likelihood is None else resolve(self.likelihood)
 
     @property
@@ -65,11 +65,11 @@ class Adaptation:
         return ["quadratic_model"] * self.quadratic_model + self.needing_loss
 
     def mark(self, groups: Sequence[dict[str, Any]], steps: int) -> None:
-        """Add to the last of some groups what judged steps will note in it.
+        """Add the entries in which judged steps keep their results to the last of some groups.
 
         Args:
             groups: All groups.
-            steps: Number of steps taken. A group that joins in the middle of training keeps the damping it was given.
+            steps: Number of steps taken. A group that is added during training keeps the damping it was given.
         """
         if self.calibrate_damping:
             groups[-1].setdefault("damping_calibrated", steps > 0)
@@ -78,15 +78,15 @@ class Adaptation:
 
 
 class Evaluation(NamedTuple):
-    """What the closure of a step did.
+    """The evaluation of the closure of a step.
 
     Attributes:
         closure: The closure.
         loss: The objective that it returned, detached, 0-dim.
-        start: Generators and buffers before it.
-        eager: Whether its forwards were recorded, for which compiled models ran eagerly.
-        examples: Examples of its forwards; 0 where nothing counted them.
-        exact: Its forwards with their outputs, where the model is to be exact; else empty.
+        start: Generators and buffers before the evaluation.
+        eager: Whether its forward passes were recorded, for which compiled models ran eagerly.
+        examples: Number of examples of its forward passes; 0 if they were not counted.
+        exact: Its forward passes with their outputs if the model is exact; otherwise empty.
     """
 
     closure: Callable[[], Any]
@@ -99,11 +99,11 @@ class Evaluation(NamedTuple):
 
 @dataclass
 class Snapshot:
-    """Parameters and part of their state before a step.
+    """The parameters and part of their state before a step.
 
     Attributes:
-        values: Parameters as they were.
-        state: Dict, key and former value of that part; tensors are copies.
+        values: The parameters' values before the step.
+        state: Dict, key and former value of each entry of that part; tensors are copies.
     """
 
     values: dict[nn.Parameter, Tensor]
@@ -111,7 +111,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, states: Mapping[nn.Parameter, dict[str, Any]], keeps: Callable[[str], bool]) -> Snapshot:
-        """Take a snapshot of some parameters and of those keys of their state that ``keeps`` names."""
+        """Copy some parameters, and the entries of their state whose keys ``keeps`` accepts."""
         kept = [
             (state, key, value.clone() if isinstance(value, Tensor) else value)
             for state in states.values()
@@ -121,7 +121,7 @@ class Snapshot:
         return cls({p: p.detach().clone() for p in states}, kept)
 
     def undo(self) -> None:
-        """Set everything back, to the bit."""
+        """Restore everything, to the bit."""
         with torch.no_grad():
             for p, value in self.values.items():
                 p.copy_(value)
@@ -132,7 +132,7 @@ class Snapshot:
                     state[key] = before
 
     def moved(self) -> dict[nn.Parameter, Tensor]:
-        """What the step has changed, in float32 or better."""
+        """Return the changes of the step, in float32 or better."""
         wide = {p: torch.promote_types(p.dtype, torch.float32) for p in self.values}
         return {p: p.detach().to(wide[p]) - value.to(wide[p]) for p, value in self.values.items()}
 
@@ -141,7 +141,7 @@ def parts_of(returned: Any) -> tuple[Tensor, Any, Any]:
     """Return loss, outputs and targets of what a closure returned; the last two are None where they are missing.
 
     Raises:
-        TypeError: If it is no loss, ``(loss, outputs)`` or ``(loss, outputs, targets)``.
+        TypeError: If it is not a loss, ``(loss, outputs)`` or ``(loss, outputs, targets)``.
     """
     loss, outputs, targets = returned, None, None
     if isinstance(returned, (tuple, list)) and len(returned) in (2, 3):

@@ -1,8 +1,8 @@
-"""Damping and step size that watch the loss: Levenberg-Marquardt, the quadratic model, rejected steps, calibration.
+"""Damping and step size that follow the loss: Levenberg-Marquardt, the quadratic model, rejected steps, calibration.
 
 ::
 
-    evaluate     the closure; its forwards are recorded where the model will differentiate them
+    evaluate     call the closure; record its forward passes if the model will differentiate them
     statistics, refresh, share
     take         once: calibrate damping       for each candidate: move, the loss at θ+δ, undo
                  move                          rate and momentum from the quadratic model
@@ -59,7 +59,7 @@ class TrustRegion:
     # ------------------------------------------------------------------ what cannot be judged
     @property
     def adapts_damping(self) -> bool:
-        """Whether λ changes with the loss. It may begin far too large."""
+        """Whether λ changes with the loss; it may then start far too large."""
         return self.adaptation.adaptive_damping
 
     def check_module(self, root: nn.Module | None) -> None:
@@ -75,7 +75,7 @@ class TrustRegion:
             )
 
     def refuse(self) -> None:
-        """Refuse parameters or blocks of which this rank has only a part.
+        """Refuse parameters or blocks if this rank has only a part of them.
 
         Raises:
             NotImplementedError: If there are any.
@@ -96,17 +96,17 @@ class TrustRegion:
                 )
 
     def why_not_joinable(self) -> str | None:
-        """Return why a rank without data cannot take the steps of the others, or None if it can."""
+        """Return why a rank without data cannot take part in the steps of the others, or None if it can."""
         wanted = self.adaptation.needing_loss + ["quadratic_model"] * self.adaptation.quadratic_model
         return f"{wanted[0]}=True looks at the loss of every rank, and one without data has none" if wanted else None
 
     # ------------------------------------------------------------------ the closure
     def evaluate(self, closure: Callable[[], ReturnedT] | None) -> ReturnedT | None:
-        """Return what the closure returns with gradients enabled, and note what a judgment of the step will need.
+        """Return what the closure returns with gradients enabled, and record it for the judgment of the step.
 
         Raises:
             RuntimeError: If there is no closure and an option needs one.
-            TypeError: If the closure returned something else than a loss and outputs.
+            TypeError: If the closure returned anything other than a loss and outputs.
         """
         self._evaluation = None
         if closure is None:
@@ -143,7 +143,7 @@ class TrustRegion:
         )
 
     def _adapts(self) -> bool:
-        """Whether λ is judged at the end of this step: the next one may begin with a refresh."""
+        """Whether λ is judged at the end of this step; the next one may start with a refresh."""
         chosen = self.adaptation
         return chosen.adaptive_damping and (self._setting.runtime.step + 1) % chosen.damping_interval == 0
 
@@ -151,12 +151,12 @@ class TrustRegion:
         return any(group.get("damping_calibrated") is False for group in self._table.groups)
 
     def _needs_forwards(self) -> bool:
-        """Whether the model needs the forwards of this step: to differentiate them, or to count their examples."""
+        """Whether the model needs the forward passes of this step, to differentiate them or to count their examples."""
         modelled = self._adapts() or self.adaptation.quadratic_model
         return modelled and (self.adaptation.loss_model is not None or not self._model.is_mean)
 
     def _objective(self, loss: Tensor) -> Tensor:
-        """The loss, or its negative where it is maximized."""
+        """Return the loss, or its negative if it is maximized."""
         signs = {bool(group["maximize"]) for group in self._table.groups}
         if len(signs) > 1:
             raise RuntimeError(
@@ -225,7 +225,7 @@ class TrustRegion:
             numbers.append(gate)
         if self._adapts():
             numbers.append(self._predicted(before, gradients))
-        # The one wait for the device of a judged step.
+        # This is the only wait for the device in a judged step.
         old, new, *others = torch.stack([n.to(numbers[-1].device, torch.float64) for n in numbers]).tolist()
         taken = gate is None or bool(others[0])
         rejected = self.adaptation.reject_steps and taken and not new <= old
@@ -237,12 +237,13 @@ class TrustRegion:
         if rejected:
             before.undo()
             self._forget_momentum(before)
-            # By a few percent each it would take dozens of steps, none of which moves, to correct a λ that is far off.
+            # In changes of a few percent it would take dozens of steps, none of which moves, to correct a λ that is far
+            # off.
             factor = max(self._rise(), 2.0 ** (self._table.groups[0]["rejected_in_a_row"] - 1))
         self._scale_damping(factor)
 
     def _forget_momentum(self, before: Snapshot) -> None:
-        """After a second rejection in a row, start momentum anew: no damping improves a step that it causes."""
+        """Reset momentum after a second rejection in a row: no damping improves a step that it causes."""
         if self._table.groups[0]["rejected_in_a_row"] > 1:
             momentum = {"momentum_buffer"} | of_kinds(self._table.entries, "momentum")
             for p in before.values:
@@ -251,25 +252,25 @@ class TrustRegion:
                     if isinstance(state[key], Tensor):
                         state[key].zero_()
                     else:
-                        state[key] = 0  # its age
+                        state[key] = 0  # the age of the state
 
     def _predicted(self, before: Snapshot, gradients: Directions) -> Tensor:
-        """``q(δ) − q(0)`` of the step that was taken."""
+        """Return ``q(δ) − q(0)`` of the step that was taken."""
         model = self._model.along([before.moved()], gradients, before.values, self._evaluation)
         return model.change(torch.ones_like(model.gradient), damped=self.adaptation.include_damping_in_model)
 
     def _verdict(self, loss: float, actual: float, predicted: float, epsilon: float) -> float:
-        """Factor of λ."""
+        """Return the factor by which λ changes."""
         if quadratic.is_rounding(loss, actual, predicted, epsilon):
             return 1.0
         self._reduction_ratio = quadratic.reduction_ratio(actual, predicted)
         return quadratic.damping_factor(actual, predicted, self.adaptation.damping_interval)
 
     def _loss_now(self, evaluation: Evaluation) -> Tensor:
-        """The objective on the same batch at the parameters as they are; leaves no trace."""
+        """Return the objective on the same batch at the current parameters, leaving no trace."""
         assert self._table.root is not None
         holders = [*self._table.root.parameters(), *self._table.group_of]
-        # As before, eagerly or not: the rounding of two ways to compute would be taken for a change of the loss.
+        # The mode is the same as before: different rounding in another mode would be taken for a change of the loss.
         mode = eager() if evaluation.eager else nullcontext()
         pause = self._curvature.hooks.pause(by_user=False)
         with pause, kept_gradients(holders), evaluation.start.replayed(), mode, torch.enable_grad():
@@ -277,7 +278,7 @@ class TrustRegion:
         return self._objective(parts_of(returned)[0])
 
     def _snapshot(self, gradients: Directions, *, estimates: bool = False) -> Snapshot:
-        """What a step changes: parameters and the state of their rules, and if asked for running estimates."""
+        """Copy what a step changes: parameters, the state of their rules, and on request running estimates."""
         kinds = ("momentum", "scale", "buffers") if estimates else ("momentum",)
         keys = {*RULE_KEYS, "step"} | of_kinds(self._table.entries, *kinds)
         return Snapshot.of({p: self._table.state[p] for p in gradients}, keys.__contains__)
@@ -292,20 +293,20 @@ class TrustRegion:
         self.set_damping([quadratic.bounded(g["damping"], factor, low, high) for g in self._table.groups])
 
     def set_damping(self, values: Sequence[float]) -> None:
-        """Change λ of every group, and what was factorised with another one."""
+        """Change λ of every group, and invalidate factorizations with another value."""
         changed = []
         for group, value in zip(self._table.groups, values, strict=True):
             if group["damping"] != value:
                 group["damping"] = value
                 changed.append(group)
-        # Factored inverses hold the damping of their refresh, and would answer to a change many steps too late.
+        # Factored inverses contain the damping of their refresh, and would follow a change many steps too late.
         affected = (b for b in self._curvature.plan.blocks if any(b.group is g for g in changed))
         factored = (b for b in affected if b.group.get("inverse_method") == "cholesky")
         if late := [b for b in factored if self._table.state[b.owner]["refreshes"] > 0]:
             self._curvature.renew(late)
 
     def _calibrate(self, evaluation: Evaluation, move: Move, gradients: Directions) -> None:
-        """Take the damping of a geometric grid whose step lowers the loss of this batch most."""
+        """Choose the damping of a geometric grid whose step lowers the loss of this batch most."""
         given = [group["damping"] for group in self._table.groups]
         low, high = self.adaptation.min_damping, self.adaptation.max_damping
         candidates = [[quadratic.bounded(value, multiple, low, high) for value in given] for multiple in GRID]
@@ -316,7 +317,7 @@ class TrustRegion:
             losses.append(self._model.of_all_ranks(self._loss_now(evaluation)))
             before.undo()
         found = torch.stack(losses).to(torch.float64).tolist()
-        # Of equal losses, and where none is finite, the greatest damping.
+        # The largest damping wins among equal losses, and if no loss is finite.
         best = min(range(len(GRID)), key=lambda i: (found[i] if math.isfinite(found[i]) else math.inf, -i))
         self.set_damping(candidates[best])
         for group in self._table.groups:

@@ -1,4 +1,4 @@
-"""How the rows of a window are stored: the choice among dense, sparse and low-rank rows, and what follows from it."""
+"""The form in which the rows of a window are stored: dense, sparse or low-rank, and its consequences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Compression = TopK | LowRank | None
 
 @dataclass
 class Place:
-    """Where a tensor of the window lives: its shape as real numbers, working precision and device.
+    """A tensor of the window: its shape as real numbers, working precision and device.
 
     ``whole`` is the shape of the tensor of which this is a slice.
     """
@@ -31,13 +31,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Form:
-    """How rows are stored.
+    """The form in which rows are stored.
 
     Attributes:
         m: Number of slots.
-        compression: Of the rows.
-        dtype: Of dense rows and factors; None: the working precision.
-        seed: Of the first warm starts of low-rank rows.
+        compression: Compression of the rows.
+        dtype: Dtype of dense rows and factors; None for the working precision.
+        seed: Seed of the first warm starts of low-rank rows.
     """
 
     m: int
@@ -46,7 +46,7 @@ class Form:
     seed: int = 0
 
     def rows(self, places: Sequence[Place]) -> Rows:
-        """Empty rows over places of one device and precision."""
+        """Create empty rows over places of one device and precision."""
         working, device, shapes = places[0].working, places[0].device, [place.shape for place in places]
         wholes = [place.shape if place.whole is None else place.whole for place in places]
         columns = sum(math.prod(whole) for whole in wholes)
@@ -62,19 +62,19 @@ class Form:
 
     @property
     def cutting(self) -> Cutting:
-        """Where tensors may be cut so that what is stored stays the same."""
+        """Return where tensors may be cut without changing what is stored."""
         kind = self.compression
         if isinstance(kind, TopK) and kind.density < 1:
             return Cutting(kind.block_size, blocked=True)
         return Cutting(0) if isinstance(kind, LowRank) else Cutting()
 
     def cost(self, shape: torch.Size) -> int:
-        """What a tensor counts when a window is cut into even parts."""
+        """Return the cost of a tensor when a window is cut into even parts."""
         kind = self.compression
         return kind.kept(shape) if isinstance(kind, LowRank) else math.prod(shape)
 
     def describe(self, working: torch.dtype) -> str:
-        """In words."""
+        """Describe the form in words."""
         kind = self.compression
         if isinstance(kind, TopK) and kind.density == 1:
             value = working if kind.value_dtype == torch.float32 else kind.value_dtype

@@ -1,4 +1,4 @@
-"""Low-rank rows: each matrix gradient as ``P Qᵀ`` by one warm power step, the rest fed back into the next one.
+"""Low-rank rows: each matrix gradient is stored as ``P Qᵀ`` by one warm power step, and the rest is fed back.
 
 PowerSGD: Vogels et al. 2019 (arXiv 1905.13727); as rows of an M-FAC window: Modoranu et al. 2023 (EFCP, 2306.06098).
 Products use the factors: ``⟨P Qᵀ, P' Q'ᵀ⟩ = ⟨PᵀP', QᵀQ'⟩``; no row is ever built as a matrix.
@@ -19,17 +19,17 @@ from secondorder.linalg.dense import anywhere
 
 @dataclass(frozen=True)
 class LowRank:
-    """Keep each matrix gradient as a product of two thin factors, and feed the rest back.
+    """Keeps each matrix gradient as a product of two thin factors, and feeds the rest back.
 
-    A tensor counts as a matrix of its first dimension by all others. Vectors, and matrices that factors would not make
-    smaller, are kept whole.
+    A tensor is treated as a matrix of its first dimension by all others. Vectors, and matrices that factors would not
+    make smaller, are kept whole.
 
     Args:
-        rank: Columns of the factors.
+        rank: Number of columns of the factors.
 
     Raises:
         ValueError: If ``rank`` is not positive.
-        TypeError: If it is no integer.
+        TypeError: If it is not an integer.
     """
 
     rank: int = 4
@@ -42,7 +42,7 @@ class LowRank:
             raise ValueError(f"rank must be >= 1, got {self.rank}")
 
     def of(self, shape: torch.Size) -> int:
-        """Rank kept of a tensor, 0 if it is kept whole."""
+        """Return the rank kept of a tensor, 0 if it is kept whole."""
         if len(shape) < 2 or not math.prod(shape):
             return 0
         n0, n1 = matrix_shape(shape)
@@ -50,12 +50,12 @@ class LowRank:
         return r if r * (n0 + n1) < n0 * n1 else 0
 
     def kept(self, shape: torch.Size) -> int:
-        """Numbers kept of a tensor in each row."""
+        """Return the number of entries kept of a tensor in each row."""
         return self.of(shape) * sum(matrix_shape(shape)) if self.of(shape) else math.prod(shape)
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """First dimension by all others."""
+    """Return the first dimension and the product of all others."""
     return shape[0], math.prod(shape[1:])
 
 
@@ -71,16 +71,16 @@ class Factors:
 
 
 class LowRankRows(Rows):
-    """Rows in factored form; what is kept whole is in dense rows beside them.
+    """Rows in factored form; tensors that are kept whole are in separate dense rows.
 
     Args:
         shapes: Shapes of the tensors.
         m: Number of slots.
         working: Precision of products.
-        device: Where the rows are.
+        device: Device of the rows.
         rule: The rank.
-        dtype: Of the stored rows.
-        seed: Of the first warm starts, drawn on the CPU so that they are the same everywhere.
+        dtype: Dtype of the stored rows.
+        seed: Seed of the first warm starts, drawn on the CPU so that they are the same everywhere.
         wholes: Shapes of the tensors in the whole window, if this is a part of it.
     """
 
@@ -105,7 +105,7 @@ class LowRankRows(Rows):
                 p, q = (torch.zeros(m, r, n, dtype=dtype, device=device) for n in (n0, n1))
                 self.factors.append(Factors(i, p, q, warm, torch.zeros(n0, n1, dtype=working, device=device)))
         self._seed = seed
-        #: Columns and rank of the matrices of the whole window, by tensor: drawn for all, in one order.
+        #: Columns and rank of the matrices of the whole window, by tensor; warm starts are drawn for all, in one order.
         self._starts = {i: (matrix_shape(shape)[1], r) for i, shape in enumerate(wholes) if (r := rule.of(shape))}
         self.restart()
         self._whole = [i for i, shape in enumerate(shapes) if not rule.of(shape)]
@@ -140,7 +140,7 @@ class LowRankRows(Rows):
         self.dense.write([x[i] for i in self._whole], slot, gate)
         for f in self.factors:
             gradient = x[f.tensor]
-            if gradient is None:  # a slice of zeros, and its residual waits
+            if gradient is None:  # the slice counts as zeros, and its residual waits
                 for rows in (f.p, f.q):
                     store(rows, 0, slot, torch.zeros_like(rows[:1]), gate)
                 continue
@@ -187,7 +187,7 @@ class LowRankRows(Rows):
         return [found[i] for i in range(len(self.shapes))]
 
     def _tiles(self, f: Factors, t: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """The first t rows of both factors in the working precision, some rows at a time."""
+        """Yield the first t rows of both factors in the working precision, some rows at a time."""
         per_tile = max(1, TILE // max(f.p[0].numel(), f.q[0].numel()))
         for start in range(0, t, per_tile):
             rows = slice(start, min(start + per_tile, t))
@@ -205,7 +205,7 @@ class LowRankRows(Rows):
 
 
 def orthonormal(x: Tensor) -> Tensor:
-    """An orthonormal basis ``[n, r]`` of the columns of ``x``, its signs fixed by a positive diagonal of R."""
+    """Return an orthonormal basis ``[n, r]`` of the columns of ``x``; a positive diagonal of R fixes its signs."""
     q, r = anywhere(torch.linalg.qr, x)
     sign = r.diagonal(dim1=-2, dim2=-1).sign()
     fixed: Tensor = q * torch.where(sign == 0, 1.0, sign)[..., None, :]

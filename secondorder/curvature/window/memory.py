@@ -1,4 +1,4 @@
-"""Free memory of a device, as far as it can be known without allocating."""
+"""The free memory of a device, as far as it can be determined without allocating."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a device; None where that cannot be known."""
+    """Return the number of bytes that can be allocated on a device, or None if that is unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -19,7 +19,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _available() -> int | None:
-    """What the kernel says can be used without swapping."""
+    """Return the memory that, according to the kernel, can be used without swapping."""
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -27,7 +27,7 @@ def _available() -> int | None:
 
 
 def _within_cgroup() -> int | None:
-    """What is left of a container's limit; pages of files count as free, they are given up when needed."""
+    """Return the rest of a container's limit; pages of files count as free, since they are released when needed."""
     limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
     if not limit or not used or limit[0] == "max":
         return None

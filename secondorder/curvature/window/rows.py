@@ -1,4 +1,4 @@
-"""Storage of a window's rows, over the tensors of one device and precision; here the interface and dense rows.
+"""The storage of a window's rows, over the tensors of one device and precision: the interface, and dense rows.
 
 The verbs of a storage::
 
@@ -8,8 +8,8 @@ The verbs of a storage::
     combine(a)            Gᵀ a
     add_row(out, slot, c) out += c · row
 
-Products are accumulated in the working precision inside a chunk of columns and in float64 across chunks. The slot is a
-tensor and ``gate`` may forbid a write, so that a device is never waited for.
+Products are accumulated in the working precision inside a chunk of columns, and in float64 across chunks. The slot is a
+tensor and ``gate`` may forbid a write, so that the host never waits for a device.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-#: Columns of one chunk of a dot: rounding inside stays below 2e-7 in float32.
+#: Number of columns of one chunk of a dot product: rounding inside it stays below 2e-7 in float32.
 CHUNK = 4096
-#: Columns of one chunk of a combination, which sums over rows: wider is faster.
+#: Number of columns of one chunk of a combination, which sums over rows: wider chunks are faster.
 _WIDE = 16384
-#: Rows of one product on a CPU.
+#: Number of rows of one product on a CPU.
 _ROWS = 256
-#: Entries of a temporary.
+#: Number of entries of a temporary.
 TILE = 1 << 22
 
-#: A dense window of at most so many entries is multiplied in float64: that costs nothing there.
+#: A dense window of at most this many entries is multiplied in float64, which costs nothing at this size.
 EXACT = 1 << 19
 
 Parts = Sequence[Tensor | None]
 
 
 class Rows(ABC):
-    """m rows over some tensors; a row is never longer-lived than its slot.
+    """Stores m rows over some tensors; a row does not outlive its slot.
 
     Args:
         shapes: Shapes of the tensors.
         m: Number of slots.
         working: Precision of products, float32 or float64.
-        device: Where the rows are.
+        device: Device of the rows.
     """
 
     def __init__(self, shapes: Sequence[torch.Size], m: int, working: torch.dtype, device: torch.device) -> None:
@@ -54,21 +54,21 @@ class Rows(ABC):
 
     @property
     def noise(self) -> float:
-        """Relative error of a dot: eigenvalues of the Gram matrix below this, for rows of length 1, are rounding."""
+        """Relative error of a dot product; smaller eigenvalues of the Gram matrix of unit rows are rounding."""
         return 1e-13 if self.working == torch.float64 else 2e-7
 
     @abstractmethod
     def state(self, i: int) -> dict[str, Tensor]:
-        """Views of what is stored for tensor i, by state key."""
+        """Return views of the storage for tensor i, by state key."""
 
     def dtype_of(self, i: int) -> torch.dtype:
-        """Precision of what :meth:`combine` gives of the whole tensor i, whatever part of it is here."""
+        """Return the precision of :meth:`combine` for the whole tensor i, whichever part of it is here."""
         return self.working
 
     @property
     @abstractmethod
     def flops(self) -> float:
-        """Of a step over full rows: one pass for the dots, one for the combination."""
+        """FLOPs of a step over full rows: one pass for the dot products, and one for the combination."""
 
     @abstractmethod
     def write(self, x: Parts, slot: Tensor, gate: Tensor | None) -> None:
@@ -76,26 +76,26 @@ class Rows(ABC):
 
     @abstractmethod
     def newest_dots(self, slot: Tensor, t: int) -> Tensor:
-        """Dots of the stored row at ``slot`` with the first t rows ``[t]``, float64."""
+        """Return the dot products of the stored row at ``slot`` with the first t rows ``[t]``, in float64."""
 
     @abstractmethod
     def dots(self, x: Parts, t: int) -> Tensor:
-        """Dots of x with the first t rows ``[t]``, float64."""
+        """Return the dot products of x with the first t rows ``[t]``, in float64."""
 
     @abstractmethod
     def combine(self, a: Tensor) -> list[Tensor]:
-        """``Σ a_i row_i`` over the first ``len(a)`` rows, as tensors of the given shapes."""
+        """Return ``Σ a_i row_i`` over the first ``len(a)`` rows, as tensors of the given shapes."""
 
     @abstractmethod
     def add_row(self, out: Sequence[Tensor], slot: Tensor, scale: Tensor) -> None:
         """Add ``scale`` (0-dim) times a stored row to contiguous tensors, in place."""
 
     def restart(self) -> None:  # noqa: B027 - most storages start from zeros
-        """Put what the storage starts from, beside zeros, to its first value."""
+        """Set the entries that do not start from zero to their initial values."""
 
     @abstractmethod
     def residual_square(self) -> Tensor | None:
-        """Squared norm of what error feedback holds back, None without error feedback."""
+        """Return the squared norm of the residual of error feedback, or None without error feedback."""
 
 
 def store(target: Tensor, dim: int, slot: Tensor, value: Tensor, gate: Tensor | None) -> None:
@@ -107,7 +107,7 @@ def store(target: Tensor, dim: int, slot: Tensor, value: Tensor, gate: Tensor | 
 
 
 def gated(gate: Tensor | None, value: float, otherwise: float) -> Tensor | float:
-    """``value``, or ``otherwise`` where the gate is closed, in float64."""
+    """Return ``value``, or ``otherwise`` where the gate is closed, in float64."""
     if gate is None:
         return value
     blocked = torch.full_like(gate, otherwise, dtype=torch.float64)
@@ -115,7 +115,7 @@ def gated(gate: Tensor | None, value: float, otherwise: float) -> Tensor | float
 
 
 def flatten(x: Parts, shapes: Sequence[torch.Size], like: Tensor) -> Tensor:
-    """Tensors as one vector of the dtype and device of ``like``; None stands for zeros."""
+    """Concatenate tensors to one vector of the dtype and device of ``like``; None stands for zeros."""
     parts = [
         like.new_zeros(math.prod(shape)) if part is None else part.reshape(-1).to(like.device, like.dtype)
         for part, shape in zip(x, shapes, strict=True)
@@ -124,13 +124,13 @@ def flatten(x: Parts, shapes: Sequence[torch.Size], like: Tensor) -> Tensor:
 
 
 def split(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Views of a vector as tensors of the given shapes."""
+    """Return views of a vector as tensors of the given shapes."""
     sizes = [math.prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
 def row_dots(rows: Tensor, x: Tensor) -> Tensor:
-    """``rows @ x`` of ``[t, d]`` and ``[d]`` of one dtype, summed in float64 across chunks; ``[t]`` float64."""
+    """Return ``rows @ x`` of ``[t, d]`` and ``[d]`` of one dtype, summed in float64 across chunks: ``[t]`` float64."""
     t, d = rows.shape
     if t > _ROWS and rows.device.type == "cpu":  # the pages of more rows at a time do not fit into the TLB
         return torch.cat([row_dots(part, x) for part in rows.split(_ROWS)])
@@ -148,7 +148,7 @@ def row_dots(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def combine_rows(rows: Tensor, a: Tensor, out: Tensor) -> None:
-    """``out = rowsᵀ a`` for ``[t, d]`` and ``[t]`` of one dtype."""
+    """Compute ``out = rowsᵀ a`` for ``[t, d]`` and ``[t]`` of one dtype."""
     t, d = rows.shape
     whole = d // _WIDE
     columns = slice(0, whole * _WIDE)
@@ -166,10 +166,11 @@ class DenseRows(Rows):
         shapes: Shapes of the tensors.
         m: Number of slots.
         working: Precision of products.
-        device: Where the rows are.
-        dtype: Of the stored rows.
+        device: Device of the rows.
+        dtype: Dtype of the stored rows.
         feedback: Whether rounding is fed back.
-        columns: Entries of a row of the whole window, if this is a part of it: precision must not depend on that.
+        columns: Number of entries of a row of the whole window, if this is a part of it: precision depends on that
+            alone.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class DenseRows(Rows):
             store(self.flat, 0, slot, row[None], gate)
             self._written = row.to(self.flat.dtype).to(self.working)
             return
-        waiting = split(self.error, self.shapes)  # that of a tensor without a gradient goes on waiting
+        waiting = split(self.error, self.shapes)  # the residual of a tensor without a gradient continues to wait
         row += flatten([e if g is not None else None for e, g in zip(waiting, x, strict=True)], self.shapes, row)
         stored = row.to(self.flat.dtype)
         store(self.flat, 0, slot, stored[None], gate)
@@ -223,7 +224,7 @@ class DenseRows(Rows):
         return self.flat.index_select(0, slot)[0].to(self.working)
 
     def _tiles(self, t: int) -> Iterator[tuple[slice, Tensor]]:
-        """The first t rows in the working precision: all at once where they are stored in it, else tile by tile."""
+        """Yield the first t rows in the working precision: at once if they are stored in it, otherwise tile by tile."""
         d = self.flat.shape[1]
         width = d if self.flat.dtype == self.working else max(CHUNK, TILE // max(t, 1) // CHUNK * CHUNK)
         for start in range(0, d, max(width, 1)):
@@ -231,7 +232,7 @@ class DenseRows(Rows):
             yield columns, self.flat[:t, columns].to(self.working)
 
     def newest_dots(self, slot: Tensor, t: int) -> Tensor:
-        row, self._written = self._written, None  # what was just written need not be read again
+        row, self._written = self._written, None  # the row that was just written need not be read again
         return self._dots(self._row(slot) if row is None else row, t)
 
     def dots(self, x: Parts, t: int) -> Tensor:

@@ -1,12 +1,12 @@
-"""A window in parts: which entries of its tensors a part holds, and the state of whole tensors cut up and joined.
+"""A window in parts: the entries of its tensors in each part, and the cutting and joining of the state of tensors.
 
 ::
 
     tensor, flat     0 ──────── b₁ ──── b₂ ─────────── n        bounds (0, b₁, b₂, n): part k holds b_k to b_{k+1}
 
-A part is an ordinary window over slices, possibly over none. Cuts lie only where they change nothing that is stored:
-between the blocks of top-k, between whole tensors for low-rank rows. What is linear in the rows, dots above all, is the
-sum over the parts.
+A part is an ordinary window over slices, possibly over none. Cuts are only made where they do not change what is
+stored: between the blocks of top-k, and between whole tensors for low-rank rows. Values that are linear in the rows,
+above all dot products, are sums over the parts.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from torch import Tensor
 
 Bounds = tuple[int, ...]
 
-#: Dense rows are cut at multiples of so many entries.
+#: Dense rows are cut at multiples of this many entries.
 _GRAIN = 16
 _BLOCKED = ("window_idx", "window_val", "error", "error_range")
 
 
 class Slice(NamedTuple):
-    """What one rank holds of a window.
+    """The part of a window that one rank holds.
 
     Attributes:
-        rank: Which part this is.
+        rank: Index of the part.
         size: Number of parts.
-        bounds: Of each tensor of the window.
+        bounds: Bounds of each tensor of the window.
         cutting: Where tensors may be cut.
     """
 
@@ -46,25 +46,25 @@ class Slice(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """What names in a state end in, so that those of different parts differ."""
+        """Suffix of the names in a state, so that those of different parts differ."""
         return f"@{self.rank}of{self.size}"
 
     def span(self, i: int, rank: int | None = None) -> tuple[int, int]:
-        """First entry of tensor i in a part (this one), and the first behind it."""
+        """Return the first entry of tensor i in a part (this one by default), and the first one after it."""
         k = self.rank if rank is None else rank
         return self.bounds[i][k], self.bounds[i][k + 1]
 
     def sizes(self, i: int) -> list[int]:
-        """Entries of tensor i in each part."""
+        """Return the number of entries of tensor i in each part."""
         return [stop - start for start, stop in zip(self.bounds[i], self.bounds[i][1:], strict=False)]
 
     def shape(self, i: int, whole: torch.Size) -> torch.Size:
-        """Shape of tensor i in this part."""
+        """Return the shape of tensor i in this part."""
         start, stop = self.span(i)
         return whole if self.cutting.grain == 0 and start < stop else torch.Size((stop - start,))
 
     def slice(self, i: int, x: Tensor) -> Tensor:
-        """This part of tensor i."""
+        """Return this part of tensor i."""
         start, stop = self.span(i)
         return x if self.cutting.grain == 0 and start < stop else x.reshape(-1)[start:stop]
 
@@ -74,8 +74,8 @@ class Cutting:
     """Where the tensors of a window may be cut.
 
     Attributes:
-        grain: At multiples of so many entries; 0: tensors stay whole.
-        blocked: Whether their state is kept in blocks of so many entries.
+        grain: Tensors are cut at multiples of this many entries; with 0 they stay whole.
+        blocked: Whether their state is kept in blocks of this many entries.
     """
 
     grain: int = _GRAIN
@@ -90,10 +90,10 @@ class Cutting:
             sizes: Entries of each tensor.
             costs: Cost of each tensor; proportional to its entries where it may be cut.
             parts: Number of parts.
-            kept: Bounds of tensors that have been cut before, which stay; None for others.
+            kept: Bounds of tensors that have been cut before, which do not change; None for other tensors.
 
         Returns:
-            Bounds of each tensor.
+            The bounds of each tensor.
         """
         kept = kept or [None] * len(sizes)
         loads = [0] * parts
@@ -110,15 +110,15 @@ class Cutting:
         return tuple(found[i] if bounds is None else bounds for i, bounds in enumerate(kept))
 
     def cut_state(self, state: Mapping[str, Tensor], size: int, span: tuple[int, int]) -> dict[str, Tensor]:
-        """The part of a tensor's state that belongs to a range of its entries.
+        """Return the part of a tensor's state that belongs to a range of its entries.
 
         Args:
             state: State of the whole tensor by key, slots and blocks as they are stored.
-            size: Its entries.
-            span: The range.
+            size: Number of its entries.
+            span: The range of entries.
 
         Returns:
-            Views, by key; what has nothing in the range may be left out.
+            Views by key; keys without anything in the range may be left out.
         """
         start, stop = span
         if not self.grain:
@@ -137,29 +137,29 @@ class Cutting:
 
 
 def join(key: str, parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """The whole tensor of a state key from its flat parts, in their order.
+    """Join the flat parts of a tensor's state key, in their order.
 
     Args:
-        key: Of the state.
-        parts: Entries of :meth:`Cutting.cut_state` of each part, flat.
-        shape: Of the whole tensor.
+        key: Key of the state.
+        parts: Results of :meth:`Cutting.cut_state` of each part, flat.
+        shape: Shape of the whole tensor.
 
     Returns:
-        The tensor.
+        The whole tensor.
     """
-    if key == "window":  # slots first, and entries are what was cut
+    if key == "window":  # slots are the first axis, and entries were cut
         parts = [part.reshape(shape[0], -1) if part.numel() else part.new_empty(shape[0], 0) for part in parts]
         return torch.cat(parts, 1).reshape(tuple(shape))
     return torch.cat([part.reshape(-1) for part in parts]).reshape(tuple(shape))
 
 
 def plain(key: str) -> str:
-    """A state key without the suffix of a part."""
+    """Return a state key without the suffix of a part."""
     return key.partition("@")[0]
 
 
 def _cut(sizes: Sequence[int], grain: int, loads: Sequence[int]) -> list[Bounds]:
-    """Cut the concatenation of tensors so that parts which have loads already become as even as they can."""
+    """Cut the concatenation of tensors so that parts that already have loads become as even as possible."""
     total, starts = sum(sizes), [0, *accumulate(sizes)]
     ends = list(accumulate(_even(total, loads)))[:-1]
     cuts = [0, *(_nearest(end, starts, grain) for end in ends), total]
@@ -167,7 +167,7 @@ def _cut(sizes: Sequence[int], grain: int, loads: Sequence[int]) -> list[Bounds]
 
 
 def _even(total: int, loads: Sequence[int]) -> list[Fraction]:
-    """What each part gets of a total so that the least loaded are level; exact, and so equal on all machines."""
+    """Split a total so that the least loaded parts become level; this is exact, and so equal on all machines."""
     low = sorted(loads)
     level = next(
         Fraction(total + sum(low[:n]), n) for n in range(len(low), 0, -1) if total + sum(low[:n]) >= n * low[n - 1]
@@ -176,7 +176,7 @@ def _even(total: int, loads: Sequence[int]) -> list[Fraction]:
 
 
 def _nearest(where: Fraction, starts: Sequence[int], grain: int) -> int:
-    """The place nearest to ``where`` at which a concatenation may be cut; ``starts`` of tensors, and the end."""
+    """Return the place nearest to ``where`` at which tensors that begin at ``starts`` may be cut, or their end."""
     i = min(bisect_right(starts, where), len(starts) - 1) - 1
     low = starts[i] + math.floor((where - starts[i]) / grain) * grain
     high = min(low + grain, starts[i + 1])
@@ -184,7 +184,7 @@ def _nearest(where: Fraction, starts: Sequence[int], grain: int) -> int:
 
 
 def _hand_out(sizes: Sequence[int], costs: Sequence[int], loads: Sequence[int]) -> list[Bounds]:
-    """Whole tensors to parts, the costliest first and each to the least loaded part."""
+    """Assign whole tensors to parts, the costliest first and each to the least loaded part."""
     loads, found = list(loads), list[Bounds]([()] * len(sizes))
     for i in sorted(range(len(sizes)), key=lambda i: (-costs[i], i)):
         part = min(range(len(loads)), key=lambda k: (loads[k], k))

@@ -1,13 +1,13 @@
-"""Sparse rows: the largest entries of each block of a gradient, the rest fed back into the next one.
+"""Sparse rows: the largest entries of each block of a gradient are kept, and the rest is fed back into the next one.
 
-Blocks start anew at each tensor. Blocks of one length form a *panel*: all full blocks one, and one for each length of
-what tensors leave over, so that nothing is padded::
+Blocks start again at each tensor. Blocks of one length form a *panel*: there is one for all full blocks, and one for
+each length of the remainders of tensors, so that nothing is padded::
 
     idx [n, m, k]   offsets inside the block, ascending (int16 where they fit)
     val [n, m, k]   values
-    error           what was not sent [n, L], or packed to 4 or 8 bits with a range per 128 entries
+    error           residual [n, L], or packed to 4 or 8 bits with a range per 128 entries
 
-EFCP: Modoranu et al. 2023 (arXiv 2306.06098); quantised residual: Modoranu et al. 2024 (MicroAdam, 2405.15593).
+EFCP: Modoranu et al. 2023 (arXiv 2306.06098); quantized residual: Modoranu et al. 2024 (MicroAdam, 2405.15593).
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from torch.nn import functional as F
 
 from secondorder.curvature.window.rows import Parts, Rows, store
 
-#: Entries that share one range of a quantised residual.
+#: Number of entries that share one range of a quantized residual.
 _RANGE = 128
-#: Blocks are selected and products formed in tiles of so many entries, which stay in a core's cache.
+#: Blocks are selected and products are formed in tiles of this many entries, which stay in a core's cache.
 _SELECT, _PRODUCT = 1 << 18, 1 << 19
 _INT16_LIMIT = 32768
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Keep the largest entries of each block of a gradient, and feed the rest back.
+    """Keeps the largest entries of each block of a gradient, and feeds the rest back.
 
     Args:
         density: Share of the entries that are kept; 1 keeps dense rows.
-        block_size: Length of a block. Blocks start anew at each parameter.
-        value_dtype: Of the kept values; float32 stands for the working precision, which is float64 for float64
+        block_size: Length of a block. Blocks start again at each parameter.
+        value_dtype: Dtype of the kept values; float32 stands for the working precision, which is float64 for float64
             parameters.
-        error_feedback: Whether what is not kept is added to the next gradient.
-        error_bits: Keep that residual in 4 or 8 bits per entry; None: in the working precision.
-        kernels: What takes the products with the window: ``"torch"``, or ``"triton"`` on a GPU, which adds up the same
-            terms in another order.
+        error_feedback: Whether the entries that are not kept are added to the next gradient.
+        error_bits: Number of bits per entry of that residual, 4 or 8; None for the working precision.
+        kernels: Implementation of the products with the window: ``"torch"``, or ``"triton"`` on a GPU, which adds the
+            same terms in another order.
 
     Raises:
         ValueError: For a value out of range.
-        ImportError: With ``kernels="triton"``, where triton is not installed.
+        ImportError: For ``kernels="triton"``, if triton is not installed.
         TypeError: For a value of a wrong kind.
     """
 
@@ -87,7 +87,7 @@ class TopK:
             raise ImportError("TopK(kernels='triton') needs triton: pip install triton")
 
     def kept(self, length: int) -> int:
-        """Entries kept of a block: of a full one a multiple of 8, so that rows are aligned."""
+        """Return the number of entries kept of a block: a multiple of 8 for a full one, so that rows are aligned."""
         if length == self.block_size >= 64:
             return min(length, max(8, 8 * round(self.density * length / 8)))
         return max(1, math.ceil(self.density * length))
@@ -98,9 +98,9 @@ class Panel:
     """Blocks of one length.
 
     Attributes:
-        length: Of a block.
-        k: Entries kept of each.
-        members: Tensor, first entry in it, first block and number of blocks.
+        length: Length of a block.
+        k: Number of entries kept of each block.
+        members: For each tensor, its index, its first entry, its first block and its number of blocks.
         idx: Offsets ``[n, m, k]``.
         val: Values ``[n, m, k]``.
         error: Residual ``[n, length]`` or packed, None without feedback.
@@ -117,14 +117,14 @@ class Panel:
 
 
 class TopKRows(Rows):
-    """Rows of the largest entries per block.
+    """Rows that consist of the largest entries per block.
 
     Args:
         shapes: Shapes of the tensors.
         m: Number of slots.
         working: Precision of products.
-        device: Where the rows are.
-        rule: What to keep.
+        device: Device of the rows.
+        rule: Rule by which entries are kept.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class TopKRows(Rows):
                 continue
             for tensor, start, first, n in panel.members:
                 part = x[tensor]
-                if part is None:  # a slice of zeros, and its residual waits
+                if part is None:  # the slice counts as zeros, and its residual waits
                     for rows in (panel.idx, panel.val):
                         blocks = rows[first : first + n]
                         store(blocks, 1, slot, torch.zeros_like(blocks[:, :1]), gate)
@@ -203,7 +203,7 @@ class TopKRows(Rows):
                 target[first : first + n].view(-1).add_(part.reshape(-1)[start : start + n * panel.length])
 
     def _write_in_tiles(self, panel: Panel, x: Tensor, first: int, slot: Tensor, gate: Tensor | None) -> None:
-        """Store blocks ``[n, length]``, with a residual that may be absent or packed: it is unpacked tile by tile."""
+        """Store blocks ``[n, length]``; a packed residual is unpacked tile by tile."""
         per_tile, bits = max(1, _SELECT // panel.length), self.rule.error_bits
         for b in range(0, len(x), per_tile):
             tile = x[b : b + per_tile].to(self.working, copy=True)
@@ -222,7 +222,7 @@ class TopKRows(Rows):
                 error[blocks] = tile
 
     def _select(self, panel: Panel, entries: Tensor, first: int, slot: Tensor, gate: Tensor | None) -> None:
-        """Store the largest of ``entries [n, length]`` as the row of blocks from ``first`` on, and take them out."""
+        """Store the largest of ``entries [n, length]`` as the row of blocks from ``first`` on, and remove them."""
         per_tile = max(1, _SELECT // panel.length)
         for b in range(0, len(entries), per_tile):
             tile = entries[b : b + per_tile]
@@ -270,7 +270,7 @@ class TopKRows(Rows):
         return found
 
     def _shares(self, panel: Panel, blocks: slice, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, slice]]:
-        """Views ``[b, length]`` of the tensors that the blocks of a tile lie in, and which blocks of the tile."""
+        """Yield views ``[b, length]`` of the tensors that contain blocks of a tile, and a slice of these blocks."""
         for tensor, start, first, n in panel.members:
             begin, end = max(first, blocks.start), min(first + n, blocks.stop)
             if begin < end:
@@ -279,7 +279,7 @@ class TopKRows(Rows):
                 yield flat.view(end - begin, panel.length), slice(begin - blocks.start, end - blocks.start)
 
     def _tiles(self, panel: Panel, t: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Tiles of blocks and rows: their offsets as ``[b, rows·k]`` int64, and scratch ``[b, rows, k]``."""
+        """Yield tiles of blocks and rows, with offsets ``[b, rows·k]`` int64, and scratch memory ``[b, rows, k]``."""
         n, k = len(panel.idx), panel.k
         high = min(t, max(1, _PRODUCT // k))
         wide = min(n, max(1, _PRODUCT // (high * k)))
@@ -320,7 +320,7 @@ _TAIL_KEYS = {"idx": "tail_idx", "val": "tail_val", "error": "tail_error", "rang
 
 
 def _cut(size: int, block: int) -> Iterator[tuple[int, int, int]]:
-    """Length, first entry and number of a tensor's full blocks, and of what is left over."""
+    """Yield length, first entry and number of a tensor's full blocks, and of the remainder."""
     whole, rest = divmod(size, block)
     if whole:
         yield block, 0, whole
@@ -332,7 +332,7 @@ def pack(entries: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Round entries ``[n, length]`` to evenly spaced levels between the least and the largest of each 128.
 
     Args:
-        entries: What to pack.
+        entries: The entries to pack.
         bits: 4 (two entries per byte) or 8.
 
     Returns:
@@ -353,7 +353,7 @@ def pack(entries: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(packed: Tensor, ranges: Tensor, length: int, bits: int) -> Tensor:
-    """Entries ``[n, length]`` of :func:`pack`, in float32."""
+    """Return the entries ``[n, length]`` from :func:`pack`, in float32."""
     codes = packed if bits == 8 else torch.stack([packed & 15, packed >> 4], -1).flatten(1)[:, :length]
     low, high = ranges.float().unbind(-1)
     step = (high - low) / (2**bits - 1)
@@ -362,7 +362,7 @@ def unpack(packed: Tensor, ranges: Tensor, length: int, bits: int) -> Tensor:
 
 
 def _outwards(x: Tensor, sign: int) -> Tensor:
-    """``x`` in bfloat16, not rounded towards zero's side of it: at most x for sign -1, at least x for sign 1."""
+    """Return ``x`` in bfloat16, rounded in one direction: at most x for sign -1, at least x for sign 1."""
     nearest = x.to(torch.bfloat16)
     wrong = (nearest.to(x.dtype) - x) * sign < 0
     return torch.where(wrong, (x + sign * x.abs() * 2**-7).to(torch.bfloat16), nearest)

@@ -1,11 +1,11 @@
-"""Products with a sparse window as Triton kernels; :mod:`secondorder.curvature.window.topk` defines what they give.
+"""Products with a sparse window as Triton kernels; :mod:`secondorder.curvature.window.topk` defines their results.
 
 ::
 
     dots      a program: some blocks × a tile of rows; partial sums of its rows, which are added up in a fixed order
     combine   a program: one block, row after row; offsets of a row differ, so that no addition needs to be atomic
 
-Both are deterministic. This module imports triton: only where somebody asked for it.
+Both are deterministic. This module imports triton, so it is imported only when the kernels are requested.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from secondorder.curvature.window.topk import Panel, TopKRows
 
-#: Blocks whose sums one program adds up, and entries that it holds at a time.
+#: Number of blocks whose sums one program adds up, and of entries that it holds at a time.
 _BLOCKS, _ENTRIES = 8, 1024
 
 
@@ -67,7 +67,7 @@ def _combine(  # type: ignore[no-untyped-def]
 
 
 class TritonTopKRows(TopKRows):
-    """Rows of the largest entries per block, whose products are kernels."""
+    """Rows that consist of the largest entries per block, with products computed by kernels."""
 
     @cached_property
     def _starts(self) -> list[Tensor]:
@@ -96,7 +96,7 @@ class TritonTopKRows(TopKRows):
         total += partial.sum(0, dtype=torch.float64)
 
     def combine(self, a: Tensor) -> list[Tensor]:
-        """``Σ a_i row_i`` of the first ``len(a)`` rows, as tensors of the shapes of this window."""
+        """Return ``Σ a_i row_i`` of the first ``len(a)`` rows, as tensors of the shapes of this window."""
         a = a.to(self.working)
         flat = torch.zeros(sum(self._sizes), dtype=self.working, device=self.device)
         for panel, starts in zip(self.panels, self._starts, strict=True):
@@ -109,7 +109,7 @@ def require_device(device: torch.device) -> None:
     """Refuse a device that Triton does not compile for.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is such a device.
     """
     if device.type not in ("cuda", "meta") and not triton.knobs.runtime.interpret:
         raise ValueError(f"TopK(kernels='triton') needs a GPU and these parameters are on {device}: use 'torch'")

@@ -1,4 +1,4 @@
-"""A unit of a window method: the parameters that share a window, and what a step finds out about them."""
+"""A unit of a window method: the parameters that share a window, and the results of a step for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from secondorder.curvature.window.window import GradientWindow
 
 
 class Source(NamedTuple):
-    """What a unit preconditions, ``x = Gᵀ b + r``.
+    """The vector that a unit preconditions, ``x = Gᵀ b + r``.
 
     Attributes:
         b: Coefficients on the rows ``[t]``.
@@ -29,12 +29,12 @@ class Source(NamedTuple):
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that share a window.
+    """The parameters that share a window.
 
     Attributes:
-        name: Of the unit.
+        name: Name of the unit.
         params: Its parameters.
-        window: Their gradients.
+        window: The window of their gradients.
         group: Options that the unit follows: those of its first parameter.
         inputs: The gradients of the coming step, None if the unit has none.
         source: What is preconditioned.
@@ -42,13 +42,13 @@ class Unit:
         outside: Factor of ``source.r``, 0-dim or a number.
         norm: Length of the last gradient, 0-dim.
         lagged: Amplification of the last solves, on the host.
-        arrivals: When each of them arrives there.
+        arrivals: For each of them, when it arrives on the host.
         decayed: Weight decay that is preconditioned but kept out of the window.
         decay_dots: Dots of the rows with it ``[t]``.
-        held: Whether this rank has the window, or a part of it; else it is laid out only, on ``meta``.
-        part: Which part; None for all of it. ``window``, ``source`` and ``decayed`` are of the part alone.
-        dtypes: In which the rows of each parameter are stored, by state key.
-        signature: What the window was made for: it does not change with its parameters.
+        held: Whether this rank has the window, or a part of it; otherwise it is only laid out, on ``meta``.
+        part: The part of this rank; None for the whole. ``window``, ``source`` and ``decayed`` are those of the part.
+        dtypes: Dtypes of the stored rows of each parameter, by state key.
+        signature: Properties of the parameters for which the window was created; it does not change with them.
     """
 
     #: Whether directions have a length that kl-clip does not change.
@@ -73,23 +73,23 @@ class Unit:
     signature: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
-        """Note what the window is made for."""
+        """Record the properties for which the window is created."""
         places = [(id(p), tuple(p.shape), p.dtype, p.device) for p in self.params]
         self.signature = self.name, tuple(places), self.window.form, self.held, self.part
 
     def place_of(self, p: nn.Parameter) -> int:
-        """Position of a parameter in the unit."""
+        """Return the position of a parameter in the unit."""
         return next(i for i, own in enumerate(self.params) if own is p)
 
     def own(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """This rank's part of one tensor per parameter."""
+        """Return this rank's part of one tensor per parameter."""
         if self.part is None:
             return list(tensors)
         return [None if x is None else self.part.slice(i, x) for i, x in enumerate(tensors)]
 
 
 def real(x: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers."""
+    """Return a complex tensor as pairs of real numbers."""
     return torch.view_as_real(x) if x.is_complex() else x
 
 

@@ -6,7 +6,7 @@
     finish(dots)   dots ─► row and column pos of S      pos ─► pos + 1
     combine(a)     Gᵀ a ─► one tensor per parameter
 
-Between the first two, dots of slices are summed over all of them, where ranks hold a part of the window each.
+In between, dot products of slices are summed over all of them if several ranks hold a part of the window each.
 Rows are flat per device and precision; each parameter sees its own part as views. S, the ring pointer and the counters
 live on the device of the first parameter and never make the host wait.
 """
@@ -23,28 +23,28 @@ from secondorder.curvature.window.form import Form, Place
 from secondorder.curvature.window.rows import Parts, Rows, gated, row_dots
 from secondorder.linalg import gram
 
-#: Entry of state, by key, along which slots lie.
+#: The dimension of an entry of the state, by key, along which its slots lie.
 SLOT_DIM = {
     "window": 0, "window_p": 0, "window_q": 0, "window_idx": 1, "window_val": 1, "tail_idx": 1, "tail_val": 1,
 }  # fmt: skip
-#: Keys of what all tensors of a window have in common.
+#: Keys of the state that all tensors of a window have in common.
 SHARED = (
     "gram", "pos", "count", "skipped", "solve_failures", "amplification", "momentum_coefficients", "dots_momentum",
     "momentum_weight",
 )  # fmt: skip
-#: Steps between the measurement of the amplification and its use: by then a device has long delivered it.
+#: Number of steps between the measurement of the amplification and its use: by then a device has long delivered it.
 LAG = 10
 
 
 @dataclass
 class Outside:
-    """Momentum on gradients, ``x = Gᵀ b + r``: what is inside the window as coefficients, the rest as a vector.
+    """Momentum on gradients, ``x = Gᵀ b + r``: the part inside the window as coefficients, the rest as a vector.
 
     Attributes:
         b: Coefficients ``[m]``, float64.
         q: Dots ``G r`` ``[m]``, float64.
         weight: Total weight of all gradients in x, 0-dim.
-        r: What has left the window, one tensor per parameter.
+        r: The part that has left the window, one tensor per parameter.
     """
 
     b: Tensor
@@ -55,14 +55,14 @@ class Outside:
 
 @dataclass
 class Push:
-    """A row that is stored, but not in the Gram matrix yet.
+    """A row that is stored, but is not in the Gram matrix yet.
 
     Attributes:
-        slot: Where, 0-dim.
-        gate: None, or where it is False nothing changes.
+        slot: Its slot, 0-dim.
+        gate: None, or a tensor; where it is False nothing changes.
         beta: β of the momentum on gradients.
-        dots: With the rows, this one included ``[t]``.
-        inside: With the momentum's rest ``[1]``; None without momentum.
+        dots: Dot products with the rows, this one included ``[t]``.
+        inside: Dot product with the momentum's rest ``[1]``; None without momentum.
     """
 
     slot: Tensor
@@ -83,8 +83,8 @@ class GradientWindow:
 
     Args:
         places: The tensors.
-        form: How rows are stored.
-        momentum: Whether momentum on gradients is kept beside the rows.
+        form: The form in which rows are stored.
+        momentum: Whether momentum on gradients is kept in addition to the rows.
     """
 
     def __init__(self, places: Sequence[Place], form: Form, momentum: bool = False) -> None:
@@ -105,17 +105,17 @@ class GradientWindow:
         self.outside: Outside | None = None
         if momentum:
             self.keep_outside()
-        #: Most rows that can be filled, as far as the host knows.
+        #: Largest number of rows that can be filled, as far as the host knows.
         self.filled = 0
         self.noise: float = max(part.rows.noise for part in self._parts)
-        #: Whether some tensors are slices: then dots are a part of the sum that they should be.
+        #: Whether some tensors are slices; dot products are then a part of the full sum.
         self.sliced: bool = any(place.whole is not None for place in places)
-        #: Whether the Gram matrix waits for sums over all slices; it holds NaN so long.
+        #: Whether the Gram matrix waits for sums over all slices; until then it holds NaN.
         self.stale = False
 
     # ------------------------------------------------------------------ state
     def keep_outside(self) -> Outside:
-        """Momentum on gradients, allocated at the first call."""
+        """Return the momentum on gradients, which is allocated at the first call."""
         if self.outside is None:
             b, q = (torch.zeros(self.m, dtype=torch.float64, device=self.device) for _ in range(2))
             r = [torch.zeros(p.shape, dtype=p.working, device=p.device) for p in self.places]
@@ -123,7 +123,7 @@ class GradientWindow:
         return self.outside
 
     def state(self, i: int) -> dict[str, Tensor]:
-        """Views of what is stored for tensor i, by state key."""
+        """Return views of the storage for tensor i, by state key."""
         rows, k = self._home[i]
         found = rows.state(k)
         if self.outside is not None:
@@ -131,7 +131,7 @@ class GradientWindow:
         return found
 
     def shared_state(self) -> dict[str, Tensor]:
-        """What the tensors have in common, by state key."""
+        """Return the state that the tensors have in common, by key."""
         found = {"gram": self.gram, **self.counters}
         if self.outside is not None:
             found["momentum_coefficients"], found["dots_momentum"] = self.outside.b, self.outside.q
@@ -139,9 +139,9 @@ class GradientWindow:
         return found
 
     def recompute_gram(self) -> None:
-        """The Gram matrix anew from the rows as they are stored: a pass over the window per row, so rarely.
+        """Compute the Gram matrix again from the stored rows, with a pass over the window per row.
 
-        That of slices is marked as stale: it takes a sum.
+        The matrix of a window of slices is marked as stale, since it needs a sum.
         """
         if self.sliced:
             self.stale = True
@@ -150,7 +150,7 @@ class GradientWindow:
             self.refresh(self.own_products())
 
     def own_products(self) -> Tensor:
-        """What :meth:`refresh` takes the sum of over all slices ``[m(m + 1)/2 (+ m)]``."""
+        """Return the products that :meth:`refresh` needs summed over all slices ``[m(m + 1)/2 (+ m)]``."""
         products = torch.zeros_like(self.gram)
         for j in range(self.filled):
             slot = torch.tensor(j, device=self.device)
@@ -160,7 +160,7 @@ class GradientWindow:
         return torch.cat([products, padded(self.dots(self.outside.r), self.m)])
 
     def refresh(self, products: Tensor) -> None:
-        """Take over all dots of the rows with each other and with the momentum's rest."""
+        """Adopt all dot products of the rows with each other and with the momentum's rest."""
         size, self.stale = len(self.gram), False
         self.gram.copy_(products[:size])
         if self.outside is not None:
@@ -173,14 +173,15 @@ class GradientWindow:
     def adopt(
         self, states: Sequence[Mapping[str, Tensor]], shared: Mapping[str, Tensor], rounded: bool = False
     ) -> None:
-        """Take over the state of a window of the same form; what it lacks becomes zeros, but for warm starts.
+        """Adopt the state of a window of the same form; missing entries become zeros, except for warm starts.
 
-        The state may be this window's own. Rows that a narrower dtype rounds get a Gram matrix of what is stored.
+        The state may be this window's own. For rows that are rounded to a narrower dtype, the Gram matrix is that of
+        the stored rows.
 
         Args:
-            states: By tensor.
-            shared: What the tensors have in common.
-            rounded: Whether rows are rounded, where slices cannot tell.
+            states: State of each tensor.
+            shared: State that the tensors have in common.
+            rounded: Whether rows are rounded, which slices cannot find out.
         """
         if not any("q_prev" in state for state in states):
             for part in self._parts:
@@ -202,7 +203,7 @@ class GradientWindow:
             self.recompute_gram()
 
     def adopt_resized(self, old: GradientWindow) -> None:
-        """Take over the newest rows of a window of another size; what does not fit stays in the momentum."""
+        """Adopt the newest rows of a window of another size; older rows stay in the momentum."""
         kept = min(old.filled, self.m)
         order = (old.counters["pos"] - kept + torch.arange(kept, device=self.device)) % old.m
         for i in range(len(self.places)):
@@ -239,7 +240,7 @@ class GradientWindow:
         return self.device.type != "meta"
 
     def recount(self) -> None:
-        """Let the host know how many rows are filled; waits for the device."""
+        """Update the host's count of filled rows, waiting for the device."""
         self.filled = min(int(self.counters["count"]), self.m) if self._has_numbers else 0
 
     @property
@@ -250,25 +251,25 @@ class GradientWindow:
 
     @property
     def flops(self) -> float:
-        """Of a step over a full window, without its solve."""
+        """FLOPs of a step over a full window, without its solve."""
         return sum(part.rows.flops for part in self._parts)
 
     @property
     def newest(self) -> Tensor:
-        """Slot of the newest row, 0-dim."""
+        """Return the slot of the newest row, 0-dim."""
         return gram.newest(self.counters["pos"], self.m)
 
     # ------------------------------------------------------------------ the verbs
     def push(self, x: Parts, gate: Tensor | None, beta: float = 0.0) -> Push:
-        """Store a gradient as the newest row, in place of the oldest; :meth:`finish` completes that.
+        """Store a gradient as the newest row, in place of the oldest one; :meth:`finish` completes this.
 
         Args:
             x: One tensor per tensor of the window; None stands for zeros.
-            gate: None, or a 0-dim bool tensor: where it is False nothing changes.
+            gate: None, or a 0-dim bool tensor; where it is False nothing changes.
             beta: β of the momentum on gradients ``v ← βv + (1−β)ĝ``, if that is kept.
 
         Returns:
-            What goes into the Gram matrix, linear in the rows.
+            The values for the Gram matrix, which are linear in the rows.
         """
         slot = self.counters["pos"].clone()
         gate = None if gate is None else gate.to(self.device)
@@ -282,7 +283,7 @@ class GradientWindow:
         return Push(slot, gate, beta, self._dots_with(slot, self.filled), inside)
 
     def finish(self, push: Push) -> None:
-        """Fill the row of the Gram matrix of a row that was pushed, with dots that are summed over all slices."""
+        """Fill in the row of the Gram matrix for a pushed row, with dot products that are summed over all slices."""
         slot, gate, dots = push.slot, push.gate, push.dots
         where = gram.packed_row(slot, self.m)[: len(dots)]
         if gate is not None:
@@ -297,18 +298,18 @@ class GradientWindow:
             self.counters["skipped"].add_(1 - one)
 
     def dots(self, x: Parts) -> Tensor:
-        """``G x`` ``[t]`` for any x, float64."""
+        """Return ``G x`` ``[t]`` for any x, in float64."""
         return self._sum(part.rows.dots([x[i] for i in part.members], self.filled) for part in self._parts)
 
     def combine(self, a: Tensor) -> list[Tensor]:
-        """``Gᵀ a`` for coefficients ``[t]``, one tensor per tensor of the window."""
+        """Return ``Gᵀ a`` for coefficients ``[t]``, one tensor per tensor of the window."""
         found: dict[int, Tensor] = {}
         for part in self._parts:
             found.update(zip(part.members, part.rows.combine(a.to(part.rows.device)), strict=True))
         return [found[i] for i in range(len(self.places))]
 
     def dtype_of(self, i: int) -> torch.dtype:
-        """Precision of a combination of the rows of the whole tensor i."""
+        """Return the precision of a combination of the rows of the whole tensor i."""
         rows, k = self._home[i]
         return rows.dtype_of(k)
 
@@ -319,15 +320,15 @@ class GradientWindow:
             part.rows.add_row([out[i] for i in part.members], slot.to(device), scale.to(device))
 
     def lower(self) -> Tensor:
-        """Lower triangle of S over the filled rows ``[t, t]``."""
+        """Return the lower triangle of S over the filled rows ``[t, t]``."""
         return gram.unpack_lower(self.gram, self.filled)
 
     def unit_vector(self) -> Tensor:
-        """Coefficients of the newest row ``[t]``."""
+        """Return the coefficients of the newest row ``[t]``."""
         return (torch.arange(self.filled, device=self.device) == self.newest).to(torch.float64)
 
     def residual_square(self) -> Tensor | None:
-        """Squared norm of what error feedback holds back."""
+        """Return the squared norm of the residual of error feedback."""
         found = [square for part in self._parts if (square := part.rows.residual_square()) is not None]
         return self._sum(found) if found else None
 
@@ -339,7 +340,7 @@ class GradientWindow:
 
     # ------------------------------------------------------------------ momentum on gradients
     def _let_go(self, outside: Outside, slot: Tensor, gate: Tensor | None, beta: float) -> None:
-        """Move the row that will be overwritten out of the window, and age everything."""
+        """Move the row that will be overwritten out of the window, and decay everything."""
         if self.filled == self.m:
             leaving = outside.b.index_select(0, slot.reshape(1))[0]
             if gate is not None:
@@ -353,7 +354,7 @@ class GradientWindow:
             r.mul_(kept.to(r.device) if isinstance(kept, Tensor) else kept)
 
     def _take_in(self, outside: Outside, push: Push, inside: Tensor) -> None:
-        """Give the new row its share, and its dot with what is outside."""
+        """Give the new row its share, and add its dot product with the part outside of the window."""
         index, gate, beta = push.slot.reshape(1), push.gate, push.beta
         share = torch.full((1,), 1 - beta, dtype=torch.float64, device=self.device)
         for target, value in ((outside.b, share), (outside.q, inside)):
@@ -363,7 +364,7 @@ class GradientWindow:
         outside.weight.add_(gated(gate, 1 - beta, 0.0))
 
     def unit_dots(self, x: Parts, slot: Tensor) -> Tensor:
-        """Dot of x with the row at a slot, ``[1]`` float64."""
+        """Return the dot product of x with the row at a slot, ``[1]`` float64."""
         row = [torch.zeros(p.shape, dtype=p.working, device=p.device) for p in self.places]
         self.add_row(row, slot, torch.ones((), dtype=torch.float64, device=self.device))
         pairs = [(mine.view(1, -1), theirs) for mine, theirs in zip(row, x, strict=True) if theirs is not None]
@@ -371,5 +372,5 @@ class GradientWindow:
 
 
 def padded(x: Tensor, size: int) -> Tensor:
-    """A vector with zeros behind it ``[size]``."""
+    """Return a vector followed by zeros ``[size]``."""
     return torch.cat([x, x.new_zeros(size - len(x))])
