@@ -160,7 +160,7 @@ def test_bounds_of_rows_are_close_above_the_largest_eigenvalue(name):
         pairs = [(bounds.undamped, truth.largest - truth.damping) for bounds, truth in pairs]
     else:
         pairs = [
-            (opt.solver.bounds(unit).extremes.undamped, opt.solver.extremes(unit)[1])
+            (opt.preconditioner.solver.bounds(unit).extremes.undamped, opt.preconditioner.solver.extremes(unit)[1])
             for unit in opt.preconditioner.plan.units
         ]
     for bound, truth in pairs:
