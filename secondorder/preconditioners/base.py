@@ -163,7 +163,6 @@ class Preconditioner(ABC):
     takes_sources: ClassVar[bool] = True
     #: Option that says how many steps lie between two refreshes; empty if there is none. 0 switches curvature off.
     refresh_interval: ClassVar[str] = ""
-
     #: Whether there is curvature only for the layers of a module, so that a copy waits for one.
     needs_module: ClassVar[bool] = False
 
@@ -196,6 +195,7 @@ class Preconditioner(ABC):
     def kept(self) -> dict[str, Any]:
         """Return what copies and pickles keep in addition to the state and the recipe."""
 
+    # ------------------------------------------------------------------ the stages of a step
     def acceptable(self, gradients: Directions) -> Tensor:
         """Return whether a step can use the gradients, as a 0-dim bool tensor."""
         found = [torch.view_as_real(g) if g.is_complex() else g for g in gradients.values()]
