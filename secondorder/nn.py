@@ -174,7 +174,7 @@ class RNNCell(_RNNStep, _Cell, nn.RNNCell):
 
 # ------------------------------------------------------------------ layers
 class _Layers(_Recurrent, nn.RNNBase):
-    """A stack of layers over time, with input ``[T, N, d]``, ``[N, T, d]`` for ``batch_first``, ``[T, d]``, or packed."""
+    """A stack of layers over time; input is ``[T, N, d]``, ``[N, T, d]`` (``batch_first``), ``[T, d]`` or packed."""
 
     def _names(self) -> list[str]:
         return [name.removeprefix("weight_") for name in self._flat_weights_names if name.startswith("weight_")]
@@ -284,7 +284,7 @@ class _Layers(_Recurrent, nn.RNNBase):
     def _scan(
         self, x: Tensor, sizes: list[int] | None, first: State, maps: Maps, reverse: bool
     ) -> tuple[Tensor, State]:
-        """Run one direction of one layer: return its output ``[T, N, ·]`` or packed, and every sequence's last state."""
+        """Run one direction of one layer: return its output ``[T, N, ·]`` or packed, and the last states."""
         # Packed rows have no axis of examples, which three axes indicate.
         from_x = maps["ih"](x) if sizes is None else maps["ih"](x[None])[0]
         steps: Sequence[Tensor] = from_x.unbind(0) if sizes is None else from_x.split(sizes)

@@ -1,8 +1,8 @@
 """Adapters of normalization layers: scale and shift of each unit form a block of their own, which is 2×2 and exact.
 
-With x̂ the normalised input, a layer computes ``y = w x̂ + b`` unit by unit, so one example's gradient in a unit is the
+With x̂ the normalized input, a layer computes ``y = w x̂ + b`` unit by unit, so one example's gradient in a unit is the
 pair ``u = (Σ_s g x̂, Σ_s g)`` over its positions. Units are the groups of the block, u its output row, and A = [1]. The
-normalisation is taken as constant: that other examples of a batch enter its statistics is left out of the curvature.
+normalization is taken as constant: that other examples of a batch enter its statistics is left out of the curvature.
 """
 
 from __future__ import annotations
