@@ -1,4 +1,4 @@
-"""Every method by name, among them the names of the programs that published it."""
+"""All methods by name, including the names in the programs that published them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from secondorder.methods.kfac import KFAC
 from secondorder.methods.mfac import MFAC, SparseMFAC
 from secondorder.optimizer import SecondOrderOptimizer
 
-#: The methods, by the names that this package gives them.
+#: The methods by the names that this package gives them.
 METHODS: Mapping[str, Callable[..., SecondOrderOptimizer]] = {
     "kfac": KFAC,
     "ekfac": EKFAC,
@@ -41,7 +41,7 @@ class Alias(NamedTuple):
     options: Mapping[str, Any]
 
 
-#: Names under which other programs know the methods, and what each means there.
+#: The names by which other programs know the methods, and their meaning.
 ALIASES: Mapping[str, Alias] = {
     # lzhangbv/kfac_pytorch, --kfac-name: form of the inverse; *_dp: factors from the owner's own data
     "eigen": Alias("kfac", {"inverse_method": "eigen"}),
@@ -66,7 +66,7 @@ ALIASES: Mapping[str, Alias] = {
 def create(name: str, model: ParamsT | nn.Module | Sequence[nn.Module], **keywords: Any) -> SecondOrderOptimizer:
     """Build a method by its name, in any case, with ``-``, ``_`` or neither.
 
-    ``functools.partial(secondorder.create, "kfac")`` is a factory ``(model, **keywords)``, as some trainers want it.
+    ``functools.partial(secondorder.create, "kfac")`` is a factory ``(model, **keywords)``, which some trainers need.
 
     | name | builds |
     |---|---|
@@ -79,17 +79,18 @@ def create(name: str, model: ParamsT | nn.Module | Sequence[nn.Module], **keywor
     | `kid`, `kis`, `sngd` | `HyLo(mode="kid")`, `HyLo(mode="kis")`, `HyLo(mode="sngd")` |
 
     Args:
-        name: Of the method.
-        model: First argument of its constructor: the model, a list of its parts, or what ``torch.optim`` takes.
-        **keywords: Of its constructor. They replace what the name stands for. ``comm`` may also be the name of a
-            strategy, see :func:`secondorder.comm.from_name`.
+        name: Name of the method.
+        model: First argument of its constructor: the model, a list of its parts, or any argument that ``torch.optim``
+            takes.
+        **keywords: Keywords of its constructor. They replace those that the name stands for. ``comm`` may also be the
+            name of a strategy, see :func:`secondorder.comm.from_name`.
 
     Returns:
         The optimizer.
 
     Raises:
-        ValueError: If no method has this name; the text lists all names.
-        TypeError: If the name is no text.
+        ValueError: If no method has this name; the message lists all names.
+        TypeError: If the name is not a string.
 
     Example:
         >>> import torch, secondorder
@@ -113,8 +114,8 @@ def resolve(name: str) -> Alias:
         Key of :data:`METHODS` and keywords, none for a method's own name.
 
     Raises:
-        ValueError: If no method has this name; the text lists all names.
-        TypeError: If the name is no text.
+        ValueError: If no method has this name; the message lists all names.
+        TypeError: If the name is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(f"the name of a method must be text, got {name!r}")

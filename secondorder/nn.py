@@ -1,16 +1,16 @@
-"""Recurrent layers and attention whose linear maps can be seen.
+"""Recurrent layers and attention that expose their linear maps.
 
-``torch.nn.LSTM`` and its kin hand a whole sequence to one fused kernel: no hook ever sees the gates before their
-nonlinearity, so a layer method can say nothing about their curvature. The modules here have the same options, the same
-parameters under the same names and the same results to rounding, and apply every weight through a
-:class:`~secondorder.capture.layers.projections.Projection`, a child without parameters. :func:`expose` turns the
-modules of an existing model into them::
+``torch.nn.LSTM`` and similar modules pass a whole sequence to one fused kernel: no hook ever sees the gates before
+their nonlinearity, so that a layer method knows nothing about their curvature. The modules here have the same options,
+the same parameters under the same names and the same results up to rounding, and apply every weight through a
+:class:`~secondorder.capture.layers.projections.Projection`, a child without parameters. :func:`expose` converts the
+modules of an existing model to them::
 
     x [T, N, d] ──► ih: all steps in one product ──► gates of step t ──┐
     h of step t−1 ───────► hh: one product per step ───────────────────┴──► nonlinearity ──► h of step t
 
-Step by step costs time. A forward that no tap waits for (in ``eval()``, or because nothing is due in this step of
-training) runs torch's kernel.
+Running step by step takes time. A forward pass that no tap waits for (in ``eval()``, or because nothing is due in this
+step of training) runs torch's kernel.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from secondorder.capture.layers.projections import (
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "MultiheadAttention", "RNNCell", "expose"]
 
 M = TypeVar("M", bound=nn.Module)
-#: Hidden state ``[N, ·]`` of one layer and direction: h, and c of an LSTM.
+#: The hidden state ``[N, ·]`` of one layer and direction: h, and c of an LSTM.
 State = tuple[Tensor, ...]
-#: Linear maps of one layer and direction: "ih", "hh" and, where h is projected, "hr".
+#: The linear maps of one layer and direction: "ih", "hh" and, if h is projected, "hr".
 Maps = Mapping[str, Callable[[Tensor], Tensor]]
 
 
@@ -56,19 +56,19 @@ class _Exposed(nn.Module):
         raise NotImplementedError
 
     def add_projections(self) -> None:
-        """Add the children; also to a module that was built as another class."""
+        """Add the children, also to a module that was built as another class."""
         raise NotImplementedError
 
 
 class _Recurrent(_Exposed):
-    """Recurrent layers and cells; maps are named like the parameters behind ``weight_`` and ``bias_``."""
+    """Recurrent layers and cells. Maps have the names of their parameters without ``weight_`` and ``bias_``."""
 
     projections: nn.ModuleDict
     #: Whether the hidden state is a pair (h, c).
     _paired = False
 
     def _step(self, from_x: Tensor, state: State, maps: Maps) -> State:
-        """The next state from the input's share of the gates ``[N, ·]`` and the state."""
+        """Return the next state from the input's share of the gates ``[N, ·]`` and the state."""
         raise NotImplementedError
 
     def _names(self) -> list[str]:
@@ -87,7 +87,8 @@ class _Recurrent(_Exposed):
         return parts
 
     def _map(self, name: str) -> Callable[[Tensor], Tensor]:
-        # Looked up once per forward, not per step: a parametrized weight is computed when it is read.
+        # The parameters are looked up once per forward, not per step: a parametrized weight is computed when it is
+        # read.
         weight, bias = getattr(self, f"weight_{name}"), getattr(self, f"bias_{name}", None)
         return functools.partial(self.projections[name], weight=weight, bias=bias)
 
@@ -120,7 +121,7 @@ class _GRUStep(_Recurrent):
         (h,) = state
         reset_x, update_x, new_x = from_x.chunk(3, 1)
         reset_h, update_h, new_h = maps["hh"](h).chunk(3, 1)
-        # The reset gate stands in front of the whole second map, bias included.
+        # The reset gate multiplies the whole second map, bias included.
         new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
         return ((h - new) * (update_x + update_h).sigmoid() + new,)
 
@@ -135,12 +136,12 @@ class _RNNStep(_Recurrent):
 
 # ------------------------------------------------------------------ cells
 class _Cell(_Recurrent):
-    """One time step; input ``[N, d]`` or ``[d]``, state ``[N, H]`` or ``[H]``."""
+    """A single time step, with input ``[N, d]`` or ``[d]`` and state ``[N, H]`` or ``[H]``."""
 
     hidden_size: int
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """What the torch class of the same name computes."""
+        """Compute the result of the torch class of the same name."""
         if not self._is_seen():
             return super().forward(input, hx)
         if input.dim() not in (1, 2):
@@ -153,7 +154,7 @@ class _Cell(_Recurrent):
         else:
             state = tuple(h if batched else h.unsqueeze(0) for h in self._to_state(hx))
         for h in state:
-            if h.shape != expected:  # would be broadcast
+            if h.shape != expected:  # it would be broadcast
                 raise RuntimeError(f"{type(self).__name__}: Expected hidden size {expected}, got {tuple(h.shape)}")
         state = self._step(self._map("ih")(x), state, {"hh": self._map("hh")})
         return self._from_state(state if batched else tuple(h.squeeze(0) for h in state))
@@ -173,13 +174,13 @@ class RNNCell(_RNNStep, _Cell, nn.RNNCell):
 
 # ------------------------------------------------------------------ layers
 class _Layers(_Recurrent, nn.RNNBase):
-    """A stack of layers over time; input ``[T, N, d]``, ``[N, T, d]`` with ``batch_first``, ``[T, d]``, or packed."""
+    """A stack of layers over time; input is ``[T, N, d]``, ``[N, T, d]`` (``batch_first``), ``[T, d]`` or packed."""
 
     def _names(self) -> list[str]:
         return [name.removeprefix("weight_") for name in self._flat_weights_names if name.startswith("weight_")]
 
     def forward(self, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
-        """What the torch class of the same name computes."""
+        """Compute the result of the torch class of the same name."""
         if not self._is_seen():
             outputs: tuple[Any, Any] = super().forward(input, hx)
             return outputs
@@ -203,7 +204,7 @@ class _Layers(_Recurrent, nn.RNNBase):
         return PackedSequence(output, sizes, order, back), self.permute_hidden(self._from_state(state), back)
 
     def _first_state(self, x: Tensor, hx: Any, sizes: Tensor | None, batched: bool) -> State:
-        """``[layers·directions, N, ·]``: what was given, checked as torch does, or zeros."""
+        """Return ``[layers·directions, N, ·]``: the given state, checked as torch does, or zeros."""
         if hx is None:
             shapes = [self.get_expected_hidden_size(x, sizes)]
             if self._paired:
@@ -221,15 +222,15 @@ class _Layers(_Recurrent, nn.RNNBase):
         return state
 
     def _run(self, x: Tensor, sizes: list[int] | None, state: State) -> tuple[Tensor, State]:
-        """All layers.
+        """Run all layers.
 
         Args:
             x: ``[T, N, d]``, or packed ``[Σ sizes, d]``.
-            sizes: Sequences that are alive at each step of packed data.
+            sizes: Number of sequences that are alive at each step of packed data.
             state: ``[layers·directions, N, ·]``.
 
         Returns:
-            Output like x, and the last state of every sequence, like ``state``.
+            The output, like x, and the last state of every sequence, like ``state``.
         """
         dtypes = self._dtypes(x, sizes, state)
         finals: list[State] = []
@@ -258,7 +259,7 @@ class _Layers(_Recurrent, nn.RNNBase):
 
         Args:
             x: ``[T, N, d]``, or packed ``[Σ sizes, d]``.
-            sizes: Sequences that are alive at each step of packed data.
+            sizes: Number of sequences that are alive at each step of packed data.
             state: ``[layers·directions, N, ·]``.
 
         Returns:
@@ -270,7 +271,7 @@ class _Layers(_Recurrent, nn.RNNBase):
         if kind != "cpu" or torch.compiler.is_compiling() or not x.numel():
             return [x.dtype if self.mode == "GRU" and kind == "cpu" else torch.get_autocast_dtype(kind)] * count
         kernel = getattr(torch, self.mode.lower())
-        # Without dropout it draws no random numbers.
+        # Without dropout, the kernel draws no random numbers.
         options = (self._flat_weights, self.bias, self.num_layers, 0.0, self.training, self.bidirectional)
         few = [1] if sizes is None or sizes[0] == sizes[-1] else [2, 1]  # sequences of one length take another kernel
         first = self._from_state(tuple(s[:, : few[0]] for s in state))
@@ -283,14 +284,14 @@ class _Layers(_Recurrent, nn.RNNBase):
     def _scan(
         self, x: Tensor, sizes: list[int] | None, first: State, maps: Maps, reverse: bool
     ) -> tuple[Tensor, State]:
-        """One direction of one layer: its output ``[T, N, ·]`` or packed, and the last state of every sequence."""
-        # Packed rows belong to no axis of examples, and three axes say so.
+        """Run one direction of one layer: return its output ``[T, N, ·]`` or packed, and the last states."""
+        # Packed rows have no axis of examples, which three axes indicate.
         from_x = maps["ih"](x) if sizes is None else maps["ih"](x[None])[0]
         steps: Sequence[Tensor] = from_x.unbind(0) if sizes is None else from_x.split(sizes)
         if not steps:
             raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
         steps = steps[::-1] if reverse else steps
-        # Packed sequences are sorted by length: forward the last rows end first, backward they begin last.
+        # Packed sequences are sorted by length: forward, the last rows end first; backward, they start last.
         state = _rows(first, 0, steps[0].shape[0])
         ended: list[State] = []
         outputs: list[Tensor] = []
@@ -329,10 +330,10 @@ class RNN(_RNNStep, _Layers, nn.RNN):
 
 # ------------------------------------------------------------------ attention
 class MultiheadAttention(_Exposed, nn.MultiheadAttention):
-    """:class:`torch.nn.MultiheadAttention` with its linear maps exposed; the same to the last bit.
+    """Like :class:`torch.nn.MultiheadAttention`, with its linear maps exposed; results are the same to the last bit.
 
-    Optimizers see into torch's own module too. This one is for models under ``torch.compile``, which that way does not
-    reach.
+    Optimizers can see into torch's own module too. This class is for models under ``torch.compile``, where that is not
+    possible.
     """
 
     projections: AttentionProjections
@@ -354,7 +355,7 @@ class MultiheadAttention(_Exposed, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """What :class:`torch.nn.MultiheadAttention` computes."""
+        """Compute the result of :class:`torch.nn.MultiheadAttention`."""
         masks = (key_padding_mask, need_weights, attn_mask)
         if not self.training or query.is_nested or key.is_nested or value.is_nested:
             return super().forward(query, key, value, *masks, average_attn_weights, is_causal)
@@ -370,7 +371,7 @@ class MultiheadAttention(_Exposed, nn.MultiheadAttention):
 
 
 def _time_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Swap the first two dims; what is one tensor stays one, because that decides which products are taken at once."""
+    """Swap the first two dims; equal tensors stay equal, because that decides which products are computed together."""
     q = query.transpose(0, 1)
     if value is not key:
         return q, key.transpose(0, 1), value.transpose(0, 1)
@@ -391,7 +392,7 @@ _EXPOSED: dict[type[nn.Module], type[_Exposed]] = {
 
 
 def expose(model: M) -> M:
-    """Turn the recurrent layers, cells and attention of a model into those of this module, in place.
+    """Convert the recurrent layers, cells and attention of a model to the classes of this module, in place.
 
     Parameters stay the same objects under the same names, and hooks stay; only the class of a module changes, and a
     child ``projections`` without parameters is added. A second call does nothing. A module with a ``forward`` of its
@@ -424,7 +425,7 @@ def expose(model: M) -> M:
 
 
 def _obstacle(module: nn.Module, plain: type[nn.Module]) -> str:
-    """Why a module must keep its class; empty if nothing speaks against another."""
+    """Return why a module must keep its class; empty if there is no reason."""
     if is_parametrized(module):
         return "its weights are parametrized"
     if type(module).forward is not plain.forward or "forward" in vars(module):
@@ -436,7 +437,7 @@ _JOINED: dict[tuple[type, type], type] = {}
 
 
 def _exposed_class(exposed: type, original: type) -> type:
-    """``exposed``, or a class that also has what a subclass of the torch class adds."""
+    """Return ``exposed``, or a class that also has the additions of a subclass of the torch class."""
     if _EXPOSED.get(original) is exposed:
         return exposed
     if (exposed, original) not in _JOINED:
@@ -446,7 +447,7 @@ def _exposed_class(exposed: type, original: type) -> type:
 
 
 def _reduce_joined(self: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """Pickle by the two bases: their joint class exists in no module."""
+    """Pickle an instance by the two bases: their joint class exists in no module."""
     return (_new_joined, type(self).__bases__, *object.__reduce_ex__(self, protocol)[2:])
 
 

@@ -1,7 +1,7 @@
-"""Schedules of group options: damping, intervals, decay or any other value of the groups, as a function of the step.
+"""Schedules of group options: damping, intervals, decay or any other value of the groups as a function of the step.
 
-A value is a function of the step alone, never of the value before it: after n calls of ``step()`` an option is f(n),
-whatever happened to it in between, so schedules neither compound nor drift, and a resumed run goes on exactly.
+A value is a function of the step alone, never of the previous value: after n calls of ``step()`` an option is f(n),
+whatever happened to it in between, so that schedules neither compound nor drift, and a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from secondorder.optimizer import SecondOrderOptimizer
 #: A function of the step, or milestones ``{step: value}``.
 Schedule: TypeAlias = Callable[[int], Any] | Mapping[int, Any]
 
-#: What stands in a group and is no option: parameters, and what schedulers and optimizers note there for themselves.
+#: Entries of a group that are not options: parameters, and the entries that schedulers and optimizers store for
+#: themselves.
 _RESERVED = frozenset({"params", "param_names", "initial_lr", "fallback_base_lr"})
-#: Options of our methods that decide what the state of a layer holds, which is laid out once.
+#: Options of our methods that determine the content of a layer's state, which is laid out once.
 _ALLOCATING = frozenset({"inverse_method", "max_factor_dim", "basis_update", "momentum_mode", "transport"})
 #: Stands for "no value yet": before the first milestone.
 _UNSET = object()
@@ -34,19 +35,20 @@ _UNSET = object()
 class ParamScheduler:
     """Schedule any options of an optimizer's groups, each by a function or by milestones of the step.
 
-    Sets f(0) when it is built and f(n) in the n-th call of :meth:`step`, once per optimizer step. Works with every
-    ``torch.optim.Optimizer``, and beside the schedulers of ``torch.optim.lr_scheduler``. What the optimizers of this
-    package refuse in their constructors is refused here too, before any group is changed; all milestones are checked
-    at once, when the scheduler is built.
+    It sets f(0) when it is built and f(n) in the n-th call of :meth:`step`, which is called once per optimizer step. It
+    works with every ``torch.optim.Optimizer``, and together with the schedulers of ``torch.optim.lr_scheduler``. A
+    value that the optimizers of this package refuse in their constructors is refused here too, before any group is
+    changed; all milestones are checked at once, when the scheduler is built.
 
     Args:
-        optimizer: Whose groups are scheduled.
-        **schedules: By option: a function of the step; or milestones ``{step: value}``, each value holding until the
-            next milestone, the initial one until the first; or a list of these, one per group, for the groups that
-            there are (one added later then keeps its value). A tensor (``lr``) is filled in place and never replaced.
+        optimizer: Optimizer whose groups are scheduled.
+        **schedules: For each option, a function of the step; or milestones ``{step: value}``, where each value holds
+            until the next milestone, and the initial value until the first; or a list of these, one per group, for the
+            existing groups (a group that is added later keeps its value). A tensor (``lr``) is filled in place and
+            never replaced.
 
     Raises:
-        TypeError: For what is no optimizer or no schedule, and a value of a wrong kind.
+        TypeError: If an argument is not an optimizer or a schedule, or a value is of a wrong kind.
         ValueError: For an option that the groups do not have or that cannot be scheduled, a negative milestone, a list
             that does not fit the groups, or a value out of range.
 
@@ -77,30 +79,31 @@ class ParamScheduler:
 
     @property
     def last_step(self) -> int:
-        """Step whose values the groups have: how often :meth:`step` was called."""
+        """The step whose values the groups have, which is the number of calls of :meth:`step`."""
         return self._last_step
 
     def step(self) -> None:
         """Set the values of the next step; call it once after each step of the optimizer.
 
         Raises:
-            TypeError: If a function gives a value of a wrong kind. Nothing is changed then, the count neither.
-            ValueError: If it gives one out of range; likewise.
+            TypeError: If a function returns a value of a wrong kind. Then nothing is changed, and the call does not
+                count.
+            ValueError: If it returns a value out of range, with the same effect.
         """
         self._set(self._last_step + 1)
 
     def state_dict(self) -> dict[str, int]:
-        """The count of steps. Schedules are not in it: a script that resumes builds the scheduler as before."""
+        """Return the count of steps. Schedules are not included: a script that resumes builds the scheduler again."""
         return {"last_step": self._last_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint was written: the groups get the values of its step.
+        """Continue from a checkpoint: the groups get the values of its step.
 
-        Load the optimizer's own state too, which has the values of options that are still before their first milestone.
+        Load the optimizer's own state too; it has the values of options that are still before their first milestone.
 
         Raises:
-            TypeError: If the count is no integer, or a function gives a value of a wrong kind.
-            ValueError: If this is not the state of such a scheduler, or a function gives a value out of range.
+            TypeError: If the count is not an integer, or a function returns a value of a wrong kind.
+            ValueError: If this is not the state of such a scheduler, or a function returns a value out of range.
         """
         if not isinstance(state_dict, Mapping) or "last_step" not in state_dict:
             raise ValueError(f"not the state_dict of a ParamScheduler: it needs 'last_step', got {state_dict!r}")
@@ -109,7 +112,7 @@ class ParamScheduler:
 
     # ------------------------------------------------------------------ reading the schedules
     def _parse(self, key: str, schedule: Any) -> _Track | tuple[_Track, ...]:
-        """One track for all groups, or one for each."""
+        """Return one track for all groups, or one for each."""
         groups = self.optimizer.param_groups
         if key in _RESERVED or (key in _ALLOCATING and isinstance(self.optimizer, SecondOrderOptimizer)):
             raise ValueError(f"{key!r} cannot be scheduled: it is set once, when a group is added")
@@ -123,19 +126,19 @@ class ParamScheduler:
         return tuple(_track(key, one) for one in schedule)
 
     def _milestones(self) -> list[int]:
-        """All steps at which some option has a milestone."""
+        """Return all steps at which some option has a milestone."""
         tracks = [x for t in self._tracks.values() for x in (t if isinstance(t, tuple) else (t,))]
         return sorted({step for track in tracks if isinstance(track, _Milestones) for step in track.steps})
 
     def _changes_at(self, step: int, milestones_only: bool = False) -> list[dict[str, Any]]:
-        """What each group is given at a step."""
+        """Return the changes of each group at a step."""
         groups = self.optimizer.param_groups
         changes: list[dict[str, Any]] = [{} for _ in groups]
         for key, tracks in self._tracks.items():
             chosen = tracks if isinstance(tracks, tuple) else (tracks,)
             values = [_UNSET if milestones_only and not isinstance(t, _Milestones) else t(step) for t in chosen]
             values = values if isinstance(tracks, tuple) else values * len(groups)
-            # Fewer values than groups: one was added after a list was given, and keeps its own.
+            # There are fewer values than groups if a group was added after a list was given; it keeps its own value.
             for group, change, value in zip(groups, changes, values, strict=False):
                 if value is not _UNSET:
                     change[key] = _adapted(key, value, group.get(key))
@@ -143,7 +146,7 @@ class ParamScheduler:
 
     # ------------------------------------------------------------------ writing the groups
     def _set(self, step: int) -> None:
-        """Give the groups the values of a step: all of them, or none if one is refused."""
+        """Set the values of a step in all groups, or in none if one of them is refused."""
         changes = self._changes_at(step)
         self._check(changes)
         for group, change in zip(self.optimizer.param_groups, changes, strict=True):
@@ -152,10 +155,10 @@ class ParamScheduler:
         self._last_step = step
 
     def _check(self, changes: list[dict[str, Any]]) -> None:
-        """Refuse what an optimizer of this package would refuse in a group that is added with such values."""
+        """Refuse values that an optimizer of this package would refuse in a group that is added with them."""
         optimizer = self.optimizer
         if not isinstance(optimizer, SecondOrderOptimizer):
-            return  # torch's own have no checks but those of their constructors
+            return  # torch's own optimizers only check values in their constructors
         checks = {**options.COMMON, **optimizer.checks}
         live, planned = optimizer.param_groups, list[dict[str, Any]]()
         for group, change in zip(live, changes, strict=True):
@@ -170,14 +173,14 @@ class ParamScheduler:
             group[key] = value
             return
         if isinstance(self._tracks[key], tuple):
-            # Constructors give one tensor to all groups: values of their own need tensors of their own.
+            # Constructors give one tensor to all groups; different values need different tensors.
             others = (g for g in self.optimizer.param_groups if g is not group)
             if any(g.get(key) is held for g in others):
                 held = group[key] = held.clone()
         held.copy_(value.reshape(held.shape)) if isinstance(value, Tensor) else held.fill_(value)
 
     def _warn_relative_damping(self) -> None:
-        """A multiple that nobody asked for: the mode was not given, since the damping was not."""
+        """Warn of a relative damping that was not requested: its mode was not given, since the damping was not."""
         if "damping" not in self._tracks or "damping_mode" in self._tracks:
             return
         unasked = getattr(getattr(self.optimizer, "rules", None), "mode_by_default", False)
@@ -192,16 +195,17 @@ class ParamScheduler:
 
 @dataclass(frozen=True)
 class DampingDecay:
-    """Damping that falls from one value towards another: λ(t) = λ_T + (λ₀ − λ_T) (1 − α)^max(0, t − t₀).
+    """Damping that decays from one value to another: λ(t) = λ_T + (λ₀ − λ_T) (1 − α)^max(0, t − t₀).
 
-    α = 2 log₁₀(λ₀/λ_T) / N, at most 1. In steps of the optimizer, so λ does not depend on how often a method refreshes.
-    After the N steps of the decay a share of about (λ_T/λ₀)^0.87 of the way is left: λ_T is approached, not reached.
+    α is 2 log₁₀(λ₀/λ_T) / N, but at most 1. Time counts in steps of the optimizer, so that λ does not depend on how
+    often a method refreshes. After the N steps of the decay, a share of about (λ_T/λ₀)^0.87 of the way is left: λ_T is
+    approached, not reached.
 
     Args:
         initial: λ₀, held during the warm-up.
         final: λ_T, at most ``initial``.
-        decay_steps: N, optimizer steps of the decay.
-        warmup_steps: t₀, optimizer steps before it.
+        decay_steps: N, the number of optimizer steps of the decay.
+        warmup_steps: t₀, the number of optimizer steps before it.
 
     Raises:
         ValueError: For a value out of range.
@@ -227,7 +231,7 @@ class DampingDecay:
             )
 
     def __call__(self, step: int) -> float:
-        """λ of a step, between ``final`` and ``initial``."""
+        """Return λ of a step, between ``final`` and ``initial``."""
         if step <= self.warmup_steps:
             return self.initial  # to the bit
         rate = min(1.0, 2 * math.log10(self.initial / self.final) / self.decay_steps)
@@ -236,13 +240,13 @@ class DampingDecay:
 
 
 def damping_decay(initial: float, final: float, decay_steps: int, warmup_steps: int = 0) -> DampingDecay:
-    """A schedule that lets damping fall from one value towards another, for :class:`ParamScheduler`.
+    """Return a schedule for :class:`ParamScheduler` by which damping decays from one value to another.
 
     Args:
-        initial: Damping at first, and during the warm-up.
-        final: What it falls towards, at most ``initial``.
-        decay_steps: Optimizer steps of the decay.
-        warmup_steps: Optimizer steps before it.
+        initial: Damping at the start, and during the warm-up.
+        final: Damping that the schedule approaches, at most ``initial``.
+        decay_steps: Number of optimizer steps of the decay.
+        warmup_steps: Number of optimizer steps before it.
 
     Returns:
         A function of the step that can be pickled and compared; see :class:`DampingDecay`.
@@ -258,7 +262,7 @@ def damping_decay(initial: float, final: float, decay_steps: int, warmup_steps: 
 
 
 class _Milestones:
-    """Values that hold from a step on."""
+    """Values that hold from their step on."""
 
     def __init__(self, key: str, values: Mapping[int, Any]) -> None:
         if not values:
@@ -290,13 +294,13 @@ def _track(key: str, schedule: Any) -> _Track:
 
 
 def _adapted(key: str, value: Any, held: Any) -> Any:
-    """A scheduled value of the kind that the group holds: a number, or one element for a tensor."""
+    """Convert a scheduled value to the kind that the group holds: a number, or one element for a tensor."""
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{key} must be one number, got a tensor of shape {tuple(value.shape)}")
     if isinstance(held, Tensor) and isinstance(value, Tensor):
-        return value  # stays on its device: nothing waits for it
+        return value  # it stays on its device, and nothing waits for it
     if isinstance(value, Tensor) or getattr(value, "shape", None) == ():
-        value = value.item()  # of torch or NumPy: groups hold Python's own numbers, which every checkpoint can
+        value = value.item()  # of torch or NumPy; groups hold Python numbers, which fit into every checkpoint
     if isinstance(held, Tensor) and not options.is_number(value):
         raise TypeError(f"{key} must be a number, got {value!r}")
     return options.plain(value)

@@ -1,4 +1,4 @@
-"""What a policy remembers of a training run: numbers, some of which may still be on their way from a device."""
+"""The memory of a policy during a training run: numbers, some of which may still be on their way from a device."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Rates that are told apart. A state has the same keys however many groups there are: of more, some share a sum.
+#: Number of rates that are distinguished. A state has the same keys however many groups there are: beyond this number,
+#: some groups share a sum.
 _RATES = 8
-#: What a rate loses in one step that counts as a fall, and what may be the rounding of a scheduler.
+#: The relative change that counts as a fall of a rate in one step, and the one that may be a scheduler's rounding.
 _FALL, _ROUNDING = 0.1, 1e-9
 
 
@@ -19,7 +20,7 @@ class Memory:
     """Numbers that a policy remembers, some of which may still be on a device.
 
     Attributes:
-        numbers: By key; those on a device are outdated until :meth:`settle`.
+        numbers: Numbers by key; those on a device are outdated until :meth:`settle`.
     """
 
     def __init__(self, **numbers: float) -> None:
@@ -29,25 +30,25 @@ class Memory:
         """Bring every number to the host."""
 
     def load(self, numbers: dict[str, float]) -> None:
-        """Forget everything for other numbers."""
+        """Replace all numbers."""
         self.settle()
         self.numbers = numbers
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which can hold no events."""
+        """Return the state for copies and pickles, which cannot hold events."""
         self.settle()
         return self.__dict__
 
 
 class Rates(Memory):
-    """Learning rates of the step before, and when they changed."""
+    """The learning rates of the previous step, and the last step at which they changed."""
 
     def __init__(self) -> None:
         rates = {f"lr_{i}": math.nan for i in range(_RATES)}
         super().__init__(**rates, rising=0.0, changed_at=math.nan, unheeded=0.0)
 
     def note(self, step: int, lrs: Sequence[float]) -> None:
-        """Compare with the step before; a nan compares as no change."""
+        """Compare the rates with those of the previous step; a nan compares as no change."""
         known = self.numbers
         rates = {f"lr_{i}": math.fsum(lrs[i::_RATES]) for i in range(min(len(lrs), _RATES))}
         falls = any(rate < known[key] * (1 - _FALL - _ROUNDING) for key, rate in rates.items())
@@ -57,7 +58,7 @@ class Rates(Memory):
         known.update(rates, rising=float(rises))
 
     def hold(self, step: int, window: int) -> bool:
-        """Whether a refresh still follows a change; without a window none does."""
+        """Whether a refresh still follows a change, which it never does without a window."""
         unheeded, self.numbers["unheeded"] = self.numbers["unheeded"], 0.0
         return window > 0 and (bool(unheeded) or step - self.numbers["changed_at"] < window)
 
@@ -68,7 +69,7 @@ class Rates(Memory):
 
 
 class Latest(Memory):
-    """The last value of a signal; it comes from a device without anybody waiting, unless it is asked for too soon."""
+    """The last value of a signal. It comes from a device without waiting, unless it is read too soon."""
 
     def __init__(self, key: str) -> None:
         super().__init__(**{key: math.nan})
@@ -87,7 +88,7 @@ class Latest(Memory):
         self._arriving = copy, arrived
 
     def get(self) -> float:
-        """The value."""
+        """Return the value."""
         self.settle()
         return self.numbers[self._key]
 
@@ -99,10 +100,10 @@ class Latest(Memory):
 
 
 class PeriodMeans(Memory):
-    """Mean norm of the gradient in the last two periods that have one, and the sum of the running period.
+    """The mean norm of the gradient in the last two periods that have one, and the sum of the running period.
 
     Attributes:
-        ended: Mean of a period that ended but was not taken over yet.
+        ended: Mean of a period that ended but was not stored yet.
     """
 
     def __init__(self) -> None:
@@ -114,7 +115,7 @@ class PeriodMeans(Memory):
         """End the running period if ``step`` lies behind it. Periods start at multiples of their length."""
         start = step - step % period
         if start > self.numbers["start"]:
-            self._take_over()  # of the period before: it arrived long ago
+            self._take_over()  # this is the period before, which arrived long ago
             self.ended.put(self._mean())
             self.numbers.update(start=float(start), norm_sum=0.0, norm_count=0.0)
             self._running = None
@@ -131,7 +132,7 @@ class PeriodMeans(Memory):
         self._running += torch.stack([torch.where(finite, norm, 0.0), finite.to(norm.dtype)])
 
     def two_means(self, step: int) -> tuple[float, float]:
-        """Means of the last two periods that ended before ``step``, the older first; nan where there are none."""
+        """Return the means of the last two periods that ended before ``step``, the older first; nan if missing."""
         if step >= self.numbers["start"]:
             self._take_over()
         return self.numbers["norm_before"], self.numbers["last_norm"]
@@ -142,7 +143,7 @@ class PeriodMeans(Memory):
             self._running = None
 
     def _mean(self) -> Tensor | float:
-        """Of the running period; nan if nothing was counted."""
+        """Return the mean of the running period; nan if nothing was counted."""
         if self._running is not None:
             return self._running[0] / self._running[1]
         count = self.numbers["norm_count"]

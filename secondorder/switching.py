@@ -1,17 +1,17 @@
-"""When to spend more on the rows of HyLo: policies that choose ``"kid"``, ``"kis"`` or ``"sngd"`` at each refresh.
+"""Policies that decide when to spend more on the rows of HyLo: they choose ``"kid"``, ``"kis"`` or ``"sngd"``.
 
-A policy hears of every optimizer step in :meth:`SwitchPolicy.observe` and is asked at every refresh in
-:meth:`SwitchPolicy.decide`. It answers from step, learning rates and *earlier* measurements only, which have long
-left the device by then::
+A policy receives every optimizer step in :meth:`SwitchPolicy.observe`, and is asked at every refresh in
+:meth:`SwitchPolicy.decide`. Its answer depends on the step, learning rates and *earlier* measurements only, which have
+long left the device by then::
 
     step        0 … P-1                  P … 2P-1                 2P
     observe     Σ ‖∇‖ on the device      Σ ‖∇‖ on the device
     end         copy starts ─────────►   read by the first decide of a later period
 
-Signals are equal on all ranks, and then so are the decisions. A norm that is not finite counts as none: a batch that is
-dropped is observed on a device, where nobody looks, but not on a CPU, and both must decide alike.
+Signals are equal on all ranks, and therefore so are the decisions. A norm that is not finite is ignored: a batch that
+is dropped is observed on a device, where the host does not read it, but not on a CPU, and both must decide alike.
 
-Mean gradient norms by period: HyLo (SC22); the other rules are ours.
+Mean gradient norms by period are from HyLo (SC22); the other rules are ours.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch import Tensor
 from secondorder import options
 from secondorder.signals import Latest, Memory, PeriodMeans, Rates
 
-#: What a policy may answer.
+#: The possible answers of a policy.
 MODES = ("kid", "kis", "sngd")
 
 
 class SwitchPolicy(ABC):
-    """What decides the mode of the next rows; one object per optimizer.
+    """Decides the mode of the next rows; there is one object per optimizer.
 
-    A policy of your own needs :meth:`decide`, and the two of its state if it remembers anything.
+    A policy of your own needs :meth:`decide`, and the two methods of its state if it has any.
 
     Attributes:
-        needs_gradient_norm: Whether ``observe`` is to be given a norm.
-        needs_rates: Whether it is to be given learning rates; reading one that is a tensor of a device waits for it.
-        reason: The last decision in words.
+        needs_gradient_norm: Whether ``observe`` needs a norm.
+        needs_rates: Whether it needs learning rates; reading one that is a tensor on a device waits for the device.
+        reason: The reason of the last decision, in words.
     """
 
     needs_gradient_norm: bool = False
@@ -49,16 +49,16 @@ class SwitchPolicy(ABC):
 
     @property
     def probes(self) -> int:
-        """Layers whose error is to be measured at each refresh."""
+        """Number of layers whose error is measured at each refresh."""
         return 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is remembered in tensors."""
+        """Bytes of the tensors that the policy remembers."""
         return sum(x.nbytes for part in self._parts for x in vars(part).values() if isinstance(x, Tensor))
 
     def observe(self, step: int, lrs: Sequence[float], norm: Tensor | None = None) -> None:  # noqa: B027 - not all do
-        """Hear of a step, before ``decide`` is asked in it.
+        """Receive a step, before ``decide`` is asked in it.
 
         Args:
             step: Number of the step, from 0.
@@ -67,7 +67,7 @@ class SwitchPolicy(ABC):
         """
 
     def probe(self, error: Tensor) -> None:  # noqa: B027 - most do not
-        """Hear of the error of a refresh, after ``decide`` was asked in it.
+        """Receive the error of a refresh, after ``decide`` was asked in it.
 
         Args:
             error: Relative error of a KIS update against SNGD, the mean over the probed layers, 0-dim, on any device.
@@ -75,7 +75,7 @@ class SwitchPolicy(ABC):
 
     @abstractmethod
     def decide(self, step: int) -> str:
-        """Choose the mode of a refresh; asked once in each.
+        """Choose the mode of a refresh; it is asked once in each.
 
         Args:
             step: Number of the step, from 0.
@@ -85,13 +85,13 @@ class SwitchPolicy(ABC):
         """
 
     def state_dict(self) -> dict[str, float]:
-        """What is remembered, as numbers, nan for "not yet"; the keys never change. May wait for the device."""
+        """Return the memory as numbers, nan for "not yet"; the keys never change. This may wait for the device."""
         for part in self._parts:
             part.settle()
         return {key: value for part in self._parts for key, value in part.numbers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Decide as the policy would have whose state this is. Everything is checked before anything is changed.
+        """Load the state of a policy, to decide as it would have. Everything is checked before anything is changed.
 
         Raises:
             ValueError: If the keys are not those of this policy.
@@ -110,18 +110,18 @@ class SwitchPolicy(ABC):
 
 @dataclass
 class GradNormChange(SwitchPolicy):
-    """KID while the norm of the gradient changes from period to period, and after a change of the learning rate.
+    """Chooses KID while the norm of the gradient changes between periods, and after a change of the learning rate.
 
     With N the mean norm of the gradient over the steps of a period, KID is chosen if ``|N − N₋| / N₋ >= eta`` for the
-    last two periods that ended before the step, and while there are no two yet; else KIS. Steps without a finite norm
-    are left out of the mean, and a period that has none but such is passed over.
+    last two periods that ended before the step, and until there are two; otherwise KIS. Steps without a finite norm are
+    left out of the mean, and a period with only such steps is skipped.
 
-    A change of the learning rate is what :class:`LRChange` takes for one, and it is heeded in the same way.
+    A change of the learning rate is defined, and has the same effect, as in :class:`LRChange`.
 
     Args:
-        eta: η, the relative change from which on KID is chosen.
+        eta: η, the relative change from which KID is chosen.
         period_steps: Optimizer steps of a period.
-        hold: Periods of KID after a change of the learning rate; 0 pays no heed to it.
+        hold: Number of periods of KID after a change of the learning rate; with 0, changes are ignored.
 
     Raises:
         ValueError: For a value out of range.
@@ -148,7 +148,7 @@ class GradNormChange(SwitchPolicy):
         self._norms.enter(step, self.period_steps)
         if norm is not None:
             self._norms.add(norm)
-        # What ended is on its way while the next step is computed.
+        # The period that ended is copied while the next step is computed.
         self._norms.enter(step + 1, self.period_steps)
 
     def decide(self, step: int) -> str:
@@ -168,15 +168,16 @@ class GradNormChange(SwitchPolicy):
 
 @dataclass
 class LRChange(SwitchPolicy):
-    """KID for a while after a change of the learning rate, KIS otherwise.
+    """Chooses KID for a while after a change of the learning rate, and KIS otherwise.
 
-    A change is a step whose rate in any group is more than 10 % below that of the step before, or the first step that
-    raises no rate after one that raised some: there a warm-up ends (and each rise of one that goes by epochs). KID then
-    holds for ``hold · period_steps`` steps, that of the change included, and for the first refresh after the change
-    whenever it comes. From nine groups on, the first and the ninth are judged by the sum of their rates, and so on.
+    A change is a step whose rate in any group is more than 10 % below that of the previous step, or the first step that
+    raises no rate after one that raised some: this is where a warm-up ends (and each rise of a warm-up by epochs). KID
+    then holds for ``hold · period_steps`` steps, including that of the change, and for the first refresh after the
+    change whenever it comes. With nine groups or more, the first and the ninth are judged by the sum of their rates,
+    and so on.
 
     Args:
-        hold: Periods of KID after a change.
+        hold: Number of periods of KID after a change.
         period_steps: Optimizer steps of a period.
 
     Raises:
@@ -205,14 +206,14 @@ class LRChange(SwitchPolicy):
 
 @dataclass
 class EpochList(SwitchPolicy):
-    """KID in some epochs, KIS in the others.
+    """Chooses KID in some epochs, and KIS in the others.
 
-    Epochs count from 0 and an interval ends before its second number: ``(0, 10)`` are the first ten. Three numbers
-    e₀ e₁ e₂ of the published scripts, KID for epoch < e₀ and for e₁ < epoch <= e₂, are ``[(0, e₀), (e₁ + 1, e₂ + 1)]``.
+    Epochs count from 0 and an interval ends before its second number: ``(0, 10)`` means the first ten. Three numbers e₀
+    e₁ e₂ of the published scripts, KID for epoch < e₀ and for e₁ < epoch <= e₂, are ``[(0, e₀), (e₁ + 1, e₂ + 1)]``.
 
     Args:
         intervals: Pairs of epochs.
-        steps_per_epoch: Optimizer steps of an epoch.
+        steps_per_epoch: Number of optimizer steps of an epoch.
 
     Raises:
         ValueError: For a value out of range, and without intervals.
@@ -248,14 +249,14 @@ class EpochList(SwitchPolicy):
 
 @dataclass
 class ProbeError(SwitchPolicy):
-    """KIS while it comes close to SNGD on some layers, else KID.
+    """Chooses KIS while it comes close to SNGD on some layers, and KID otherwise.
 
-    Judged by the error that was measured at the refresh before; one that is not finite is no reason for KIS, and
-    neither is none at all: then the answer is KID.
+    It uses the error that was measured at the previous refresh. If that is not finite, or was not measured, it chooses
+    KID.
 
     Args:
-        layers: Layers to measure.
-        threshold: Relative error up to which KIS is chosen.
+        layers: Number of layers to measure.
+        threshold: Largest relative error at which KIS is chosen.
 
     Raises:
         ValueError: For a value out of range.
@@ -293,14 +294,14 @@ class ProbeError(SwitchPolicy):
 
 @dataclass
 class Always(SwitchPolicy):
-    """One mode throughout.
+    """Chooses one mode throughout.
 
     Args:
         mode: ``"kid"``, ``"kis"`` or ``"sngd"``.
 
     Raises:
-        ValueError: For another one.
-        TypeError: For what is no string.
+        ValueError: If it is another mode.
+        TypeError: If it is not a string.
     """
 
     mode: str

@@ -6,5 +6,5 @@
 * ``secondorder.integrations.tensorboard``: TensorBoard
 * ``secondorder.integrations.wandb``: Weights & Biases
 
-The optimizers need none of them to train. Callbacks complete checkpoints of several ranks, and log.
+The optimizers train without any of them. The callbacks complete checkpoints of several ranks, and log.
 """

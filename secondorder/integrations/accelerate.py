@@ -1,4 +1,4 @@
-"""Accelerate: whole checkpoints on several ranks. Nothing else is needed to train with an ``Accelerator``."""
+"""Complete checkpoints on several ranks with Accelerate. Training with an ``Accelerator`` needs nothing else."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 
 def consolidate_before_save(accelerator: Accelerator, *optimizers: Optimizer) -> Any:
-    """Have ``accelerator.save_state()`` save all of the curvature where it is spread over the ranks (``MemOpt()``).
+    """Make ``accelerator.save_state()`` save all of the curvature if it is spread over the ranks (``MemOpt()``).
 
-    The rank that saves gathers it on its CPU before. To be called on all ranks, as ``save_state()`` is.
+    The saving rank first gathers it on its CPU. Call this on all ranks, as you do ``save_state()``.
 
     Args:
-        accelerator: Whose ``save_state()`` is meant.
-        *optimizers: Those of this package that it prepared, before or after ``prepare``.
+        accelerator: Accelerator with this ``save_state()``.
+        *optimizers: Optimizers of this package that it prepared, before or after ``prepare``.
 
     Returns:
-        A handle whose ``remove()`` undoes it.
+        A handle whose ``remove()`` reverts this.
 
     Raises:
-        TypeError: If an optimizer is none of this package.
+        TypeError: If an optimizer is not of this package.
 
     Example:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Lightning: whole checkpoints on every strategy, the loss scaler, and figures in the trainer's logger."""
+"""Complete checkpoints on every strategy of Lightning, the loss scaler, and figures in the trainer's logger."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ else:
 
 
 class SecondOrderCallback(pl.Callback):
-    """For a trainer whose module has optimizers of this package; others beside them are left alone.
+    """Serves a trainer whose module has optimizers of this package; other optimizers are left alone.
 
-    * Where curvature is spread over the ranks (``MemOpt()``), a checkpoint has all of it, whichever strategy collects
-      the state: rank 0 gathers it on its CPU. Lightning's own strategies for one device and for DistributedDataParallel
-      have that done by themselves. With ``save_weights_only=True`` nothing is gathered, nor is it for distributed
-      checkpoints, into which every rank writes what it has.
-    * The loss scaler of ``precision="16-mixed"`` is made known to the optimizers.
-    * ``diagnostics()`` goes to the loggers of the trainer, as numbers under ``secondorder/``; of several optimizers
-      under ``secondorder/0/`` and so on. It is what rank 0 knows, over ``trainer.global_step``.
+    * If curvature is spread over the ranks (``MemOpt()``), a checkpoint has all of it, whichever strategy collects the
+      state: rank 0 gathers it on its CPU. Lightning's own strategies for one device and for DistributedDataParallel do
+      that by themselves. Nothing is gathered with ``save_weights_only=True``, nor for distributed checkpoints, into
+      which every rank writes its own part.
+    * The optimizers are connected to the loss scaler of ``precision="16-mixed"``.
+    * ``diagnostics()`` is sent to the loggers of the trainer, as numbers under ``secondorder/``, or under
+      ``secondorder/0/`` and so on for several optimizers. It is the report of rank 0, over ``trainer.global_step``.
 
     Args:
         consolidate: Whether to complete checkpoints.
-        log_every_n_steps: Steps between two reports to the loggers, 0 for none. Reading the figures may wait for the
-            device.
-        by_layer: Whether to report what there is by layer in full; else the largest of each sort, as ``…/max``.
+        log_every_n_steps: Number of steps between two reports to the loggers, 0 for none. Reading the figures may wait
+            for the device.
+        by_layer: Whether to report all values by layer; otherwise the largest of each kind is reported as ``…/max``.
 
     Raises:
-        ValueError: If ``log_every_n_steps`` is negative or no whole number.
+        ValueError: If ``log_every_n_steps`` is negative or not a whole number.
 
     Example:
         >>> trainer = Trainer(callbacks=[SecondOrderCallback()])  # doctest: +SKIP
@@ -50,22 +50,22 @@ class SecondOrderCallback(pl.Callback):
         self._logged_at = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Remember whose checkpoints are to be completed."""
+        """Remember which strategies need their checkpoints completed."""
         self._trainer = trainer
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make the loss scaler known, before the first batch and before a checkpoint is restored."""
+        """Connect the loss scaler, before the first batch and before a checkpoint is restored."""
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         for _, optimizer in _optimizers(trainer):
             if scaler is not None and optimizer.grad_scaler is None:
                 optimizer.grad_scaler = scaler
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count from the step that a checkpoint was restored at."""
+        """Start the count at the step of a restored checkpoint."""
         self._logged_at = trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:
-        """Complete the state of the optimizers, which Lightning collects next; nothing is stored of the callback.
+        """Complete the state of the optimizers, which Lightning collects next; the callback itself stores nothing.
 
         A trainer calls this on all ranks when it saves more than weights, before ``strategy.optimizer_state``.
         ``on_save_checkpoint`` comes after that.
@@ -77,7 +77,7 @@ class SecondOrderCallback(pl.Callback):
             for _, optimizer in _optimizers(self._trainer):
                 if not getattr(self._trainer.strategy, "_save_distributed_checkpoint", False):
                     optimizer.consolidate_state_dict(pieces=False)
-                optimizer.warned_of_partial = True  # that of the other ranks is not what is saved, or saved by each
+                optimizer.warned_of_partial = True  # the other ranks' state is not saved, or each rank saves its own
         return {}
 
     def on_train_batch_end(
@@ -101,7 +101,7 @@ def _consolidates(strategy: Any) -> bool:
 
 
 def _optimizers(trainer: pl.Trainer) -> Iterator[tuple[int, SecondOrderOptimizer]]:
-    """Those of this package, with their index."""
+    """Yield the optimizers of this package, with their index."""
     for i, optimizer in enumerate(trainer.optimizers):
         if isinstance(optimizer, SecondOrderOptimizer):
             yield i, optimizer

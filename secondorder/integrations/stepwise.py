@@ -1,4 +1,4 @@
-"""What the callbacks of loggers share: figures of an optimizer, handed over every so many steps."""
+"""The common part of the callbacks for loggers: figures of an optimizer are reported every so many steps."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 from secondorder.diagnostics import flat
 from secondorder.optimizer import SecondOrderOptimizer
 
-#: Stands before every key, so that loggers put the figures into one section.
+#: Prefix of every key, so that loggers put the figures into one section.
 PREFIX = "secondorder/"
 SelfT = TypeVar("SelfT", bound="StepwiseCallback")
 
 
 def unwrapped(optimizer: Any) -> SecondOrderOptimizer:
-    """The optimizer of this package behind the wrappers of trainers.
+    """Return the optimizer of this package inside the wrappers of trainers.
 
     Args:
         optimizer: The optimizer, or a wrapper with it as ``optimizer`` (Accelerate) or ``_optimizer`` (Lightning).
@@ -36,15 +36,15 @@ def unwrapped(optimizer: Any) -> SecondOrderOptimizer:
 
 
 def figures(optimizer: SecondOrderOptimizer, by_layer: bool = False) -> dict[str, float]:
-    """The numbers of ``diagnostics()`` for a logger.
+    """Return the numbers of ``diagnostics()`` for a logger.
 
     Args:
         optimizer: The optimizer.
-        by_layer: Whether to give what there is by layer, or window, in full; else the largest of each sort stands for
-            all, as ``…/max``, and windows are left out unless there is one.
+        by_layer: Whether to return all values by layer, or window; otherwise the largest of each kind stands for all,
+            as ``…/max``, and windows are left out unless there is only one.
 
     Returns:
-        Numbers by keys that begin with ``secondorder/``.
+        Numbers by keys that start with ``secondorder/``.
     """
     found = optimizer.diagnostics()
     if not by_layer:
@@ -60,16 +60,16 @@ def _shortened(key: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class StepwiseCallback(ABC):
-    """Hands the figures of an optimizer to a logger after every ``every``-th step, until it is closed.
+    """Reports the figures of an optimizer to a logger after every ``every``-th step, until it is closed.
 
     Args:
         optimizer: The optimizer, or the wrapper that a trainer made of it.
-        every: Steps between two reports; reading the figures may wait for the device.
-        by_layer: Whether to report what there is by layer in full; else the largest of each sort, as ``…/max``.
+        every: Number of steps between two reports; reading the figures may wait for the device.
+        by_layer: Whether to report all values by layer; otherwise the largest of each kind is reported as ``…/max``.
 
     Raises:
-        TypeError: If it is no optimizer of this package.
-        ValueError: If ``every`` is no positive whole number.
+        TypeError: If it is not an optimizer of this package.
+        ValueError: If ``every`` is not a positive whole number.
     """
 
     def __init__(self, optimizer: Optimizer, every: int = 50, *, by_layer: bool = False) -> None:
@@ -81,7 +81,7 @@ class StepwiseCallback(ABC):
 
     @abstractmethod
     def _write(self, numbers: dict[str, float], step: int) -> None:
-        """Hand figures over; ``step`` counts those of the optimizer, through checkpoints too."""
+        """Write figures; ``step`` counts the steps of the optimizer, including those before a checkpoint."""
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
@@ -90,13 +90,13 @@ class StepwiseCallback(ABC):
             self._write(numbers, int(numbers[PREFIX + "step"]))
 
     def close(self) -> None:
-        """Report no more. Idempotent; the logger itself stays open."""
+        """Stop reporting. Idempotent; the logger itself stays open."""
         self._handle.remove()
 
     def __enter__(self: SelfT) -> SelfT:
-        """The callback itself; leaving the block closes it."""
+        """Return the callback; leaving the block closes it."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close."""
+        """Close the callback."""
         self.close()

@@ -10,7 +10,7 @@ from secondorder.integrations.stepwise import StepwiseCallback
 
 
 class ScalarWriter(Protocol):
-    """What is needed of ``torch.utils.tensorboard.SummaryWriter``."""
+    """The methods of ``torch.utils.tensorboard.SummaryWriter`` that are used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Write one number."""
@@ -19,18 +19,18 @@ class ScalarWriter(Protocol):
 class TensorBoardCallback(StepwiseCallback):
     """Writes ``diagnostics()`` to TensorBoard, as scalars under ``secondorder/``.
 
-    With several processes, make it on the one that writes. It reports what that rank knows.
+    With several processes, create it on the one that writes. It writes the report of that rank.
 
     Args:
         optimizer: The optimizer, or the wrapper that a trainer made of it.
-        writer: A ``torch.utils.tensorboard.SummaryWriter``, or anything else with its ``add_scalar``; it stays yours to
-            close.
-        every: Steps between two reports; reading the figures may wait for the device.
-        by_layer: Whether to report what there is by layer in full; else the largest of each sort, as ``…/max``.
+        writer: A ``torch.utils.tensorboard.SummaryWriter``, or any object with its ``add_scalar``; you remain
+            responsible for closing it.
+        every: Number of steps between two reports; reading the figures may wait for the device.
+        by_layer: Whether to report all values by layer; otherwise the largest of each kind is reported as ``…/max``.
 
     Raises:
-        TypeError: If it is no optimizer of this package, or the writer none.
-        ValueError: If ``every`` is no positive whole number.
+        TypeError: If it is not an optimizer of this package, or the writer is not a writer.
+        ValueError: If ``every`` is not a positive whole number.
 
     Example:
         >>> import torch

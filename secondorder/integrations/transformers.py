@@ -1,6 +1,6 @@
-"""Hugging Face ``Trainer``: whole checkpoints on several ranks, figures in its log, optimizers from a model.
+"""Complete checkpoints on several ranks, logged figures, and optimizers from a model, for Hugging Face ``Trainer``.
 
-In a ``Trainer`` the optimizers train without anything from here, as ``optimizers=`` and ``optimizer_cls_and_kwargs=``.
+In a ``Trainer`` the optimizers train without this module, by ``optimizers=`` and ``optimizer_cls_and_kwargs=``.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from secondorder.optimizer import SecondOrderOptimizer
 
 
 class SecondOrderCallback(TrainerCallback):
-    """For a ``Trainer`` with an optimizer of this package; to be the last of its ``callbacks=``.
+    """Serves a ``Trainer`` with an optimizer of this package; it must be the last of its ``callbacks=``.
 
-    * Where curvature is spread over the ranks (``MemOpt()``), every checkpoint has all of it: the rank that saves
-      gathers it on its CPU before. That is so for all values of ``save_strategy``. With ``"best"`` the ``Trainer``
-      decides after the last event before the save, so every evaluation gathers. With ``save_only_model`` none does.
-    * A loss scaler of float16 training is made known to the optimizer before the first batch.
-    * ``diagnostics()`` goes into the log with every training loss, as numbers under ``secondorder/``: what this rank
-      knows. Reading them may wait for the device.
+    * If curvature is spread over the ranks (``MemOpt()``), every checkpoint has all of it: the saving rank first
+      gathers it on its CPU. This holds for all values of ``save_strategy``. With ``"best"`` the ``Trainer`` decides
+      after the last event before the save, so every evaluation gathers. With ``save_only_model`` none does.
+    * The optimizer is connected to a loss scaler of float16 training before the first batch.
+    * ``diagnostics()`` is logged with every training loss, as numbers under ``secondorder/``. It is the report of this
+      rank, and reading it may wait for the device.
 
-    Built-in reporters (TensorBoard, Weights & Biases, ...) take a log line before the callbacks of the user see it. To
-    reach them too, add the callback afterwards and name the trainer:
-    ``trainer.add_callback(SecondOrderCallback(trainer=trainer))``; the figures are then a line of their own.
+    Built-in reporters (TensorBoard, Weights & Biases, ...) receive a log line before the callbacks of the user. To
+    reach them too, add the callback afterwards with the trainer:
+    ``trainer.add_callback(SecondOrderCallback(trainer=trainer))``; the figures are then a separate line.
 
     Args:
         optimizer: The optimizer; None for the one of the ``Trainer``.
-        trainer: Whose ``log`` takes the figures; None to add them to the line of the loss.
+        trainer: Trainer whose ``log`` receives the figures; None to add them to the line of the loss.
         consolidate: Whether to complete checkpoints.
         log: Whether to log figures.
-        by_layer: Whether to log those figures too of which there is one per layer.
+        by_layer: Whether to log the figures of every layer too.
 
     Raises:
-        TypeError: When training begins with an optimizer that is none of this package.
+        TypeError: When training starts with an optimizer that is not of this package.
 
     Example:
         >>> trainer = Trainer(model, args, callbacks=[SecondOrderCallback()])  # doctest: +SKIP
@@ -63,7 +63,7 @@ class SecondOrderCallback(TrainerCallback):
 
     # ------------------------------------------------------------------ events, in the order of a step
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look for the optimizer, and tell it which scaler there is."""
+        """Find the optimizer, and connect it to the loss scaler."""
         optimizer = self._optimizer(kwargs)
         scaler = getattr(kwargs.get("optimizer"), "scaler", None)
         if scaler is not None and optimizer.grad_scaler is None:
@@ -72,7 +72,7 @@ class SecondOrderCallback(TrainerCallback):
         self._in_training = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave evaluations alone that are not part of training."""
+        """Ignore evaluations that are not part of training."""
         self._in_training = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ class SecondOrderCallback(TrainerCallback):
         self._complete(control.should_save or args.save_strategy == "best", args, state, kwargs)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Add figures to a line with the training loss, or write them into one of their own."""
+        """Add figures to a line with the training loss, or write them in a separate line."""
         if not self.log or self._in_log or logs is None or "loss" not in logs:
             return
         numbers = self._figures(self._optimizer(kwargs))
@@ -102,12 +102,12 @@ class SecondOrderCallback(TrainerCallback):
         finally:
             self._in_log = False
 
-    # ------------------------------------------------------------------ what they do
+    # ------------------------------------------------------------------ completion and figures
     def _optimizer(self, event: Mapping[str, Any]) -> SecondOrderOptimizer:
         return self.optimizer if self.optimizer is not None else unwrapped(event.get("optimizer"))
 
     def _complete(self, wanted: bool, args: Any, state: Any, event: Mapping[str, Any]) -> None:
-        """Gather what other ranks hold, once per step; all ranks come here with the same answers."""
+        """Gather the state that other ranks hold, once per step; all ranks come here with the same answers."""
         if not (wanted and self.consolidate and self._in_training) or args.save_only_model:
             return
         if self._consolidated_at == state.global_step:
@@ -123,18 +123,18 @@ class SecondOrderCallback(TrainerCallback):
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups as the ``Trainer`` makes them: no decay for biases and normalisation layers.
+    """Return parameter groups as the ``Trainer`` makes them: no decay for biases and normalization layers.
 
     Args:
-        model: Whose trainable parameters to group.
-        weight_decay: Of the first group; that of the second is 0.
+        model: Model whose trainable parameters are grouped.
+        weight_decay: Weight decay of the first group; that of the second is 0.
 
     Returns:
-        Two groups, to be passed with ``module=model``.
+        Two groups, to pass with ``module=model``.
     """
-    from transformers import Trainer  # takes seconds, and whoever logs only needs none of it
+    from transformers import Trainer  # this takes seconds, and is not needed for logging alone
 
-    decayed = set(Trainer.get_decay_parameter_names(None, model))  # reads nothing of a trainer
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # it uses no attribute of a trainer
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return [
         {"params": [p for name, p in named if name in decayed], "weight_decay": weight_decay},
@@ -143,18 +143,18 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def optimizer_factory(method: Callable[..., SecondOrderOptimizer]) -> Callable[[], Callable[..., SecondOrderOptimizer]]:
-    """For ``optimizer_cls_and_kwargs=``: makes the optimizer from the model that the ``Trainer`` trains.
+    """Return the factory for ``optimizer_cls_and_kwargs=``, which uses the model that the ``Trainer`` trains.
 
-    Needed where the model does not exist yet when options are written down, as with ``model_init=``. Otherwise
-    ``(KFAC, {"module": model, ...})`` does.
+    It is needed if the model does not exist yet when options are defined, as with ``model_init=``. Otherwise ``(KFAC,
+    {"module": model, ...})`` suffices.
 
     Args:
         method: ``KFAC``, ``EKFAC``, ... or a function of parameter groups and ``module=``.
 
     Returns:
-        What a ``Trainer`` calls without arguments, then with the model and the options. Of these ``weight_decay``
-        is for the parameters that the ``Trainer`` would let decay, see :func:`decay_groups`; the others go to the
-        method.
+        A function that a ``Trainer`` calls without arguments; its result is called with the model and the options. Of
+        these, ``weight_decay`` is for the parameters that the ``Trainer`` would let decay, see :func:`decay_groups`;
+        the others go to the method.
 
     Example:
         >>> options = {"lr": 1e-3, "weight_decay": 0.01}

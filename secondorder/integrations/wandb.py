@@ -10,33 +10,33 @@ from secondorder.integrations.stepwise import PREFIX, StepwiseCallback
 
 
 class Run(Protocol):
-    """What is needed of a run of ``wandb``."""
+    """The methods of a run of ``wandb`` that are used."""
 
     def log(self, data: dict[str, Any]) -> Any:
         """Log numbers."""
 
     def define_metric(self, name: str, step_metric: str) -> Any:
-        """Say what a metric is drawn over."""
+        """Define what a metric is plotted against."""
 
 
 class WandbCallback(StepwiseCallback):
     """Logs ``diagnostics()`` to a run of Weights & Biases, under ``secondorder/``.
 
-    The figures are drawn over ``secondorder/step``, the steps of the optimizer. They are logged without wandb's own
-    ``step=``, which every call of ``run.log`` moves on: where your script logs, leave it out too, and name what its
-    figures are to be drawn over with ``run.define_metric``.
+    The figures are plotted against ``secondorder/step``, the steps of the optimizer. They are logged without wandb's
+    own ``step=``, which every call of ``run.log`` increments: if your script logs, leave it out too, and define the
+    axis of its figures with ``run.define_metric``.
 
-    With several processes, make it on the one that has the run. It reports what that rank knows.
+    With several processes, create it on the one that has the run. It logs the report of that rank.
 
     Args:
         optimizer: The optimizer, or the wrapper that a trainer made of it.
-        run: What ``wandb.init`` returned; it stays yours to finish.
-        every: Steps between two reports; reading the figures may wait for the device.
-        by_layer: Whether to report what there is by layer in full; else the largest of each sort, as ``…/max``.
+        run: The result of ``wandb.init``; you remain responsible for finishing it.
+        every: Number of steps between two reports; reading the figures may wait for the device.
+        by_layer: Whether to report all values by layer; otherwise the largest of each kind is reported as ``…/max``.
 
     Raises:
-        TypeError: If it is no optimizer of this package, or the run none.
-        ValueError: If ``every`` is no positive whole number.
+        TypeError: If it is not an optimizer of this package, or the run is not a run.
+        ValueError: If ``every`` is not a positive whole number.
 
     Example:
         >>> import torch

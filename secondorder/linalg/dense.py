@@ -73,7 +73,7 @@ def _tf32_switches() -> tuple[str, Any, list[Any]]:
 def solve_each(matrix: Tensor, right: Tensor) -> Tensor:
     """Solve ``X A = B``, one matrix after the other.
 
-    torch 2.13 with MKL breaks down in the LU factorisation of a batch on the CPU ("Pivots given to lu_solve must all be
+    torch 2.13 with MKL breaks down in the LU factorization of a batch on the CPU ("Pivots given to lu_solve must all be
     greater or equal to 1") if it has two threads or more and the matrices have about 192 rows or more.
 
     Args:

@@ -86,7 +86,7 @@ def mfac_cholesky_(lower: Tensor, rhs: Tensor, damping: Tensor, n: Tensor) -> tu
         n: Divisor of the sum over rows ``[k]``.
 
     Returns:
-        Coefficients ``[k, t]`` and whether the factorisation succeeded ``[k]``.
+        Coefficients ``[k, t]`` and whether the factorization succeeded ``[k]``.
     """
     lower.diagonal(dim1=-2, dim2=-1).add_((n * damping)[:, None])
     factor, info = anywhere(torch.linalg.cholesky_ex, lower)  # does not wait for a device

@@ -5,7 +5,7 @@ With m gradients as the rows of ``G [m, d]`` and the damping λ::
     F = λI + (1/m) Σ_i g_i g_iᵀ = λI + GᵀG/m
     F⁻¹ = (I − Gᵀ (mλI + GGᵀ)⁻¹ G) / λ                                       (Woodbury)
 
-which needs one m×m factorisation and never a d×d matrix (where d ≤ m, F itself is the smaller one and is inverted
+which needs one m×m factorization and never a d×d matrix (where d ≤ m, F itself is the smaller one and is inverted
 directly). This is what the static algorithm of M-FAC computes by a recursion over the gradients (Frantar, Kurtic,
 Alistarh 2021, arXiv 2107.03356); it serves pruning, where the saliency of a weight is ``w_i² / (2 [F⁻¹]_ii)``.
 
@@ -32,7 +32,7 @@ _TILE = 1 << 21
 def inverse_fisher_vector_product(grads: Tensor, x: Tensor, damping: float) -> Tensor:
     """Return ``F⁻¹ x`` with ``F = damping·I + gradsᵀ grads / m``, for one vector or several.
 
-    Costs three passes over ``grads``, 2m²d + 4mdk flops and an m×m factorisation. F is never formed unless d ≤ m.
+    Costs three passes over ``grads``, 2m²d + 4mdk flops and an m×m factorization. F is never formed unless d ≤ m.
 
     Args:
         grads: Gradients ``[m, d]``, one in each row, of a real floating dtype.
@@ -45,7 +45,7 @@ def inverse_fisher_vector_product(grads: Tensor, x: Tensor, damping: float) -> T
     Raises:
         ValueError: If the shapes do not fit, ``damping`` is not positive, or an entry is not finite.
         TypeError: If an argument is of the wrong kind.
-        RuntimeError: If the matrix cannot be factorised.
+        RuntimeError: If the matrix cannot be factorized.
     """
     _check_grads(grads)
     _check_damping(damping)
@@ -70,7 +70,7 @@ def inverse_fisher_vector_product(grads: Tensor, x: Tensor, damping: float) -> T
 def inverse_fisher_diagonal(grads: Tensor, damping: float) -> Tensor:
     """Return the diagonal of ``F⁻¹`` with ``F = damping·I + gradsᵀ grads / m``.
 
-    Costs two passes over ``grads``, 4m²d flops and an m×m factorisation. F is never formed unless d ≤ m.
+    Costs two passes over ``grads``, 4m²d flops and an m×m factorization. F is never formed unless d ≤ m.
 
     Args:
         grads: Gradients ``[m, d]``, one in each row, of a real floating dtype.
@@ -82,7 +82,7 @@ def inverse_fisher_diagonal(grads: Tensor, damping: float) -> Tensor:
     Raises:
         ValueError: If ``grads`` is not a matrix with rows, ``damping`` is not positive, or an entry is not finite.
         TypeError: If an argument is of the wrong kind.
-        RuntimeError: If the matrix cannot be factorised.
+        RuntimeError: If the matrix cannot be factorized.
     """
     _check_grads(grads)
     _check_damping(damping)
@@ -170,7 +170,7 @@ def _inverse_root(gram: Tensor, shift: float) -> Tensor:
     if int(info) == 0:
         inverse: Tensor = anywhere(torch.linalg.solve_triangular, lower, torch.eye(n).to(gram), upper=False)
         return inverse
-    try:  # a shift below the rounding of S: the factorisation stumbles over an eigenvalue that should be the shift
+    try:  # a shift below the rounding of S: the factorization stumbles over an eigenvalue that should be the shift
         values, basis = anywhere(torch.linalg.eigh, gram)
     except LinAlgError as error:
         raise RuntimeError(f"the Gram matrix [{n}, {n}] of grads cannot be factorised: raise damping") from error

@@ -17,7 +17,7 @@ uniform         once each, all alike                                  ``√(n₊
 c is such that ``Σπ = r``, and n₊ is the number of positive scores: a row of zeros is never drawn.
 
 *Interpolation* (:func:`interpolate`) writes all rows as combinations of the kept ones, the pivots I of a Cholesky
-factorisation with pivoting, which stops after r rows or where nothing is left:
+factorization with pivoting, which stops after r rows or where nothing is left:
 
 .. math::
     K ≈ L Lᵀ, \quad P = L_I^{-ᵀ} Lᵀ \; [r, n], \quad P_{·I} = 1
@@ -47,7 +47,7 @@ RESIDUALS = ("none", "diag", "full")
 #: Length of a probability of 1 on the integer line of a systematic draw: sums of integers are exact, so that what must
 #: be drawn is drawn and nothing is drawn twice. Probabilities below half a unit, 5e-13, count as 0.
 _UNIT = 1 << 40
-#: Largest kernel that is factorised in float64 whatever its own precision is.
+#: Largest kernel that is factorized in float64 whatever its own precision is.
 _DOUBLE_UP_TO = 2048
 #: Remaining diagonal, relative to the largest of the kernel, below which it is rounding.
 _TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-13}

@@ -1,4 +1,4 @@
-"""Fishers of the model's own predictions: loss curvature pulled back to the layers by passes of their own."""
+"""Fishers of the model's own predictions: loss curvature is pulled back to the layers in separate backward passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from secondorder.runtime import Runtime
 if TYPE_CHECKING:
     from secondorder.capture.capture import Capture
 
-#: Backward passes that the exact Fisher may take for one ``observe``.
+#: Number of backward passes that the exact Fisher may take for one ``observe``.
 _MAX_COLUMNS = 1000
 
 
@@ -33,7 +33,7 @@ class ModelFisher:
 
     def __init__(self, options: FisherOptions, runtime: Runtime, batch_dim: int, most_rows: int | None = None) -> None:
         self.options, self._runtime, self._batch_dim, self._most_rows = options, runtime, batch_dim, most_rows
-        #: Calls of :meth:`observe` since the last step.
+        #: Number of calls of :meth:`observe` since the last step.
         self._observations = 0
 
     def observe(
@@ -49,21 +49,22 @@ class ModelFisher:
         """Estimate the Fisher of the model's own predictions from the outputs of a forward pass.
 
         Args:
-            capture: What has seen the forward pass.
-            heads: What the model returned, logits ``[N, …]`` of each head.
+            capture: Capture that has seen the forward pass.
+            heads: Outputs of the model, logits ``[N, …]`` of each head.
             kinds: Their likelihoods.
-            targets: Only to find entries that the loss ignores.
+            targets: Targets, which are only used to find entries that the loss ignores.
             is_sum: Whether the loss is a sum over examples.
             rank: This rank among those that read data, if there are several.
 
         Raises:
             ValueError: If the exact Fisher needs too many passes.
-            RuntimeError: If the outputs do not come from a forward that was captured, or their graph is gone.
+            RuntimeError: If the outputs do not come from a captured forward pass, or their graph was freed.
         """
         waiting = capture.forwards.waiting()  # of a model in parts, the last one returned the outputs
         batches = [current.evidence.examples or 0 for current in waiting if current.root == waiting[-1].root]
         laid = [Head.of(*head, batches, self._batch_dim) for head in zip(heads, kinds, targets, strict=True)]
-        # The mean over loss terms is taken when all micro-batches are there; heads weigh by their own numbers of terms.
+        # The mean over loss terms is taken when all micro-batches are there; heads are weighted by their own numbers of
+        # terms.
         terms = [head.terms for head in laid]
         most = torch.stack([t.to(terms[0].device) for t in terms]).max()  # not 0 where any head has terms
         by_head = [
@@ -78,14 +79,14 @@ class ModelFisher:
         self._observations += 1
 
     def end_step(self) -> None:
-        """Count calls anew."""
+        """Reset the count of calls."""
         self._observations = 0
 
     def _drawn_vectors(
         self, heads: Sequence[Head], by_head: Sequence[Tensor], rank: int | None
     ) -> Iterator[list[Tensor]]:
-        """Random vectors whose second moment is the loss curvature of one example."""
-        # Each rank has other examples, whose vectors must not be those of the examples of another.
+        """Yield random vectors whose second moment is the loss curvature of one example."""
+        # Each rank has other examples, whose vectors must differ from those of the examples of other ranks.
         stream = -1 - self._observations
         if rank is not None:
             stream = zlib.crc32(f"observation {self._observations} on rank {rank}".encode())
@@ -95,7 +96,7 @@ class ModelFisher:
             yield [h.draw(fisher, generator, f / samples**0.5) for h, f in zip(heads, by_head, strict=True)]
 
     def _columns(self, heads: Sequence[Head]) -> list[int]:
-        """Columns of a square root of the loss curvature by head."""
+        """Return the number of columns of a square root of the loss curvature, by head."""
         counts = [head.kind.columns(head.outputs) for head in heads]
         if self._most_rows is not None and sum(counts) > self._most_rows:
             raise ValueError(
@@ -107,7 +108,7 @@ class ModelFisher:
     def _exact_vectors(
         self, heads: Sequence[Head], by_head: Sequence[Tensor], counts: Sequence[int]
     ) -> Iterator[list[Tensor]]:
-        """Columns of a square root of the loss curvature, those of one head after those of another."""
+        """Yield the columns of a square root of the loss curvature, one head after another."""
         if sum(counts) > _MAX_COLUMNS:
             raise ValueError(
                 f"fisher='exact' would take {sum(counts)} backward passes, more than {_MAX_COLUMNS}: use fisher='mc' "

@@ -1,4 +1,4 @@
-"""Outputs of a model, laid out by example, as ``observe`` pulls their loss curvature back."""
+"""The outputs of a model, laid out by example, from which ``observe`` pulls their loss curvature back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Head:
         kind: Likelihood.
         outputs: ``[N, …]``, detached.
         targets: Targets in the same layout, or None.
-        restore: Brings a tensor back into the layout of the model.
+        restore: Function that brings a tensor back into the layout of the model.
     """
 
     kind: Likelihood
@@ -34,7 +34,7 @@ class Head:
         """Return an output laid out by example: terms of one example need vectors of their own.
 
         Args:
-            outputs: As the model returned it.
+            outputs: Output as the model returned it.
             kind: Its likelihood.
             targets: Its targets, or None.
             batches: Numbers of examples of the forwards that it may belong to.
@@ -66,23 +66,23 @@ class Head:
 
     @property
     def terms(self) -> Tensor:
-        """Loss terms in the output, 0-dim float64."""
+        """Number of loss terms in the output, 0-dim float64."""
         found = self.kind.terms(self.outputs, self.targets)
         if isinstance(found, Tensor):
             return found.to(self.outputs.device, torch.float64)
         return torch.full((), found, dtype=torch.float64, device=self.outputs.device)
 
     def draw(self, fisher: str, generator: torch.Generator, factor: Tensor) -> Tensor:
-        """A random vector of unit scale times a factor, sampled (``"mc"``) or of random signs."""
+        """Return a random vector of unit scale times a factor, sampled (``"mc"``) or of random signs."""
         sample = self.kind.sample if fisher == "mc" else self.kind.rademacher
         return self._scaled(sample(self.outputs, self.targets, generator), factor)
 
     def column(self, index: int, factor: Tensor) -> Tensor:
-        """A column of the square root of the curvature, times a factor."""
+        """Return a column of the square root of the curvature, times a factor."""
         return self._scaled(self.kind.column(self.outputs, self.targets, index), factor)
 
     def nothing(self) -> Tensor:
-        """Zeros."""
+        """Return zeros."""
         return self.restore(torch.zeros_like(self.outputs))
 
     def _scaled(self, vector: Tensor, factor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ BCE with logits, s = σ(f)     ``diag √(s (1 − s))``        ``s − ŷ``, ŷ
 A loss averaged over the C outputs of an example has ``H / C`` and ``S / √C``. Martens 2014 (arXiv 1412.1193).
 
 Nothing here is scaled by the number of terms, and nothing waits for the device. Random numbers come from the generator
-that is handed in. Everything is computed in float32 or better, whatever the dtype of the outputs.
+that is passed in. Everything is computed in float32 or better, whatever the dtype of the outputs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from torch import Tensor
 
 
 class Likelihood(ABC):
-    """What a loss says of the distribution of targets, given the outputs of the model.
+    """The distribution of targets that a loss implies, given the outputs of the model.
 
-    For a loss of your own define :meth:`sample`. The others are needed for the kinds of Fisher that their errors name;
-    :meth:`terms` where the loss averages over more than the examples.
+    For a loss of your own, define :meth:`sample`. The other methods are needed for the kinds of Fisher that their
+    errors name, and :meth:`terms` is needed if the loss averages over more than the examples.
     """
 
     def terms(self, outputs: Tensor, targets: Tensor | None = None) -> int | Tensor:
-        """Number of loss terms that a mean over the batch runs over.
+        """Return the number of loss terms that a mean over the batch averages.
 
         Args:
             outputs: Outputs of the model ``[N, …]``.
-            targets: As the loss takes them; None counts every term.
+            targets: Targets in the form that the loss takes; None counts every term.
 
         Returns:
-            The number, as a 0-dim tensor on the device where it depends on the targets. Here: N.
+            The number, as a 0-dim tensor on the device if it depends on the targets. The base class returns N.
 
         Raises:
             ValueError: If the outputs have no batch dimension.
@@ -54,11 +54,11 @@ class Likelihood(ABC):
 
     @abstractmethod
     def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
-        """Gradient of each loss term at the outputs, for targets sampled from the model's own distribution.
+        """Return the gradient of each loss term at the outputs, for targets sampled from the model's own distribution.
 
         Args:
             outputs: Outputs of the model ``[N, …]``.
-            targets: As the loss takes them: say only which terms are ignored, if any.
+            targets: Targets in the form that the loss takes; they only determine which terms are ignored.
             generator: Source of all random numbers.
 
         Returns:
@@ -66,53 +66,53 @@ class Likelihood(ABC):
         """
 
     def rademacher(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
-        """``S r`` with independent signs r; arguments as of :meth:`sample`.
+        """Return ``S r`` with independent signs r; the arguments are those of :meth:`sample`.
 
         Returns:
             A vector with the shape and dtype of the outputs.
 
         Raises:
-            NotImplementedError: If a likelihood has not defined it.
+            NotImplementedError: If the likelihood does not define it.
         """
         raise NotImplementedError(self._missing("rademacher()", "fisher='curvature_prop'", "use fisher='mc'"))
 
     def columns(self, outputs: Tensor) -> int:
-        """Number of columns of S per example; terms of one example have columns of their own.
+        """Return the number of columns of S per example; terms of one example have columns of their own.
 
         Raises:
-            NotImplementedError: If a likelihood has not defined it.
+            NotImplementedError: If the likelihood does not define it.
         """
         raise NotImplementedError(self._missing("columns() and column()", "fisher='exact'", "use fisher='mc'"))
 
     def column(self, outputs: Tensor, targets: Tensor | None, index: int) -> Tensor:
-        """One column of S for every example.
+        """Return one column of S for every example.
 
         Args:
             outputs: Outputs of the model ``[N, …]``.
-            targets: As of :meth:`sample`.
-            index: Which column, below :meth:`columns`.
+            targets: Targets, as in :meth:`sample`.
+            index: Index of the column, below :meth:`columns`.
 
         Returns:
             A vector with the shape and dtype of the outputs, zero outside the term that the column belongs to.
 
         Raises:
-            NotImplementedError: If a likelihood has not defined it.
+            NotImplementedError: If the likelihood does not define it.
         """
         raise NotImplementedError(self._missing("columns() and column()", "fisher='exact'", "use fisher='mc'"))
 
     def hessian_product(self, outputs: Tensor, targets: Tensor | None, tangent: Tensor) -> Tensor:
-        """``S Sᵀ`` times a tangent: the Hessian of the sum of all loss terms, applied.
+        """Return ``S Sᵀ`` times a tangent, which applies the Hessian of the sum of all loss terms.
 
         Args:
             outputs: Outputs of the model ``[N, …]``.
-            targets: As of :meth:`sample`.
-            tangent: Change of the outputs, of their shape.
+            targets: Targets, as in :meth:`sample`.
+            tangent: Change of the outputs, of the same shape.
 
         Returns:
             A vector with the shape and dtype of the tangent.
 
         Raises:
-            NotImplementedError: If a likelihood has not defined it.
+            NotImplementedError: If the likelihood does not define it.
         """
         raise NotImplementedError(self._missing("hessian_product()", "the quadratic model", "leave that model off"))
 
@@ -122,7 +122,7 @@ class Likelihood(ABC):
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
-    """Classes by logits: ``F.cross_entropy``, every position of an output being a term of its own.
+    """Classes by logits, as in ``F.cross_entropy``; every position of an output is a term of its own.
 
     Label smoothing does not change the curvature: it is that of the plain cross entropy. Class weights are not
     supported. Targets that are probabilities ``[N, …]`` instead of classes ignore nothing.
@@ -132,7 +132,7 @@ class Categorical(Likelihood):
         class_dim: Dimension of the logits: -1 for ``[N, …, C]``, 1 for ``[N, C, …]`` as ``F.cross_entropy`` wants it.
 
     Raises:
-        TypeError: For a value that is no integer.
+        TypeError: For a value that is not an integer.
     """
 
     ignore_index: int | None = -100
@@ -153,8 +153,9 @@ class Categorical(Likelihood):
     def sample(self, outputs: Tensor, targets: Tensor | None, generator: torch.Generator) -> Tensor:
         axis = self._axis(outputs)
         p = _softmax(outputs, axis)
-        # By the inverse of the cumulative distribution: one random number per term, and unlike torch.multinomial no
-        # error and no wait where logits are not finite (the result is NaN there, and the step drops it).
+        # The sample inverts the cumulative distribution: it takes one random number per term and, unlike
+        # torch.multinomial, it causes no error and no wait if logits are not finite (the result is NaN there, and the
+        # step drops it).
         cumulative = p.movedim(axis, -1).cumsum(-1).contiguous()  # [N, …, C]
         u = _uniform((*cumulative.shape[:-1], 1), cumulative, generator)
         drawn = torch.searchsorted(cumulative, u * cumulative[..., -1:], right=True)
@@ -171,7 +172,7 @@ class Categorical(Likelihood):
         return self._masked(v, outputs, targets, axis).to(outputs.dtype)
 
     def columns(self, outputs: Tensor) -> int:
-        """Number of columns: classes times positions of an example."""
+        """Return the number of columns: classes times positions of an example."""
         self._axis(outputs)
         return math.prod(outputs.shape[1:])
 
@@ -198,7 +199,7 @@ class Categorical(Likelihood):
         return self._masked(product, outputs, targets, axis).to(tangent.dtype)
 
     def _axis(self, outputs: Tensor) -> int:
-        """Dimension of the classes, counted from the front."""
+        """Return the dimension of the classes, counted from the front."""
         _require_floating(outputs)
         axis = self.class_dim + outputs.dim() if self.class_dim < 0 else self.class_dim
         if not 0 < axis < outputs.dim():
@@ -209,7 +210,7 @@ class Categorical(Likelihood):
         return axis
 
     def _ignored(self, outputs: Tensor, targets: Tensor | None, axis: int) -> Tensor | None:
-        """Where there is no loss: bool, shaped like the outputs without the classes; None: nowhere."""
+        """Return where there is no loss, as bool in the shape of the outputs without the classes; None for nowhere."""
         if targets is None:
             return None
         rows = _without(outputs.shape, axis)
@@ -222,7 +223,7 @@ class Categorical(Likelihood):
         return None if soft or self.ignore_index is None else targets == self.ignore_index
 
     def _masked(self, v: Tensor, outputs: Tensor, targets: Tensor | None, axis: int) -> Tensor:
-        """Zeros in place where there is no loss, whatever stood there."""
+        """Set entries without loss to zero in place, whatever their value was."""
         ignored = self._ignored(outputs, targets, axis)
         return v if ignored is None else v.masked_fill_(ignored.unsqueeze(axis), 0)
 
@@ -234,10 +235,10 @@ class _Independent(Likelihood):
 
     @abstractmethod
     def _diagonal(self, outputs: Tensor) -> Tensor:
-        """The diagonal of S for a loss that sums, of outputs of any shape."""
+        """Return the diagonal of S for a loss that sums, from outputs of any shape."""
 
     def _share(self, outputs: Tensor) -> float:
-        """Root of what a mean over the outputs of an example multiplies its loss with."""
+        """Return the square root of the factor by which a mean over the outputs of an example scales its loss."""
         _require_floating(outputs)
         self.terms(outputs)
         return 1 / math.sqrt(max(math.prod(outputs.shape[1:]), 1)) if self.mean else 1.0
@@ -248,7 +249,7 @@ class _Independent(Likelihood):
         return v.mul_(_signs(v, generator)).mul_(share).to(outputs.dtype)
 
     def columns(self, outputs: Tensor) -> int:
-        """Number of columns: outputs of an example."""
+        """Return the number of columns: the outputs of an example."""
         self._share(outputs)
         return math.prod(outputs.shape[1:])
 
@@ -267,13 +268,13 @@ class _Independent(Likelihood):
 
 @dataclass(frozen=True)
 class Bernoulli(_Independent):
-    """Independent yes or no by logits: ``F.binary_cross_entropy_with_logits``.
+    """Independent binary targets by logits, as in ``F.binary_cross_entropy_with_logits``.
 
     Args:
         mean: Whether the loss of an example is the mean over its outputs instead of their sum.
 
     Raises:
-        TypeError: If that is no bool.
+        TypeError: If it is not a bool.
     """
 
     mean: bool = False
@@ -290,7 +291,7 @@ class Bernoulli(_Independent):
 
     def _diagonal(self, outputs: Tensor) -> Tensor:
         logits = outputs.detach().to(_accurate(outputs.dtype))
-        # √(s (1 − s)) with 1 − s = sigmoid(−f): no cancellation where s is near 1.
+        # √(s (1 − s)) is computed with 1 − s = sigmoid(−f), so that nothing cancels where s is near 1.
         return torch.sigmoid(logits).mul_(torch.sigmoid(-logits)).sqrt_()
 
 
@@ -332,17 +333,17 @@ _NAMES: dict[str, type[Likelihood]] = {"categorical": Categorical, "bernoulli": 
 
 
 def resolve(value: str | Likelihood) -> Likelihood:
-    """The likelihood that a name stands for.
+    """Return the likelihood that a name stands for.
 
     Args:
         value: ``"categorical"``, ``"bernoulli"``, ``"gaussian"``, or a likelihood.
 
     Returns:
-        One with its defaults for a name, the object itself otherwise.
+        A likelihood with its defaults for a name, and the object itself otherwise.
 
     Raises:
-        ValueError: For a name that stands for none.
-        TypeError: For what is neither a name nor a likelihood.
+        ValueError: For an unknown name.
+        TypeError: For a value that is neither a name nor a likelihood.
     """
     known = ", ".join(repr(name) for name in _NAMES)
     if isinstance(value, str):
@@ -363,19 +364,19 @@ def _softmax(logits: Tensor, axis: int) -> Tensor:
 
 
 def _uniform(shape: Sequence[int], like: Tensor, generator: torch.Generator) -> Tensor:
-    """Numbers in [0, 1), drawn where the generator lives."""
+    """Return numbers in [0, 1), drawn on the device of the generator."""
     drawn = torch.rand(tuple(shape), dtype=like.dtype, device=generator.device, generator=generator)
     return drawn.to(like.device)
 
 
 def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Independent ±1."""
+    """Return independent signs ±1."""
     drawn = torch.randint(0, 2, like.shape, dtype=torch.int8, device=generator.device, generator=generator)
     return drawn.to(like.device, like.dtype).mul_(2).sub_(1)
 
 
 def _coordinates(index: int, shape: Sequence[int]) -> list[int | slice]:
-    """Position of entry ``index`` of an array, row by row."""
+    """Return the position of entry ``index`` of an array, row by row."""
     if not 0 <= index < math.prod(shape):
         raise IndexError(f"column {index} of {math.prod(shape)}")
     found: list[int | slice] = []

@@ -1,7 +1,7 @@
-"""Observation: vectors pulled back from the model outputs to the layer outputs, in passes that no loss takes part in.
+"""Observation: vectors are pulled back from the model outputs to the layer outputs, in passes without a loss.
 
-Forwards leave the edges of their layer outputs behind (``Pass.edges``); the gradients there are asked for with
-``autograd.grad``, so that no gradient of a weight is computed and ``.grad`` and the graph stay as they are.
+Forward passes keep the edges of their layer outputs (``Pass.edges``); the gradients there are computed by
+``autograd.grad``, so that no gradient of a weight is computed, and ``.grad`` and the graph do not change.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _NO_GRAPH = (
 
 
 class Observation:
-    """Observes forward passes that wait for it.
+    """Observes the forward passes that wait for it.
 
     Args:
         forwards: The passes.
-        statistics: What the gradients are added to.
+        statistics: Statistics to which the gradients are added.
 
     Attributes:
-        is_running: Whether a pass through the model now is one of an observation.
+        is_running: Whether the current pass through the model belongs to an observation.
     """
 
     def __init__(self, forwards: Forwards, statistics: StepStatistics) -> None:
@@ -55,15 +55,15 @@ class Observation:
         self.is_running = False
 
     def observe(self, outputs: list[Tensor], vectors: Iterable[list[Tensor]], terms: Tensor) -> None:
-        """Push vectors back to the layer outputs and take in what arrives.
+        """Pull vectors back to the layer outputs, and add the resulting gradients to the statistics.
 
         Args:
             outputs: Model outputs.
             vectors: For each backward pass, one tensor per output; the second moments add up.
-            terms: Loss terms in the outputs, 0-dim.
+            terms: Number of loss terms in the outputs, 0-dim.
 
         Raises:
-            RuntimeError: If the outputs do not depend on a layer that is waiting, or their graph is gone.
+            RuntimeError: If the outputs do not depend on a layer that is waiting, or their graph was freed.
         """
         forwards = self._forwards
         waiting = [(current, edge, seen) for current in forwards.waiting() for edge, seen in current.edges]

@@ -1,7 +1,7 @@
-"""One adapter per module type: how a layer's input and output gradient become rows, and its gradients a matrix.
+"""One adapter per module type, which turns input and output gradient of a layer into rows, and gradients into a matrix.
 
-The identity that every adapter keeps: with rows ``a`` of :meth:`Adapter.input_rows` (1 appended last for a bias) and
-rows ``g`` of :meth:`Adapter.output_rows` in the same order, ``Σ g aᵀ`` is the gradient of ``[W | b]``.
+Every adapter keeps this identity: with rows ``a`` of :meth:`Adapter.input_rows` (1 appended last for a bias) and rows
+``g`` of :meth:`Adapter.output_rows` in the same order, ``Σ g aᵀ`` is the gradient of ``[W | b]``.
 
 **A new layer type** is one subclass of :class:`Adapter`, registered with ``register_layer``. An adapter holds numbers,
 never the module: it is used inside backward hooks, where reading a module's parameters is unsafe under sharding.
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 
 from secondorder.linalg.dense import Workspace, empty_aligned
 
-#: Patches are gathered for so many bytes of examples at a time: they stay in cache and the peak memory stays flat.
+#: Patches are gathered for this many bytes of examples at a time, so that they stay in cache and the peak memory stays
+#: flat.
 CHUNK_BYTES = 16 * 2**20
 
 
 class Adapter(ABC):
-    """Shapes and rows of one layer.
+    """The shapes and rows of one layer.
 
     Args:
         module: The layer.
@@ -37,11 +38,10 @@ class Adapter(ABC):
         d_out: Output features per group.
         has_weight: Whether the weight is trained.
         has_bias: Whether the bias is trained; it is the last column of the matrix.
-        one_hot: Whether rows a have one entry that is not 0: A is then diagonal, and only :meth:`input_squares` is
-            asked for.
-        is_exact: Whether the block is no approximation, so that damping has no factors to be split over.
+        one_hot: Whether rows a have one nonzero entry: A is then diagonal, and only :meth:`input_squares` is called.
+        is_exact: Whether the block is exact, so that damping has no factors over which it is split.
         channels_first: Whether the second axis of input and output counts channels.
-        positions_are_tokens: Whether positions of an example may be taken as data of their own.
+        positions_are_tokens: Whether positions of an example may be treated as data of their own.
     """
 
     groups: int = 1
@@ -51,7 +51,7 @@ class Adapter(ABC):
     positions_are_tokens: bool = False
     channels_first: bool = False
     is_exact: bool = False
-    #: Names of the parameters that the layer applies, None for none.
+    #: The names of the parameters that the layer applies; None if it has no such parameter.
     weight_name: str = "weight"
     bias_name: str | None = "bias"
 
@@ -61,20 +61,20 @@ class Adapter(ABC):
 
     @staticmethod
     def refusal(module: nn.Module) -> str:
-        """Why a module of the registered type cannot be covered, in words; empty if it can."""
+        """Return why a module of the registered type cannot be covered, in words; empty if it can."""
         return ""
 
     @property
     def feature_axes(self) -> int:
-        """Last axes of an output that count features; channels, where they come second, are none of them."""
+        """Number of last axes of an output that count features; channels on the second axis are not among them."""
         return 1
 
     def of_part(self, part: int) -> Adapter:
-        """The adapter of calls that apply one of the Γ blocks alone; ``part`` is -1 for calls that apply all."""
+        """Return the adapter of calls that apply one of the Γ blocks alone; ``part`` is -1 for calls that apply all."""
         return self
 
     def sequence_axes(self, x: Tensor) -> tuple[int, int] | None:
-        """Axes of examples and of positions, for an input that always has the same layout; None if it may vary."""
+        """Return the axes of examples and of positions if an input always has the same layout; None if it may vary."""
         return None
 
     @property
@@ -103,7 +103,7 @@ class Adapter(ABC):
         return (*lead, self.n_a, self.n_a), (*lead, self.n_g, self.n_g)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The one tensor of a call that backward needs, from the arguments of ``forward``."""
+        """Return the one tensor of a call that backward needs, from the arguments of ``forward``."""
         x: Tensor = args[0] if args else kwargs["input"]
         return x
 
@@ -113,43 +113,43 @@ class Adapter(ABC):
 
     @abstractmethod
     def input_rows(self, x: Tensor) -> Iterator[Tensor]:
-        """Rows a, in chunks ``[rows, d_in]`` or ``[Γ, rows, d_in]``."""
+        """Yield rows a, in chunks ``[rows, d_in]`` or ``[Γ, rows, d_in]``."""
 
     def add_gram_(self, out: Tensor, x: Tensor, weight: float) -> int | None:
-        """Add ``weight · Σ a aᵀ``, with the appended 1, without making the rows, where that is less work.
+        """Add ``weight · Σ a aᵀ``, with the appended 1, without forming the rows, if that is less work.
 
         Args:
             out: A ``[(Γ,) n_a, n_a]``, changed in place, on and above its diagonal at least.
-            x: What :meth:`prepare` returned, padded rows at 0.
-            weight: Of the sum.
+            x: Result of :meth:`prepare`, with padded rows at 0.
+            weight: Factor of the sum.
 
         Returns:
-            The number of rows; None, and ``out`` as it was, where :meth:`input_rows` are to be used.
+            The number of rows; None, with ``out`` unchanged, if :meth:`input_rows` is to be used instead.
         """
         return None
 
     @abstractmethod
     def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        """Rows g, ``[rows, d_out]`` or ``[Γ, rows, d_out]``; ``x`` is given if :attr:`needs_input`."""
+        """Return rows g, ``[rows, d_out]`` or ``[Γ, rows, d_out]``; ``x`` is given if :attr:`needs_input`."""
 
     def masked(self, x: Tensor, keep: Tensor) -> Tensor:
-        """``x`` with padded rows at 0; ``keep`` has the leading dimensions of the layer's output."""
+        """Return ``x`` with padded rows at 0; ``keep`` has the leading dimensions of the layer's output."""
         return torch.where(keep.reshape(*keep.shape, *[1] * (x.dim() - keep.dim())), x, 0.0)
 
     def squared_means(self, inputs: list[Tensor], examples: int) -> Tensor:
-        """Diagonal of ``Σ_n ā āᵀ`` ``[(Γ,) d_in]``, ā being an example's mean over its calls; for one-hot rows."""
+        """Return the diagonal of ``Σ_n ā āᵀ`` ``[(Γ,) d_in]`` for one-hot rows; ā is an example's mean over calls."""
         raise NotImplementedError(f"{type(self).__name__} has one-hot rows and does not say what their means are")
 
     def pick_examples(
         self, x: Tensor, g: Tensor, kept: int, examples: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, int, float]:
-        """Input and output gradient of some examples drawn at random, where they can be told apart.
+        """Draw the input and output gradient of some examples at random, if examples can be told apart.
 
         Args:
-            x: What :meth:`prepare` returned.
+            x: Result of :meth:`prepare`.
             g: Gradient at the output.
-            kept: Examples to keep.
-            examples: N.
+            kept: Number of examples to keep.
+            examples: N, the number of examples.
             generator: CPU generator.
 
         Returns:
@@ -164,13 +164,13 @@ class Adapter(ABC):
     def sample_rows(
         self, x: Tensor, g: Tensor, positions: int, examples: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, float] | None:
-        """Rows at positions drawn at random, where the layer has more than are to be kept.
+        """Draw rows at random positions, if the layer has more positions than are kept.
 
         Args:
-            x: What :meth:`prepare` returned.
+            x: Result of :meth:`prepare`.
             g: Gradient at the output.
-            positions: Positions to keep per example.
-            examples: N.
+            positions: Number of positions to keep per example.
+            examples: N, the number of examples.
             generator: CPU generator.
 
         Returns:
@@ -180,23 +180,23 @@ class Adapter(ABC):
 
     @abstractmethod
     def example_inputs(self, x: Tensor, examples: int) -> Tensor:
-        """Rows a by example, ``[(Γ,) N, S, d_in]``, or a ``ValueError`` if they cannot be told apart."""
+        """Return rows a by example, ``[(Γ,) N, S, d_in]``, or raise ``ValueError`` if they cannot be told apart."""
 
     @abstractmethod
     def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        """Rows g by example, ``[(Γ,) N, S, d_out]``, or a ``ValueError`` if they cannot be told apart."""
+        """Return rows g by example, ``[(Γ,) N, S, d_out]``, or raise ``ValueError`` if they cannot be told apart."""
 
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        """Per-example sums over positions ``[(Γ,) N, d_in]`` and the number of positions S, or a ``ValueError``."""
+        """Return per-example sums over positions ``[(Γ,) N, d_in]`` and their number S, or raise ``ValueError``."""
         rows = self.example_inputs(x, examples)
         return rows.sum(-2), rows.shape[-2]
 
     def output_sums(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        """Per-example sums of g over positions ``[(Γ,) N, d_out]``."""
+        """Return per-example sums of g over positions ``[(Γ,) N, d_out]``."""
         return self.example_outputs(g, x, examples).sum(-2)
 
     def input_squares(self, x: Tensor) -> tuple[Tensor, int | Tensor]:
-        """``Σ a∘a`` over the rows ``[(Γ,) d_in]``, for a diagonal A, and the number of rows."""
+        """Return ``Σ a∘a`` over the rows ``[(Γ,) d_in]``, for a diagonal A, and the number of rows."""
         total, count = None, 0
         for rows in self.input_rows(x):
             squares = rows.square().sum(-2)
@@ -206,7 +206,7 @@ class Adapter(ABC):
         return total, count
 
     def to_matrix(self, weight: Tensor | None, bias: Tensor | None, workspace: Workspace | None = None) -> Tensor:
-        """Gradients in the shapes of the parameters as one matrix ``[(Γ,) n_g, n_a]``."""
+        """Return gradients in the shapes of the parameters as one matrix ``[(Γ,) n_g, n_a]``."""
         lead = (self.groups,) if self.groups > 1 else ()
         shape = (*lead, self.d_out, self.d_in)
         if weight is not None and bias is None:
@@ -226,7 +226,7 @@ class Adapter(ABC):
         return weight, bias
 
     def natural_order(self, dense: Tensor) -> Tensor:
-        """A matrix ``[n, n]`` over ``vec`` of :meth:`to_matrix`, in the order in which it is shown to the user."""
+        """Return a matrix ``[n, n]`` over ``vec`` of :meth:`to_matrix`, in the order that is shown to the user."""
         return dense
 
 
@@ -235,8 +235,9 @@ class Tap(NamedTuple):
 
     Attributes:
         module: The module.
-        part: Which of the Γ blocks its calls fill; -1 for all.
-        adapter: Rows of its calls. Modules that share a weight may differ in what they do with it, such as the stride.
+        part: Index of the block, of Γ, that its calls fill; -1 for all.
+        adapter: The adapter of its calls. Modules that share a weight may differ in their use of it, such as the
+            stride.
     """
 
     module: nn.Module
@@ -245,7 +246,7 @@ class Tap(NamedTuple):
 
 
 class LinearAdapter(Adapter):
-    """``nn.Linear`` on any leading dimensions; all but the last are positions or the batch."""
+    """Covers ``nn.Linear`` on any leading dimensions; all but the last are positions or the batch."""
 
     positions_are_tokens = True
 
@@ -279,7 +280,7 @@ class LinearAdapter(Adapter):
 
 
 def draw(count: int, kept: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """``kept`` different indices below ``count``, at random."""
+    """Return ``kept`` different random indices below ``count``."""
     chosen = torch.randperm(count, generator=generator)[:kept].sort().values
     if device.type == "cpu":
         return chosen
@@ -287,7 +288,7 @@ def draw(count: int, kept: int, generator: torch.Generator, device: torch.device
 
 
 def widened(x: Tensor) -> Tensor:
-    """``x`` in at least float32."""
+    """Return ``x`` in at least float32."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -295,10 +296,10 @@ def split_examples(x: Tensor, examples: int) -> Tensor:
     """View ``[..., d]`` as ``[N, S, d]``, for ``[N, …, d]``, ``[S, N, d]`` and rows flattened from N examples.
 
     Returns:
-        The view or, where the examples come second, a copy.
+        The view; if the examples are on the second axis, a copy.
 
     Raises:
-        ValueError: If no dimension tells the examples apart.
+        ValueError: If no dimension distinguishes the examples.
     """
     if x.dim() > 2 and x.shape[0] != examples and x.shape[1] == examples:
         x = x.transpose(0, 1)
@@ -309,10 +310,10 @@ def split_examples(x: Tensor, examples: int) -> Tensor:
 
 
 def positions_of(x: Tensor, examples: int) -> int:
-    """How many entries of dim 0 belong to each example.
+    """Return how many entries of dim 0 belong to each example.
 
     Returns:
-        The number.
+        The number of entries.
 
     Raises:
         ValueError: If dim 0 is not a flattening of the examples.

@@ -1,12 +1,12 @@
-"""Adapters of convolutions: rows are patches, or their second moment comes without them.
+"""Adapters of convolutions: rows are patches, or their second moment is computed without them.
 
-A transposed convolution is a plain one of stride 1, with a flipped kernel, over its input with ``stride − 1`` zeros put
-between neighbours. Its rows are the patches of that larger input, here for stride 2::
+A transposed convolution is a plain one of stride 1, with a flipped kernel, over its input with ``stride − 1`` zeros
+inserted between neighbors. Its rows are the patches of that larger input, here for stride 2::
 
     x  1 2 3  ──►  1 0 2 0 3  ──►  pad left by d(k−1) − padding, right by as much + output_padding  ──►  patches
 
-The larger input is flipped instead of each of its patches, and the output gradient with it: rows then come in reverse
-order of the positions, in both alike.
+The larger input is flipped instead of each of its patches, and so is the output gradient: rows then come in reverse
+order of the positions, in both cases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from secondorder.linalg.dense import Workspace
 
 
 class ConvAdapter(Adapter):
-    """``nn.Conv1d``, ``Conv2d`` and ``Conv3d`` with any stride, padding, padding mode, dilation and groups.
+    """Covers ``nn.Conv1d``, ``Conv2d`` and ``Conv3d`` with any stride, padding, padding mode, dilation and groups.
 
     A row is a patch, ordered (channel, kernel…) as ``weight.flatten(1)`` is; positions are output pixels.
     """
@@ -47,12 +47,12 @@ class ConvAdapter(Adapter):
         return x.dim() == len(self.kernel) + 1
 
     def row_count(self, x: Tensor) -> int:
-        """N·S, the number of rows that ``x`` yields."""
+        """Return N·S, the number of rows that ``x`` yields."""
         x = self._batched(x)
         return x.shape[0] * math.prod(self.output_size(x))
 
     def output_size(self, x: Tensor) -> list[int]:
-        """Size of the output image."""
+        """Return the size of the output image."""
         sizes = zip(x.shape[2:], self.padding, self.kernel, self.dilation, self.stride, strict=True)
         return [(n + lo + hi - d * (k - 1) - 1) // s + 1 for n, (lo, hi), k, d, s in sizes]
 
@@ -61,7 +61,7 @@ class ConvAdapter(Adapter):
         bytes_per_example = self.row_count(x[:1]) * self.groups * self.d_in * x.element_size()
         for part in x.split(max(1, CHUNK_BYTES // max(bytes_per_example, 1))):
             patches = self.patches(part)
-            # Feature-major: the copy then runs along image rows, and the Gram product takes either layout.
+            # Rows are feature-major: the copy then runs along image rows, and the Gram product takes either layout.
             order = (1, 2, *range(3 + self._axes, 3 + 2 * self._axes), 0, *range(3, 3 + self._axes))
             rows = patches.permute(order).reshape(self.groups, self.d_in, -1).mT
             yield rows if self.groups > 1 else rows[0]
@@ -79,13 +79,13 @@ class ConvAdapter(Adapter):
             add_patch_gram_(out[..., :d, :d], image, window, weight)
         rows = self.row_count(x)
         if self.has_bias:
-            total = x.sum(0, keepdim=True, dtype=out.dtype)  # over examples first: one image is left
+            total = x.sum(0, keepdim=True, dtype=out.dtype)  # the sum over examples comes first and leaves one image
             out[..., :d, d].add_(self.input_sums(total, 1)[0][..., 0, :], alpha=weight)
             out[..., d, d] += rows * weight
         return rows
 
     def _has_fast_lags(self, out: Tensor) -> bool:
-        """Whether weight gradients are no patches under another name, and rows are those of this class."""
+        """Whether lags save work: weight gradients are not computed from patches, and rows are those of this class."""
         own = type(self).input_rows is ConvAdapter.input_rows and type(self).patches is ConvAdapter.patches
         onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
         fast = out.device.type == "cuda" or (out.device.type == "cpu" and onednn)
@@ -126,7 +126,7 @@ class ConvAdapter(Adapter):
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
         x = self._batched(x)
         folds, sizes = positions_of(x, examples), self.output_size(x)
-        # A sum over all windows is one along each axis after the other, of k shifted slices: no patch is made.
+        # A sum over all windows is a sum of k shifted slices along each axis in turn: no patch is formed.
         sums = x if self._pads_zeros else self._padded(x)
         for axis, size in enumerate(sizes):
             before = self.padding[axis][0] if self._pads_zeros else 0
@@ -141,11 +141,11 @@ class ConvAdapter(Adapter):
 
     @property
     def _pads_zeros(self) -> bool:
-        """Whether patches are those of the input itself, zeros around it."""
+        """Whether patches are those of the input itself, with zeros around it."""
         return self.padding_mode == "zeros"
 
     def _window(self, x: Tensor) -> tuple[Window, list[int]]:
-        """How the kernel goes over the image, and the image's size: that of the padded input if not padded with 0."""
+        """Return the kernel's window over the image, and the image's size: padded, if not with zeros."""
         if self._pads_zeros:
             return Window(self.kernel, self.dilation, tuple(self.padding), self.groups), list(x.shape[2:])
         reach = [d * (k - 1) for k, d in zip(self.kernel, self.dilation, strict=True)]
@@ -165,7 +165,7 @@ class ConvAdapter(Adapter):
         return x
 
     def patches(self, x: Tensor) -> Tensor:
-        """View ``[N, Γ, C/Γ, *out, *kernel]`` of the padded input."""
+        """Return a view ``[N, Γ, C/Γ, *out, *kernel]`` of the padded input."""
         x = self._padded(x)
         for axis, (k, s, d) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             x = x.unfold(2 + axis, d * (k - 1) + 1, s)[..., ::d]
@@ -173,9 +173,9 @@ class ConvAdapter(Adapter):
 
 
 class ConvTransposeAdapter(ConvAdapter):
-    """``nn.ConvTranspose1d``, ``2d`` and ``3d`` with any stride, padding, output size, dilation and groups.
+    """Covers ``nn.ConvTranspose1d``, ``2d`` and ``3d`` with any stride, padding, output size, dilation and groups.
 
-    The weight ``[d_i, d_o/Γ, k…]`` is seen as that of a plain convolution, ``[d_o, d_i/Γ, k…]``.
+    The weight ``[d_i, d_o/Γ, k…]`` is treated as that of a plain convolution, ``[d_o, d_i/Γ, k…]``.
     """
 
     def __init__(
@@ -195,11 +195,12 @@ class ConvTransposeAdapter(ConvAdapter):
 
     # ------------------------------------------------------------------ rows
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The input, and what an ``output_size`` asks for.
+        """Return the input, with the output padding that an ``output_size`` requests.
 
         Returns:
             The input as it is or, with an ``output_size``, expanded by appended axes whose sizes are the output
-            paddings plus 1; one more of them than there are spatial axes tells such an input from a plain one.
+            paddings plus 1. There is one more of them than spatial axes, which distinguishes such an input from a plain
+            one.
         """
         x: Tensor = args[0] if args else kwargs["input"]
         output_size = args[1] if len(args) > 1 else kwargs.get("output_size")
@@ -230,7 +231,7 @@ class ConvTransposeAdapter(ConvAdapter):
         return super().sample_rows(x, self._flipped(g), positions, examples, generator)
 
     def _split(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """The input itself and the output padding."""
+        """Return the input itself and the output padding."""
         axes = len(self.kernel)
         if x.dim() < 2 * axes + 2:
             return x, self.output_padding
@@ -238,10 +239,10 @@ class ConvTransposeAdapter(ConvAdapter):
 
     @property
     def _pads_zeros(self) -> bool:
-        return False  # but between its pixels, too
+        return False  # there are zeros between its pixels, too
 
     def _padded(self, x: Tensor) -> Tensor:
-        """The larger input, flipped: positions come in reverse order."""
+        """Return the larger input, flipped: positions come in reverse order."""
         x, output_padding = self._split(x)
         sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], self.spread, strict=True)]
         larger = x.new_zeros(*x.shape[:2], *sizes)
@@ -251,7 +252,7 @@ class ConvTransposeAdapter(ConvAdapter):
         inserted.copy_(x)
         sides = [(lo, hi + extra) for (lo, hi), extra in zip(self.padding, output_padding, strict=True)]
         larger = F.pad(larger, [max(side, 0) for pair in reversed(sides) for side in pair])
-        for axis, (lo, hi) in enumerate(sides):  # what a padding beyond the kernel's reach cuts off
+        for axis, (lo, hi) in enumerate(sides):  # a padding beyond the kernel's reach is cut off
             larger = larger.narrow(2 + axis, max(-lo, 0), larger.shape[2 + axis] + min(lo, 0) + min(hi, 0))
         return self._flipped(larger)
 
@@ -280,12 +281,12 @@ def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int
     Args:
         x: The input, without the zeros around it.
         dim: The dimension.
-        firsts: First place of each entry, negative in the zeros before the input.
-        size: Number of places of each.
-        stride: Between two places.
+        firsts: First place of each entry; it is negative in the zeros before the input.
+        size: Number of places of each entry.
+        stride: Distance of two places.
 
     Returns:
-        The sums, an entry each along ``dim``.
+        The sums, one entry each along ``dim``.
     """
     lasts = [first + (size - 1) * stride + 1 for first in firsts]
     begin, end = max(0, *firsts), min(x.shape[dim], *lasts)
@@ -293,7 +294,7 @@ def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int
         starts = [first if first >= 0 else first % stride for first in firsts]
         every = [slice(start, max(last, start), stride) for start, last in zip(starts, lasts, strict=True)]
         return torch.stack([x[(slice(None),) * dim + (places,)].sum(dim) for places in every], dim)
-    # What all entries visit, from one pass over the input, and the few places of each beside it.
+    # The places that all entries visit take one pass over the input; the few other places of each entry are added.
     common, found = x.narrow(dim, begin, end - begin).sum(dim), []
     for first, last in zip(firsts, lasts, strict=True):
         head, tail = slice(max(first, 0), begin), slice(end, max(last, end))
@@ -303,7 +304,7 @@ def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int
 
 
 def _padding(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, axis: int) -> tuple[int, int]:
-    """Padding before and after along one axis, as the module's own forward pads."""
+    """Return the padding before and after along one axis, as the module's own forward pads."""
     if module.padding == "valid":
         return 0, 0
     if module.padding == "same":

@@ -1,15 +1,15 @@
-"""The second moment of the patches of a convolution of stride 1, without the patches.
+"""The second moment of the patches of a convolution of stride 1, computed without the patches.
 
-With patches taken at every shift p that touches the image, zeros outside, the sum depends on two kernel positions only
-through their lag::
+With patches taken at every shift p that touches the image, and zeros outside, the sum depends on two kernel positions
+only through their lag::
 
     Σ_p x[p + k] x[p + k']ᵀ  =  T[k' − k],        T[δ] = Σ_q x[q] x[q + δ]ᵀ
 
-T is the gradient of a convolution's weight, with the image in both places; as T[−δ] = T[δ]ᵀ, only lags δ₀ ≥ 0 along the
-first axis are computed: 15 products of channels for a 3 × 3 kernel instead of the 81 / 2 of its patches. A layer does
-not take every shift: those that its padding leaves out see the image with a part of the kernel only, and their few
-patches are taken away again. What is left is off by the rounding of T: little beside the patches of an image whose
-border is not far brighter than all of it.
+T is the gradient of a convolution's weight, with the image as both input and gradient; since T[−δ] = T[δ]ᵀ, only lags
+δ₀ ≥ 0 along the first axis are computed: 15 products of channels for a 3 × 3 kernel instead of the 81 / 2 of its
+patches. A layer does not take every shift: those that its padding leaves out see the image with a part of the kernel
+only, and their few patches are subtracted again. The result differs by the rounding of T, which is small compared with
+the patches of an image whose border is not far brighter than the rest of it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from secondorder.linalg.dense import add_gram_, mirror_upper_
 
 _WEIGHT_GRADIENT = (conv1d_weight, conv2d_weight, conv3d_weight)
-#: What else there is to do, measured on a CPU, in multiplications that a large product does in the same time: gathering
-#: one number of a patch, adding one number of T to the matrix, and calling one function.
+#: The cost of other operations, measured on a CPU, as the number of multiplications that a large product does in the
+#: same time: gathering one number of a patch, adding one number of T to the matrix, and calling one function.
 _GATHER, _PLACE, _CALL = 90, 300, 400_000
-#: Products of few channels are slow, as if there were so many more.
+#: Products of few channels are slow, as if there were this many more.
 _FEW = 8
-#: And lags must be clearly less, for all this is rough.
+#: Lags must be clearly cheaper, since all of this is a rough estimate.
 _GAIN = 0.8
-#: From so many channels on T is added by pairs of taps, in rows of channels.
+#: From this many channels on, T is added by pairs of taps, in rows of channels.
 _WIDE = 64
-#: Positions of one weight gradient: oneDNN adds them up almost one after the other, and rounds every time.
+#: Number of positions of one weight gradient: oneDNN adds them almost one after the other, and rounds every time.
 _POSITIONS = 8192
 
 
 class Window(NamedTuple):
-    """How a kernel goes over an image, with stride 1 and zeros around it.
+    """The way in which a kernel passes over an image, with stride 1 and zeros around the image.
 
     Attributes:
         kernel: Size along each axis.
-        dilation: Distance of its taps.
+        dilation: Distance of two taps.
         padding: Zeros before and after.
-        groups: Γ, into which the channels are cut.
+        groups: Γ, number of groups of channels.
     """
 
     kernel: tuple[int, ...]
@@ -55,19 +55,19 @@ class Window(NamedTuple):
     groups: int
 
     def reach(self, axis: int) -> int:
-        """Distance of the first tap from the last one."""
+        """Return the distance of the first tap from the last one."""
         return self.dilation[axis] * (self.kernel[axis] - 1)
 
     def positions(self, axis: int, size: int) -> int:
-        """Shifts that the layer takes, of an image of that size."""
+        """Return the number of shifts that the layer takes, for an image of that size."""
         return size + sum(self.padding[axis]) - self.reach(axis)
 
     def missing(self, axis: int, size: int) -> Iterator[tuple[int, int, int]]:
-        """Shifts that touch the image and are not taken: where the first tap inside stands, and which taps are inside.
+        """Yield the shifts that touch the image and are not taken: the first tap inside, and the taps inside.
 
         Args:
-            axis: Along which the shift is not taken.
-            size: Of the image.
+            axis: Axis along which the shift is not taken.
+            size: Size of the image along it.
 
         Yields:
             Pixel of the first tap inside, number of that tap, number of the first one that is outside again.
@@ -81,7 +81,7 @@ class Window(NamedTuple):
                 yield first + step * start, start, stop + 1
 
     def sees_all(self, axis: int, size: int) -> bool:
-        """Whether every tap sees a pixel, and every pixel is under a tap: what is not seen must not even cancel."""
+        """Whether every tap sees a pixel and every pixel is under a tap: unseen values must not even cancel."""
         before, positions = self.padding[axis][0], self.positions(axis, size)
         meets = before < positions and self.reach(axis) - before < size
         return meets and (self.kernel[axis] == 1 or self.dilation[axis] <= positions)
@@ -93,12 +93,12 @@ def gains(window: Window, images: int, channels: int, sizes: Sequence[int]) -> b
     Args:
         window: The kernel.
         images: N.
-        channels: Of a group.
-        sizes: Of an image.
+        channels: Number of channels of a group.
+        sizes: Size of an image along each axis.
 
     Returns:
-        Whether they are; never for depthwise convolutions, whose weight gradients are slow, nor where a tap or a pixel
-        has no part in any patch.
+        Whether lags are less work; they never are for depthwise convolutions, whose weight gradients are slow, nor if a
+        tap or a pixel has no part in any patch.
     """
     taps = math.prod(window.kernel)
     positions = [window.positions(axis, size) for axis, size in enumerate(sizes)]
@@ -127,9 +127,9 @@ def add_patch_gram_(out: Tensor, x: Tensor, window: Window, weight: float = 1.0)
 
     Args:
         out: Matrix ``[(Γ,) d, d]`` with ``d = C/Γ · taps``, changed in place.
-        x: Images ``[N, C, *sizes]``, without padding; what a border takes has a copy of all of them at a time.
+        x: Images ``[N, C, *sizes]``, without padding; the border strip of all images is copied.
         window: The kernel.
-        weight: Of the sum.
+        weight: Factor of the sum.
     """
     channels = x.shape[1] // window.groups
     features = (channels, *window.kernel)
@@ -145,7 +145,7 @@ def add_patch_gram_(out: Tensor, x: Tensor, window: Window, weight: float = 1.0)
 
 
 def _lags(x: Tensor, window: Window, dtype: torch.dtype) -> Tensor:
-    """T ``[Γ, C/Γ, C/Γ, K₀, 2K₁ − 1, …]`` of the lags that are not negative along the first axis."""
+    """Return T ``[Γ, C/Γ, C/Γ, K₀, 2K₁ − 1, …]`` of the lags that are not negative along the first axis."""
     axes, reach = len(window.kernel), window.reach(0)
     shape = (x.shape[1], x.shape[1] // window.groups, window.kernel[0], *(2 * k - 1 for k in window.kernel[1:]))
     margins = (0, *(window.reach(axis) for axis in range(1, axes)))
@@ -155,7 +155,7 @@ def _lags(x: Tensor, window: Window, dtype: torch.dtype) -> Tensor:
     total = x.new_zeros(shape, dtype=dtype)
     for part in x.split(images):
         part = part.to(dtype)
-        for start in range(0, x.shape[2], rows):  # of one image that is too large
+        for start in range(0, x.shape[2], rows):  # this cuts an image that is too large
             here = part.narrow(2, start, min(rows, x.shape[2] - start))
             later = part.narrow(2, start, min(rows + reach, x.shape[2] - start))
             later = F.pad(later, (*[0] * (2 * axes - 1), here.shape[2] + reach - later.shape[2]))
@@ -168,9 +168,9 @@ def _add_lags_(blocks: Tensor, half: Tensor, window: Window, weight: float) -> N
 
     Args:
         blocks: Matrix ``[Γ, C/Γ, *kernel, C/Γ, *kernel]``.
-        half: T, of lags that are not negative along the first axis.
+        half: T, for lags that are not negative along the first axis.
         window: The kernel.
-        weight: Of the sum.
+        weight: Factor of the sum.
     """
     axes, channels = len(window.kernel), half.shape[1]
     others = half[:, :, :, 1:].transpose(1, 2).flip(tuple(range(3, 3 + axes)))
@@ -191,7 +191,7 @@ def _add_lags_(blocks: Tensor, half: Tensor, window: Window, weight: float) -> N
 
 
 def _taken(blocks: Tensor, tap: Sequence[int], other: Sequence[int] | None) -> Tensor:
-    """View ``[Γ, C/Γ, C/Γ]`` of a pair of taps, or ``[Γ, C/Γ, C/Γ, *kernel]`` of one with all."""
+    """Return a view ``[Γ, C/Γ, C/Γ]`` of a pair of taps, or ``[Γ, C/Γ, C/Γ, *kernel]`` of one tap with all taps."""
     for k in tap:
         blocks = blocks.select(2, k)
     for k in other or ():
@@ -208,16 +208,16 @@ def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _strip_gram(x: Tensor, window: Window, axis: int, inside: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """``Σ a aᵀ`` of the patches at one shift that is not taken along an axis, of the taps that are inside there.
+    """Return ``Σ a aᵀ`` of the patches at one shift that is not taken along an axis, for the taps that are inside.
 
-    Along the axes before it only shifts that are taken count, so that none counts twice.
+    Along the axes before it, only shifts that are taken count, so that none counts twice.
 
     Args:
         x: Images ``[N, C, *sizes]``.
         window: The kernel.
-        axis: Along which the shift is not taken.
+        axis: Axis along which the shift is not taken.
         inside: Pixel of the first tap inside, that tap, and the first one that is outside again.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
         Matrix ``[Γ, m, m]``, m being the channels of a group times the taps inside.

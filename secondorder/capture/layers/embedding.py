@@ -1,4 +1,4 @@
-"""Adapters of lookup tables: their input rows are one-hot, so the factor A is a diagonal by nature.
+"""Adapters of lookup tables: their input rows are one-hot, so that the factor A is diagonal.
 
 A table ``[V, D]`` is multiplied by one-hot rows from the left, so its matrix is the gradient transposed, ``[D, V]``. No
 row of V numbers is ever formed: an *entry* (index, row, weight) says that a row ``a`` holds ``weight`` at ``index``,
@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from secondorder.capture.layers.adapter import Adapter, draw, positions_of, split_examples, widened
 from secondorder.linalg.dense import Workspace
 
-#: Stands for a position without an index: of padding, or where a mask has taken it.
+#: Marks a position without an index, which is padding or was masked.
 _NOTHING = -1
 
 
 class EmbeddingAdapter(Adapter):
-    """``nn.Embedding``: A is the diagonal of the relative frequencies of the indices.
+    """Covers ``nn.Embedding``: A is the diagonal of the relative frequencies of the indices.
 
-    Positions that hold ``padding_idx`` are in neither factor, and do not count in the mean that A is.
+    Positions that contain ``padding_idx`` are in neither factor, and do not count in the mean that defines A.
     """
 
     one_hot = True
@@ -37,7 +37,7 @@ class EmbeddingAdapter(Adapter):
 
     @staticmethod
     def refusal(module: nn.Module) -> str:
-        """Why such a module follows the fallback rule; empty if it need not."""
+        """Return why such a module follows the fallback rule; empty if it does not have to."""
         name = type(module).__name__
         if module.sparse:
             return f"{name}(sparse=True) has sparse gradients"
@@ -49,7 +49,7 @@ class EmbeddingAdapter(Adapter):
 
     # ------------------------------------------------------------------ rows
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The indices, with padding marked: layers that share a table need not agree on their ``padding_idx``."""
+        """Return the indices with padding marked: layers that share a table may have different ``padding_idx``."""
         x = super().prepare(args, kwargs)
         return x if self.padding_idx is None else torch.where(x == self.padding_idx, _NOTHING, x)
 
@@ -75,7 +75,7 @@ class EmbeddingAdapter(Adapter):
         return self.example_squares(x, (real / real.sum(1, keepdim=True).clamp(min=1)).reshape(-1, 1), examples)[0]
 
     def joined(self, inputs: list[Tensor], examples: int) -> Tensor:
-        """Several calls as one, in which the rows of each example follow one another."""
+        """Combine several calls into one, in which the rows of each example follow one another."""
         return inputs[0] if len(inputs) == 1 else torch.cat([self.indices(x, examples) for x in inputs], 1)
 
     def masked(self, x: Tensor, keep: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class EmbeddingAdapter(Adapter):
 
     # ------------------------------------------------------------------ rows by example
     def indices(self, x: Tensor, examples: int) -> Tensor:
-        """Indices by example, ``[N, S]``; with :meth:`keep`, what :meth:`example_inputs` would say with V numbers each.
+        """Return indices by example, ``[N, S]``, which with :meth:`keep` stand for :meth:`example_inputs`.
 
         Returns:
             An int64 tensor.
@@ -94,11 +94,11 @@ class EmbeddingAdapter(Adapter):
         return split_examples(x[..., None], examples)[..., 0].long()
 
     def keep(self, x: Tensor, examples: int) -> Tensor:
-        """Which of :meth:`indices` are not padding, bool ``[N, S]``."""
+        """Return which of :meth:`indices` are not padding, as bool ``[N, S]``."""
         return self.indices(x, examples) != _NOTHING
 
     def real_rows(self, x: Tensor, examples: int) -> Tensor:
-        """How many rows of each example are not padding, ``[N]``."""
+        """Return how many rows of each example are not padding, ``[N]``."""
         return self.keep(x, examples).sum(1)
 
     def input_sums(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
@@ -119,13 +119,13 @@ class EmbeddingAdapter(Adapter):
         return split_examples(rows.view(*g.shape[:-1], self.d_out), examples)
 
     def example_squares(self, x: Tensor, rows: Tensor, examples: int) -> Tensor:
-        """``Σ_n (Σ_s g aᵀ)²``, squared elementwise, without a per-example gradient and without waiting for the device.
+        """Return ``Σ_n (Σ_s g aᵀ)²``, squared elementwise, without a per-example gradient or a wait for the device.
 
         Args:
-            x: What :meth:`prepare` returned.
-            rows: ``[N·S, d]``, those of :meth:`example_outputs` one after the other, as they are or rotated; ones give
-                ``Σ_n (Σ_s a)²``.
-            examples: N of the pass.
+            x: Result of :meth:`prepare`.
+            rows: ``[N·S, d]``, those of :meth:`example_outputs` in sequence, rotated or not; ones give ``Σ_n (Σ_s
+                a)²``.
+            examples: N, the number of examples of the pass.
 
         Returns:
             ``[d, V]``.
@@ -141,19 +141,19 @@ class EmbeddingAdapter(Adapter):
         return rows.new_zeros(self.d_in, rows.shape[1]).index_add_(0, column % self.d_in, sums.square()).mT
 
     def entries(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Index, row and weight ``[M]`` of each entry; places that occur twice add up.
+        """Return index, row and weight ``[M]`` of each entry; entries at the same place add up.
 
         Returns:
-            Two int64 tensors and the weights, 0 for what gives no gradient, such as padding.
+            Two int64 tensors and the weights, which are 0 for entries without a gradient, such as padding.
         """
         index = x.reshape(-1).long()
         return index.clamp(min=0), torch.arange(index.numel(), device=x.device), (index != _NOTHING).float()
 
     def _places(self, x: Tensor, examples: int) -> tuple[Tensor, int]:
-        """Where each row stands when rows are ordered by example, ``[rows]``, and how many an example has.
+        """Return the place of each row in the order of examples, ``[rows]``, and the number of rows of an example.
 
         Returns:
-            Both.
+            Places and number.
 
         Raises:
             ValueError: If the positions cannot be told apart by example.
@@ -180,9 +180,9 @@ class EmbeddingAdapter(Adapter):
 
 
 class EmbeddingBagAdapter(EmbeddingAdapter):
-    """``nn.EmbeddingBag`` of sums or means: a row is a bag, holding the weight of each index in it.
+    """Covers ``nn.EmbeddingBag`` of sums or means: a row is a bag, with the weight of each index in it.
 
-    A is the diagonal of ``E[a ∘ a]``; what an index has to do with others of its bag is left out.
+    A is the diagonal of ``E[a ∘ a]``; correlations of an index with others of its bag are left out.
     """
 
     positions_are_tokens = False
@@ -194,7 +194,7 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
 
     @staticmethod
     def refusal(module: nn.Module) -> str:
-        """Why such a module follows the fallback rule; empty if it need not."""
+        """Return why such a module follows the fallback rule; empty if it does not have to."""
         if module.mode == "max":
             return f'{type(module).__name__}(mode="max") is not linear in its weight'
         return EmbeddingAdapter.refusal(module)
@@ -203,8 +203,8 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
         """Pack indices, bags and weights of the entries.
 
         Returns:
-            A tensor ``[bags, 3, K]``. An entry may stand anywhere along the first and last axis: these only say, by
-            their sizes, how many bags and how much room there is. What is left of the room has weight 0.
+            A tensor ``[bags, 3, K]``. An entry may be anywhere along the first and last axis: their sizes only
+            determine the number of bags and the available room. Unused room has weight 0.
         """
         given = dict(zip(("input", "offsets", "per_sample_weights"), args, strict=False)) | kwargs
         index, offsets, weights = given["input"].detach(), given.get("offsets"), given.get("per_sample_weights")
@@ -219,11 +219,11 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
         return _packed(index, bag, weight, bags)
 
     def _split_bags(self, index: Tensor, offsets: Tensor) -> tuple[int, Tensor, Tensor]:
-        """Number of bags, the bag of each entry, and whether it is in one at all."""
+        """Return the number of bags, the bag of each entry, and whether it is in a bag at all."""
         position = torch.arange(index.numel(), dtype=offsets.dtype, device=index.device)
         starts = offsets[:-1] if self.include_last_offset else offsets
         used = position < offsets[-1:] if self.include_last_offset else torch.ones_like(position, dtype=torch.bool)
-        # Empty bags begin where the next one does; the last of equal starts has the entries.
+        # Empty bags start where the next one does; of equal starts, the last one has the entries.
         return starts.numel(), torch.searchsorted(starts.contiguous(), position, right=True) - 1, used
 
     def _weights(self, index: Tensor, bag: Tensor, bags: int, used: Tensor, given: Tensor | None) -> Tensor:
@@ -242,7 +242,8 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
         rows = g.reshape(-1, self.d_out)
         if x is None:
             return rows
-        return rows.masked_fill(~self.filled(x)[:, None], 0)  # an empty bag, or one of padding, reaches no weight
+        # The gradient of an empty bag, or of padding alone, reaches no weight.
+        return rows.masked_fill(~self.filled(x)[:, None], 0)
 
     def input_squares(self, x: Tensor) -> tuple[Tensor, int | Tensor]:
         index, bag, weight = self.entries(x)
@@ -269,7 +270,7 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
         return _packed(index, bag, weight, examples * sum(sizes))
 
     def filled(self, x: Tensor) -> Tensor:
-        """Which bags hold anything, bool ``[bags]``."""
+        """Return which bags have any entry, as bool ``[bags]``."""
         _, bag, weight = self.entries(x)
         return weight.new_zeros(x.shape[0]).index_add_(0, bag, weight.abs()) > 0
 
@@ -305,7 +306,7 @@ class EmbeddingBagAdapter(EmbeddingAdapter):
 
 
 def _packed(index: Tensor, bag: Tensor, weight: Tensor, bags: int) -> Tensor:
-    """Entries ``[M]`` as ``[bags, 3, K]``, see :meth:`EmbeddingBagAdapter.prepare`."""
+    """Pack entries ``[M]`` as ``[bags, 3, K]``, see :meth:`EmbeddingBagAdapter.prepare`."""
     packed = torch.stack([index.double(), bag.double(), weight])
     room = -(-packed.shape[1] // bags) if bags else 0
     return F.pad(packed, (0, bags * room - packed.shape[1])).reshape(3, bags, room).transpose(0, 1)
@@ -314,14 +315,14 @@ def _packed(index: Tensor, bag: Tensor, weight: Tensor, bags: int) -> Tensor:
 def _sum_duplicates(key: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the values of equal keys.
 
-    Shapes stay those of the input, so that the host need not know how many keys differ.
+    Shapes stay those of the input, so that the host need not know how many keys are distinct.
 
     Args:
         key: ``[M]``, int64.
         values: ``[M, d]``.
 
     Returns:
-        Keys ``[M]`` and sums ``[M, d]``: each key once, then zeros.
+        Keys ``[M]`` and sums ``[M, d]``: each key once, followed by zeros.
     """
     ordered, order = key.sort(stable=True)
     new = torch.ones_like(ordered)

@@ -1,9 +1,9 @@
-"""Normalisation layers that are not torch's own, recognised by what they compute.
+"""Third-party normalization layers, which are recognized by the function that they compute.
 
 Many models bring a LayerNorm or an RMSNorm of their own: nanoGPT's without a bias, Llama's, T5's and CLIP's, that of
 the Annotated Transformer. A module is one of them if it has no children, no buffers, one or two vectors of the same
 length as its parameters and a ``forward`` of one argument, and if a trial shows that its output is ``y = y₀ + w x̂ +
-b``, where x̂ is the input normalised over its last axis in one of the forms below. Such a layer has the exact block of
+b``, where x̂ is the input normalized over its last axis in one of the forms below. Such a layer has the exact block of
 torch's own.
 """
 
@@ -22,9 +22,9 @@ from secondorder.capture.layers.norms import LayerNormAdapter, RMSNormAdapter
 
 #: Values of ε to try in addition to the numbers that are attributes of the module.
 _EPS = (1e-5, 1e-6, 1e-12, 1e-8, 0.0)
-#: Largest difference from a form: modules that compute in float32 on the way differ by rounding.
+#: Largest difference from a form: modules that compute in float32 internally differ by rounding.
 _TOLERANCE = 1e-4
-#: A difference that no other form would make smaller.
+#: A difference at which no other form is tried.
 _ROUNDING = 1e-10
 
 
@@ -62,12 +62,12 @@ class _UnbiasedDeviationNorm(_DeviationNorm):
 
 
 class HandwrittenNorm(NamedTuple):
-    """A normalisation layer that was recognised.
+    """A normalization layer that was recognized.
 
     Attributes:
-        form: Its adapter.
+        form: Class of its adapter.
         size: Length of the last axis.
-        eps: What it adds.
+        eps: Value that it adds.
         scale: Name of the parameter that multiplies.
         shift: Name of the parameter that is added, or None.
     """
@@ -79,19 +79,20 @@ class HandwrittenNorm(NamedTuple):
     shift: str | None
 
     def adapter(self, has_weight: bool, has_bias: bool, norm_curvature: str) -> Adapter:
-        """The adapter of the layer."""
+        """Return the adapter of the layer."""
         like = nn.LayerNorm(self.size, self.eps, elementwise_affine=False)
         return self.form(like, has_weight, has_bias, norm_curvature)
 
 
 def recognise(module: nn.Module) -> HandwrittenNorm | None:
-    """What a module computes, if that is a normalisation over its last axis; the module is not changed."""
+    """Recognize a module that normalizes over its last axis, or return None; the module is not changed."""
     names = _vectors(module)
     if not names:
         return None
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad():
         warnings.simplefilter("ignore")
-        for dtype in (torch.float64, torch.float32):  # a forward that converts its input may want parameters to match
+        # A forward that converts its input may need parameters of that dtype.
+        for dtype in (torch.float64, torch.float32):
             for scale in names:
                 shift = next((name for name in names if name != scale), None)
                 if (found := _tried(module, scale, shift, dtype)) is not None:
@@ -105,14 +106,14 @@ def _tried(module: nn.Module, scale: str, shift: str | None, dtype: torch.dtype)
     rows = [x.to(dtype) for x in _probes(len(vector))]
     try:
         found = _affine_in(module, rows, scale, shift)
-    except Exception:  # whatever a forward raises that is not made for one tensor [..., size]
+    except Exception:  # a forward that is not made for one tensor [..., size] may raise anything
         return None
     best = None if found is None else _nearest_form(module, found, rows, len(vector))
     return None if best is None else HandwrittenNorm(best[0], len(vector), best[1], scale, shift)
 
 
 def _vectors(module: nn.Module) -> list[str]:
-    """Names of the one or two vectors of equal length of a module that has nothing else and takes one argument."""
+    """Return the names of one or two vectors of equal length, if the module has nothing else and takes one argument."""
     found = {name: p for name, p in module._parameters.items() if p is not None}
     plain = not any(True for _ in module.children()) and not any(True for _ in module.buffers(recurse=False))
     if not plain or not 1 <= len(found) <= 2 or any(map(nn.parameter.is_lazy, found.values())):
@@ -126,14 +127,14 @@ def _vectors(module: nn.Module) -> list[str]:
 
 
 def _probes(size: int) -> list[Tensor]:
-    """Inputs with and without a sequence axis, whose rows are small enough in part to show what is added to them."""
+    """Return inputs with and without a sequence axis; some rows are small enough to reveal what is added to them."""
     noise = torch.randn(6, size, dtype=torch.float64, generator=torch.Generator().manual_seed(size)) + 0.3
     rows = noise * torch.tensor([1.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-3], dtype=torch.float64)[:, None]
     return [rows, rows.view(2, 3, size)]
 
 
 def _affine_in(module: nn.Module, rows: list[Tensor], scale: str, shift: str | None) -> list[Tensor] | None:
-    """x̂ for each input, if the output is ``y₀ + w x̂ + b`` of a scale w and a shift b; else None."""
+    """Return x̂ for each input, if the output is ``y₀ + w x̂ + b`` for a scale w and a shift b, else None."""
     size, dtype = rows[0].shape[-1], rows[0].dtype
     w, b = torch.randn(2, size, dtype=dtype, generator=torch.Generator().manual_seed(1))
     zero, one = torch.zeros_like(w), torch.ones_like(w)
@@ -155,7 +156,7 @@ def _affine_in(module: nn.Module, rows: list[Tensor], scale: str, shift: str | N
 
 
 def _with_parameters(module: nn.Module, values: dict[str, Tensor]) -> nn.Module:
-    """A shell of the module around other values on the CPU; it shares no parameter and no hook with it."""
+    """Return a shell of the module around other values on the CPU, which shares no parameter and no hook with it."""
     shell: nn.Module = object.__new__(type(module))
     shell.__dict__.update(module.__dict__)
     parameters = {name: None if p is None else nn.Parameter(values[name]) for name, p in module._parameters.items()}
@@ -166,7 +167,7 @@ def _with_parameters(module: nn.Module, values: dict[str, Tensor]) -> nn.Module:
 def _nearest_form(
     module: nn.Module, found: list[Tensor], rows: list[Tensor], size: int
 ) -> tuple[type[_Handwritten], float] | None:
-    """The form and the ε that come nearest to x̂, if they come near enough."""
+    """Return the form and the ε that are nearest to x̂, if they are near enough."""
     best: tuple[float, type[_Handwritten], float] | None = None
     for form, eps in _candidates(module):
         adapter = HandwrittenNorm(form, size, eps, "", None).adapter(True, False, "unit")

@@ -1,8 +1,8 @@
-"""Adapters of normalisation layers: scale and shift of each unit are a block of their own, 2×2 and exact.
+"""Adapters of normalization layers: scale and shift of each unit form a block of their own, which is 2×2 and exact.
 
-With x̂ the normalised input, a layer computes ``y = w x̂ + b`` unit by unit, so one example's gradient in a unit is the
+With x̂ the normalized input, a layer computes ``y = w x̂ + b`` unit by unit, so one example's gradient in a unit is the
 pair ``u = (Σ_s g x̂, Σ_s g)`` over its positions. Units are the groups of the block, u its output row, and A = [1]. The
-normalisation is taken as constant: that other examples of a batch enter its statistics is left out of the curvature.
+normalization is taken as constant: that other examples of a batch enter its statistics is left out of the curvature.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch.nn import functional as F
 from secondorder.capture.layers.adapter import Adapter, positions_of, split_examples, widened
 from secondorder.linalg.dense import Workspace
 
-#: Bytes of temporaries that stay in a core's cache.
+#: Number of bytes of temporaries that stay in a core's cache.
 _CACHED = 1 << 19
 
 
 class NormAdapter(Adapter):
-    """Scale and shift of C units: matrices ``[C, k, 1]``, k of the two being trained.
+    """The scale and shift of C units: matrices ``[C, k, 1]``, where k of the two are trained.
 
     Args:
         module: The layer.
         has_weight: Whether the scale is trained.
         has_bias: Whether the shift is trained.
         shape: Shape of the scale and of the shift.
-        eps: What the layer adds to the variance.
+        eps: Value that the layer adds to the variance.
         norm_curvature: ``"unit"`` for a k×k block per unit, ``"diagonal"`` for its diagonal.
     """
 
@@ -62,15 +62,15 @@ class NormAdapter(Adapter):
 
     @abstractmethod
     def normalized(self, x: Tensor) -> Tensor:
-        """x̂, the output of the layer with weight 1 and bias 0, of at least float32."""
+        """Return x̂, the output of the layer with weight 1 and bias 0, in at least float32."""
 
     def scaled_sums(self, g: Tensor, x: Tensor, examples: int) -> Tensor:
-        """``Σ_s g x̂ [N, C]`` over the positions of each example, from g of at least float32."""
+        """Return ``Σ_s g x̂ [N, C]`` over the positions of each example, from g of at least float32."""
         return self.sum_positions(g * self.normalized(x), examples)
 
     @abstractmethod
     def sum_positions(self, x: Tensor, examples: int) -> Tensor:
-        """Sum over the positions of each example, ``[N, C]``.
+        """Sum over the positions of each example to ``[N, C]``.
 
         Raises:
             ValueError: If the examples cannot be told apart.
@@ -116,7 +116,7 @@ class NormAdapter(Adapter):
 
 
 class LayerNormAdapter(NormAdapter):
-    """``nn.LayerNorm`` over any number of trailing axes: every element of them is a unit."""
+    """Covers ``nn.LayerNorm`` over any number of trailing axes: every element of them is a unit."""
 
     def __init__(
         self,
@@ -144,17 +144,18 @@ class LayerNormAdapter(NormAdapter):
 
 
 class RMSNormAdapter(LayerNormAdapter):
-    """``nn.RMSNorm``: as LayerNorm, without a mean and without a shift."""
+    """Covers ``nn.RMSNorm``, which is LayerNorm without a mean and without a shift."""
 
     def normalized(self, x: Tensor) -> Tensor:
         if self.eps is None:
-            # The eps that stands for None depends on the dtype of the input, how exactly on the release of torch.
+            # The eps that stands for None depends on the dtype of the input, and the exact rule on the release of
+            # torch.
             return widened(F.rms_norm(x, self.shape))
         return F.rms_norm(widened(x), self.shape, eps=self.eps)
 
 
 class ChannelNormAdapter(NormAdapter):
-    """Layers with a scale and a shift per channel: inputs ``[N, C, …]``."""
+    """Covers layers with a scale and a shift per channel, with inputs ``[N, C, …]``."""
 
     channels_first = True
 
@@ -179,7 +180,7 @@ class ChannelNormAdapter(NormAdapter):
 
 
 class BatchNormAdapter(ChannelNormAdapter):
-    """``nn.BatchNorm1d``, ``2d`` and ``3d``, with the statistics of the batch, as a layer in training normalises."""
+    """Covers ``nn.BatchNorm1d``, ``2d`` and ``3d``, normalizing by the statistics of the batch as in training."""
 
     def __init__(
         self,
@@ -192,7 +193,7 @@ class BatchNormAdapter(ChannelNormAdapter):
 
     @staticmethod
     def refusal(module: nn.Module) -> str:
-        """Why such a module follows the fallback rule; empty if it need not."""
+        """Return why such a module follows the fallback rule; empty if it does not have to."""
         if isinstance(module, nn.SyncBatchNorm):
             return "SyncBatchNorm normalises with statistics of all ranks, which the input on one rank does not tell"
         return ""
@@ -201,7 +202,7 @@ class BatchNormAdapter(ChannelNormAdapter):
         return F.batch_norm(widened(x), None, None, training=True, eps=self._eps)
 
     def scaled_sums(self, g: Tensor, x: Tensor, examples: int) -> Tensor:
-        """As in the base class, without x̂: some examples at a time, so that nothing as large as x is made."""
+        """Compute the sums without x̂: some examples at a time, so that no temporary is as large as x."""
         dims, folds = (0, *range(2, x.dim())), positions_of(x, examples)
         rows = folds * max(1, _CACHED // (4 * math.prod(x.shape[1:]) * folds)) if x.device.type == "cpu" else len(x)
         mean = x.mean(dims, keepdim=True, dtype=g.dtype)
@@ -215,7 +216,7 @@ class BatchNormAdapter(ChannelNormAdapter):
 
 
 class GroupNormAdapter(ChannelNormAdapter):
-    """``nn.GroupNorm``."""
+    """Covers ``nn.GroupNorm``."""
 
     def __init__(self, module: nn.GroupNorm, has_weight: bool, has_bias: bool, norm_curvature: str = "unit") -> None:
         super().__init__(module, has_weight, has_bias, module.num_channels, module.eps, norm_curvature)
@@ -226,7 +227,7 @@ class GroupNormAdapter(ChannelNormAdapter):
 
 
 class InstanceNormAdapter(ChannelNormAdapter):
-    """``nn.InstanceNorm1d``, ``2d`` and ``3d``, of single examples ``[C, …]`` too."""
+    """Covers ``nn.InstanceNorm1d``, ``2d`` and ``3d``, including single examples ``[C, …]``."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Adapters of layers that are a Linear in another dress."""
+"""Adapters of layers that are equivalent to a Linear."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from secondorder.linalg.dense import Workspace
 
 
 class BilinearAdapter(Adapter):
-    """``nn.Bilinear``: a Linear whose input is the outer product of two, flattened as ``weight.flatten(1)`` is."""
+    """Covers ``nn.Bilinear``, a Linear on the outer product of two inputs, flattened as ``weight.flatten(1)`` is."""
 
     def __init__(self, module: nn.Bilinear, has_weight: bool, has_bias: bool) -> None:
         super().__init__(module, has_weight, has_bias)
@@ -22,7 +22,7 @@ class BilinearAdapter(Adapter):
         self.d_in, self.d_out = module.in1_features * module.in2_features, module.out_features
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Both inputs, one behind the other on the last axis."""
+        """Concatenate both inputs on the last axis."""
         given = dict(zip(("input1", "input2"), args, strict=False)) | kwargs
         return torch.cat([given["input1"].detach(), given["input2"].detach()], -1)
 
@@ -58,7 +58,7 @@ class BilinearAdapter(Adapter):
 
 
 class TransposedLinearAdapter(LinearAdapter):
-    """A Linear that keeps its weight as ``[d_i, d_o]``, such as the ``Conv1D`` of Hugging Face's GPT-2."""
+    """Covers a Linear that keeps its weight as ``[d_i, d_o]``, such as the ``Conv1D`` of Hugging Face's GPT-2."""
 
     def __init__(self, module: nn.Module, has_weight: bool, has_bias: bool) -> None:
         Adapter.__init__(self, module, has_weight, has_bias)
@@ -67,7 +67,7 @@ class TransposedLinearAdapter(LinearAdapter):
         self.d_in, self.d_out = weight.shape
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """The input, by whatever name it was passed."""
+        """Return the input, whatever its argument is called."""
         x: Tensor = args[0] if args else next(iter(kwargs.values()))
         return x
 
@@ -80,16 +80,16 @@ class TransposedLinearAdapter(LinearAdapter):
 
 
 def hugging_face_conv1d() -> type[nn.Module] | None:
-    """The ``Conv1D`` of the transformers library if the program has imported it; it is never imported from here."""
+    """Return the ``Conv1D`` of the transformers library if the program has imported it; this never imports it."""
     found = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return found if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
 class StackedAdapter(Adapter):
-    """Γ Linears of equal shape that are stacked in one weight ``[Γ·d_o, d_i]``, each with a block of its own.
+    """Covers Γ Linears of equal shape that are stacked in one weight ``[Γ·d_o, d_i]``, each with a block of its own.
 
-    Such are the query, key and value projections of attention. Three axes of an input are (position, example, feature),
-    as in everything that attention and recurrent layers compute inside.
+    The query, key and value projections of attention are such Linears. Three axes of an input are (position, example,
+    feature), as everywhere inside attention and recurrent layers.
 
     Args:
         d_in: Features of the input.
@@ -166,7 +166,7 @@ class StackedAdapter(Adapter):
         return x.expand(self.groups, *x.shape) if self.groups > 1 else x
 
     def _parted(self, g: Tensor) -> Tensor:
-        """``[…, Γ·d_o]`` as ``[(Γ,) …, d_o]``."""
+        """Return ``[…, Γ·d_o]`` as ``[(Γ,) …, d_o]``."""
         if self.groups == 1:
             return g
         parts: Tensor = g.unflatten(-1, (self.groups, self.d_out))

@@ -1,7 +1,7 @@
-"""Which weights a module applies and where each can be seen: one part per weight, usually one per module.
+"""The weights that a module applies, and where each can be captured: one part per weight, usually one per module.
 
-Most layers are one part, seen at the module itself. Attention and recurrent layers apply several weights inside one
-module; each is seen at a ``Projection`` of its own.
+Most layers are one part, captured at the module itself. Attention and recurrent layers apply several weights inside one
+module; each is captured at a ``Projection`` of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class WeightUse(NamedTuple):
     """One weight of a module.
 
     Attributes:
-        suffix: What follows the module's name in that of the block; empty for the module's only part.
+        suffix: Suffix that the block's name adds to the module's; empty for the module's only part.
         weight: The weight, or None.
         bias: The bias, or None.
         taps: Modules to tap, and which of the Γ blocks their calls fill (-1 for all).
-        make: Makes the adapter, knowing whether weight and bias are trained.
+        make: Function that creates the adapter, given whether weight and bias are trained.
         holder: The module that holds the parameters.
     """
 
@@ -40,7 +40,7 @@ class WeightUse(NamedTuple):
 
 
 def parts_of(module: nn.Module, norm_curvature: str) -> tuple[list[WeightUse], str]:
-    """The parts of a module, or none and the reason in words."""
+    """Return the parts of a module, or none and the reason in words."""
     inner = _linear_parts(module)
     name = type(module).__name__
     if inner is not None:
@@ -82,7 +82,7 @@ def _norm_part(module: nn.Module, norm: HandwrittenNorm, norm_curvature: str) ->
 
 
 def inner_modules(root: nn.Module) -> set[nn.Module]:
-    """Modules whose weights are parts of a module around them."""
+    """Return the modules whose weights are parts of a module around them."""
     return {
         child
         for module in root.modules()
@@ -93,7 +93,7 @@ def inner_modules(root: nn.Module) -> set[nn.Module]:
 
 
 def _linear_parts(module: nn.Module) -> list[LinearMap] | None:
-    """Linear maps inside a module that calls no module for them; None for any other module."""
+    """Return the linear maps that a module computes without calling a module for them; None for any other module."""
     own = getattr(type(module), "linear_parts", None)
     if own is not None:
         found: list[LinearMap] = own(module)
@@ -119,7 +119,7 @@ def _linear_part(module: nn.Module, part: LinearMap) -> WeightUse | None:
 
 
 def _parameter(module: nn.Module, name: str | None) -> nn.Parameter | None:
-    """A parameter by its dotted name; None if it is something else (parametrized)."""
+    """Return a parameter by its dotted name; None if it is something else (parametrized)."""
     if name is None:
         return None
     path, _, leaf = name.rpartition(".")
@@ -127,7 +127,7 @@ def _parameter(module: nn.Module, name: str | None) -> nn.Parameter | None:
 
 
 def watched_attention(root: nn.Module, tapped: set[nn.Module]) -> list[WatchedAttention]:
-    """The attention modules of which some projections are tapped: they only show while they are watched."""
+    """Return the attention modules with tapped projections: these run only while the module is watched."""
     found = [
         WatchedAttention(module)
         for module in root.modules()

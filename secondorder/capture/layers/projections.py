@@ -1,4 +1,4 @@
-"""Linear maps that a module computes without calling a layer: where they can be seen, and how attention lets them be.
+"""Linear maps that a module computes without calling a layer: where to capture them, and how attention is rerouted.
 
 A :class:`Projection` is ``F.linear`` as a module without parameters: a tap sees on it what it sees on a ``Linear``.
 ``secondorder.nn`` has modules built of them. ``nn.MultiheadAttention`` needs no other module: :class:`WatchedAttention`
@@ -31,7 +31,7 @@ from secondorder.capture.copies import OwnHook
 
 
 class Projection(nn.Module):
-    """``F.linear`` as a module: has no parameters, so hooks are all that it is for."""
+    """Applies ``F.linear`` as a module without parameters, which exists for its hooks."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, output: Tensor | None = None) -> Tensor:
         """Apply the map.
@@ -40,7 +40,7 @@ class Projection(nn.Module):
             x: ``[…, d_in]``.
             weight: ``[d_out, d_in]``.
             bias: ``[d_out]`` or None.
-            output: The product ``[…, d_out]`` where the caller has it already, as a part or a view of another one.
+            output: The product ``[…, d_out]`` if the caller has it already, as a part or a view of another one.
 
         Returns:
             ``x weightᵀ + bias [..., d_out]``.
@@ -49,16 +49,16 @@ class Projection(nn.Module):
 
     @property
     def watched(self) -> bool:
-        """Whether a hook wants the next call; a tap that is not due says so by its attribute ``armed``."""
+        """Whether a hook wants the next call; a tap that is not due indicates that by its attribute ``armed``."""
         hooks = [*self._forward_hooks.values(), *self._forward_pre_hooks.values()]
         return any(getattr(hook, "armed", True) for hook in hooks)
 
 
 class LinearMap(NamedTuple):
-    """Parameters of a module that make one linear map, or ``groups`` of them stacked along the outputs.
+    """The parameters of a module that make one linear map, or ``groups`` of them stacked along the outputs.
 
     Attributes:
-        suffix: Name of the part, to follow the module's.
+        suffix: Name of the part, which follows the module's.
         weight_name: Weight ``[groups·d_out, d_in]``, a dotted name below the module; None for a part of biases only.
         bias_name: Bias ``[groups·d_out]``, or None.
         taps: Projections that apply it, each with the group that its calls fill, or -1 for all groups at once.
@@ -93,18 +93,18 @@ class AttentionProjections(nn.Module):
 
 
 def attention_parts(module: nn.MultiheadAttention, projections: AttentionProjections) -> list[LinearMap]:
-    """Parts of a multi-head attention that is computed through ``projections``.
+    """Return the parts of a multi-head attention that is computed through ``projections``.
 
     Args:
-        module: The attention. ``bias_k`` and ``bias_v`` are no linear map, and belong to no part.
-        projections: What applies its weights.
+        module: The attention. ``bias_k`` and ``bias_v`` are not linear maps, and belong to no part.
+        projections: Modules that apply its weights.
 
     Returns:
         The input projection (one part, or one per weight and one for their common bias) and the output projection.
     """
     thirds = ((projections.query, 0), (projections.key, 1), (projections.value, 2))
     in_bias = None if module.in_proj_bias is None else "in_proj_bias"
-    if module.in_proj_weight is not None:  # queries, keys and values are of one size
+    if module.in_proj_weight is not None:  # queries, keys and values have one size
         parts = [LinearMap("in_proj", "in_proj_weight", in_bias, ((projections.packed, -1), *thirds), 3)]
     else:
         names = ("q_proj", "k_proj", "v_proj")
@@ -147,7 +147,7 @@ def attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """``torch.nn.functional.multi_head_attention_forward`` with its linear maps taken through ``projections``.
+    """Run ``torch.nn.functional.multi_head_attention_forward`` with its linear maps taken through ``projections``.
 
     Arguments are torch's, without the static keys and values, which replace projections. Outputs, gradients and the use
     of random numbers are torch's to the last bit.
@@ -182,7 +182,7 @@ def attention(
     context, scores = attend((q, k, v), mask, dropout_p if training else 0.0, is_causal, shape)
     context = context.reshape(length * batch, width)
     out = F.linear(context, out_proj_weight, out_proj_bias).view(length, batch, out_proj_weight.shape[0])
-    # The product is torch's, of rows; the tap sees where the batch is.
+    # The product is torch's, of rows; the tap needs to see the batch axis.
     out = projections.out(context.view(length, batch, width), out_proj_weight, out_proj_bias, out)
     if scores is not None:
         scores = scores.view(shape)
@@ -195,7 +195,7 @@ def attention(
 def _float_masks(
     key_mask: Tensor | None, mask: Tensor | None, is_causal: bool, need_weights: bool, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, bool]:
-    """Masks as terms to be added, and whether the causal kernel replaces one of them."""
+    """Return the masks as terms to be added, and whether the causal kernel replaces one of them."""
     key_mask = F._canonical_mask(key_mask, "key_padding_mask", F._none_or_dtype(mask), "attn_mask", dtype)
     if is_causal and mask is None:
         raise RuntimeError("is_causal is a hint about attn_mask, and needs it: see generate_square_subsequent_mask")
@@ -206,7 +206,7 @@ def _float_masks(
 
 
 def _stacked(projections: AttentionProjections, qkv: _Three, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """Queries, keys and values ``[·, N, E]`` from one weight ``[3E, E]``, in the products that torch takes."""
+    """Compute queries, keys and values ``[·, N, E]`` from one weight ``[3E, E]``, with the products of torch."""
     query, key, value = qkv
     width = query.shape[-1]
     if key.shape != value.shape:
@@ -215,7 +215,7 @@ def _stacked(projections: AttentionProjections, qkv: _Three, weight: Tensor, bia
         return _unstack(projections.packed(query, weight, bias), 3)
     if key is not value:
         return _separate(projections, qkv, weight.chunk(3), bias)
-    # One product for keys and values, of which each tap sees its half: two products would round differently.
+    # Keys and values share one product, of which each tap sees its half: two products would round differently.
     w_q, w_kv = weight.split([width, 2 * width])
     b_q, b_kv = (None, None) if bias is None else bias.split([width, 2 * width])
     q = projections.query(query, w_q, b_q)
@@ -224,7 +224,7 @@ def _stacked(projections: AttentionProjections, qkv: _Three, weight: Tensor, bia
 
 
 def _unstack(joined: Tensor, groups: int) -> tuple[Tensor, ...]:
-    """Parts ``[·, N, E]`` of ``[·, N, groups·E]``, each contiguous."""
+    """Return the parts ``[·, N, E]`` of ``[·, N, groups·E]``, each contiguous."""
     parts = joined.unflatten(-1, (groups, -1)).unsqueeze(0).transpose(0, -2).squeeze(-2).contiguous()
     return tuple(parts[i] for i in range(groups))
 
@@ -232,7 +232,7 @@ def _unstack(joined: Tensor, groups: int) -> tuple[Tensor, ...]:
 def _separate(
     projections: AttentionProjections, qkv: _Three, weights: Sequence[Tensor], bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Queries, keys and values ``[·, N, E]``, each from its own weight ``[E, d_in]``."""
+    """Compute queries, keys and values ``[·, N, E]``, each from its own weight ``[E, d_in]``."""
     query, key, value = qkv
     if key.shape[:2] != value.shape[:2]:
         raise AssertionError(f"key's sequence and batch dims {key.shape[:2]} do not match value's {value.shape[:2]}")
@@ -242,7 +242,7 @@ def _separate(
 
 
 def _mask_of_heads(mask: Tensor | None, shape: tuple[int, int, int]) -> Tensor | None:
-    """``[L, S]`` as ``[1, L, S]``; ``[N·heads, L, S]`` as it is."""
+    """Return ``[L, S]`` as ``[1, L, S]``, and ``[N·heads, L, S]`` unchanged."""
     if mask is None:
         return None
     expected = shape if mask.dim() == 3 else shape[1:]
@@ -254,7 +254,7 @@ def _mask_of_heads(mask: Tensor | None, shape: tuple[int, int, int]) -> Tensor |
 def _split_heads(
     q: Tensor, k: Tensor, v: Tensor, bias: tuple[Tensor | None, Tensor | None], add_zero_attn: bool, num_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """``[N·heads, ·, E/heads]`` of each, and the number of keys that stand behind those of the input."""
+    """Return ``[N·heads, ·, E/heads]`` of each, and the number of keys that follow those of the input."""
     batch, width = q.shape[1:]
     bias_k, bias_v = bias
     if (bias_k is None) != (bias_v is None):
@@ -269,7 +269,7 @@ def _split_heads(
 
 
 def _merge_masks(mask: Tensor | None, key_mask: Tensor | None, appended: int, shape: _Shape) -> Tensor | None:
-    """One term for both masks ``[1 or N·heads, 1 or L, S]``; keys that were appended are never masked."""
+    """Merge both masks to one term ``[1 or N·heads, 1 or L, S]``; keys that were appended are never masked."""
     batch, heads, _, sources = shape
     if appended:
         mask = None if mask is None else F.pad(mask, (0, appended))
@@ -285,7 +285,7 @@ def _merge_masks(mask: Tensor | None, key_mask: Tensor | None, appended: int, sh
 def _attend_with_weights(
     qkv: _Three, mask: Tensor | None, dropout_p: float, is_causal: bool, shape: _Shape
 ) -> tuple[Tensor, Tensor | None]:
-    """Context ``[L, N·heads, E/heads]`` and weights ``[N·heads, L, S]``."""
+    """Return the context ``[L, N·heads, E/heads]`` and weights ``[N·heads, L, S]``."""
     q, k, v = qkv
     scaled = q * math.sqrt(1.0 / float(q.shape[-1]))
     if mask is not None:
@@ -301,7 +301,7 @@ def _attend_with_weights(
 def _attend_fused(
     qkv: _Three, mask: Tensor | None, dropout_p: float, is_causal: bool, shape: _Shape
 ) -> tuple[Tensor, Tensor | None]:
-    """Context ``[L, N, heads, E/heads]`` by the fused kernel, which keeps the weights to itself."""
+    """Return the context ``[L, N, heads, E/heads]`` of the fused kernel, which does not return the weights."""
     batch, heads, _, sources = shape
     if mask is not None:
         mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.view(batch, heads, -1, sources)
@@ -310,22 +310,23 @@ def _attend_fused(
     return context.permute(2, 0, 1, 3), None
 
 
-# ------------------------------------------------------------------ attention of a module that stays as it is
+# ------------------------------------------------------------------ attention of an unchanged module
 
 
-#: Of every module that was ever watched: two optimizers tap the same projections, so that one call reaches both.
+#: The projections of every module that was ever watched: two optimizers tap the same ones, so that one call reaches
+#: both.
 _PROJECTIONS: weakref.WeakKeyDictionary[nn.MultiheadAttention, AttentionProjections] = weakref.WeakKeyDictionary()
 
 
 class WatchedAttention:
-    """Lets taps see the projections of an ``nn.MultiheadAttention`` without touching it.
+    """Lets taps see the projections of an ``nn.MultiheadAttention`` without changing it.
 
     The projections are no children of the module: nothing of its structure, attributes or state changes, only two hooks
     come and go with :meth:`install`.
 
     Attributes:
         module: The attention.
-        projections: What to tap; they follow the module's training mode.
+        projections: The modules to tap; they follow the module's training mode.
     """
 
     def __init__(self, module: nn.MultiheadAttention) -> None:
@@ -333,33 +334,33 @@ class WatchedAttention:
         self.projections: AttentionProjections = _PROJECTIONS.setdefault(module, AttentionProjections())
 
     def linear_parts(self) -> list[LinearMap]:
-        """The parts of the module; see :func:`attention_parts`."""
+        """Return the parts of the module; see :func:`attention_parts`."""
         return attention_parts(self.module, self.projections)
 
     def install(self, wanted: Callable[[], bool]) -> list[RemovableHandle]:
         """Hook the module, so that its forward calls the projections.
 
         Args:
-            wanted: Asked at each forward in training mode with gradients. It lives as long as the hooks, so it should
-                not keep an optimizer alive.
+            wanted: Function that is called at each forward in training mode with gradients. It lives as long as the
+                hooks, so it should not keep an optimizer alive.
 
         Returns:
             Handles of the hooks.
         """
         route = _Route(self.projections, wanted)
-        # First of all hooks on both sides, so that the mode sees as little as possible of what is not ours.
+        # These hooks come first on both sides, so that the mode sees as little third-party code as possible.
         enter = self.module.register_forward_pre_hook(_Enter(route), prepend=True)
         leave = self.module.register_forward_hook(_Leave(route), prepend=True, always_call=True)
         return [enter, leave]
 
 
 class _Route(threading.local):
-    """What the two hooks of one module share, and the modes that they have pushed in this thread."""
+    """The state that the two hooks of one module share, and the modes that they have pushed in this thread."""
 
     def __init__(self, projections: AttentionProjections, wanted: Callable[[], bool]) -> None:
         self.projections = projections
         self.wanted = wanted
-        #: One entry per forward that is running: more than one where the module calls itself.
+        #: One entry per running forward; there is more than one if the module calls itself.
         self.running: list[_Reroute | None] = []
 
 
@@ -370,7 +371,7 @@ class _Hook(OwnHook):
 
 class _Enter(_Hook):
     def __call__(self, module: nn.MultiheadAttention, args: tuple[Any, ...]) -> None:
-        """Push the mode, if this forward is to be seen."""
+        """Push the mode, if this forward is to be captured."""
         if torch.compiler.is_compiling():
             return
         route, mode = self.route, None
@@ -383,7 +384,7 @@ class _Enter(_Hook):
 
 class _Leave(_Hook):
     def __call__(self, module: nn.MultiheadAttention, args: tuple[Any, ...], output: Any) -> None:
-        """Pop it again, also when the forward has raised."""
+        """Pop the mode again, also if the forward has raised."""
         if torch.compiler.is_compiling() or not self.route.running:
             return
         mode = self.route.running.pop()
@@ -392,7 +393,7 @@ class _Leave(_Hook):
 
 
 class _Reroute(TorchFunctionMode):
-    """Takes the attention of one module through projections; everything else passes."""
+    """Takes the attention of one module through projections, and passes everything else on."""
 
     def __init__(self, module: nn.MultiheadAttention, route: _Route) -> None:
         super().__init__()
@@ -409,10 +410,10 @@ class _Reroute(TorchFunctionMode):
         return attention(projections, *args, **{k: v for k, v in kwargs.items() if not k.startswith("static_")})
 
     def _is_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is of this module's own weights, and of no keys from outside."""
+        """Whether a call uses this module's own weights, without static keys."""
         module = self.module
         if not self.route.wanted():
-            return False  # left behind by an interrupt from the keyboard, after which torch runs no hook
+            return False  # left over from a keyboard interrupt, after which torch runs no hook
         if len(args) < 13 or kwargs.get("static_k") is not None or kwargs.get("static_v") is not None:
             return False
         stacked, out = args[5], args[11]

@@ -1,4 +1,4 @@
-"""Which adapter covers which module type, and the way to add one."""
+"""The adapter for each module type, and the function that adds one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ADAPTERS: dict[type[nn.Module], type[Adapter]] = {
 def register_layer(module_type: type[nn.Module], adapter: type[Adapter]) -> None:
     """Cover a module type of your own in every method that estimates curvature per layer.
 
-    Optimizers that are constructed afterwards find it; a type that is there already is replaced. Subclasses of the type
-    are covered too, as long as they do not override ``forward``.
+    Optimizers that are constructed afterwards use it; an existing entry for the type is replaced. Subclasses of the
+    type are covered too, as long as they do not override ``forward``.
 
     Args:
         module_type: Subclass of ``nn.Module`` that applies one weight, and a bias or none.
@@ -57,7 +57,7 @@ def register_layer(module_type: type[nn.Module], adapter: type[Adapter]) -> None
 
 
 def find_adapter(module: nn.Module) -> tuple[type[Adapter] | None, str]:
-    """The adapter class for a module, or None and the reason in words."""
+    """Return the adapter class for a module, or None and the reason in words."""
     name = type(module).__name__
     for kind, adapter in _candidates(type(module)):
         if type(module).forward is not kind.forward:
@@ -74,7 +74,7 @@ def find_adapter(module: nn.Module) -> tuple[type[Adapter] | None, str]:
 
 
 def _candidates(kind: type[nn.Module]) -> Iterator[tuple[type[nn.Module], type[Adapter]]]:
-    """Registered types that a class is or derives from, the nearest first."""
+    """Yield registered types that a class is or derives from, the nearest first."""
     conv1d = others.hugging_face_conv1d()
     for base in kind.__mro__:
         if base in ADAPTERS:

@@ -17,7 +17,7 @@ class Roles:
     Attributes:
         gradient: Ranks that compute gradients and train; the first one leads.
         factor: Ranks that estimate factors from data of their own; the first one serves them.
-        inverse: Ranks that factorise.
+        inverse: Ranks that factorize.
     """
 
     gradient: tuple[int, ...]
