@@ -79,6 +79,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         comm: The communication strategy.
         preconditioner: The stages of a step over all curvature.
         loss_scale: The loss scale of float16 training.
+        group_options: The options of groups: their checks, their defaults, and rules about several of them.
     """
 
     comm: CommStrategy
@@ -88,11 +89,11 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     _join_config = JOIN_DISABLED
 
     def __init__(self, given: Mapping[str, Any], recipe: Recipe) -> None:
-        self._recipe, self._options = recipe, GroupOptions(type(self), recipe.rules)
+        self._recipe, self.group_options = recipe, GroupOptions(type(self), recipe.rules)
         own = recipe.defaults(given, self.checks)
         root, params = recipe.find_module(type(self).__name__, given["params"], given["module"])
         self._begin(given["comm"])
-        super().__init__(params, self._options.defaults(own))
+        super().__init__(params, self.group_options.defaults(own))
         require_separate_parameters(type(self).__name__, root, [p for g in self.param_groups for p in g["params"]])
         if given["comm"] is None and any(is_cut(p) for g in self.param_groups for p in g["params"]):
             self.comm = default_strategy(cut=True)  # nobody chose a strategy, and sharded parameters want another one
@@ -109,7 +110,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             self.close()  # a model keeps no hooks of an optimizer that was refused
             raise
         self._table.warn_uncovered(self.preconditioner.covered)
-        self._options.warn_without_effect(self.param_groups)
+        self.group_options.warn_without_effect(self.param_groups)
 
     # ------------------------------------------------------------------ the parts
     def _begin(self, comm: CommStrategy | None) -> None:
@@ -129,7 +130,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         self.preconditioner = recipe.precondition(Shared(method, comm, table, runtime, self.loss_scale, follow), kept)
         self._update = Update(table, self.preconditioner)
         self._trust = recipe.judge(self.preconditioner, self._update)
-        known = KnownOptions(self.checks, ChainMap(self.defaults, {"betas": self._options.betas}), recipe.rules)
+        known = KnownOptions(self.checks, ChainMap(self.defaults, {"betas": self.group_options.betas}), recipe.rules)
         saved, divided = recipe.saved(self.preconditioner)
         checkpoint = Checkpoint(method, comm, table, runtime, saved, self._update.keys, known, divided)
         session = RankSession(comm, table, runtime)
@@ -161,7 +162,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     def _follow_forward(self) -> None:
         """Let intervals and frozen layers that changed since the last step act on the forward that begins."""
-        self._options.check_changes(self.param_groups)
+        self.group_options.check_changes(self.param_groups)
         self._tabulate()
         if not self._table.is_gathered():
             self._allocator.synchronize()
@@ -190,12 +191,12 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group)}")
         is_late = bool(self._table.group_of)  # and not while the constructor adds its groups
-        group = self._options.completed(param_group, self.defaults, self.param_groups, is_late)
+        group = self.group_options.completed(param_group, self.defaults, self.param_groups, is_late)
         super().add_param_group(self._table.named_like_the_others(group))
         group = self.param_groups[-1]
         group.setdefault("fallback_base_lr", float(group["lr"]))
         if is_late:
-            self._options.warn_without_effect([group])
+            self.group_options.warn_without_effect([group])
             self._tabulate()
             try:
                 self.preconditioner.hooks.replanned(self._allocator.rebuild())
@@ -204,7 +205,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             except RuntimeError:  # there is not enough memory
                 self._allocator.take_back(group)
                 raise
-        self._options.rules.added(self.param_groups, self.steps)
+        self.group_options.rules.added(self.param_groups, self.steps)
 
     def check_groups(self, groups: list[Group]) -> None:
         """Refuse what ``param_groups`` is to become if options exclude each other; nothing is changed.
@@ -213,7 +214,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             ValueError: If options of a group exclude each other, or groups disagree where they share curvature.
         """
         for group in groups:
-            self._options.rules.check(group, groups)
+            self.group_options.rules.check(group, groups)
 
     # ------------------------------------------------------------------ copies and ends
     def __getstate__(self) -> dict[str, Any]:
@@ -224,7 +225,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             "names": dict(table.names),
             "comm": self.comm,
             "step": self.steps,
-            "betas": self._options.betas,
+            "betas": self.group_options.betas,
             "entries": dict(table.entries),
             "recipe": self._recipe.copied(self.preconditioner),
             "curvature": self.preconditioner.kept(),
@@ -242,15 +243,15 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             self.defaults.update(defaults)
         if kept is not None:
             self._restore(kept)
-        self._options.fill(self.param_groups, self.defaults)
+        self.group_options.fill(self.param_groups, self.defaults)
         self._tabulate()
         if kept is not None:
             self._allocator.rebuild()
 
     def _restore(self, kept: dict[str, Any]) -> None:
         self._recipe = kept["recipe"]
-        self._options = GroupOptions(type(self), self._recipe.rules)
-        self._options.betas = kept["betas"]
+        self.group_options = GroupOptions(type(self), self._recipe.rules)
+        self.group_options.betas = kept["betas"]
         self._begin(kept["comm"])
         self._table.names, self._runtime.step = kept["names"], kept["step"]
         self._table.entries.update(kept["entries"])
@@ -438,7 +439,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     def reason_against_roles(self) -> str | None:
         """Return why ranks of several roles cannot serve this method, or None if they can."""
-        return self._options.rules.reason_against_roles(self.param_groups)
+        return self.group_options.rules.reason_against_roles(self.param_groups)
 
     # ------------------------------------------------------------------ the step
     @overload
@@ -466,7 +467,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             ValueError: If it is out of range, or excluded by another option.
         """
         curvature = self.preconditioner
-        self._options.check_changes(self.param_groups)
+        self.group_options.check_changes(self.param_groups)
         self._tabulate()
         curvature.hooks.begin_step(self._allocator.synchronize)
         self._join_ranks()
@@ -516,7 +517,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
                     "layers were frozen, unfrozen or moved inside Join, where ranks without data cannot follow: do "
                     "that before or after it"
                 )
-            self._session.connect({**self.preconditioner.facts(), **self._options.rules.facts()})
+            self._session.connect({**self.preconditioner.facts(), **self.group_options.rules.facts()})
         self.preconditioner.recover()
 
     def _estimate_only(self) -> None:
@@ -680,7 +681,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     def __repr__(self) -> str:
         """As in ``torch.optim``, without the options that have the constructor's default; equal groups stand once."""
-        return representation(type(self), self.param_groups, self.defaults, self._options.betas)
+        return representation(type(self), self.param_groups, self.defaults, self.group_options.betas)
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes that the optimizer holds on this rank, by kind, with ``"total"``."""

@@ -183,7 +183,8 @@ class ParamScheduler:
         """Warn of a relative damping that was not requested: its mode was not given, since the damping was not."""
         if "damping" not in self._tracks or "damping_mode" in self._tracks:
             return
-        unasked = getattr(getattr(self.optimizer, "rules", None), "mode_by_default", False)
+        optimizer = self.optimizer
+        unasked = isinstance(optimizer, SecondOrderOptimizer) and optimizer.group_options.rules.mode_by_default
         if unasked and any(group["damping_mode"] == "relative" for group in self.optimizer.param_groups):
             warnings.warn(
                 "damping is scheduled, but its mode is the default of an optimizer built without damping, 'relative': "

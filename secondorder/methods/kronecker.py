@@ -44,7 +44,6 @@ class FactoredRules(LayerRules):
 
     Attributes:
         adaptation: How steps are judged by their loss.
-        mode_by_default: Whether ``damping_mode`` was left to the constructor.
         chooses_bound: Whether ``max_factor_dim`` was left to the constructor.
         device_type: Type of the device for which it chooses.
     """

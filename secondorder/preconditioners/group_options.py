@@ -18,7 +18,12 @@ class GroupRules:
 
     Args:
         exclusions: Each raises ``ValueError`` if options of a group exclude each other, or those of the other groups.
+
+    Attributes:
+        mode_by_default: Whether the mode of the damping was left to the constructor.
     """
+
+    mode_by_default = False
 
     def __init__(self, *exclusions: Callable[[Mapping[str, Any], list[Group]], None]) -> None:
         self.exclusions = exclusions
