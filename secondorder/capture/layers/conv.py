@@ -298,8 +298,8 @@ def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int
     common, found = x.narrow(dim, begin, end - begin).sum(dim), []
     for first, last in zip(firsts, lasts, strict=True):
         head, tail = slice(max(first, 0), begin), slice(end, max(last, end))
-        beside = [x[(slice(None),) * dim + (places,)].sum(dim) for places in (head, tail)]
-        found.append(common + beside[0] + beside[1])
+        others = [x[(slice(None),) * dim + (places,)].sum(dim) for places in (head, tail)]
+        found.append(common + others[0] + others[1])
     return torch.stack(found, dim)
 
 
