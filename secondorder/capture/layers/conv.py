@@ -145,7 +145,7 @@ class ConvAdapter(Adapter):
         return self.padding_mode == "zeros"
 
     def _window(self, x: Tensor) -> tuple[Window, list[int]]:
-        """Return the kernel's window over the image, and the image's size: padded, if not with zeros."""
+        """Return the kernel's window over the image, and the image's size, which includes padding other than zeros."""
         if self._pads_zeros:
             return Window(self.kernel, self.dilation, tuple(self.padding), self.groups), list(x.shape[2:])
         reach = [d * (k - 1) for k, d in zip(self.kernel, self.dilation, strict=True)]
