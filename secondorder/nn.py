@@ -52,7 +52,7 @@ class _Exposed(nn.Module):
         self.add_projections()
 
     def linear_parts(self) -> list[LinearMap]:
-        """The linear maps of the module: the parameters of each, and the projections to tap."""
+        """Return the linear maps of the module: the parameters of each, and the projections to tap."""
         raise NotImplementedError
 
     def add_projections(self) -> None:

@@ -234,7 +234,7 @@ class DampingDecay:
     def __call__(self, step: int) -> float:
         """Return λ of a step, between ``final`` and ``initial``."""
         if step <= self.warmup_steps:
-            return self.initial  # to the bit
+            return self.initial  # this is exact to the bit
         rate = min(1.0, 2 * math.log10(self.initial / self.final) / self.decay_steps)
         left = (1 - rate) ** (step - self.warmup_steps)
         return min(self.initial, self.final + (self.initial - self.final) * left)
@@ -301,7 +301,7 @@ def _adapted(key: str, value: Any, held: Any) -> Any:
     if isinstance(held, Tensor) and isinstance(value, Tensor):
         return value  # it stays on its device, and nothing waits for it
     if isinstance(value, Tensor) or getattr(value, "shape", None) == ():
-        value = value.item()  # of torch or NumPy; groups hold Python numbers, which fit into every checkpoint
+        value = value.item()  # torch and NumPy scalars become Python numbers, which fit into every checkpoint
     if isinstance(held, Tensor) and not options.is_number(value):
         raise TypeError(f"{key} must be a number, got {value!r}")
     return options.plain(value)

@@ -42,7 +42,7 @@ class TrustRegion:
     """Judges the steps of a layer method that has a damping λ.
 
     Args:
-        adaptation: Which of the options are on.
+        adaptation: The options that are on.
         curvature: The blocks.
         update: The first-order rules.
     """

@@ -147,7 +147,7 @@ def shared_buckets(sizes: Sequence[Sequence[int]], capacity: int) -> list[list[l
     for rank, of in enumerate(sizes):
         before = 0
         for i, size in enumerate(of):
-            if 0 < size <= capacity:  # to the message in which the middle of this tensor falls
+            if 0 < size <= capacity:  # it goes to the message that contains its middle
                 shared[(2 * before + size) * count // (2 * shares[rank])][rank].append(i)
                 before += size
     return messages + [message for message in shared if any(message)]
@@ -200,7 +200,7 @@ class Buffers:
         return sum(buffer.nbytes for buffer in (*free, *self._lent.values()))
 
     def take(self, group: object, numel: int, dtype: torch.dtype, device: torch.device) -> Loan:
-        """A buffer ``[numel]``, the smallest free one that has room; its content is undefined."""
+        """Return the smallest free buffer ``[numel]`` that has room; its content is undefined."""
         key = (id(group), dtype, device)
         free = self._free.setdefault(key, [])
         fitting = [i for i, buffer in enumerate(free) if buffer.numel() >= numel]

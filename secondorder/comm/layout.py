@@ -35,7 +35,7 @@ NOTHING: Span = (0, 0)
 
 
 class Layout(NamedTuple):
-    """How one tensor is sharded.
+    """The sharding of one tensor.
 
     Attributes:
         shape: Shape of the whole tensor.

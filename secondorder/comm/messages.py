@@ -376,11 +376,11 @@ def _unstack(rows: Tensor, items: Sequence[Item], stacks: Sequence[Tensor]) -> N
 class _Place(NamedTuple):
     """The destination of a run of elements of a message."""
 
-    rank: int  # from which it comes
-    column: int  # in the message
+    rank: int  # the rank that sends it
+    column: int  # its first column in the message
     length: int
-    position: int  # of the tensor
-    start: int  # in the tensor
+    position: int  # the position of its tensor
+    start: int  # its first entry in the tensor
 
 
 def _places(

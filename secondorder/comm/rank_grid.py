@@ -36,7 +36,7 @@ _DOES_NOT_PLACE = ("average_gradients", "wire_dtype", "timeout", "verify_every")
 
 
 def _nobody() -> None:
-    """Return no optimizer, as a reference to one that is gone does."""
+    """Return None, as a weak reference to a deleted optimizer does."""
 
 
 class _All(Pending):

@@ -168,7 +168,7 @@ class CommStrategy(ABC):
             NotImplementedError: If the strategy does not support it.
         """
 
-    def abandon(self, error: BaseException) -> None:  # noqa: B027 - others hear of it when their time runs out
+    def abandon(self, error: BaseException) -> None:  # noqa: B027 - others notice it at their timeout
         """Handle that this rank leaves its training loop with an error."""
 
     # ------------------------------------------------------------------ who

@@ -13,7 +13,7 @@ class Row:
     Attributes:
         name: Parameter name.
         shape: Its shape.
-        treatment: What covers it, or the fallback and why.
+        treatment: The curvature that covers it, or the fallback and its reason.
         sizes: Sizes of its curvature, or nothing.
         owner: Rank that owns the curvature, or nothing.
         nbytes: Bytes of optimizer state kept for it on this rank.

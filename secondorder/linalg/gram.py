@@ -125,8 +125,8 @@ class Spectrum(NamedTuple):
     """An orthonormal basis B of the rows' span, ``Gᵀ = Bᵀ Mᵀ``, in which ``GᵀG`` is a small diagonal matrix.
 
     Attributes:
-        back: From the basis to coefficients on the rows ``[k, t, t]``: ``Bᵀ y = Gᵀ (back y)``.
-        into: From coefficients to the basis ``[k, t, t]``: ``Gᵀ b = Bᵀ (into b)``.
+        back: Map from the basis to coefficients on the rows ``[k, t, t]``: ``Bᵀ y = Gᵀ (back y)``.
+        into: Map from coefficients to the basis ``[k, t, t]``: ``Gᵀ b = Bᵀ (into b)``.
         values: Eigenvalues θ of ``GᵀG`` in the span ``[k, t]``.
     """
 

@@ -110,7 +110,7 @@ def inclusion(scores: Tensor, rank: int) -> Tensor:
     q = scores.double().clamp(min=0)
     ordered = q.sort(-1, descending=True).values
     tail = ordered.flip(-1).cumsum(-1).flip(-1)
-    left = rank - torch.arange(q.shape[-1], device=q.device)  # to draw after as many ones
+    left = rank - torch.arange(q.shape[-1], device=q.device)  # the number left to draw after that many ones
     ones = (left * ordered > tail).sum(-1, keepdim=True)
     pi = (q * ((rank - ones) / tail.gather(-1, ones))).clamp(max=1)
     positive = q > 0

@@ -60,7 +60,7 @@ class ModelFisher:
             ValueError: If the exact Fisher needs too many passes.
             RuntimeError: If the outputs do not come from a captured forward pass, or their graph was freed.
         """
-        waiting = capture.forwards.waiting()  # of a model in parts, the last one returned the outputs
+        waiting = capture.forwards.waiting()  # in a model in parts, the last part returned the outputs
         batches = [current.evidence.examples or 0 for current in waiting if current.root == waiting[-1].root]
         laid = [Head.of(*head, batches, self._batch_dim) for head in zip(heads, kinds, targets, strict=True)]
         # The mean over loss terms is taken when all micro-batches are there; heads are weighted by their own numbers of

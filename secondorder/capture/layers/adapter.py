@@ -98,7 +98,7 @@ class Adapter(ABC):
         return self.has_weight
 
     def factor_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of A and G."""
+        """Return the shapes of A and G."""
         lead = (self.groups,) if self.groups > 1 else ()
         return (*lead, self.n_a, self.n_a), (*lead, self.n_g, self.n_g)
 

@@ -145,7 +145,7 @@ class ConvAdapter(Adapter):
         return self.padding_mode == "zeros"
 
     def _window(self, x: Tensor) -> tuple[Window, list[int]]:
-        """Return the kernel's window over the image, and the image's size: padded, if not with zeros."""
+        """Return the kernel's window over the image, and the image's size, which includes padding other than zeros."""
         if self._pads_zeros:
             return Window(self.kernel, self.dilation, tuple(self.padding), self.groups), list(x.shape[2:])
         reach = [d * (k - 1) for k, d in zip(self.kernel, self.dilation, strict=True)]
@@ -298,8 +298,8 @@ def _shifted_sums(x: Tensor, dim: int, firsts: list[int], size: int, stride: int
     common, found = x.narrow(dim, begin, end - begin).sum(dim), []
     for first, last in zip(firsts, lasts, strict=True):
         head, tail = slice(max(first, 0), begin), slice(end, max(last, end))
-        beside = [x[(slice(None),) * dim + (places,)].sum(dim) for places in (head, tail)]
-        found.append(common + beside[0] + beside[1])
+        others = [x[(slice(None),) * dim + (places,)].sum(dim) for places in (head, tail)]
+        found.append(common + others[0] + others[1])
     return torch.stack(found, dim)
 
 

@@ -7,7 +7,7 @@ Each group sends in one direction, and has one outstanding message at most::
     parameters    chief ─► factor ranks                        once per epoch
     estimate j    first factor rank ─► inverse rank j          once per version
     curvature j   inverse rank j ─► gradient ranks             once per version
-    control       everybody                                    at the start and at the end
+    control       all ranks                                    at the start and at the end
 """
 
 from __future__ import annotations

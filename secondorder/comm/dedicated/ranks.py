@@ -128,7 +128,7 @@ class GradientRank(Rank):
 
     Attributes:
         taken: Versions that were taken, or given up, by inverse rank.
-        lost: Inverse ranks that are gone.
+        lost: Inverse ranks that were lost.
         since: For each unit, the step of the parameters behind its curvature.
         log: What happened at which step; it is the same on every gradient rank.
     """

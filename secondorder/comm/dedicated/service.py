@@ -127,7 +127,7 @@ class FactorRank(Rank):
         return self.links.rank == self.links.roles.server
 
     def end_step(self) -> None:
-        """At the end of an epoch, pass the estimates on and take new parameters."""
+        """Pass the estimates on and receive new parameters at the end of an epoch."""
         self.steps += 1
         with self.watched(f"after step {self.steps}"):
             if not self.plan.lockstep:

@@ -222,12 +222,12 @@ class DedicatedWorkers(CommStrategy):
             if not part.failed:
                 with torch.no_grad():
                     part.close()
-                together = not part.failed and self._part_company(links)
+                together = not part.failed and self._leave_together(links)
         finally:
             self._links = None
             links.leave(together)
 
-    def _part_company(self, links: Links) -> bool:
+    def _leave_together(self, links: Links) -> bool:
         """Whether all ranks are still there, so that they can leave together."""
         lost = links.board.wait("end")["lost"]
         if not lost:
@@ -297,7 +297,7 @@ class DedicatedWorkers(CommStrategy):
 
     @property
     def log(self) -> list[Entry]:
-        """What happened at which step; available on gradient ranks.
+        """The events of training by step; available on gradient ranks.
 
         An entry ``["turn", step, k]`` means that parameters were sent to the factor ranks, and ``["take", step, rank,
         version]`` that a version of an inverse rank was taken. Pass the log to ``replay`` on every rank.

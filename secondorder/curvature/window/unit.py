@@ -37,7 +37,7 @@ class Unit:
         window: The window of their gradients.
         group: Options that the unit follows: those of its first parameter.
         inputs: The gradients of the coming step, None if the unit has none.
-        source: What is preconditioned.
+        source: The vector that is preconditioned.
         a: Coefficients of the last direction.
         outside: Factor of ``source.r``, 0-dim or a number.
         norm: Length of the last gradient, 0-dim.
