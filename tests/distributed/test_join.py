@@ -32,7 +32,7 @@ def batches(rank: int, world: int, run: Run, steps: int) -> Iterator[tuple[Tenso
 def owned(optimizer: Any) -> list[int]:
     """Owners of the blocks or windows."""
     curvature = optimizer.preconditioner
-    count = len(curvature.plan.blocks if hasattr(curvature.plan, "blocks") else curvature.units)
+    count = len(curvature.plan.by_name)
     return [optimizer.comm.owner(i) for i in range(count)]
 
 
