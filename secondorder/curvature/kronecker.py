@@ -218,7 +218,10 @@ class KroneckerBlock(FactoredBlock):
     @property
     def uses_estimate(self) -> bool:
         """Whether the factors themselves precondition: if both are diagonal, there are no inverses."""
-        return self.inverse.uses_factors
+        inverse = self.inverse
+        if inverse is not self.eigen:
+            _ = self.state  # state dicts list the owners of such blocks first
+        return inverse.uses_factors
 
     # ------------------------------------------------------------------ use
     def precondition(self, gradient: Tensor) -> Tensor:
