@@ -68,7 +68,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
 
     Args:
         given: The arguments of the method's constructor by name. ``params``, ``module``, ``comm``, ``grad_scaler`` and
-            the options of groups are used; those of the common options that it lacks take their default.
+            the options of groups are used. Of these, only ``params``, ``lr`` and the options in ``checks`` are needed.
         recipe: What is special about the method.
 
     Raises:
@@ -91,16 +91,16 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     def __init__(self, given: Mapping[str, Any], recipe: Recipe) -> None:
         self._recipe, self.group_options = recipe, GroupOptions(type(self), recipe.rules)
         own = recipe.defaults(given, self.checks)
-        root, params = recipe.find_module(type(self).__name__, given["params"], given["module"])
-        self._begin(given["comm"])
+        root, params = recipe.find_module(type(self).__name__, given["params"], given.get("module"))
+        self._begin(given.get("comm"))
         super().__init__(params, self.group_options.defaults(own))
         require_separate_parameters(type(self).__name__, root, [p for g in self.param_groups for p in g["params"]])
-        if given["comm"] is None and any(is_cut(p) for g in self.param_groups for p in g["params"]):
+        if given.get("comm") is None and any(is_cut(p) for g in self.param_groups for p in g["params"]):
             self.comm = default_strategy(cut=True)  # nobody chose a strategy, and sharded parameters want another one
         self._assemble()
         self.comm.claim(self)
         try:
-            self.loss_scale.set(given["grad_scaler"], self.comm.averages)
+            self.loss_scale.set(given.get("grad_scaler"), self.comm.averages)
             self._connect(root)
             self.loss_scale.require_common(self.comm.averages)
             self._table.shards.require_fitting_strategy()

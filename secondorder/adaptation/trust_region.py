@@ -301,7 +301,7 @@ class TrustRegion:
                 changed.append(group)
         # Factored inverses contain the damping of their refresh, and would follow a change many steps too late.
         affected = (b for b in self._curvature.plan.blocks if any(b.group is g for g in changed))
-        factored = (b for b in affected if b.group.get("inverse_method") == "cholesky")
+        factored = (b for b in affected if b.inverse.holds_damping)
         if late := [b for b in factored if self._table.state[b.owner]["refreshes"] > 0]:
             self._curvature.renew(late)
 

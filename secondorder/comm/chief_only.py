@@ -87,6 +87,7 @@ class ChiefOnly(RankGrid):
         own = [Parcel(p.index, [t[None] for t in p.tensors]) for p in parcels]
         return [p if self._owners[p.index] == self._rank else Parcel(p.index, []) for p in own]
 
-    def _changed_arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the chief, and those of all grids."""
         own = {"root": self._root, "deliver": self._deliver, "statistics": self._statistics}
-        return {**own, **super()._changed_arguments()}
+        return {**own, **super().arguments()}

@@ -91,5 +91,6 @@ class HybridOpt(RankGrid):
         """Return what copies keep: no group, and therefore no mesh, which consists of groups."""
         return {**super().__getstate__(), "_mesh": None}
 
-    def _changed_arguments(self) -> dict[str, Any]:
-        return {"grad_worker_fraction": self._fraction, **super()._changed_arguments()}
+    def arguments(self) -> dict[str, Any]:
+        """Return the fraction, and the arguments of all grids."""
+        return {"grad_worker_fraction": self._fraction, **super().arguments()}

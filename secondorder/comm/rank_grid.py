@@ -273,10 +273,10 @@ class RankGrid(CommStrategy):
 
     def __repr__(self) -> str:
         """Return the constructor call that creates an equal strategy."""
-        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self._changed_arguments().items())})"
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.arguments().items())})"
 
-    def _changed_arguments(self) -> dict[str, Any]:
-        """Return the arguments that differ from their defaults."""
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments for ``repr()`` that differ from their defaults. All ranks must have equal ones."""
         changed = {
             "replicate_factors": self._replicate,
             "average_gradients": self._average or None,
@@ -315,7 +315,7 @@ class RankGrid(CommStrategy):
     @property
     def identity(self) -> str:
         """This rank, its world and the arguments that place the curvature, as text."""
-        changed = {k: v for k, v in self._changed_arguments().items() if k not in _DOES_NOT_PLACE}
+        changed = {k: v for k, v in self.arguments().items() if k not in _DOES_NOT_PLACE}
         strategy = f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in changed.items())})"
         return f"rank {self._rank} of {self._grid.world} under {strategy}"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from copy import copy
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from secondorder.capture.sites import Statistic
-from secondorder.capture.statistics.averages import all_finite
+from secondorder.capture.statistics.averages import all_finite, ratio_ema_
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
@@ -232,7 +232,8 @@ class Block(ABC):
 class PlainBlock(Block):
     """Base of blocks with one running estimate, of which a refresh factorizes nothing.
 
-    Other methods than those of this package derive from it.
+    Other methods than those of this package derive from it. They have the option ``factor_decay``, and the parts that
+    they measure have the keys of the estimate in the schema.
     """
 
     @property
@@ -258,6 +259,15 @@ class PlainBlock(Block):
     def is_finite(self, measured: Measured) -> Tensor:
         """Return whether what was measured is finite, a 0-dim bool tensor."""
         return all_finite([part.total for part in measured.parts.values()]) if measured.parts else torch.tensor(True)
+
+    def fold(self, measured: Measured, gate: Tensor | None) -> Tensor:
+        """Fold each measured part into its running mean, and return whether all were finite."""
+        parts, state, finite = measured.parts, self.state, self.is_finite(measured)
+        good = finite if gate is None else finite & gate  # without a gate the gradients have been looked at
+        totals, scales = [part.total for part in parts.values()], [cast(float, part.scale) for part in parts.values()]
+        decay, weight = self.group["factor_decay"], state["factor_weight"]
+        ratio_ema_([state[key] for key in parts], weight, totals, scales, float(measured.examples), decay, good)
+        return finite
 
     def tasks(self, begun: bool = False) -> dict[str, Task]:
         """Return no tasks."""

@@ -91,9 +91,7 @@ class EigenbasisBlock(FactoredBlock):
 
     def scale_sums(self) -> Schema:
         """The entry for the scale, as ranks add up what they have measured."""
-        adapter = self.adapter
-        lead = (adapter.groups,) if adapter.groups > 1 else ()
-        return shaped(SCALES, {"scale": self.layer.empty((*lead, adapter.n_g, adapter.n_a))})
+        return shaped(SCALES, {"scale": self.layer.empty(self.layer.matrix_shape)})
 
     # ------------------------------------------------------------------ statistics
     def statistic(self, due: Due = ESTIMATE_ALONE) -> EigenSums:

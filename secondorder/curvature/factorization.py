@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,22 +19,50 @@ Found = tuple[tuple[Tensor, ...], Tensor]
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
+class Factorization(NamedTuple):
+    """What is found of a matrix.
+
+    Attributes:
+        dense: Returns what is found of a stack of matrices ``[k, n, n]``, and last whether each came out well, ``[k]``.
+            Its second argument is whether the host may look at results.
+        entrywise: Returns what is found of a diagonal ``[(Γ,) n]``.
+        symmetric: Whether the first result consists of symmetric matrices, of which ranks receive a triangle.
+    """
+
+    dense: Callable[[Tensor, bool], tuple[Tensor, ...]]
+    entrywise: Callable[[Tensor], Tensor]
+    symmetric: bool = False
+
+
+def _eigen(stack: Tensor, host_checks: bool) -> tuple[Tensor, ...]:
+    return eigh_psd(stack, host_checks)
+
+
+def _inverse(stack: Tensor, host_checks: bool) -> tuple[Tensor, ...]:
+    return inverse_pd(stack, host_checks)
+
+
+#: Eigenvalues and the basis, and the inverse by Cholesky.
+EIGEN = Factorization(_eigen, lambda diagonal: diagonal.clamp(min=0))
+CHOLESKY = Factorization(_inverse, torch.reciprocal, symmetric=True)
+
+
 class Task(NamedTuple):
     """A matrix to factorise.
 
     Attributes:
         matrix: Symmetric ``[(Γ,) n, n]``, or its diagonal ``[(Γ,) n]``.
-        method: ``"eigen"``, for eigenvalues and basis, or ``"cholesky"``, for the inverse.
+        way: What is found of it.
         diagonal: Whether it is its diagonal.
     """
 
     matrix: Tensor
-    method: str
+    way: Factorization
     diagonal: bool
 
 
 def factorise(tasks: Mapping[KeyT, Task], host_checks: bool, mirrors: bool = False) -> dict[KeyT, Found]:
-    """Return eigenvalues and basis, or the inverse, by name; tasks of one method and size are done together.
+    """Return what is found of each matrix by name; matrices of one factorization and size are done together.
 
     Args:
         tasks: Matrices by name.
@@ -41,21 +70,21 @@ def factorise(tasks: Mapping[KeyT, Task], host_checks: bool, mirrors: bool = Fal
         mirrors: Whether inverses are symmetric bit by bit, so that ranks that receive a triangle have the same.
     """
     found: dict[KeyT, Found] = {}
-    invert = _inverse_mirrored if mirrors else inverse_pd
-    for method, dense in (("eigen", eigh_psd), ("cholesky", invert)):
-        some = {k: t.matrix for k, t in tasks.items() if t.method == method and not t.diagonal}
-        results = batched(list(some.values()), lambda stack, dense=dense: pack(dense(stack, host_checks)))  # type: ignore[misc]
+    for way in dict.fromkeys(task.way for task in tasks.values()):
+        some = {k: t.matrix for k, t in tasks.items() if t.way == way and not t.diagonal}
+        results = batched(list(some.values()), partial(_dense, way, host_checks, mirrors))
         found.update(zip(some, results, strict=True))
     for key, task in tasks.items():
         if task.diagonal:
-            result = task.matrix.clamp(min=0) if task.method == "eigen" else task.matrix.reciprocal()
+            result = task.way.entrywise(task.matrix)
             found[key] = (result,), torch.isfinite(result).all()
     return found
 
 
-def _inverse_mirrored(stack: Tensor, host_checks: bool) -> tuple[Tensor, Tensor]:
-    inverse, ok = inverse_pd(stack, host_checks)
-    return mirror_upper_(inverse), ok
+def _dense(way: Factorization, host_checks: bool, mirrors: bool, stack: Tensor) -> Found:
+    """Return what is found of a stack of matrices ``[k, n, n]``, and their flags ``[k]``."""
+    first, *rest, ok = way.dense(stack, host_checks)
+    return (mirror_upper_(first) if mirrors and way.symmetric else first, *rest), ok
 
 
 def pack(results: tuple[Tensor, ...]) -> Found:

@@ -6,17 +6,19 @@ dense factor may be stored as a triangle. Both forms may be stored in a lower pr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from secondorder.capture.layers.adapter import Adapter
 from secondorder.capture.statistics import averages
+from secondorder.capture.statistics.measurement import Estimate
 from secondorder.curvature.background import DEVICES
 from secondorder.curvature.layer import Layer, LayerOptions
-from secondorder.curvature.schema import COUNTER, COUNTERS, ESTIMATE, FOUND, WEIGHT, Schema, shaped
+from secondorder.curvature.schema import COUNTER, COUNTERS, ESTIMATE, FOUND, WEIGHT, Schema, shape_of, shaped, tensors
 from secondorder.linalg import triangles
 
 #: State of a block with factors and bases. It has one of the two forms of each factor, copies of what a refresh in the
@@ -105,21 +107,88 @@ def times(x: Tensor, factor: Tensor, *, left: bool) -> Tensor:
     return factor @ x if left else x @ factor
 
 
+class Storage(ABC):
+    """How a state stores a dense factor, ``"a"`` or ``"g"``. A block chooses it with the attribute ``storage``."""
+
+    @abstractmethod
+    def entries(self, name: str, like: Tensor) -> Schema:
+        """Return the entries for a factor like a ``meta`` tensor ``[(Γ,) n, n]``, whose dtype is ``factor_dtype``."""
+
+    @abstractmethod
+    def read(self, state: Mapping[str, Any], name: str, like: Tensor) -> Tensor:
+        """Return the stored factor in the shape and precision of ``like``; it may be the tensor of the state."""
+
+    @abstractmethod
+    def write(self, state: Mapping[str, Any], name: str, factor: Tensor) -> None:
+        """Store a factor ``[(Γ,) n, n]``, which may be what :meth:`read` returned, changed in place."""
+
+
+class Plain(Storage):
+    """One tensor of the shape of the factor.
+
+    Args:
+        symmetric: Whether it consists of matrices ``[(Γ,) n, n]``; otherwise, it is a diagonal ``[(Γ,) n]``.
+    """
+
+    def __init__(self, symmetric: bool) -> None:
+        self.symmetric = symmetric
+
+    def entries(self, name: str, like: Tensor) -> Schema:
+        """Return the entry for the factor."""
+        return {f"factor_{name}": ESTIMATE._replace(like=like, symmetric=self.symmetric)}
+
+    def read(self, state: Mapping[str, Any], name: str, like: Tensor) -> Tensor:
+        """Return the factor."""
+        factor: Tensor = state[f"factor_{name}"]
+        return factor.to(like.dtype)
+
+    def write(self, state: Mapping[str, Any], name: str, factor: Tensor) -> None:
+        """Copy the factor unless it is the tensor of the state."""
+        if factor is not state[f"factor_{name}"]:
+            state[f"factor_{name}"].copy_(factor)
+
+
+class Packed(Storage):
+    """Triangles of the matrices, ``[(Γ,) n(n+1)/2]``."""
+
+    def entries(self, name: str, like: Tensor) -> Schema:
+        """Return the entry for the triangles."""
+        shape = (*like.shape[:-2], triangles.triangle(like.shape[-1]))
+        return {f"packed_{name}": ESTIMATE._replace(like=like.new_empty(shape))}
+
+    def read(self, state: Mapping[str, Any], name: str, like: Tensor) -> Tensor:
+        """Return the matrices."""
+        packed: Tensor = state[f"packed_{name}"]
+        matrix = torch.empty(like.shape, dtype=like.dtype, device=packed.device)
+        triangles.unpack(packed.contiguous(), matrix)
+        return matrix
+
+    def write(self, state: Mapping[str, Any], name: str, factor: Tensor) -> None:
+        """Copy the triangles."""
+        triangles.pack(factor, state[f"packed_{name}"])
+
+
+#: By the value of ``factor_storage``.
+STORAGES: dict[str, Storage] = {"dense": Plain(symmetric=True), "packed": Packed()}
+#: A diagonal factor is stored as it is.
+_DIAGONAL = Plain(symmetric=False)
+
+
 class KroneckerFactors:
     """How the state of a layer stores A and G. States and options are arguments, so that they are never out of date.
 
     Args:
         layer: The layer.
         options: The options that are the same for all layers.
+        storage: How dense factors are stored.
     """
 
-    def __init__(self, layer: Layer, options: LayerOptions) -> None:
-        self.layer, self.options = layer, options
+    def __init__(self, layer: Layer, options: LayerOptions, storage: Storage) -> None:
+        self.layer, self.options, self.storage = layer, options, storage
 
-    @property
-    def packs(self) -> bool:
-        """Whether dense factors are kept as triangles."""
-        return self.options.factor_storage == "packed"
+    def storage_of(self, side: Side) -> Storage:
+        """How one factor is stored."""
+        return _DIAGONAL if side.diagonal else self.storage
 
     def sides(self, group: Mapping[str, Any]) -> Iterator[tuple[str, Side]]:
         """``"a"`` and ``"g"``, and the forms of the two factors."""
@@ -136,16 +205,17 @@ class KroneckerFactors:
     # ------------------------------------------------------------------ what a state holds
     def schema(self, group: Mapping[str, Any], step: int) -> Schema:
         """Entries for factors, counters and copies under factorization; ``step`` is the step of the last update."""
-        kept, likes = self.kept_in(self.options.factor_dtype), dict[str, Tensor | int]()
-        for name, side in self.sides(group):
-            if self.packs and not side.diagonal:
-                likes[f"packed_{name}"] = self.layer.empty((*side.lead, triangles.triangle(side.n)), kept)
-            else:
-                likes[f"factor_{name}"] = self.layer.empty(side.shape, kept)
-        found = shaped(FACTORS, likes, self.dense_keys("factor", group)) | COUNTERS
+        found = self.entries(group) | COUNTERS
         if group["decay_per_step"]:
             found |= shaped(FACTORS, {"factor_step": step})
         return found | self.begun(group) if self.options.overlap else found
+
+    def entries(self, group: Mapping[str, Any]) -> Schema:
+        """Entries for the factors as they are stored."""
+        found, kept = Schema(), self.kept_in(self.options.factor_dtype)
+        for name, side in self.sides(group):
+            found |= self.storage_of(side).entries(name, self.layer.empty(side.shape, kept))
+        return found
 
     def begun(self, group: Mapping[str, Any]) -> Schema:
         """Entries for copies under factorization, and for the step in which the result is adopted."""
@@ -162,14 +232,8 @@ class KroneckerFactors:
     # ------------------------------------------------------------------ the factors of a state
     def whole(self, state: Mapping[str, Any], group: Mapping[str, Any], side: str) -> Tensor:
         """A running factor as a matrix, or its diagonal, in the precision of products."""
-        kept: Tensor | None = state.get(f"packed_{side}")
-        if kept is None:
-            factor: Tensor = state[f"factor_{side}"]
-            return factor.to(self.layer.precision)
-        shape = dict(self.sides(group))[side].shape
-        matrix = torch.empty(shape, dtype=self.layer.precision, device=kept.device)
-        triangles.unpack(kept, matrix)
-        return matrix
+        form = dict(self.sides(group))[side]
+        return self.storage_of(form).read(state, side, self.layer.empty(form.shape))
 
     def pair(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Both running factors, as :meth:`whole` returns them."""
@@ -185,9 +249,9 @@ class KroneckerFactors:
         kept: Tensor = state[key]
         return kept.to(self.layer.precision)
 
-    def are_in(self, state: Mapping[str, Any]) -> bool:
+    def are_in(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
         """Whether the running factors are on this rank."""
-        return all(f"factor_{side}" in state or f"packed_{side}" in state for side in "ag")
+        return self.entries(group).keys() <= state.keys()
 
     def is_diagonal(self, state: Mapping[str, Any], group: Mapping[str, Any], side: str) -> bool:
         """Whether a factor is kept as its diagonal."""
@@ -209,34 +273,33 @@ class KroneckerFactors:
             mean_value = mean_value.amax().expand_as(mean_value)
         return averages.effective_damping(group["damping"], group["damping_mode"], mean_value)
 
-    # ------------------------------------------------------------------ forms
-    def as_kept(self, state: Mapping[str, Any], side: str, total: Tensor) -> tuple[Tensor, Tensor]:
-        """A running factor as it is stored, and the factor of a batch in the same form."""
-        kept: Tensor | None = state.get(f"packed_{side}")
-        if kept is None:
-            return state[f"factor_{side}"], total
-        packed = torch.empty_like(kept, dtype=total.dtype)
-        triangles.pack(total, packed)
-        return kept, packed
+    # ------------------------------------------------------------------ what changes a state
+    def fold(
+        self,
+        state: Mapping[str, Any],
+        group: Mapping[str, Any],
+        batch: Mapping[str, Estimate],
+        weight: float,
+        decay: float,
+        good: Tensor,
+    ) -> None:
+        """Fold the factors of a batch of some weight into the running ones where ``good`` is True."""
+        storages = {name: self.storage_of(side) for name, side in self.sides(group)}
+        totals, scales = [batch[name].total for name in storages], [cast(float, batch[name].scale) for name in storages]
+        running = [storage.read(state, name, batch[name].total) for name, storage in storages.items()]
+        averages.ratio_ema_(running, state["factor_weight"], totals, scales, weight, decay, good)
+        for (name, storage), factor in zip(storages.items(), running, strict=True):
+            storage.write(state, name, factor)
 
     def in_own_form(self, theirs: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
         """Return a loaded state with its factors in the form in which this optimizer stores them.
 
         It has copies under factorization where refreshes overlap, and nowhere else.
         """
-        found, packs = dict(theirs), self.packs
+        found = dict(theirs)
         for name, side in self.sides(group):
-            forms = {f"factor_{name}": side.shape, f"packed_{name}": (*side.lead, triangles.triangle(side.n))}
-            other, ours = forms if packs else reversed(forms)
-            given = found.get(other)
-            if side.diagonal or not isinstance(given, Tensor) or tuple(given.shape) != forms[other]:
-                continue
-            found[ours] = given.new_empty(forms[ours])
-            if packs:
-                triangles.pack(given, found[ours])
-            else:
-                triangles.unpack(given.contiguous(), found[ours])
-            del found[other]
+            if not side.diagonal:
+                self._convert(found, name, self.layer.empty(side.shape))
         if not self.options.overlap:
             return {k: v for k, v in found.items() if k not in _BEGUN}
         if "factor_updates" in found and found.keys().isdisjoint(_BEGUN):
@@ -244,6 +307,20 @@ class KroneckerFactors:
             likes = {key: entry.like for key, entry in entries}
             found |= {k: torch.zeros_like(v, device=device) if isinstance(v, Tensor) else v for k, v in likes.items()}
         return found
+
+    def _convert(self, found: dict[str, Any], name: str, like: Tensor) -> None:
+        """Replace a dense factor of a loaded state that another storage has written."""
+        ours = self.storage.entries(name, like)
+        for other in STORAGES.values():
+            ((key, entry),) = other.entries(name, like).items()
+            given = found.get(key)
+            if key in ours or not isinstance(given, Tensor) or shape_of(given) != entry.shape:
+                continue
+            matrix = other.read(found, name, like.to(given.dtype))
+            empty = self.storage.entries(name, like.to(given.dtype))
+            found |= {k: torch.zeros_like(like, device=given.device) for k, like in tensors(empty).items()}
+            self.storage.write(found, name, matrix)
+            del found[key]
 
 
 def without_block(theirs: Mapping[str, Any], options: LayerOptions, known: Container[str]) -> dict[str, Any]:

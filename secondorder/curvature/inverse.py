@@ -21,7 +21,7 @@ from torch import Tensor
 from secondorder.capture.statistics import averages
 from secondorder.curvature import factors
 from secondorder.curvature.extremes import Extremes, of_product
-from secondorder.curvature.factorization import Task
+from secondorder.curvature.factorization import CHOLESKY, EIGEN, Factorization, Task
 from secondorder.curvature.factors import FACTORS, KroneckerFactors
 from secondorder.curvature.schema import FOUND, Schema, shaped
 from secondorder.linalg import eigenbasis
@@ -41,14 +41,18 @@ def adopt_tensor(state: State, key: str, found: Tensor, good: Tensor) -> None:
 
 
 class Inverse(ABC):
-    """An inverse of ``G ⊗ A + λI``, or of its factored form.
+    """An inverse of ``G ⊗ A + λI``, or of its factored form. A block chooses it in ``KroneckerBlock.inverse_for``.
 
     Args:
         factors: How the state stores A and G.
     """
 
-    #: How the factors are factorized: ``"eigen"`` or ``"cholesky"``.
-    way: ClassVar[str]
+    #: What a refresh finds of each factor.
+    way: ClassVar[Factorization]
+    #: Whether a refresh uses λ, so that a change of λ needs another refresh to take effect.
+    holds_damping: ClassVar[bool] = False
+    #: Whether :meth:`apply` uses the factors themselves.
+    uses_factors: ClassVar[bool] = False
 
     def __init__(self, factors: KroneckerFactors) -> None:
         self.factors = factors
@@ -89,7 +93,7 @@ class Inverse(ABC):
 class Eigen(Inverse):
     """Eigenvalues and eigenbases of the factors; λ is added to the products of the eigenvalues or split over both."""
 
-    way = "eigen"
+    way = EIGEN
 
     def schema(self, group: Group) -> Schema:
         """Return the entries for eigenbases and eigenvalues; a diagonal factor has no basis."""
@@ -147,14 +151,13 @@ class Eigen(Inverse):
 class Cholesky(Inverse):
     """Inverses of both factors, each with its part of λ."""
 
-    way = "cholesky"
+    way = CHOLESKY
+    holds_damping = True
 
     def schema(self, group: Group) -> Schema:
-        """Return the entries for the inverses; there are none if both factors are diagonal."""
+        """Return the entries for the inverses."""
         layer, kept = self.factors.layer, self.factors.kept_in(self.factors.options.inv_dtype)
         dense = self.factors.dense_keys("inverse", group)
-        if not dense:
-            return {}
         likes = {f"inverse_{name}": layer.empty(side.shape, kept) for name, side in self.factors.sides(group)}
         return shaped(INVERSES, likes, dense)
 
@@ -174,7 +177,7 @@ class Cholesky(Inverse):
 
     def extremes(self, state: State, group: Group) -> Extremes | None:
         """Return λ alone, as the eigenvalues are not known; None if the factors are on other ranks."""
-        if not self.factors.are_in(state):
+        if not self.factors.are_in(state, group):
             return None
         mean_a, mean_g = self.factors.means(state, group)
         return Extremes(self.factors.damping_of(mean_a * mean_g, group))
@@ -202,7 +205,9 @@ class Entrywise(Inverse):
     A refresh checks that the damped factors can be inverted, as for :class:`Cholesky`, and keeps nothing.
     """
 
-    way = "cholesky"
+    way = CHOLESKY
+    holds_damping = True
+    uses_factors = True
 
     def schema(self, group: Group) -> Schema:
         """Return no entries."""
@@ -223,7 +228,7 @@ class Entrywise(Inverse):
 
     def extremes(self, state: State, group: Group) -> Extremes | None:
         """Return λ and the extreme entries of the damped product; None if the factors are on other ranks."""
-        if not self.factors.are_in(state):
+        if not self.factors.are_in(state, group):
             return None
         a, g = self.factors.pair(state, group)
         return of_product(a, g, self.factors.damping_of(a.mean(-1) * g.mean(-1), group))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from secondorder.curvature import factors
 from secondorder.curvature.block import ESTIMATE_ALONE, Block, Due
 from secondorder.curvature.extremes import Extremes
 from secondorder.curvature.factorization import Task
-from secondorder.curvature.factors import KroneckerFactors
+from secondorder.curvature.factors import STORAGES, KroneckerFactors, Storage
 from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise, Inverse
 from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.schema import Schema, tensors
@@ -26,9 +26,12 @@ from secondorder.curvature.schema import Schema, tensors
 class FactoredBlock(Block):
     """A running estimate of A and G, an eigenbasis of each, and the damping of both."""
 
+    #: How the state stores dense factors. If it is None, the option ``factor_storage`` decides.
+    storage: ClassVar[Storage | None] = None
+
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.factors = KroneckerFactors(self.layer, self.options)
+        self.factors = KroneckerFactors(self.layer, self.options, self.storage or STORAGES[self.options.factor_storage])
         self.eigen = Eigen(self.factors)
 
     # ------------------------------------------------------------------ what the state holds
@@ -102,14 +105,8 @@ class FactoredBlock(Block):
         a, g = measured.parts["factor_a"], measured.parts["factor_g"]
         finite = averages.all_finite([a.total, g.total])
         ok = finite if gate is None else finite & gate
-        (kept_a, total_a), (kept_g, total_g) = (
-            self.factors.as_kept(state, side, x.total) for side, x in (("a", a), ("g", g))
-        )
-        running, totals, weight = [kept_a, kept_g], [total_a, total_g], state["factor_weight"]
         decay = self.decay(group["factor_decay"], state["factor_updates"], "factor_step")
-        batch = self.batch_weight(measured.examples)
-        scales = [cast(float, part.scale) for part in (a, g)]
-        averages.ratio_ema_(running, weight, totals, scales, batch, decay, ok)
+        self.factors.fold(state, group, {"a": a, "g": g}, self.batch_weight(measured.examples), decay, ok)
         return finite
 
     def decay(self, decay: float, updates: int, last: str) -> float:
@@ -187,8 +184,7 @@ class KroneckerBlock(FactoredBlock):
     # ------------------------------------------------------------------ estimate
     def schema(self, group: Mapping[str, Any], held: Mapping[str, Any]) -> Schema:
         """Entries for the factors, for what is derived from them, and for the counters."""
-        inverse = self.eigen if group["inverse_method"] == "eigen" else Cholesky(self.factors)
-        return self.factor_schema(group) | inverse.schema(group)
+        return self.factor_schema(group) | self.inverse_for(group).schema(group)
 
     def statistic(self, due: Due = ESTIMATE_ALONE) -> KroneckerSums:
         """Empty sums for the statistics of a batch."""
@@ -207,22 +203,25 @@ class KroneckerBlock(FactoredBlock):
         return self.fold_factors(measured, gate)
 
     # ------------------------------------------------------------------ inverse
-    @property
-    def is_entrywise(self) -> bool:
-        """Whether both factors are diagonal, so that the damped product is diagonal and is inverted entry by entry."""
-        return self.is_diagonal("a") and self.is_diagonal("g")
+    def inverse_for(self, group: Mapping[str, Any]) -> Inverse:
+        """How a block with these options is inverted; two diagonal factors have a diagonal product."""
+        if group["inverse_method"] == "eigen":
+            return self.eigen
+        entrywise = all(side.diagonal for _, side in self.factors.sides(group))
+        return (Entrywise if entrywise else Cholesky)(self.factors)
 
     @property
     def inverse(self) -> Inverse:
-        """How the block is inverted, according to the options and to the form of the factors."""
-        if self.group["inverse_method"] == "eigen":
-            return self.eigen
-        return (Entrywise if self.is_entrywise else Cholesky)(self.factors)
+        """How the block is inverted."""
+        return self.inverse_for(self.group)
 
     @property
     def uses_estimate(self) -> bool:
         """Whether the factors themselves precondition: if both are diagonal, there are no inverses."""
-        return self.group["inverse_method"] == "cholesky" and self.is_entrywise
+        inverse = self.inverse
+        if inverse is not self.eigen:
+            _ = self.state  # state dicts list the owners of such blocks first
+        return inverse.uses_factors
 
     # ------------------------------------------------------------------ use
     def precondition(self, gradient: Tensor) -> Tensor:

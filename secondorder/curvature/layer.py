@@ -72,6 +72,12 @@ class Layer:
         """In which products with the curvature are taken: float32, or float64 where parameters are float64."""
         return precision_of(self.owner)
 
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape ``[(Γ,) n_g, n_a]`` of a gradient as a matrix."""
+        a, g = self.adapter.factor_shapes()
+        return (*g[:-1], a[-1])
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
         """A ``meta`` tensor, in the precision of products unless another is given."""
         return torch.empty(tuple(shape), dtype=dtype or self.precision, device="meta")

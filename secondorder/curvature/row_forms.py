@@ -19,7 +19,7 @@ from secondorder.curvature import factors
 from secondorder.curvature.example_rows import DOUBLE_ROWS, Kept, Sizes, inputs_of, owned
 from secondorder.curvature.extremes import Extremes, bound_of_rows, bounds_where, of_product, of_rows
 from secondorder.curvature.factorization import Task
-from secondorder.curvature.factors import KroneckerFactors
+from secondorder.curvature.factors import STORAGES, KroneckerFactors
 from secondorder.curvature.inverse import Eigen, adopt_tensor
 from secondorder.curvature.layer import Layer, LayerOptions
 from secondorder.curvature.schema import COUNTER, ESTIMATE, FOUND, WEIGHT, Entry, Place, Schema, shaped
@@ -196,7 +196,7 @@ class FactorForm:
     """
 
     def __init__(self, layer: Layer) -> None:
-        self.layer, self.factors = layer, KroneckerFactors(layer, LayerOptions())
+        self.layer, self.factors = layer, KroneckerFactors(layer, LayerOptions(), STORAGES["dense"])
         self.eigen = Eigen(self.factors)
 
     def schema(self, rows: int, positions: int) -> Schema:

@@ -77,6 +77,9 @@ class KFAC(SecondOrderOptimizer):
         "inverse_method": options.choice("eigen", "cholesky"),
     }
 
+    #: The class of its preconditioner, whose blocks decide how factors are stored and inverted.
+    preconditioner_type: ClassVar[type[KroneckerPreconditioner]] = KroneckerPreconditioner
+
     def __init__(
         self,
         params: ParamsT | nn.Module | Sequence[nn.Module],
@@ -150,7 +153,7 @@ class KFAC(SecondOrderOptimizer):
     ) -> None:
         given = locals()
         rules = KFACRules(given, _exclude)
-        super().__init__(given, factor_recipe(given, KroneckerPreconditioner, rules))
+        super().__init__(given, factor_recipe(given, self.preconditioner_type, rules))
         warn_of_options(type(self).__name__, self.param_groups, self.blocks.values(), rules)
 
 

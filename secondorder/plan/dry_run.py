@@ -188,8 +188,7 @@ class LayerDryRun:
 
     def _has_factors(self, block: Block) -> bool:
         """Return whether factors are sums over rows."""
-        schema = self.layers.plan.live_schema(block)
-        return "factor_weight" in schema and "rows_instead" not in schema
+        return "factor_a" in block.sums()
 
     def _work_of_statistics(self, block: Block, schema: Schema) -> Iterator[Work]:
         """Yield the FLOPs of the sums behind the factors, and of squares of per-example gradients."""
@@ -199,7 +198,7 @@ class LayerDryRun:
             return
         rows = 1.0 if seen is None else float(torch.as_tensor(seen[1]).flatten()[0]) / seen[0]
         who, every = self._comm.holders(block.index, "captures"), group[self.layers.capture_interval]
-        yield Work(who, "statistics", flops_of_products(block, schema, n, rows) / every)
+        yield Work(who, "statistics", flops_of_products(block, n, rows) / every)
         if "scale" in schema and group["estimator"] == "intra":
             yield Work(who, "scale", flops_of_scale(block, n, rows) / group["scale_update_steps"])
 

@@ -13,10 +13,11 @@ from secondorder.curvature.schema import Schema, tensors
 _EIGEN, _CHOLESKY = 9.0, 1.0
 
 
-def flops_of_products(block: Block, schema: Schema, examples: float, rows: float) -> float:
+def flops_of_products(block: Block, examples: float, rows: float) -> float:
     """Return the FLOPs of the sums behind the factors of a layer, for some examples of so many rows each."""
     sizes = (block.adapter.n_a, block.adapter.n_g)
-    dense = [f"packed_{s}" in schema or schema[f"factor_{s}"].symmetric for s in "ag"]
+    sums = block.sums()
+    dense = [sums[f"factor_{s}"].symmetric for s in "ag"]
     squares = sum(size**2 if full else size for size, full in zip(sizes, dense, strict=True))
     return 2.0 * block.adapter.groups * examples * rows * squares
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from secondorder.curvature.factorization import factorise
-from secondorder.curvature.factors import KroneckerFactors
+from secondorder.curvature.factors import STORAGES, KroneckerFactors
 from secondorder.curvature.inverse import Cholesky, Eigen, Entrywise
 from secondorder.curvature.layer import Choices, LayerOptions
 from secondorder.curvature.layer_plan import plan_layers
@@ -27,7 +27,7 @@ def refreshed(kind, group, diagonal=""):
     torch.manual_seed(0)
     model = nn.Linear(N_A, N_G, bias=False).double()
     (layer,) = plan_layers(model, model.parameters(), Choices()).layers
-    inverse, state = kind(KroneckerFactors(layer, LayerOptions())), {}
+    inverse, state = kind(KroneckerFactors(layer, LayerOptions(), STORAGES["dense"])), {}
     for side, n in (("a", N_A), ("g", N_G)):
         rows = torch.randn(2 * n, n, dtype=torch.float64)
         state[f"factor_{side}"] = rows.square().mean(0) if side in diagonal else rows.mT @ rows / len(rows)

@@ -32,12 +32,15 @@ class ScaleSums:
         total: The sum ``[(Γ,) n_g, n_a]``.
     """
 
+    #: All calls of a layer belong into one gradient before it is squared.
+    wants_whole_pass = True
+
     def __init__(
         self,
         adapter: Adapter,
         like: Tensor,
-        basis_a: Tensor | None,
-        basis_g: Tensor | None,
+        basis_a: Tensor | None = None,
+        basis_g: Tensor | None = None,
         tokens: bool = False,
         kept: int | None = None,
         generator: torch.Generator | None = None,
