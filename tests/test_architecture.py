@@ -79,7 +79,7 @@ NUMBERS = {
     "GGT: attributes written":                            Number(15, 15),
     "methods: bodies in chains of 2 or more":             Number(0, 8),
     "methods: bodies in chains of 3 or more":             Number(0, 0),
-    "others: bodies in chains of 2 or more":              Number(195, 80),
+    "others: bodies in chains of 2 or more":              Number(198, 80),
     "others: bodies in chains of 3 or more":              Number(12, 0),
     "others: most names on one object":                   Number(72, 75),
     "SecondOrderOptimizer: its own methods":              Number(50, 38),
@@ -94,7 +94,7 @@ NUMBERS = {
     "modules of more than 400 lines":                     Number(7, 0),
     "functions of more than 35 lines":                    Number(12, 0),
     "rows of the layering table":                         Number(17, 17),
-    "lines":                                              Number(36300, 28500),
+    "lines":                                              Number(36320, 28500),
 }
 # fmt: on
 

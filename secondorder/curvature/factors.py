@@ -120,7 +120,11 @@ class Storage(ABC):
 
     @abstractmethod
     def write(self, state: Mapping[str, Any], name: str, factor: Tensor) -> None:
-        """Store a factor ``[(Γ,) n, n]``, which may be what :meth:`read` returned, changed in place."""
+        """Store a factor ``[(Γ,) n, n]``, or what :meth:`alike` returned, changed in place."""
+
+    def alike(self, state: Mapping[str, Any], name: str, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the stored factor and one of a batch ``[(Γ,) n, n]``, both in the form in which they are averaged."""
+        return self.read(state, name, total), total
 
 
 class Plain(Storage):
@@ -141,6 +145,10 @@ class Plain(Storage):
         """Return the factor."""
         factor: Tensor = state[f"factor_{name}"]
         return factor.to(like.dtype)
+
+    def alike(self, state: Mapping[str, Any], name: str, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tensor of the state and the factor of the batch."""
+        return state[f"factor_{name}"], total
 
     def write(self, state: Mapping[str, Any], name: str, factor: Tensor) -> None:
         """Copy the factor unless it is the tensor of the state."""
@@ -163,9 +171,17 @@ class Packed(Storage):
         triangles.unpack(packed.contiguous(), matrix)
         return matrix
 
+    def alike(self, state: Mapping[str, Any], name: str, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the triangles of both, so that no matrix is unpacked."""
+        packed: Tensor = state[f"packed_{name}"]
+        batch = torch.empty_like(packed, dtype=total.dtype)
+        triangles.pack(total, batch)
+        return packed, batch
+
     def write(self, state: Mapping[str, Any], name: str, factor: Tensor) -> None:
-        """Copy the triangles."""
-        triangles.pack(factor, state[f"packed_{name}"])
+        """Copy the triangles unless they are those of the state."""
+        if factor is not state[f"packed_{name}"]:
+            triangles.pack(factor, state[f"packed_{name}"])
 
 
 #: By the value of ``factor_storage``.
@@ -285,8 +301,9 @@ class KroneckerFactors:
     ) -> None:
         """Fold the factors of a batch of some weight into the running ones where ``good`` is True."""
         storages = {name: self.storage_of(side) for name, side in self.sides(group)}
-        totals, scales = [batch[name].total for name in storages], [cast(float, batch[name].scale) for name in storages]
-        running = [storage.read(state, name, batch[name].total) for name, storage in storages.items()]
+        pairs = [storage.alike(state, name, batch[name].total) for name, storage in storages.items()]
+        running, totals = [kept for kept, _ in pairs], [total for _, total in pairs]
+        scales = [cast(float, batch[name].scale) for name in storages]
         averages.ratio_ema_(running, state["factor_weight"], totals, scales, weight, decay, good)
         for (name, storage), factor in zip(storages.items(), running, strict=True):
             storage.write(state, name, factor)
