@@ -186,7 +186,8 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         Raises:
             ValueError: If an option of the group is out of range.
             TypeError: If it is of a wrong kind.
-            RuntimeError: If the larger window does not fit into free memory. The group is not added then.
+            RuntimeError: If a larger window does not fit into free memory, or cannot be sharded. A window method does
+                not add the group then.
         """
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, got {type(param_group)}")
@@ -200,10 +201,8 @@ class SecondOrderOptimizer(Optimizer, Joinable):
             self._tabulate()
             try:
                 self.preconditioner.hooks.replanned(self._allocator.rebuild())
-            except NotImplementedError:
-                raise
-            except RuntimeError:  # there is not enough memory
-                self._allocator.take_back(group)
+            except RuntimeError:
+                self.preconditioner.plan.take_back(group)
                 raise
         self.group_options.rules.added(self.param_groups, self.steps)
 
@@ -219,8 +218,8 @@ class SecondOrderOptimizer(Optimizer, Joinable):
     # ------------------------------------------------------------------ copies and ends
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles keep: everything but the module, the hooks and the loss scaler."""
-        found, table, state = super().__getstate__(), self._table, type(self.state)(dict)
-        state.update(cast("Any", self.preconditioner.plan.state_of_copies(table.state)))
+        found, table = super().__getstate__(), self._table
+        state = self.preconditioner.plan.state_of_copies(cast("Any", self.state))
         kept = {
             "names": dict(table.names),
             "comm": self.comm,
@@ -339,7 +338,7 @@ class SecondOrderOptimizer(Optimizer, Joinable):
         """Keep padding out of the statistics of the forwards that run inside the ``with`` block.
 
         Rows of layers whose input has the leading dimensions of the mask (or its transpose, or both in one) are left
-        out where it is False; other layers, such as those after pooling, are not touched. Windows take no notice of it.
+        out where it is False; other layers, such as those after pooling, are not touched. It has no effect on windows.
 
         Args:
             keep: ``[N, S]``, True (or 1, as attention masks have it) for real positions; None for no mask.

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 def order_of(roots: Iterable[nn.Module]) -> str | None:
     """Where attention and recurrent layers want the examples, ``"first"`` or ``"second"``; None if they disagree."""
-    told = (getattr(module, "batch_first", None) for root in roots for module in root.modules())
-    known = {value for value in told if isinstance(value, bool)}
+    given = (getattr(module, "batch_first", None) for root in roots for module in root.modules())
+    known = {value for value in given if isinstance(value, bool)}
     return None if len(known) != 1 else "first" if known.pop() else "second"
 
 

@@ -84,12 +84,3 @@ class Allocator:
             for p, group in self._table.group_of.items():
                 if p.requires_grad:
                     self._update.allocate(p, group)
-
-    def take_back(self, group: dict[str, object]) -> None:
-        """Forget the last group, whose curvature could not be planned."""
-        if self._table.groups and self._table.groups[-1] is group:
-            dropped = self._table.groups.pop()["params"]
-            for p in dropped:
-                self._preconditioner.plan.forget(p)
-            self._table.forget(dropped)
-            self._table.signature = []  # whatever was planned with them is planned anew

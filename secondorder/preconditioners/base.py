@@ -84,8 +84,8 @@ class CurvaturePlan(ABC):
     def clear(self, params: Collection[nn.Parameter]) -> None:
         """Forget what was planned for another module, or for other parameters than the current ones."""
 
-    def forget(self, p: nn.Parameter) -> None:
-        """Forget a parameter whose group could not be added."""
+    def take_back(self, group: Group) -> None:
+        """Remove the last group, if that is possible, since its curvature could not be planned."""
 
     def replace(self, after: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Replace the parameters by those that ``after`` maps them to."""
@@ -114,7 +114,7 @@ class CurvatureReport(ABC):
 
     @abstractmethod
     def damped(self, step: int) -> list[Damped] | None:
-        """Return the curvature to compare with its damping in this step; None in all steps but one.
+        """Return the curvature to compare with its damping in this step; None while there is too little of it.
 
         Args:
             step: Number of steps taken before this one.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from secondorder.capture.fisher.fisher import resolved
+
 if TYPE_CHECKING:
     from secondorder.capture.capture import Capture
     from secondorder.runtime import Clock
@@ -45,7 +47,8 @@ class NoHooks:
         """Do nothing, since no interval decides what is captured."""
 
     def observe(self, outputs: Any, likelihood: Any, targets: Any = None) -> None:
-        """Do nothing, since windows contain gradients of the loss."""
+        """Check the arguments, which have no effect: windows contain gradients of the loss."""
+        resolved(outputs, likelihood, targets)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -210,10 +210,6 @@ class RowPreconditioner(LayerPreconditioner[RowBlock]):
             if self.is_auto() or self.plan.modes.mode is not None:
                 self.table.state[first]["switch_state"] = self.plan.modes.vector()
 
-    def kept(self) -> dict[str, Any]:
-        """Return what copies and pickles keep, apart from the state."""
-        return {**super().kept(), "own": {"batch_size": self.plan.batch_size, "modes": copy.copy(self.plan.modes)}}
-
     def facts(self) -> dict[str, list[str]]:
         """Return what must be equal on all ranks, in words."""
         own = {"batch size and switch": [str(self.plan.batch_size), type(self.plan.modes.policy).__name__]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -160,9 +161,12 @@ class WindowPlan(CurvaturePlan):
         if not self.unit_of.keys() <= set(params):
             self.units, self.unit_of = [], {}
 
-    def state_of_copies(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+    def state_of_copies(self, state: Mapping[nn.Parameter, dict[str, Any]]) -> Mapping[nn.Parameter, dict[str, Any]]:
         """Return the state in which each parameter has its part of the window, not a view of the whole."""
-        return {p: {k: v.clone() if plain(k) in CATALOG else v for k, v in own.items()} for p, own in state.items()}
+        found = defaultdict[nn.Parameter, dict[str, Any]](dict)
+        for p, own in state.items():
+            found[p] = {k: v.clone() if plain(k) in CATALOG else v for k, v in own.items()}
+        return found
 
     def has_rows(self, p: nn.Parameter) -> bool:
         """Whether a parameter is in a window, or was in a window of the original of a copy."""
@@ -368,9 +372,13 @@ class WindowPlan(CurvaturePlan):
             self.table.state[p] = {k: v for k, v in self.table.state[p].items() if plain(k) not in CATALOG}
         self.copied = set()
 
-    def forget(self, p: nn.Parameter) -> None:
-        """Forget a parameter that was removed from the optimizer."""
-        self.partition.excluded.pop(p, None)
+    def take_back(self, group: dict[str, Any]) -> None:
+        """Remove the last group, whose columns do not fit into the windows."""
+        if self.table.groups[-1] is group:
+            dropped = self.table.groups.pop()["params"]
+            for p in dropped:
+                self.partition.excluded.pop(p, None)
+            self.table.forget(dropped)
 
     def replace(self, after: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Replace the parameters by those that ``after`` maps them to."""

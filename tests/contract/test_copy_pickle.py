@@ -287,6 +287,34 @@ def test_copy_and_original_are_independent(method: Method, mlp: Task) -> None:
     assert_identical(values(model), parameters)
 
 
+@COPIERS
+def test_copies_have_the_state_that_was_put_in_the_place_of_the_old_one(
+    method: Method, mlp: Task, copier: Copier
+) -> None:
+    model = mlp.model()
+    optimizer = method.build(model)
+    train(model, optimizer, mlp, 3)
+    first = next(model.parameters())
+    optimizer.state = copy.copy(optimizer.state)
+    optimizer.state[first] = {**optimizer.state[first], "step": torch.tensor(77.0)}
+    copied = copier(optimizer)
+    assert copied.state[copied.param_groups[0]["params"][0]]["step"] == 77.0
+
+
+def test_observe_and_mask_are_members_of_every_method(method: Method, mlp: Task) -> None:
+    model = mlp.model()
+    optimizer = method.build(model)
+    with optimizer.mask(None):
+        outputs = model(mlp.batch(0)[0])
+    optimizer.observe(outputs, "gaussian")
+    with pytest.raises(ValueError, match="likelihood"):
+        optimizer.observe(outputs, "no such likelihood")
+    with pytest.raises(TypeError, match="mask takes a bool or integer tensor"), optimizer.mask(torch.ones(2, 2)):
+        pass
+    assert optimizer.blocks
+    optimizer.close()
+
+
 @pytest.mark.option("module", "skip_layers")
 def test_attach_refuses_a_module_without_the_parameters(method: Method, mlp: Task) -> None:
     """Hooks on a module whose layers hold none of the optimizer's parameters would silently train by the fallback."""

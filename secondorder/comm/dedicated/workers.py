@@ -142,8 +142,7 @@ class DedicatedWorkers(CommStrategy):
         """
         if self._served() is not None and self._served() is not optimizer:
             raise ValueError(f"{self!r} serves another optimizer already: give each a strategy object of its own")
-        ask = getattr(optimizer, "reason_against_roles", lambda: "it has no factors of layers. Use comm=MemOpt()")
-        if reason := ask():
+        if reason := optimizer.reason_against_roles():
             raise NotImplementedError(f"{type(optimizer).__name__} under DedicatedWorkers: {reason}")
         self._served = weakref.ref(optimizer)
 
