@@ -15,6 +15,14 @@ from secondorder.linalg import quadratic
 from secondorder.parameters import ParameterTable
 
 
+class Block(SimpleNamespace):
+    """A block whose inverse depends on the damping of its refresh if it is factored."""
+
+    @property
+    def inverse(self) -> SimpleNamespace:
+        return SimpleNamespace(holds_damping=self.group.get("inverse_method") == "cholesky")
+
+
 class Problem:
     """One parameter with the loss ``|p|²/2``, whose steps go as far as they are told."""
 
@@ -27,7 +35,7 @@ class Problem:
         Adaptation(**options).mark([self.group], 0)
         state = {"step": torch.zeros(()), "momentum_buffer": torch.ones(1, 1), "refreshes": 1}
         table = ParameterTable(groups=[self.group], state={self.p: state}, group_of={self.p: self.group}, root=root)
-        self.block = SimpleNamespace(group=self.group, owner=self.p, index=0, label="the layer")
+        self.block = Block(group=self.group, owner=self.p, index=0, label="the layer")
         self.renewed: list[Any] = []
         self.quiet: list[bool] = []
         curvature = SimpleNamespace(
