@@ -201,6 +201,7 @@ class KroneckerFactors:
 
     def __init__(self, layer: Layer, options: LayerOptions, storage: Storage) -> None:
         self.layer, self.options, self.storage = layer, options, storage
+        self._likes: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
 
     def storage_of(self, side: Side) -> Storage:
         """How one factor is stored."""
@@ -249,7 +250,10 @@ class KroneckerFactors:
     def whole(self, state: Mapping[str, Any], group: Mapping[str, Any], side: str) -> Tensor:
         """A running factor as a matrix, or its diagonal, in the precision of products."""
         form = dict(self.sides(group))[side]
-        return self.storage_of(form).read(state, side, self.layer.empty(form.shape))
+        key = form.shape, self.layer.precision
+        if key not in self._likes:
+            self._likes[key] = self.layer.empty(form.shape)
+        return self.storage_of(form).read(state, side, self._likes[key])
 
     def pair(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Both running factors, as :meth:`whole` returns them."""
