@@ -40,7 +40,8 @@ from secondorder.plan.plan import Plan
 from secondorder.plan.planner import dry_run, holdings_of_rules
 from secondorder.preconditioners.allocation import Allocator
 from secondorder.preconditioners.group_options import GroupOptions
-from secondorder.preconditioners.recipe import Recipe, Shared
+from secondorder.preconditioners.parts import Shared
+from secondorder.preconditioners.recipe import Recipe
 from secondorder.runtime import Clock, Runtime
 from secondorder.update import Update
 

@@ -16,10 +16,10 @@ from secondorder.curvature.schema import Schema
 from secondorder.parallel.roles import RoleWorker
 from secondorder.parameters import module_of
 from secondorder.preconditioners.group_options import GroupRules
-from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layers import LayerPreconditioner
-from secondorder.preconditioners.recipe import Recipe, Shared
+from secondorder.preconditioners.parts import Setting, Shared
+from secondorder.preconditioners.recipe import Recipe
 from secondorder.update import Update
 
 if TYPE_CHECKING:
@@ -85,10 +85,7 @@ class LayerRecipe(Recipe):
 
     def precondition(self, shared: Shared, kept: Mapping[str, Any] | None) -> LayerPreconditioner[Any]:
         """Return a preconditioner without blocks."""
-        setting = Setting(
-            shared.method, shared.comm, shared.table, shared.runtime, shared.loss_scale, self.layers, self.fisher,
-            shared.before_forward,
-        )  # fmt: skip
+        setting = Setting(**vars(shared), layers=self.layers, fisher=self.fisher)
         found = self.curvature(setting, **self.own)
         if kept is not None:
             found.restore(kept)

@@ -19,7 +19,8 @@ from secondorder.curvature.window.lowrank import LowRank
 from secondorder.curvature.window.topk import TopK
 from secondorder.parameters import Group, module_of
 from secondorder.preconditioners.group_options import GroupRules
-from secondorder.preconditioners.recipe import Recipe, Shared
+from secondorder.preconditioners.parts import Shared
+from secondorder.preconditioners.recipe import Recipe
 from secondorder.preconditioners.window_plan import CATALOG, WindowOptions
 from secondorder.preconditioners.windows import WindowPreconditioner
 from secondorder.update import Update

@@ -26,7 +26,7 @@ from secondorder.parallel.roles import RoleWorker
 from secondorder.plan.plan import Holding, Work
 from secondorder.plan.rehearsal import Rehearsal
 from secondorder.plan.work import flops_of_direction, flops_of_products, flops_of_refresh, flops_of_scale
-from secondorder.preconditioners.layer_capture import Setting
+from secondorder.preconditioners.parts import Setting
 from secondorder.preconditioners.window_plan import CATALOG
 
 if TYPE_CHECKING:

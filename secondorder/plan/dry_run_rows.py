@@ -21,7 +21,7 @@ from secondorder.curvature.schema import Schema, likes
 from secondorder.parallel.rows import Census
 from secondorder.plan.dry_run import DryExchange, LayerDryRun
 from secondorder.plan.rehearsal import Rehearsal
-from secondorder.preconditioners.layer_capture import Setting
+from secondorder.preconditioners.parts import Setting
 from secondorder.preconditioners.row_exchange import RowExchange
 from secondorder.preconditioners.row_plan import RowPlan
 from secondorder.preconditioners.row_selection import RowSelection

@@ -1,6 +1,6 @@
 """Strategies that count messages instead of sending them.
 
-What a run sends is not described a second time. The methods of :class:`~secondorder.comm.RankGrid` run with tensors on
+The methods of :class:`~secondorder.comm.RankGrid` run with tensors on
 the ``meta`` device, in groups that are only lists of ranks. All ranks send the same messages to the world and to their
 row, and all ranks of a column send the same to that column, so it is enough to run one rank of each column.
 """

@@ -21,7 +21,7 @@ from secondorder.preconditioners.base import CurvaturePlan
 
 if TYPE_CHECKING:
     from secondorder.parallel.exchange import StatisticsExchange
-    from secondorder.preconditioners.layer_capture import Setting
+    from secondorder.preconditioners.parts import Setting
 
 
 class BlockPlan(CurvaturePlan, Generic[BlockT]):

@@ -6,7 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -17,47 +16,20 @@ from secondorder.capture.coverage import NO_HOOKS, REPEATED, advice, kind_of, ve
 from secondorder.capture.fisher.fisher import ModelFisher, resolved
 from secondorder.capture.layers.parts import watched_attention
 from secondorder.capture.layers.projections import Projection
-from secondorder.capture.loss_scale import UNKNOWN, LossScale
+from secondorder.capture.loss_scale import UNKNOWN
 from secondorder.capture.sites import Captured, Site, Statistic
 from secondorder.capture.statistics.measurement import Reduced
-from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.block import Block, Due
-from secondorder.curvature.layer import LayerOptions
 from secondorder.curvature.wrappers import forwarded
 from secondorder.frames import depth_of_caller
-from secondorder.options import FisherOptions
-from secondorder.parameters import Directions, ParameterTable
+from secondorder.parameters import Directions
 from secondorder.preconditioners.hooks import check_mask
-from secondorder.runtime import Clock, Runtime
+from secondorder.preconditioners.parts import Setting
+from secondorder.runtime import Clock
 
 if TYPE_CHECKING:
     from secondorder.preconditioners.block_plan import BlockPlan
     from secondorder.preconditioners.capture_schedule import CaptureSchedule
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the preconditioner of a layer method shares with the optimizer that owns it.
-
-    Attributes:
-        method: Name of the optimizer's class, for messages.
-        comm: Communication strategy.
-        table: The parameters.
-        runtime: Step counter, seeds and temporary memory.
-        loss_scale: The loss scale of float16 training.
-        layers: What is chosen for all layers.
-        fisher: Which Fisher is estimated.
-        before_forward: Called before each forward pass of the module, if the optimizer still exists.
-    """
-
-    method: str
-    comm: CommStrategy
-    table: ParameterTable
-    runtime: Runtime
-    loss_scale: LossScale
-    layers: LayerOptions
-    fisher: FisherOptions
-    before_forward: weakref.WeakMethod[Callable[[], None]]
 
 
 class LayerCapture:

@@ -22,10 +22,11 @@ from secondorder.preconditioners.base import Preconditioner, Proposal
 from secondorder.preconditioners.block_plan import BlockPlan
 from secondorder.preconditioners.capture_schedule import CaptureSchedule
 from secondorder.preconditioners.directions import LayerDirections
-from secondorder.preconditioners.layer_capture import LayerCapture, Setting
+from secondorder.preconditioners.layer_capture import LayerCapture
 from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layer_report import LayerReport
 from secondorder.preconditioners.layer_statistics import LayerStatistics
+from secondorder.preconditioners.parts import Setting
 
 
 class LayerPreconditioner(Preconditioner, Generic[BlockT]):

@@ -5,46 +5,22 @@ from __future__ import annotations
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from secondorder import options
-from secondorder.capture.loss_scale import LossScale
-from secondorder.comm.strategy import CommStrategy
 from secondorder.curvature.schema import Schema
-from secondorder.parameters import Group, ParameterTable
+from secondorder.parameters import Group
 from secondorder.preconditioners.base import CurvatureState, DividedState, Preconditioner
 from secondorder.preconditioners.group_options import GroupRules
-from secondorder.runtime import Runtime
+from secondorder.preconditioners.parts import Shared
 
 if TYPE_CHECKING:
     from secondorder.adaptation.no_trust import NoTrust
     from secondorder.adaptation.trust_region import TrustRegion
     from secondorder.parallel.roles import RoleWorker
     from secondorder.update import Update
-
-
-@dataclass(frozen=True)
-class Shared:
-    """The parts of an optimizer that its preconditioner needs.
-
-    Attributes:
-        method: Name of the optimizer's class, for messages.
-        comm: Communication strategy.
-        table: The parameters.
-        runtime: Step counter, seeds and temporary memory.
-        loss_scale: The loss scale of float16 training.
-        before_forward: Called before each forward pass of the module, if the optimizer still exists.
-    """
-
-    method: str
-    comm: CommStrategy
-    table: ParameterTable
-    runtime: Runtime
-    loss_scale: LossScale
-    before_forward: weakref.WeakMethod[Callable[[], None]]
 
 
 class Recipe(Protocol):

@@ -25,10 +25,10 @@ from secondorder.parallel.exchange import StatisticsExchange
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Rule
 from secondorder.preconditioners.block_plan import BlockPlan
-from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layer_checkpoint import LayerCheckpoint
 from secondorder.preconditioners.layer_report import LayerReport
 from secondorder.preconditioners.layers import LayerPreconditioner
+from secondorder.preconditioners.parts import Setting
 from secondorder.preconditioners.row_checkpoint import RowCheckpoint
 from secondorder.preconditioners.row_exchange import RowExchange
 from secondorder.preconditioners.row_plan import RowPlan

@@ -35,8 +35,8 @@ from secondorder.parallel.exchange import StatisticsExchange, parcel_of, parcel_
 from secondorder.parameters import Directions
 from secondorder.preconditioners.base import Proposal, Rule
 from secondorder.preconditioners.capture_schedule import CaptureSchedule
-from secondorder.preconditioners.layer_capture import Setting
 from secondorder.preconditioners.layers import LayerPreconditioner
+from secondorder.preconditioners.parts import Setting
 
 
 class ScaleSchedule(CaptureSchedule[EigenbasisBlock]):
