@@ -19,7 +19,7 @@ THREADS = int(os.environ["OMP_NUM_THREADS"])
 torch.set_num_threads(THREADS)
 
 if TYPE_CHECKING:
-    from tests.distributed.pool import Pool
+    from tests.support.pool import Pool
 
 # Trainers and loggers are in the environment of `make test-integrations` only; elsewhere their tests are not looked at.
 collect_ignore = [] if importlib.util.find_spec("transformers") else ["integrations"]
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> "Iterator[Pool]":
     """Processes that play the ranks of a process group; started by the first test that wants them."""
-    from tests.distributed.pool import Pool
+    from tests.support.pool import Pool
 
     processes = Pool(backend=request.config.getoption("--backend"))
     yield processes

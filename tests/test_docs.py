@@ -1,7 +1,7 @@
 """The documentation is complete, its links lead somewhere, its Python examples run and its commands exist.
 
-What a comment before a block may say stands in :mod:`tests.code_blocks`. Blocks that need other libraries are run by
-``tests/integrations``.
+What a comment before a block may say stands in :mod:`tests.support.code_blocks`. Blocks that need other libraries
+are run by ``tests/integrations``.
 """
 
 import ast
@@ -15,7 +15,19 @@ import pytest
 import tyro
 
 from benchmarks.cli import Command
-from tests.code_blocks import DOCS, FENCE, PAGES, ROOT, SHELL, blocks, commands, name_of, pages_with, run, words_of
+from tests.support.code_blocks import (
+    DOCS,
+    FENCE,
+    PAGES,
+    ROOT,
+    SHELL,
+    blocks,
+    commands,
+    name_of,
+    pages_with,
+    run,
+    words_of,
+)
 
 LINK = re.compile(r"(?<!`)\[[^\]\n]*\]\(([^)\s]+)\)|<img [^>]*src=\"([^\"]+)\"")
 #: Languages of blocks, and what is done with them: run, parsed, or only shown.

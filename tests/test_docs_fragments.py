@@ -17,8 +17,8 @@ from torch.utils.data import DistributedSampler
 
 import secondorder
 from secondorder import KFAC, DedicatedWorkers, HybridOpt
-from tests.code_blocks import PAGES, ROOT, examples, name_of
-from tests.distributed.pool import Pool
+from tests.support.code_blocks import PAGES, ROOT, examples, name_of
+from tests.support.pool import Pool
 
 
 def _fragments() -> dict[str, list[str]]:

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from secondorder import EKFAC, KFAC, CommOpt, HyLo, MemOpt, SecondOrderOptimizer, options
 from secondorder.methods.layers import LayerRecipe
-from tests.code_blocks import DOCS, blocks, examples, run
-from tests.distributed.pool import Pool
+from tests.support.code_blocks import DOCS, blocks, examples, run
+from tests.support.pool import Pool
 
 PAGE = DOCS / "extending.md"
 #: The most lines of each example, without imports, comments and docstrings.

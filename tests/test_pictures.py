@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.code_blocks import DOCS
+from tests.support.code_blocks import DOCS
 
 
 def _script(name):

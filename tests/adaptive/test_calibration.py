@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from secondorder import EKFAC, KFAC
-from tests.adaptive.tools import Loop, batch, flat, kfac, mlp
+from tests.support.quadratic import Loop, batch, flat, kfac, mlp
 
 GRID = [1e-3, 1e-2, 1e-1, 1.0, 1e1, 1e2, 1e3]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secondorder import KFAC
 from secondorder.diagnostics.step_record import StepRecord
-from tests.adaptive.tools import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
+from tests.support.quadratic import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
 
 
 def regression() -> tuple[nn.Module, Tensor, Tensor]:

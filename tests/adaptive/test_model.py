@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
 from secondorder.capture.fisher.likelihood import Gaussian
-from tests.adaptive.tools import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
+from tests.support.quadratic import Loop, batch, flat, gauss_newton, in_order, kfac, mlp
 
 
 def squares(f: Tensor, y: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
-from tests.adaptive.tools import Loop, batch, flat, gauss_newton, kfac, mlp
+from tests.support.quadratic import Loop, batch, flat, gauss_newton, kfac, mlp
 
 ALL: dict[str, Any] = {
     "adaptive_damping": True, "damping_interval": 2, "reject_steps": True, "quadratic_model": True,

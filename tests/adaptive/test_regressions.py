@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC
-from tests.adaptive.tools import Loop, batch, flat, mlp
+from tests.support.quadratic import Loop, batch, flat, mlp
 
 PRE = {"momentum": 0.9, "momentum_mode": "pre", "kl_clip": None, "reject_steps": True}
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 1}

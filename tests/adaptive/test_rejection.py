@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from secondorder import EKFAC, KFAC
-from tests.adaptive.tools import Loop, batch, flat, kfac, mlp
+from tests.support.quadratic import Loop, batch, flat, kfac, mlp
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9},

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from secondorder import EKFAC, KFAC
-from tests.adaptive.tools import Loop, batch, flat, mlp
+from tests.support.quadratic import Loop, batch, flat, mlp
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "damping": {"adaptive_damping": True, "damping_interval": 3},

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from secondorder.adaptation.replay import Evaluated, Moment, exact_products, kept_gradients, output_change, recorded
 from secondorder.capture.fisher.likelihood import Bernoulli, Categorical, Gaussian, Likelihood
-from tests.adaptive.tools import flat, output_hessian
+from tests.support.quadratic import flat, output_hessian
 
 CPU = {torch.device("cpu")}
 

@@ -26,7 +26,7 @@ from benchmarks.workloads.resnet20 import ResNet20, ResNet32, ResNet110
 from benchmarks.workloads.tiny import write_photographs
 from benchmarks.workloads.unet import UNet
 from benchmarks.workloads.vgg import VGG16
-from tests.distributed.launching import launch, torchrun
+from tests.support.launching import launch, torchrun
 
 # Trainable numbers of the published networks: those of torchvision for ImageNet, of the papers' tables else by hand.
 PUBLISHED = {

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.oracle.definitions import expected_factors, solve_exact
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -26,7 +25,8 @@ from tests.oracle.driver import (
     plain_kfac,
     train_step,
 )
-from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, solve_exact
 
 
 def forward_only(model, x):

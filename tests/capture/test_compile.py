@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from secondorder import KFAC
-from tests.oracle.definitions import expected_factors
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -20,7 +19,8 @@ from tests.oracle.driver import (
     plain_kfac,
     train_step,
 )
-from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors
 
 backends = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.oracle.definitions import expected_factors, solve_exact
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -28,7 +27,8 @@ from tests.oracle.driver import (
     train_step,
     twin,
 )
-from tests.oracle.models import Tokens, mlp, seeded_build, vectors
+from tests.support.models import Tokens, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, solve_exact
 
 approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
 

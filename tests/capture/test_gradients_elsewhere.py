@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HyLo
 from secondorder.capture.backwards import REPLACED
-from tests.distributed.oracle import distance
-from tests.distributed.pool import Pool, device_of
-from tests.oracle.definitions import expected_factors
-from tests.oracle.driver import all_factors, assert_factors, plain_kfac
+from tests.support.kfac import all_factors, assert_factors, plain_kfac
+from tests.support.oracles.kfac import expected_factors
+from tests.support.oracles.ranks import distance
+from tests.support.pool import Pool, device_of
 
 PARTS = 4
 EVERY_STEP = {KFAC: ("factor_update_steps", "inv_update_steps"), HyLo: ("update_steps",)}

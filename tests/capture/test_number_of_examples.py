@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
 from secondorder.capture.batch import Input, Use, count_examples
-from tests.oracle.definitions import expected_factors
-from tests.oracle.driver import all_factors, assert_factors, held_factors, labels, noise, plain_kfac
-from tests.oracle.models import seeded_build
+from tests.support.kfac import all_factors, assert_factors, held_factors, labels, noise, plain_kfac
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import expected_factors
 
 WIDTH, CLASSES, N, T = 64, 10, 24, 7
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from tests.oracle.definitions import expected_factors, solve_exact
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -24,7 +23,8 @@ from tests.oracle.driver import (
     train_step,
     twin,
 )
-from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, solve_exact
 
 approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
 

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.definitions import expected_factors, solve_exact
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -16,7 +15,8 @@ from tests.oracle.driver import (
     plain_kfac,
     train_step,
 )
-from tests.oracle.models import convnet, images, mlp, vectors
+from tests.support.models import convnet, images, mlp, vectors
+from tests.support.oracles.kfac import expected_factors, solve_exact
 
 MODELS = {"mlp": (mlp, vectors), "convnet": (convnet, images)}
 models = pytest.mark.parametrize("kind", MODELS)

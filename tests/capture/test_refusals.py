@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.definitions import expected_factors, solve_exact
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -17,7 +16,8 @@ from tests.oracle.driver import (
     plain_kfac,
     train_step,
 )
-from tests.oracle.models import mlp, seeded_build, vectors
+from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, solve_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:KFAC. some parameters get no curvature:UserWarning")
 

@@ -11,10 +11,10 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from secondorder import EKFAC, KFAC, HyLo
-from tests.layers.reference import block_state, follows_fallback
-from tests.oracle.definitions import expected_factors
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac
-from tests.oracle.models import seeded_build
+from tests.support.kfac import assert_close, labels, noise, plain_kfac
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import expected_factors
+from tests.support.oracles.layers import block_state, follows_fallback
 
 WIDTH, N = 64, 12
 

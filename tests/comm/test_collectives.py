@@ -16,7 +16,7 @@ from torch import Tensor
 
 from secondorder.comm.collectives import Collectives
 from secondorder.comm.counter import Record
-from tests.distributed.pool import Pool, device_of
+from tests.support.pool import Pool, device_of
 
 # shape, dtype, symmetric
 LIST: list[tuple[tuple[int, ...], torch.dtype, bool]] = [

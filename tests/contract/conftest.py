@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.methods import METHODS, Method, Variant
-from tests.contract.tasks import CNN, MLP, TASKS, TRANSFORMER, Task
+from tests.support.methods import METHODS, Method, Variant
+from tests.support.tasks import CNN, MLP, TASKS, TRANSFORMER, Task
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
 
 import secondorder
-from tests.contract.methods import METHODS, Method
-from tests.contract.tasks import Task, assert_identical, backward, block_vector, train, values
 from tests.contract.test_schedulers import SCHEDULERS, tick
+from tests.support.methods import METHODS, Method
+from tests.support.tasks import Task, assert_identical, backward, block_vector, train, values
 
 LR, DECAY = 0.05, 0.1
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, backward, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, backward, train, values
 
 KINDS: dict[str, dict[str, Any]] = {
     "swa": {},

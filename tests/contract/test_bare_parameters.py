@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Shadow, Task, assert_identical, snapshot
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Shadow, Task, assert_identical, snapshot
 
 LAYERWISE = pytest.mark.option("module", "skip_layers")
 WINDOWED = pytest.mark.option("window_size")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import (
+from tests.support.methods import Method, Variant
+from tests.support.tasks import (
     Task,
     assert_identical,
     block_vector,

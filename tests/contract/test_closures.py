@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, backward, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, backward, train, values
 
 
 def test_closure_runs_once_per_step_with_grad_enabled_and_its_loss_comes_back(method: Method, mlp: Task) -> None:

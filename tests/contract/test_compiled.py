@@ -13,8 +13,8 @@ import torch._dynamo as dynamo
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, backward, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, backward, train, values
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Shadow, assert_identical, snapshot, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Shadow, assert_identical, snapshot, values
 
 RULES: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd": ({"momentum": 0.0}, lambda p: torch.optim.SGD(p, 0.05)),

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import (
+from tests.support.methods import Method, Variant
+from tests.support.tasks import (
     TRANSFORMER,
     Shadow,
     Task,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import KFAC
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_identical, backward, snapshot, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, assert_identical, backward, snapshot, train, values
 
 
 def through_pickle(thing: Any) -> Any:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import secondorder
-from tests.contract.methods import METHODS, Method
-from tests.contract.tasks import CNN, TRANSFORMER, Task, assert_changed, assert_identical, backward, train, values
 from tests.contract.test_host_sync import Waits, readings  # noqa: F401 - a fixture
 from tests.contract.test_state_resume import resumed
+from tests.support.methods import METHODS, Method
+from tests.support.tasks import CNN, TRANSFORMER, Task, assert_changed, assert_identical, backward, train, values
 
 pytestmark = pytest.mark.option("skip_layers")
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_identical, snapshot, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, assert_identical, snapshot, train, values
 
 pytestmark = [
     pytest.mark.parametrize("flat", [False, True], ids=["plain", "flat"]),

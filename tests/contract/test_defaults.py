@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method
-from tests.contract.tasks import (
+from tests.contract.test_host_sync import Waits
+from tests.support.methods import Method
+from tests.support.tasks import (
     CNN,
     Task,
     assert_changed,
@@ -25,7 +26,6 @@ from tests.contract.tasks import (
     train,
     values,
 )
-from tests.contract.test_host_sync import Waits
 
 BUILDS: dict[str, Callable[[Method, nn.Module], Any]] = {
     "module": lambda method, model: method.cls(model),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import TRANSFORMER, Task, train
+from tests.support.methods import Method, Variant
+from tests.support.tasks import TRANSFORMER, Task, train
 
 
 def rows(optimizer: Any, model: nn.Module) -> dict[str, str]:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import secondorder
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, snapshot, train
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, snapshot, train
 
 BAD_VALUES: list[tuple[str, Any]] = [
     ("lr", -0.1),

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import TRANSFORMER, Shadow, Task, assert_changed, assert_identical, backward, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import TRANSFORMER, Shadow, Task, assert_changed, assert_identical, backward, train, values
 
 pytestmark = pytest.mark.option("fallback", "fallback_lr")
 LAYERWISE = pytest.mark.option("skip_layers")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, train, values
 from tests.contract.test_maximize import RULES
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, train, values
 
 
 def run(method: Method, task: Task, dtype: torch.dtype, **keywords: Any) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_identical, snapshot, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, assert_identical, snapshot, train, values
 
 BREAK, THAW, END = 5, 7, 12
 

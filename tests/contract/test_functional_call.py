@@ -6,8 +6,8 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, backward, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, backward, train, values
 
 
 def test_own_parameters_train(method: Method, mlp: Task) -> None:

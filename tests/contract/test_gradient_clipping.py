@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, backward, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, backward, values
 
 CLIPS: dict[str, Callable[[nn.Module, float], Any]] = {
     "norm": lambda model, bound: nn.utils.clip_grad_norm_(model.parameters(), bound),

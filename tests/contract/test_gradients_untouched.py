@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_identical, backward
 from tests.contract.test_maximize import RULES
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, assert_identical, backward
 
 
 def gradients(model: nn.Module) -> list[tuple[int, int, int]]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import (
+from tests.support.methods import Method, Variant
+from tests.support.tasks import (
     Shadow,
     Task,
     assert_identical,

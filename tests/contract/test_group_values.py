@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, snapshot, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, snapshot, train, values
 
 BAD = [
     ("lr", -0.1, ValueError),

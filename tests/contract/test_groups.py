@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import (
+from tests.support.methods import Method, Variant
+from tests.support.tasks import (
     Task,
     assert_identical,
     backward,

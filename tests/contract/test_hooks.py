@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, backward, snapshot, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, backward, snapshot, train, values
 
 
 def test_step_hooks_run_around_the_step(method: Method, mlp: Task) -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, train
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, train
 
 aten = torch.ops.aten
 WAITING = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default, aten.is_nonzero.default}

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, displacements, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, displacements, train, values
 
 pytestmark = pytest.mark.option("inner")
 

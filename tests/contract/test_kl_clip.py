@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_identical, covered_names, displacements, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, assert_identical, covered_names, displacements, train, values
 
 pytestmark = pytest.mark.option("kl_clip")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_identical, backward, snapshot, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, assert_identical, backward, snapshot, train, values
 
 pytestmark = pytest.mark.option("module")
 

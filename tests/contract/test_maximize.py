@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_identical, displacements, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, assert_identical, displacements, train, values
 
 RULES: dict[str, dict[str, Any]] = {
     "plain": {"momentum": 0.0},

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import CNN, Task, assert_changed, assert_identical, backward, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import CNN, Task, assert_changed, assert_identical, backward, train, values
 
 
 def assert_close(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:

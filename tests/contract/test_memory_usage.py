@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.contract.methods import Method, Variant
-from tests.contract.storages import shapes
-from tests.contract.tasks import Task, train
+from tests.support.methods import Method, Variant
+from tests.support.storages import shapes
+from tests.support.tasks import Task, train
 
 KINDS = {
     "factors", "second_order", "scale", "window", "error", "gram", "rows", "kernel", "momentum", "fallback",

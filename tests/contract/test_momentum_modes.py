@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, displacements, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, displacements, train, values
 
 pytestmark = pytest.mark.option("momentum_mode")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, snapshot, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, snapshot, train, values
 
 
 def names_of(optimizer: object) -> list[object]:

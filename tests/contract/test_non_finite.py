@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, assert_changed, assert_identical, backward, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, assert_changed, assert_identical, backward, train, values
 
 KEPT = (
     "step", "momentum_buffer", "gradient_momentum", "exp_avg", "exp_avg_sq", "factor_a", "factor_g", "factor_weight",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.saved_runs import FOLDER, RUNS, continued, continued_in_parts
-from tests.distributed.pool import Pool
+from tests.support.pool import Pool
+from tests.support.saved_runs import FOLDER, RUNS, continued, continued_in_parts
 
 EXPECTED: dict[str, list[dict[str, list[str]]]] = json.loads((FOLDER / "expected.json").read_text(encoding="utf-8"))
 IN_PARTS = [name for name, run in RUNS.items() if run.world > 1 and not run.together]

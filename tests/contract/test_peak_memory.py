@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from benchmarks.machine import peak_bytes
 from secondorder import EKFAC, KFAC, SecondOrderOptimizer, SparseMFAC
 from secondorder.curvature import refresh as refresh_module
-from tests.contract.methods import Method
+from tests.support.methods import Method
 
 WIDTH, INTERVAL = 160, 4
 #: Bytes of the matrix of one layer, its rows padded to 64 bytes.

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder.comm import Local
-from tests.contract.methods import METHODS, Method
-from tests.contract.tasks import MLP, Task, assert_identical, train, values
-from tests.distributed.pool import Pool, device_of
+from tests.support.methods import METHODS, Method
+from tests.support.pool import Pool, device_of
+from tests.support.tasks import MLP, Task, assert_identical, train, values
 
 STEPS = 5
 

@@ -6,7 +6,7 @@ import copy
 
 from torch import nn
 
-from tests.contract.methods import Method
+from tests.support.methods import Method
 
 
 def lines_of(optimizer: object) -> list[str]:

@@ -11,8 +11,8 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_changed, assert_identical, backward, displacements, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_changed, assert_identical, backward, displacements, train, values
 
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),

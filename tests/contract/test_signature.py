@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import secondorder
-from tests.contract.methods import Method
-from tests.contract.tasks import Task
+from tests.support.methods import Method
+from tests.support.tasks import Task
 
 POSITIONAL = ("params", "lr", "momentum")
 

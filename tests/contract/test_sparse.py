@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Shadow, assert_identical, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Shadow, assert_identical, values
 
 LAYERWISE = pytest.mark.option("skip_layers", "fallback")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.storages import compute_bytes
-from tests.contract.tasks import (
+from tests.support.methods import Method, Variant
+from tests.support.storages import compute_bytes
+from tests.support.tasks import (
     Task,
     assert_identical,
     covered_layers,

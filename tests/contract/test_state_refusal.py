@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import secondorder
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Scale, Task, assert_identical, snapshot, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Scale, Task, assert_identical, snapshot, train, values
 
 Saved = dict[str, Any]
 

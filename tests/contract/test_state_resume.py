@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import CLASSES, Task, assert_identical, covered_layers, snapshot, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import CLASSES, Task, assert_identical, covered_layers, snapshot, train, values
 
 # Refreshes every 4 steps: the first break is inside an interval, and the last goes over two more. Windows of 4 rows:
 # the first break is inside the second turn of the ring, and the last goes over two more.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, covered_layers, displacements, snapshot, train, values
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, covered_layers, displacements, snapshot, train, values
 
 pytestmark = pytest.mark.option("skip_layers")
 

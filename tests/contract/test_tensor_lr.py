@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.methods import Method
-from tests.contract.tasks import Task, assert_identical, snapshot, train, values
 from tests.contract.test_maximize import RULES
+from tests.support.methods import Method
+from tests.support.tasks import Task, assert_identical, snapshot, train, values
 
 LR = 0.125  # exact in every dtype
 

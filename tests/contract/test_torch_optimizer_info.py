@@ -22,8 +22,8 @@ from hypothesis import settings
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from tests.contract.methods import METHODS, Method
-from tests.contract.tasks import assert_identical
+from tests.support.methods import METHODS, Method
+from tests.support.tasks import assert_identical
 
 
 @contextmanager

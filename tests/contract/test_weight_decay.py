@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.methods import Method, Variant
-from tests.contract.tasks import Task, displacements, train, values
+from tests.support.methods import Method, Variant
+from tests.support.tasks import Task, displacements, train, values
 
 LR, DECAY = 0.5, 0.1
 

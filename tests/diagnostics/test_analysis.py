@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from secondorder import EKFAC, KFAC, MFAC, HyLo
 from secondorder.diagnostics import Analysis, read_events, rowtaps
-from tests.contract.tasks import (
+from tests.support.tasks import (
     CNN,
     MLP,
     TASKS,

@@ -10,7 +10,7 @@ from torch import nn
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, MemOpt, SparseMFAC, TopK
 from secondorder.diagnostics import StageClock, flat
-from tests.distributed.pool import Pool
+from tests.support.pool import Pool
 
 METHODS = {
     "eigen": lambda m, **k: KFAC(m, lr=0.01, damping=0.1, **k),

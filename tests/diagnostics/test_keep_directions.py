@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder.diagnostics import quantify_preconditioning
-from tests.contract.methods import METHODS, Method
-from tests.contract.tasks import CNN, MLP, Task
+from tests.support.methods import METHODS, Method
+from tests.support.tasks import CNN, MLP, Task
 
 CASES = [(method, variant.keywords) for method in METHODS for variant in method.variants]
 IDS = [f"{method.name}-{variant.name}" for method in METHODS for variant in method.variants]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from secondorder.diagnostics import StageClock, timing
-from tests.contract.methods import METHODS, Method
-from tests.contract.tasks import MLP, assert_identical, train, values
+from tests.support.methods import METHODS, Method
+from tests.support.tasks import MLP, assert_identical, train, values
 
 LAYERWISE = [method for method in METHODS if method.layerwise]
 OF_EVERY_STEP = {"reduce", "statistics", "refresh", "share", "precondition", "update"}

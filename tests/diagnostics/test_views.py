@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from secondorder import EKFAC, KFAC, HyLo
-from tests.contract.methods import METHODS, Method
-from tests.contract.tasks import MLP
+from tests.support.methods import METHODS, Method
+from tests.support.tasks import MLP
 
 LAYERWISE = [method for method in METHODS if method.layerwise]
 every_method = pytest.mark.parametrize("method", METHODS, ids=[method.name for method in METHODS])

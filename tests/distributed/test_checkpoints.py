@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.contract.tasks import assert_identical
-from tests.distributed.oracle import METHODS, STRATEGIES, TASKS, Run, build, descend
-from tests.distributed.pool import Pool
-from tests.distributed.saving import Saved, raised, shifted, started, through_a_file, train
+from tests.support.oracles.ranks import METHODS, STRATEGIES, TASKS, Run, build, descend
+from tests.support.pool import Pool
+from tests.support.saving import Saved, raised, shifted, started, through_a_file, train
+from tests.support.tasks import assert_identical
 
 BREAK, END = 5, 11
 KRONECKER = ["kfac_eigen", "kfac_cholesky", "ekfac_running", "ekfac_intra"]

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.distributed.oracle import Run, distance
-from tests.distributed.pool import Pool
-from tests.distributed.saving import raised, shifted, started, train
+from tests.support.oracles.ranks import Run, distance
+from tests.support.pool import Pool
+from tests.support.saving import raised, shifted, started, train
 
 BREAK, END = 5, 10
 FORMS = ("plain", "nested", "flat")

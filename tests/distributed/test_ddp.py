@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
 from secondorder.comm import Local
-from tests.distributed.oracle import (
+from tests.support.oracles.ranks import (
     CLASSES,
     TASKS,
     Run,
@@ -31,7 +31,7 @@ from tests.distributed.oracle import (
     shard,
     together,
 )
-from tests.distributed.pool import Pool, device_of
+from tests.support.pool import Pool, device_of
 
 STEPS = 8
 STILL = {"lr": 0.0, "factor_update_steps": 1, "inv_update_steps": 1}

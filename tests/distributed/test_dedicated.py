@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import secondorder
 from secondorder.comm.dedicated import lockstep
 from secondorder.comm.dedicated.workers import DedicatedWorkers
-from tests.distributed.delayed import Batch, Delayed
-from tests.distributed.pool import Failure, Pool
+from tests.support.delayed import Batch, Delayed
+from tests.support.pool import Failure, Pool
 
 T = 2
 OPTIONS = {"lr": 0.1, "damping": 0.05, "factor_update_steps": 1, "inv_update_steps": T, "kl_clip": 0.01}

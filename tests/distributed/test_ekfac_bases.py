@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder.curvature.eigenbasis import EigenbasisBlock
-from tests.distributed import oracle
-from tests.distributed.oracle import (
+from tests.support.oracles import ranks as oracle
+from tests.support.oracles.ranks import (
     CLASSES,
     EXAMPLES,
     LENGTH,
@@ -40,8 +40,8 @@ from tests.distributed.oracle import (
     path_of,
     shard,
 )
-from tests.distributed.pool import Pool, device_of
-from tests.distributed.saving import started, through_a_file, train
+from tests.support.pool import Pool, device_of
+from tests.support.saving import started, through_a_file, train
 
 WIDTH, LAYERS = 6, 12
 RARE = {"inv_update_steps": 2, "scale_update_steps": 4}

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.oracle import METHODS, Run, distance
-from tests.distributed.pool import Pool
-from tests.distributed.saving import Saved, shifted, started, through_a_file, train
+from tests.support.oracles.ranks import METHODS, Run, distance
+from tests.support.pool import Pool
+from tests.support.saving import Saved, shifted, started, through_a_file, train
 
 # Factors every 2 steps and refreshes every 4: after the break one step as before, an update, and a refresh. Rows are
 # renewed every 3 steps, from other examples in another world: only what comes before is the same there.

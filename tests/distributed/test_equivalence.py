@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.distributed import oracle
-from tests.distributed.oracle import (
+from tests.support.oracles import ranks as oracle
+from tests.support.oracles.ranks import (
     EXAMPLES,
     LENGTH,
     TASKS,
@@ -35,7 +35,7 @@ from tests.distributed.oracle import (
     sum_loss,
     together,
 )
-from tests.distributed.pool import Pool, device_of
+from tests.support.pool import Pool, device_of
 
 KRONECKER = ("kfac_eigen", "kfac_cholesky", "ekfac_running", "ekfac_intra")
 EXACT = (*KRONECKER, "hylo_sngd", "mfac", "mfac_sparse", "ggt")

@@ -14,10 +14,10 @@ from torch import nn
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, MemOpt
 from secondorder.curvature import factorization
-from tests.contract.tasks import assert_identical
-from tests.distributed.oracle import Run, flat
-from tests.distributed.pool import Pool
-from tests.distributed.saving import raised, started, train
+from tests.support.oracles.ranks import Run, flat
+from tests.support.pool import Pool
+from tests.support.saving import raised, started, train
+from tests.support.tasks import assert_identical
 
 LONG = 600.0  # seconds that no test can wait
 EAGER = {"factor_update_steps": 1, "inv_update_steps": 1}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from secondorder import KFAC, ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
-from tests.distributed.pool import Pool
+from tests.support.pool import Pool
 
 BATCH, STEPS = 12, 8
 

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from secondorder import CommOpt, HyLo, MemOpt
 from secondorder.capture.statistics.measurement import Measured
 from secondorder.switching import ProbeError
-from tests.distributed.oracle import (
+from tests.distributed.test_equivalence import shards_and_owners, simulate_local_factors
+from tests.support.oracles.ranks import (
     EXAMPLES,
     STRATEGIES,
     TASKS,
@@ -30,9 +31,8 @@ from tests.distributed.oracle import (
     optimizer_on,
     shard,
 )
-from tests.distributed.pool import Failure, Pool, device_of
-from tests.distributed.rows import SETTINGS, Case, chosen_path, in_one_process, on_ranks, own_step
-from tests.distributed.test_equivalence import shards_and_owners, simulate_local_factors
+from tests.support.pool import Failure, Pool, device_of
+from tests.support.rows import SETTINGS, Case, chosen_path, in_one_process, on_ranks, own_step
 
 EVERYWHERE = ("comm", "mem", "comm_owner", "mem_replicated", "chief", "chief_inverses")
 GRID = {2: EVERYWHERE, 3: (*EVERYWHERE, "hybrid_third"), 4: (*EVERYWHERE, "hybrid_half")}

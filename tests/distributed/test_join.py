@@ -14,10 +14,10 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import KFAC
-from tests.contract.tasks import assert_identical
-from tests.distributed.oracle import STRATEGIES, TASKS, Run, assert_replicas, build, descend, distance, flat, shard
-from tests.distributed.pool import Pool, device_of
-from tests.distributed.saving import raised
+from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, descend, distance, flat, shard
+from tests.support.pool import Pool, device_of
+from tests.support.saving import raised
+from tests.support.tasks import assert_identical
 
 LONG, SHORT = 5, 3
 # what changes the curvature or the step at the second half

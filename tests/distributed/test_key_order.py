@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.oracle import Run, assert_replicas
-from tests.distributed.pool import Pool
-from tests.distributed.saving import Saved, started, through_a_file, train
+from tests.support.oracles.ranks import Run, assert_replicas
+from tests.support.pool import Pool
+from tests.support.saving import Saved, started, through_a_file, train
 
 BREAK, END = 5, 9
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import secondorder
 from secondorder import ChiefOnly, LocalFactors
-from tests.distributed.pool import Pool
+from tests.support.pool import Pool
 
 LR, DAMPING, DECAY, STEPS, BATCH = 0.1, 0.05, 0.9, 6, 12
 

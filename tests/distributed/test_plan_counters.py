@@ -19,8 +19,8 @@ from torch import nn
 from secondorder import CommOpt, DedicatedWorkers, HybridOpt, MemOpt
 from secondorder.comm import rank_grid
 from secondorder.comm.buffers import Buffers
-from tests.distributed.oracle import EXAMPLES, METHODS, STRATEGIES, TASKS, Batch, build, mean_loss, shard
-from tests.distributed.pool import Pool
+from tests.support.oracles.ranks import EXAMPLES, METHODS, STRATEGIES, TASKS, Batch, build, mean_loss, shard
+from tests.support.pool import Pool
 
 PERIOD = 4  # a multiple of all intervals
 STORED = ("factors", "second_order", "scale", "window", "error", "gram", "rows", "kernel", "momentum", "fallback")

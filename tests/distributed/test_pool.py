@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import Failure, Pool, RankError, device_of
+from tests.support.pool import Failure, Pool, RankError, device_of
 
 
 def sum_of_ranks(rank: int, world: int, start: float) -> tuple[int, float, torch.Tensor]:

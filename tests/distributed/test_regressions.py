@@ -15,8 +15,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HyLo, MemOpt
-from tests.distributed.pool import Pool
-from tests.distributed.saving import raised
+from tests.support.pool import Pool
+from tests.support.saving import raised
 
 WORLD, EXAMPLES = 2, 6
 OPTIONS: dict[str, Any] = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.distributed.oracle import (
+from tests.support.oracles.ranks import (
     METHODS,
     STRATEGIES,
     TASKS,
@@ -17,7 +17,7 @@ from tests.distributed.oracle import (
     path_of,
     together,
 )
-from tests.distributed.pool import Pool, device_of
+from tests.support.pool import Pool, device_of
 
 LAYERS = ("kfac_eigen", "kfac_cholesky", "ekfac_running", "ekfac_intra")
 OVERRIDES = ("comm_owner", "mem_replicated", "local_factors", "chief", "chief_inverses", "chief_own")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import ROOT, launch, torchrun
-from tests.distributed.pool import Pool
 from tests.distributed.scripts.resume import EVERY, train
+from tests.support.launching import ROOT, launch, torchrun
+from tests.support.pool import Pool
 
 SCRIPT = ROOT / "tests" / "distributed" / "scripts" / "resume.py"
 SECONDS = 240  # for a program that takes ten, on a machine that is busy

@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.cli import main as benchmarks
 from benchmarks.ranks import Ranks
-from tests.distributed.launching import ROOT, free_port, launch, torchrun
+from tests.support.launching import ROOT, free_port, launch, torchrun
 
 TEMPLATES = ROOT / "docs" / "multinode"
 SECONDS = 150  # for a program that takes ten, on a machine that is busy

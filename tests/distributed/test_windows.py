@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, HybridOpt, LowRank, MemOpt, SparseMFAC, TopK
-from tests.distributed.oracle import STRATEGIES, TASKS, Run, assert_replicas, descend, distance, flat, shard
-from tests.distributed.pool import Pool, device_of
-from tests.distributed.saving import Saved, raised, through_a_file
+from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, descend, distance, flat, shard
+from tests.support.pool import Pool, device_of
+from tests.support.saving import Saved, raised, through_a_file
 
 M, STEPS, BREAK = 4, 9, 6
 _TOPK = TopK(density=0.3, block_size=8)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from secondorder import EKFAC, KFAC
-from tests.oracle.driver import noise
-from tests.oracle.models import ConvNet, mlp, seeded_build
+from tests.support.kfac import noise
+from tests.support.models import ConvNet, mlp, seeded_build
 
 DAMPINGS = (1e-3, 1e-2, 1e-1, 1.0)
 STEPS = 25

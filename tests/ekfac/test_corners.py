@@ -5,15 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ekfac.definitions import (
-    curvature_gradients,
-    exact_fisher,
-    layer_gradients,
-    operator,
-    scales,
-    solve,
-)
-from tests.ekfac.driver import (
+from tests.support.ekfac import (
     held_bases,
     held_scales,
     measure,
@@ -23,8 +15,16 @@ from tests.ekfac.driver import (
     state_of,
     train_step,
 )
-from tests.oracle.driver import assert_close, backward, labels, noise
-from tests.oracle.models import mlp, seeded_build, vectors
+from tests.support.kfac import assert_close, backward, labels, noise
+from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.ekfac import (
+    curvature_gradients,
+    exact_fisher,
+    layer_gradients,
+    operator,
+    scales,
+    solve,
+)
 
 estimators = pytest.mark.parametrize("estimator", ["intra", "running"])
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ekfac.definitions import layer_gradients, over_null_spaces, scales
-from tests.ekfac.driver import held_scales, plain_ekfac, standing, state_of
-from tests.oracle.definitions import covered_names, objective
-from tests.oracle.driver import assert_close, noise, twin
-from tests.oracle.models import convnet, images, mlp, vectors
-from tests.oracle.reference import block_order
+from tests.support.ekfac import held_scales, plain_ekfac, standing, state_of
+from tests.support.kfac import assert_close, noise, twin
+from tests.support.models import convnet, images, mlp, vectors
+from tests.support.oracles.ekfac import layer_gradients, over_null_spaces, scales
+from tests.support.oracles.kfac import covered_names, objective
+from tests.support.oracles.trajectory import block_order
 
 approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
 

@@ -8,7 +8,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 from secondorder import EKFAC, KFAC
-from tests.ekfac.definitions import (
+from tests.support.ekfac import (
+    PLAIN,
+    held_bases,
+    held_scales,
+    measure,
+    measured,
+    next_directions,
+    plain_ekfac,
+    standing,
+    state_of,
+    train_step,
+)
+from tests.support.kfac import assert_close, labels, noise, twin
+from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.ekfac import (
     curvature_gradients,
     damped_power,
     diagonal_in,
@@ -21,21 +35,7 @@ from tests.ekfac.definitions import (
     scales,
     solve,
 )
-from tests.ekfac.driver import (
-    PLAIN,
-    held_bases,
-    held_scales,
-    measure,
-    measured,
-    next_directions,
-    plain_ekfac,
-    standing,
-    state_of,
-    train_step,
-)
-from tests.oracle.definitions import covered_names
-from tests.oracle.driver import assert_close, labels, noise, twin
-from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import covered_names
 
 few = settings(derandomize=True, max_examples=20, deadline=None)
 PLAIN_KFAC = {key: value for key, value in PLAIN.items() if key != "scale_update_steps"}

@@ -15,16 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.ekfac.definitions import (
-    exact_blocks,
-    exact_fisher,
-    example_gradients,
-    layer_gradients,
-    operator,
-    scales,
-    solve,
-)
-from tests.ekfac.driver import (
+from tests.support.ekfac import (
     held_bases,
     held_scales,
     measured,
@@ -34,7 +25,9 @@ from tests.ekfac.driver import (
     state_of,
     train_step,
 )
-from tests.layers.networks import (
+from tests.support.kfac import assert_close, backward, labels, noise, twin
+from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.networks import (
     CONVS,
     NORMED,
     SIZES,
@@ -49,9 +42,16 @@ from tests.layers.networks import (
     around,
     squares,
 )
-from tests.oracle.definitions import covered_names
-from tests.oracle.driver import assert_close, backward, labels, noise, twin
-from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.ekfac import (
+    exact_blocks,
+    exact_fisher,
+    example_gradients,
+    layer_gradients,
+    operator,
+    scales,
+    solve,
+)
+from tests.support.oracles.kfac import covered_names
 
 few = settings(derandomize=True, max_examples=6, deadline=None)
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from secondorder import EKFAC
 from secondorder.linalg import dense, eigenbasis
-from tests.ekfac.driver import plain_ekfac, train_step
-from tests.oracle.driver import assert_close, noise
+from tests.support.ekfac import plain_ekfac, train_step
+from tests.support.kfac import assert_close, noise
 
 ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9}
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
-from tests.ekfac.definitions import layer_gradients, scales, values
-from tests.ekfac.driver import (
+from tests.support.ekfac import (
     HELD,
     held_bases,
     held_scales,
@@ -22,8 +21,9 @@ from tests.ekfac.driver import (
     state_of,
     train_step,
 )
-from tests.oracle.driver import assert_close, backward, noise, plain_kfac
-from tests.oracle.models import mlp, seeded_build, vectors
+from tests.support.kfac import assert_close, backward, noise, plain_kfac
+from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.ekfac import layer_gradients, scales, values
 
 ADAM = {"estimator": "running", "power": 0.5, "momentum_mode": "pre", "momentum": 0.9, "lr": 1e-2}
 

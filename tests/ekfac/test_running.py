@@ -6,18 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ekfac.definitions import (
-    Whitening,
-    damped_power,
-    eigenbasis,
-    layer_gradients,
-    mean_gradient,
-    operator,
-    scales,
-    solve,
-    values,
-)
-from tests.ekfac.driver import (
+from tests.support.ekfac import (
     HELD,
     held_bases,
     held_scales,
@@ -28,9 +17,20 @@ from tests.ekfac.driver import (
     state_of,
     train_step,
 )
-from tests.oracle.definitions import covered_names, expected_factors
-from tests.oracle.driver import assert_close, backward, noise, twin
-from tests.oracle.models import convnet, images, mlp, vectors
+from tests.support.kfac import assert_close, backward, noise, twin
+from tests.support.models import convnet, images, mlp, vectors
+from tests.support.oracles.ekfac import (
+    Whitening,
+    damped_power,
+    eigenbasis,
+    layer_gradients,
+    mean_gradient,
+    operator,
+    scales,
+    solve,
+    values,
+)
+from tests.support.oracles.kfac import covered_names, expected_factors
 
 BUILDS = {"mlp": (mlp, vectors), "convnet": (lambda: convnet(stride=2, padding=1), images)}
 builds = pytest.mark.parametrize("kind", BUILDS)

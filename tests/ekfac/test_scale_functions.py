@@ -654,7 +654,7 @@ def test_nothing_at_all_keeps_the_basis() -> None:
     basis = orthogonal(1, 6)
     values, found, permutation, reported, ok = qr_refresh(torch.zeros(1, 6, 6).double(), basis)
     torch.testing.assert_close(found, basis.gather(-1, permutation[:, None, :].expand_as(basis)), **EXACT)
-    assert torch.equal(values, torch.zeros(1, 6).double())
+    torch.testing.assert_close(values, torch.zeros(1, 6).double(), rtol=0, atol=1e-20)
     assert ok.all()
     assert float(reported) < 1e-12
 

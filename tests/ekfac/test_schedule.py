@@ -7,7 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.ekfac.definitions import (
+from tests.support.ekfac import (
+    held_bases,
+    held_scales,
+    measure,
+    next_directions,
+    plain_ekfac,
+    standing,
+    state_of,
+    train_step,
+)
+from tests.support.kfac import assert_close, backward, noise
+from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.ekfac import (
     Reference,
     diagonal_in,
     eigenbasis,
@@ -18,19 +30,7 @@ from tests.ekfac.definitions import (
     scales,
     solve,
 )
-from tests.ekfac.driver import (
-    held_bases,
-    held_scales,
-    measure,
-    next_directions,
-    plain_ekfac,
-    standing,
-    state_of,
-    train_step,
-)
-from tests.oracle.definitions import expected_factors
-from tests.oracle.driver import assert_close, backward, noise
-from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors
 
 modes = pytest.mark.parametrize("basis_update", ["eigh", "qr"])
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
-from tests.ekfac.definitions import over_null_spaces
-from tests.fisher.oracle import (
+from tests.support.kfac import assert_close, assert_factors, held_factors, labels, noise, twin
+from tests.support.models import ConvNet, Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.ekfac import over_null_spaces
+from tests.support.oracles.fisher import (
     METHODS,
     hessian_block,
     measured_scale,
@@ -24,10 +26,8 @@ from tests.fisher.oracle import (
     still,
     unrelated,
 )
-from tests.oracle.definitions import covered_names, kron, objective
-from tests.oracle.driver import assert_close, assert_factors, held_factors, labels, noise, twin
-from tests.oracle.models import ConvNet, Tokens, convnet, images, mlp, seeded_build, vectors
-from tests.oracle.reference import curvlinops_blocks, curvlinops_exact
+from tests.support.oracles.kfac import covered_names, kron, objective
+from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_exact
 
 both = pytest.mark.parametrize("method", METHODS)
 approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])

@@ -13,9 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import secondorder
 from secondorder import EKFAC, KFAC
-from tests.fisher.oracle import METHODS, observed, observed_step, state_of, still
-from tests.oracle.definitions import covered_names, expected_factors, kron
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -26,7 +24,9 @@ from tests.oracle.driver import (
     train_step,
     twin,
 )
-from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.fisher import METHODS, observed, observed_step, state_of, still
+from tests.support.oracles.kfac import covered_names, expected_factors, kron
 
 both = pytest.mark.parametrize("method", METHODS)
 OBSERVED = ["mc", "exact", "curvature_prop"]

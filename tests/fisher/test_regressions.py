@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
-from tests.ekfac.driver import plain_ekfac
-from tests.oracle.driver import assert_close, noise, plain_kfac, train_step
-from tests.oracle.models import mlp, seeded_build, vectors
+from tests.support.ekfac import plain_ekfac
+from tests.support.kfac import assert_close, noise, plain_kfac, train_step
+from tests.support.models import mlp, seeded_build, vectors
 
 both = pytest.mark.parametrize("build", [plain_kfac, plain_ekfac], ids=["KFAC", "EKFAC"])
 fishers = pytest.mark.parametrize("fisher", ["mc", "exact", "curvature_prop"])

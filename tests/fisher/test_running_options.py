@@ -8,9 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from secondorder import EKFAC, KFAC
-from tests.fisher.oracle import METHODS, STILL, quiet
-from tests.oracle.definitions import expected_factors, layer_values, solve_exact, solve_pi
-from tests.oracle.driver import (
+from tests.support.kfac import (
     PLAIN,
     assert_close,
     backward,
@@ -21,7 +19,9 @@ from tests.oracle.driver import (
     train_step,
     twin,
 )
-from tests.oracle.models import mlp, vectors
+from tests.support.models import mlp, vectors
+from tests.support.oracles.fisher import METHODS, STILL, quiet
+from tests.support.oracles.kfac import expected_factors, layer_values, solve_exact, solve_pi
 
 both = pytest.mark.parametrize("method", METHODS)
 SIZES = [5, 2, 7, 1, 4, 3, 6, 2]

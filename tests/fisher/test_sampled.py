@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import secondorder
 from secondorder import EKFAC, KFAC
-from tests.fisher.oracle import METHODS, assert_mean, observed, observed_step, state_of, still
-from tests.oracle.definitions import covered_names
-from tests.oracle.driver import all_factors, held_factors, labels, noise, twin
-from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.kfac import all_factors, held_factors, labels, noise, twin
+from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.fisher import METHODS, assert_mean, observed, observed_step, state_of, still
+from tests.support.oracles.kfac import covered_names
 
 sampled = pytest.mark.parametrize("fisher", ["mc", "curvature_prop"])
 both = pytest.mark.parametrize("method", METHODS)

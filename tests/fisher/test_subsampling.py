@@ -13,9 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC
-from tests.fisher.oracle import METHODS, assert_mean, observed, observed_step, state_of, still
-from tests.oracle.definitions import covered_names, example_rows, expected_factors
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -25,7 +23,9 @@ from tests.oracle.driver import (
     noise,
     twin,
 )
-from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.fisher import METHODS, assert_mean, observed, observed_step, state_of, still
+from tests.support.oracles.kfac import covered_names, example_rows, expected_factors
 
 both = pytest.mark.parametrize("method", METHODS)
 

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.distributed.oracle import STRATEGIES, assert_replicas, distance
-from tests.distributed.pool import Pool
-from tests.distributed.saving import raised, shifted, through_a_file
-from tests.fsdp.wrapping import Case, Wrap, alone, flat, started, train
+from tests.support.oracles.ranks import STRATEGIES, assert_replicas, distance
+from tests.support.pool import Pool
+from tests.support.saving import raised, shifted, through_a_file
+from tests.support.sharding import Case, Wrap, alone, flat, started, train
 
 BREAK, END = 5, 9
 EACH, HSDP = Wrap(), Wrap(replicas=2)

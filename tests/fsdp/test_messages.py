@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from secondorder import MemOpt
-from tests.distributed.oracle import shard
-from tests.distributed.pool import Pool, device_of
-from tests.fsdp.wrapping import Case, Wrap, descend, fully_sharded, started
+from tests.support.oracles.ranks import shard
+from tests.support.pool import Pool, device_of
+from tests.support.sharding import Case, Wrap, descend, fully_sharded, started
 
 STAGES = ("gradients", "directions")
 STRATEGIES = ("mem", "hybrid_half", "comm")

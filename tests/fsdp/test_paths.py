@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from secondorder import LowRank, TopK
-from tests.distributed.oracle import METHODS, Run, assert_replicas, distance, shard, together
-from tests.distributed.pool import Pool, device_of
-from tests.fsdp.wrapping import Case, Wrap, alone, assert_like_one_process, flat, sharded_path, started
+from tests.support.oracles.ranks import METHODS, Run, assert_replicas, distance, shard, together
+from tests.support.pool import Pool, device_of
+from tests.support.sharding import Case, Wrap, alone, assert_like_one_process, flat, sharded_path, started
 
 EACH, HSDP = Wrap(), Wrap(replicas=2)
 

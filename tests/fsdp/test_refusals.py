@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, CommOpt, DedicatedWorkers, HyLo, MemOpt, SparseMFAC, TopK
-from tests.distributed.oracle import assert_replicas, distance, mean_loss, shard
-from tests.distributed.pool import Pool, device_of
-from tests.distributed.saving import raised
-from tests.fsdp.wrapping import Case, Wrap, descend, flat, fully_sharded, started, train, whole
+from tests.support.oracles.ranks import assert_replicas, distance, mean_loss, shard
+from tests.support.pool import Pool, device_of
+from tests.support.saving import raised
+from tests.support.sharding import Case, Wrap, descend, flat, fully_sharded, started, train, whole
 
 POISONED = 4
 

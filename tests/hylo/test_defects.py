@@ -12,7 +12,9 @@ from torch import nn
 from secondorder import HyLo, ParamScheduler
 from secondorder.schedule import damping_decay
 from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError
-from tests.hylo.oracle import (
+from tests.support.kfac import assert_close, backward, hook_counts, noise
+from tests.support.models import convnet, images, mlp, vectors
+from tests.support.oracles.hylo import (
     LATER,
     as_rows,
     check_block,
@@ -32,8 +34,6 @@ from tests.hylo.oracle import (
     taken,
     with_gradient,
 )
-from tests.oracle.driver import assert_close, backward, hook_counts, noise
-from tests.oracle.models import convnet, images, mlp, vectors
 
 MODES = {
     "sngd": {"mode": "sngd"},

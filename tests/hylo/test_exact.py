@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.hylo.oracle import (
+from tests.support.kfac import assert_close, noise
+from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.hylo import (
     LATER,
     as_rows,
     check,
@@ -25,9 +27,7 @@ from tests.hylo.oracle import (
     taken,
     with_gradient,
 )
-from tests.oracle.definitions import expected_factors, solve_exact
-from tests.oracle.driver import assert_close, noise
-from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, solve_exact
 
 NAMES = ["0", "2"]
 

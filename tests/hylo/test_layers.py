@@ -13,23 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import secondorder.nn
-from tests.ekfac.definitions import example_gradients as one_by_one
-from tests.hylo.oracle import (
-    as_rows,
-    check,
-    check_block,
-    compare,
-    dense,
-    example_gradients,
-    fisher,
-    gradients,
-    one,
-    plain_hylo,
-    reduced_gradients,
-    sngd,
-    step,
-)
-from tests.layers.networks import (
+from tests.layers.test_attention import Attends
+from tests.layers.test_bilinear import Pair
+from tests.layers.test_recurrent import Sequences
+from tests.support.kfac import assert_close, labels, noise, twin
+from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.networks import (
     CONVS,
     NORMED,
     SIZES,
@@ -44,12 +33,23 @@ from tests.layers.networks import (
     around,
     squares,
 )
-from tests.layers.reference import follows_fallback, rows_by_example, singles
-from tests.layers.test_attention import Attends
-from tests.layers.test_bilinear import Pair
-from tests.layers.test_recurrent import Sequences
-from tests.oracle.driver import assert_close, labels, noise, twin
-from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.ekfac import example_gradients as one_by_one
+from tests.support.oracles.hylo import (
+    as_rows,
+    check,
+    check_block,
+    compare,
+    dense,
+    example_gradients,
+    fisher,
+    gradients,
+    one,
+    plain_hylo,
+    reduced_gradients,
+    sngd,
+    step,
+)
+from tests.support.oracles.layers import follows_fallback, rows_by_example, singles
 
 approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])
 biases = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

@@ -10,7 +10,9 @@ from torch import nn
 
 from secondorder import ParamScheduler
 from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError
-from tests.hylo.oracle import (
+from tests.support.kfac import assert_close, noise
+from tests.support.models import convnet, images, mlp, vectors
+from tests.support.oracles.hylo import (
     LATER,
     as_rows,
     curvature_of,
@@ -35,8 +37,6 @@ from tests.hylo.oracle import (
     taken,
     with_gradient,
 )
-from tests.oracle.driver import assert_close, noise
-from tests.oracle.models import convnet, images, mlp, vectors
 
 RESIDUALS = ["none", "diag", "full"]
 SAMPLINGS = ["systematic", "replacement", "unweighted", "uniform"]

@@ -12,7 +12,9 @@ from secondorder import HyLo, ParamScheduler
 from secondorder.diagnostics import Analysis, read_events
 from secondorder.linalg import selection, stacks, woodbury
 from secondorder.switching import Always, EpochList, GradNormChange, LRChange, ProbeError, SwitchPolicy
-from tests.hylo.oracle import (
+from tests.support.kfac import assert_close, labels, noise
+from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.hylo import (
     LATER,
     as_rows,
     error,
@@ -26,8 +28,6 @@ from tests.hylo.oracle import (
     step,
     with_gradient,
 )
-from tests.oracle.driver import assert_close, labels, noise
-from tests.oracle.models import mlp, seeded_build, vectors
 
 MODES = ("auto", "kid", "kis", "sngd")
 

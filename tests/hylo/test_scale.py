@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.hylo.oracle import (
+from tests.support.kfac import assert_close, backward, noise
+from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.hylo import (
     LATER,
     as_rows,
     check,
@@ -24,8 +26,6 @@ from tests.hylo.oracle import (
     step,
     taken,
 )
-from tests.oracle.driver import assert_close, backward, noise
-from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
 
 BUILDS = {
     "mlp": (lambda: mlp((4, 5, 3)), vectors),

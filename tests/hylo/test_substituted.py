@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import KFAC, HyLo
-from tests.oracle.driver import assert_close, noise
+from tests.support.kfac import assert_close, noise
 
 
 class Attention(nn.Module):

@@ -10,7 +10,8 @@ from torch import nn
 
 from secondorder import HyLo
 from secondorder.switching import EpochList, GradNormChange, LRChange, ProbeError
-from tests.hylo.oracle import (
+from tests.support.models import convnet, images, seeded_build, vectors
+from tests.support.oracles.hylo import (
     as_rows,
     error,
     example_gradients,
@@ -22,7 +23,6 @@ from tests.hylo.oracle import (
     sngd,
     step,
 )
-from tests.oracle.models import convnet, images, seeded_build, vectors
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Learning

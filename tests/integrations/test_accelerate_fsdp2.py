@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from secondorder import EKFAC, KFAC, CommOpt, MemOpt, SparseMFAC
-from tests.distributed.pool import Pool
+from tests.support.pool import Pool
 
 WORLD, STEPS, SAVED = 2, 6, 3
 FACTORS: dict[str, Any] = {"lr": 0.1, "damping": 0.1, "factor_update_steps": 1, "inv_update_steps": 2}

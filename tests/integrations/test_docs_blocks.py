@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.code_blocks import name_of, pages_with, run
+from tests.support.code_blocks import name_of, pages_with, run
 
 INTEGRATIONS = {"integrations"}
 

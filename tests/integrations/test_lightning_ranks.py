@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launching import ROOT, launch, torchrun
+from tests.support.launching import ROOT, launch, torchrun
 
 SCRIPTS = ROOT / "tests" / "integrations" / "scripts"
 SECONDS = 280  # for a program that takes twenty, on a machine that is busy

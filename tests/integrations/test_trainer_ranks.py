@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launching import ROOT, launch, torchrun
+from tests.support.launching import ROOT, launch, torchrun
 
 SCRIPT = ROOT / "tests" / "integrations" / "scripts" / "trainer_ranks.py"
 SECONDS, WORLD = 240, 2  # for a program that takes thirty, on a machine that is busy

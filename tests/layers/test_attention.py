@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.layers.reference import (
+from tests.support.kfac import assert_close, hook_counts, labels, noise, plain_kfac, twin
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import solve_exact, solve_pi
+from tests.support.oracles.layers import (
     Tape,
     attention_pairs,
     check_block,
@@ -28,9 +31,6 @@ from tests.layers.reference import (
     step_of,
     train,
 )
-from tests.oracle.definitions import solve_exact, solve_pi
-from tests.oracle.driver import assert_close, hook_counts, labels, noise, plain_kfac, twin
-from tests.oracle.models import seeded_build
 
 N, T, S, E, H = 4, 3, 5, 4, 2
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.layers.reference import Tape, check_block, expected_pairs, rows_by_example, singles, step_of, train
-from tests.oracle.definitions import layer_gradient, solve_exact, solve_pi
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
-from tests.oracle.models import seeded_build
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import layer_gradient, solve_exact, solve_pi
+from tests.support.oracles.layers import Tape, check_block, expected_pairs, rows_by_example, singles, step_of, train
 
 N = 5
 

@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.layers.reference import (
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import solve_exact, solve_pi
+from tests.support.oracles.layers import (
     Tape,
     block_state,
     check_block,
@@ -22,9 +25,6 @@ from tests.layers.reference import (
     step_of,
     train,
 )
-from tests.oracle.definitions import solve_exact, solve_pi
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
-from tests.oracle.models import seeded_build
 
 V, D, N, S = 7, 3, 5, 4
 approximations = pytest.mark.parametrize("approx", ["expand", "reduce"])

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
-from tests.layers.reference import follows_fallback
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac, train_step
-from tests.oracle.models import seeded_build
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step
+from tests.support.models import seeded_build
+from tests.support.oracles.layers import follows_fallback
 
 N, S, WIDTH = 6, 5, 256
 

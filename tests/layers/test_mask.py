@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.layers.reference import (
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import expected_factors
+from tests.support.oracles.layers import (
     Tape,
     attention_pairs,
     block_state,
@@ -22,9 +25,6 @@ from tests.layers.reference import (
     step_of,
     train,
 )
-from tests.oracle.definitions import expected_factors
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
-from tests.oracle.models import seeded_build
 
 N, S, D = 4, 5, 3
 LENGTHS = (5, 2, 4, 1)

@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secondorder
-from tests.layers.reference import (
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import solve_exact
+from tests.support.oracles.layers import (
     Tape,
     block_state,
     check_block,
@@ -19,9 +22,6 @@ from tests.layers.reference import (
     step_of,
     train,
 )
-from tests.oracle.definitions import solve_exact
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
-from tests.oracle.models import seeded_build
 
 N, S, D, E = 5, 3, 4, 3
 

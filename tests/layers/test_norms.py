@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from secondorder.capture.layers import norms
-from tests.layers.reference import follows_fallback, step_of, train
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
-from tests.oracle.models import seeded_build
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.models import seeded_build
+from tests.support.oracles.layers import follows_fallback, step_of, train
 
 N = 6
 

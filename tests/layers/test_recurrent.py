@@ -7,7 +7,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import secondorder
-from tests.layers.reference import (
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import solve_exact
+from tests.support.oracles.layers import (
     Tape,
     check_block,
     expected_pairs,
@@ -17,9 +20,6 @@ from tests.layers.reference import (
     step_of,
     train,
 )
-from tests.oracle.definitions import solve_exact
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
-from tests.oracle.models import seeded_build
 
 N, T, D, H = 4, 3, 3, 2
 State = tuple[Tensor, ...]

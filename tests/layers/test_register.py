@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secondorder
-from tests.layers.reference import (
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, train_step, twin
+from tests.support.models import seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, solve_exact
+from tests.support.oracles.layers import (
     Tape,
     check_block,
     expected_pairs,
@@ -17,9 +20,6 @@ from tests.layers.reference import (
     step_of,
     train,
 )
-from tests.oracle.definitions import expected_factors, solve_exact
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac, train_step, twin
-from tests.oracle.models import seeded_build, vectors
 
 N, S, D = 5, 3, 4
 

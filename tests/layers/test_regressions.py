@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.ekfac.definitions import scales
-from tests.ekfac.driver import held_bases, held_scales, plain_ekfac, state_of
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac
-from tests.oracle.models import seeded_build
+from tests.support.ekfac import held_bases, held_scales, plain_ekfac, state_of
+from tests.support.kfac import assert_close, labels, noise, plain_kfac
+from tests.support.models import seeded_build
+from tests.support.oracles.ekfac import scales
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing was captured")
 

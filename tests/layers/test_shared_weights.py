@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from secondorder import KFAC
-from tests.ekfac.definitions import NORMS, as_matrices, mean_gradient, scales
-from tests.ekfac.driver import held_bases, held_scales, measured, plain_ekfac, train_step
-from tests.hylo.oracle import plain_hylo, taken
-from tests.layers.reference import Tape, attention_pairs, expected_pairs, held, multihead, singles
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac
-from tests.oracle.models import seeded_build
+from tests.support.ekfac import held_bases, held_scales, measured, plain_ekfac, train_step
+from tests.support.kfac import assert_close, labels, noise, plain_kfac
+from tests.support.models import seeded_build
+from tests.support.oracles.ekfac import NORMS, as_matrices, mean_gradient, scales
+from tests.support.oracles.hylo import plain_hylo, taken
+from tests.support.oracles.layers import Tape, attention_pairs, expected_pairs, held, multihead, singles
 
 WIDTH, N, CLASSES, DAMPING = 64, 6, 3, 1e-2
 

@@ -9,7 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secondorder import EKFAC, KFAC, HyLo
-from tests.layers.reference import (
+from tests.support.kfac import assert_close, plain_kfac
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import solve_exact
+from tests.support.oracles.layers import (
     Tape,
     check_block,
     embedding,
@@ -20,9 +23,6 @@ from tests.layers.reference import (
     step_of,
     train,
 )
-from tests.oracle.definitions import solve_exact
-from tests.oracle.driver import assert_close, plain_kfac
-from tests.oracle.models import seeded_build
 
 N, S, V, D = 4, 3, 6, 3
 

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.layers.reference import row_of, step_of, train
-from tests.oracle.definitions import Rows, empirical_block, factors, kron, solve_exact, solve_pi
-from tests.oracle.driver import assert_close, labels, noise, plain_kfac, twin
-from tests.oracle.models import seeded_build
+from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.models import seeded_build
+from tests.support.oracles.kfac import Rows, empirical_block, factors, kron, solve_exact, solve_pi
+from tests.support.oracles.layers import row_of, step_of, train
 
 N = 4
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.layers.reference import block_state, check_block, diagonal_of, held, largest_tensor, row_of, train
-from tests.oracle.definitions import expected_factors, pi_factors, solve_exact, solve_pi
-from tests.oracle.driver import assert_close, backward, directions, labels, noise, plain_kfac, train_step, twin
-from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.kfac import assert_close, backward, directions, labels, noise, plain_kfac, train_step, twin
+from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, pi_factors, solve_exact, solve_pi
+from tests.support.oracles.layers import block_state, check_block, diagonal_of, held, largest_tensor, row_of, train
 
 # layer "0" has 5 inputs (with the 1) and 7 outputs, layer "2" 8 inputs and 3 outputs
 WIDTHS = (4, 7, 3)

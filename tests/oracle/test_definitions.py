@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.definitions import (
+from tests.support.kfac import assert_close, backward, noise, seeded
+from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import (
     conv_rows,
     empirical_block,
     example_rows,
@@ -23,9 +25,7 @@ from tests.oracle.definitions import (
     solve_pi,
     source_index,
 )
-from tests.oracle.driver import assert_close, backward, noise, seeded
-from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
-from tests.oracle.reference import curvlinops_blocks, curvlinops_dense
+from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_dense
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular", "zeros"])

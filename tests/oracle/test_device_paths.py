@@ -15,8 +15,8 @@ from secondorder import KFAC
 from secondorder.capture.statistics import averages
 from secondorder.diagnostics.step_record import StepRecord
 from secondorder.linalg import dense, first_order
-from tests.oracle.driver import assert_close, backward, noise, plain_kfac, train_step
-from tests.oracle.models import mlp, vectors
+from tests.support.kfac import assert_close, backward, noise, plain_kfac, train_step
+from tests.support.models import mlp, vectors
 
 OPEN, SHUT = torch.tensor(True), torch.tensor(False)
 SHAPES = ((3, 4), (5,))

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.oracle.definitions import Objective, empirical_block, example_rows
-from tests.oracle.driver import assert_close, noise, plain_kfac, train_step, twin
-from tests.oracle.models import mlp, seeded_build, vectors
-from tests.oracle.reference import curvlinops_exact
+from tests.support.kfac import assert_close, noise, plain_kfac, train_step, twin
+from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.kfac import Objective, empirical_block, example_rows
+from tests.support.oracles.trajectory import curvlinops_exact
 
 
 def summed_square(output: Tensor, target: Tensor) -> Tensor:

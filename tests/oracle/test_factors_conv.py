@@ -6,10 +6,10 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.definitions import example_rows, expected_factors, factors, grouped, kron, objective
-from tests.oracle.driver import all_factors, assert_close, assert_factors, noise, one_step, twin
-from tests.oracle.models import convnet, images, seeded_build
-from tests.oracle.reference import curvlinops_blocks, curvlinops_dense
+from tests.support.kfac import all_factors, assert_close, assert_factors, noise, one_step, twin
+from tests.support.models import convnet, images, seeded_build
+from tests.support.oracles.kfac import example_rows, expected_factors, factors, grouped, kron, objective
+from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_dense
 
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 SIZES = {1: (7,), 2: (5, 4), 3: (4, 3, 3)}

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.definitions import Objective, example_rows, expected_factors, factors, kron, objective
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -18,8 +17,9 @@ from tests.oracle.driver import (
     train_step,
     twin,
 )
-from tests.oracle.models import Tokens, mlp, seeded_build, vectors
-from tests.oracle.reference import curvlinops_blocks, curvlinops_dense
+from tests.support.models import Tokens, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import Objective, example_rows, expected_factors, factors, kron, objective
+from tests.support.oracles.trajectory import curvlinops_blocks, curvlinops_dense
 
 
 def checked(model, x, y, loss, tolerance=1e-9, **keywords):

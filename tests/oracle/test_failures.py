@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.definitions import expected_factors, solve_exact, solve_pi
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     backward,
@@ -18,7 +17,8 @@ from tests.oracle.driver import (
     train_step,
     twin,
 )
-from tests.oracle.models import mlp, seeded_build, vectors
+from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
 
 
 class Faults:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.oracle.driver import all_factors, assert_close, assert_factors, backward, directions, noise, plain_kfac
-from tests.oracle.models import Tokens, convnet, images, mlp, seeded_build, vectors
+from tests.support.kfac import all_factors, assert_close, assert_factors, backward, directions, noise, plain_kfac
+from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 
 few = settings(derandomize=True, max_examples=6, deadline=None)
 APPROX = st.sampled_from(["expand", "reduce"])

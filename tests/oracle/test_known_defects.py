@@ -52,8 +52,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from secondorder import KFAC
-from tests.oracle.definitions import expected_factors
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -64,7 +63,8 @@ from tests.oracle.driver import (
     train_step,
     twin,
 )
-from tests.oracle.models import convnet, images, mlp, vectors
+from tests.support.models import convnet, images, mlp, vectors
+from tests.support.oracles.kfac import expected_factors
 
 
 def test_clip_follows_a_scheduler():

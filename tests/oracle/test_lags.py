@@ -17,7 +17,7 @@ from secondorder.capture.statistics.call import Call
 from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
 from tests.layers import test_transposed as transposed
 from tests.oracle import test_factors_conv as patches
-from tests.oracle.driver import assert_close, noise
+from tests.support.kfac import assert_close, noise
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.oracle.definitions import expected_factors, ratio_average
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -17,7 +16,8 @@ from tests.oracle.driver import (
     train_step,
     twin,
 )
-from tests.oracle.models import mlp, vectors
+from tests.support.models import mlp, vectors
+from tests.support.oracles.kfac import expected_factors, ratio_average
 
 BATCHES = [(5, 0), (2, 1), (7, 2), (1, 3), (4, 4)]  # (examples, seed)
 

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.definitions import expected_factors, layer_gradient, solve_exact
-from tests.oracle.driver import (
+from tests.support.kfac import (
     assert_close,
     backward,
     directions,
@@ -17,7 +16,8 @@ from tests.oracle.driver import (
     plain_kfac,
     train_step,
 )
-from tests.oracle.models import mlp, seeded_build, vectors
+from tests.support.models import mlp, seeded_build, vectors
+from tests.support.oracles.kfac import expected_factors, layer_gradient, solve_exact
 
 
 def counted(opt, model, names, steps, key):

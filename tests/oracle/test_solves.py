@@ -7,15 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.oracle.definitions import (
-    expected_factors,
-    grouped,
-    layer_gradient,
-    layer_values,
-    solve_exact,
-    solve_pi,
-)
-from tests.oracle.driver import (
+from tests.support.kfac import (
     all_factors,
     assert_close,
     assert_factors,
@@ -28,7 +20,15 @@ from tests.oracle.driver import (
     train_step,
     twin,
 )
-from tests.oracle.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.models import convnet, images, mlp, seeded_build, vectors
+from tests.support.oracles.kfac import (
+    expected_factors,
+    grouped,
+    layer_gradient,
+    layer_values,
+    solve_exact,
+    solve_pi,
+)
 
 METHODS = {
     "eigen exact": ({"inverse_method": "eigen", "damping_split": "exact"}, solve_exact),

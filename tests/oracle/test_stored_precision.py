@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from secondorder import EKFAC, KFAC
-from tests.oracle.definitions import expected_factors, solve_exact, solve_pi
-from tests.oracle.driver import all_factors, assert_close, backward, directions, layer_state, plain_kfac, train_step
-from tests.oracle.models import mlp, vectors
+from tests.support.kfac import all_factors, assert_close, backward, directions, layer_state, plain_kfac, train_step
+from tests.support.models import mlp, vectors
+from tests.support.oracles.kfac import expected_factors, solve_exact, solve_pi
 
 LOW = {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16}
 METHODS = {

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from secondorder import GGT, MFAC
 from secondorder.curvature.window import rows
-from tests.window.definitions import Average, fisher_direction, root_direction
-from tests.window.driver import error_of, give, history, noise, parameters, push, put
-from tests.window.storages import METHODS, STORAGES, averaging, explicit, regular
+from tests.support.oracles.window import Average, fisher_direction, root_direction
+from tests.support.window import error_of, give, history, noise, parameters, push, put
+from tests.support.window_storages import METHODS, STORAGES, averaging, explicit, regular
 
 D, M = 100, 32
 DAMPINGS = [1e-4, 1e-6, 1e-8]

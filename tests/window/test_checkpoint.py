@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, LowRank, TopK
-from tests.window.definitions import Average
-from tests.window.driver import (
+from tests.support.oracles.window import Average
+from tests.support.window import (
     assert_near,
     differences,
     flat,
@@ -22,7 +22,7 @@ from tests.window.driver import (
     snapshot,
     states,
 )
-from tests.window.storages import FEW, METHODS, STORAGES, averaging, explicit, regular
+from tests.support.window_storages import FEW, METHODS, STORAGES, averaging, explicit, regular
 
 SHAPES, D, M = [(4, 5), (3,), (3, 7)], 44, 5
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -12,8 +12,8 @@ from secondorder import GGT, MFAC, TopK
 from secondorder.curvature.window import topk
 from secondorder.diagnostics.step_record import StepRecord
 from secondorder.linalg import gram
-from tests.window.definitions import extended, fisher_direction, solve
-from tests.window.driver import (
+from tests.support.oracles.window import extended, fisher_direction, solve
+from tests.support.window import (
     assert_near,
     differences,
     flat,
@@ -28,7 +28,7 @@ from tests.window.driver import (
     states,
     stored_rows,
 )
-from tests.window.storages import METHODS, STORAGES, explicit, regular
+from tests.support.window_storages import METHODS, STORAGES, explicit, regular
 
 SHAPES, D, M = [(4, 5), (3,), (3, 7)], 44, 4
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC
-from tests.window.definitions import Average, extended, fisher_direction
-from tests.window.driver import assert_near, columns_of, flat, give, history, noise, parameters, push, put, states
-from tests.window.storages import METHODS, STORAGES, averaging, explicit, regular
+from tests.support.oracles.window import Average, extended, fisher_direction
+from tests.support.window import assert_near, columns_of, flat, give, history, noise, parameters, push, put, states
+from tests.support.window_storages import METHODS, STORAGES, averaging, explicit, regular
 
 SHAPES, D, M, LR, DECAY = [(4, 5), (3,)], 23, 5, 0.5, 0.1
 SPLIT = {"global": [[0, 1]], "layer": [[0], [1]]}

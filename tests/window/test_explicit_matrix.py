@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC
-from tests.window.definitions import fisher_direction
-from tests.window.driver import (
+from tests.support.oracles.window import fisher_direction
+from tests.support.window import (
     assert_near,
     columns_of,
     gram,
@@ -22,7 +22,7 @@ from tests.window.driver import (
     spans,
     states,
 )
-from tests.window.storages import FEW, METHODS, STORAGES, explicit, regular
+from tests.support.window_storages import FEW, METHODS, STORAGES, explicit, regular
 
 SHAPES = [(4, 6), (5,), (3, 2, 4), (7,)]
 UNITS = {"global": [[0, 1, 2, 3]], "group": [[0, 1], [2, 3]], "layer": [[0], [1], [2], [3]]}

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from secondorder import GGT
-from tests.window.definitions import Average, root_direction
-from tests.window.driver import assert_near, history, noise, parameters, push
-from tests.window.storages import STORAGES
+from tests.support.oracles.window import Average, root_direction
+from tests.support.window import assert_near, history, noise, parameters, push
+from tests.support.window_storages import STORAGES
 
 D, EPS = 23, 1e-3
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.window.definitions import Average
-from tests.window.driver import (
+from tests.support.oracles.window import Average
+from tests.support.window import (
     assert_near,
     differences,
     flat,
@@ -23,7 +23,7 @@ from tests.window.driver import (
     snapshot,
     states,
 )
-from tests.window.storages import FEW, METHODS, STORAGES, averaging, explicit, regular
+from tests.support.window_storages import FEW, METHODS, STORAGES, averaging, explicit, regular
 
 SHAPES, D, M = [(4, 5), (3,), (3, 7)], 44, 4
 FIRST, SECOND, THIRD = range(20), range(20, 23), range(23, 44)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from secondorder import GGT, MFAC
-from tests.window.driver import assert_near, gram, history, noise, parameters, push, residual, states
-from tests.window.storages import STORAGES
+from tests.support.window import assert_near, gram, history, noise, parameters, push, residual, states
+from tests.support.window_storages import STORAGES
 
 SHAPES, D, M = [(4, 5), (3,)], 23, 4
 

@@ -9,7 +9,7 @@ import torch
 
 from secondorder import GGT, MFAC, LowRank, TopK
 from secondorder.curvature.window import lowrank, rows
-from tests.window.driver import assert_near, error_of, history, noise, parameters, push
+from tests.support.window import assert_near, error_of, history, noise, parameters, push
 
 
 def through_gram(G: torch.Tensor, damping: float) -> torch.Tensor:

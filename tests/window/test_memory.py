@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from secondorder import GGT, MFAC, LowRank, TopK
-from tests.window.definitions import kept_entries
-from tests.window.driver import noise, parameters, push, size
-from tests.window.storages import METHODS
+from tests.support.oracles.window import kept_entries
+from tests.support.window import noise, parameters, push, size
+from tests.support.window_storages import METHODS
 
 SHAPES, M = [(40, 30), (70,), (8, 3, 5), (64,), (), (6,)], 5
 BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float64: 8}

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from secondorder import MFAC, SparseMFAC, TopK
-from tests.window.definitions import Average, PublishedDynamic, fisher_direction, recursion, woodbury
-from tests.window.driver import assert_near, history, noise, parameters, push, ring, snapshot
-from tests.window.storages import STORAGES
+from tests.support.oracles.window import Average, PublishedDynamic, fisher_direction, recursion, woodbury
+from tests.support.window import assert_near, history, noise, parameters, push, ring, snapshot
+from tests.support.window_storages import STORAGES
 
 D = 23
 

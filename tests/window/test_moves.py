@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, TopK
 from secondorder.preconditioners import window_plan
-from tests.window.driver import (
+from tests.support.window import (
     assert_near,
     differences,
     flat,
@@ -29,7 +29,7 @@ from tests.window.driver import (
     states,
     stored_rows,
 )
-from tests.window.storages import METHODS, STORAGES, Storage
+from tests.support.window_storages import METHODS, STORAGES, Storage
 
 SHAPES, D, M = [(4, 5), (3,), (3, 7)], 44, 4
 KINDS = ("dense", "topk", "rank-1")

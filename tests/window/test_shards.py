@@ -18,9 +18,9 @@ from secondorder import GGT, MFAC, LowRank, SparseMFAC, TopK
 from secondorder.curvature.window.shards import Cutting, join, plain
 from secondorder.preconditioners import window_plan
 from secondorder.preconditioners.window_plan import CATALOG
-from tests.window.driver import assert_near, flat, give, noise, parameters, put
-from tests.window.ranks import ThreadRank, run
-from tests.window.storages import METHODS, STORAGES, averaging
+from tests.support.window import assert_near, flat, give, noise, parameters, put
+from tests.support.window_ranks import ThreadRank, run
+from tests.support.window_storages import METHODS, STORAGES, averaging
 
 SHAPES, D, M = [(4, 5), (3,), (3, 7), (), (2, 30)], 105, 4
 #: Ranks, and rows of their grid.

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from secondorder import GGT, MFAC, LowRank, TopK
-from tests.window.definitions import TopKRows, fisher_direction, root_direction, woodbury
-from tests.window.driver import (
+from tests.support.oracles.window import TopKRows, fisher_direction, root_direction, woodbury
+from tests.support.window import (
     assert_near,
     differences,
     gram,
@@ -21,7 +21,7 @@ from tests.window.driver import (
     states,
     stored_rows,
 )
-from tests.window.storages import STORAGES
+from tests.support.window_storages import STORAGES
 
 CHECKED = 4  # last steps of a run that are compared with the explicit matrix
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from secondorder import GGT, MFAC, TopK
-from tests.window.definitions import TopKRows, fisher_direction
-from tests.window.driver import (
+from tests.support.oracles.window import TopKRows, fisher_direction
+from tests.support.window import (
     assert_near,
     history,
     noise,

@@ -18,7 +18,7 @@ from secondorder.curvature.window.form import Form, Place
 @pytest.mark.slow
 def test_interpreted_kernels_give_what_torch_gives() -> None:
     """In a process of its own: triton decides when it is imported whether it compiles or interprets."""
-    checks = Path(__file__).with_name("interpreted_kernels.py")
+    checks = Path(__file__).parents[1] / "support" / "interpreted_kernels.py"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(checks)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=280, check=False)

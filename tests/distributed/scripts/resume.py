@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from tests.distributed.oracle import STRATEGIES, TASKS, Run, build, descend, shard
+from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, build, descend, shard
 
 STEPS, EVERY = 12, 4
 RUN = Run(method="kfac_eigen")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.oracle import STRATEGIES, TASKS, Run, build, descend, flat, shard
-from tests.distributed.pool import device_of
+from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, build, descend, flat, shard
+from tests.support.pool import device_of
 
 Saved = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Runs whose checkpoints are kept in `tests/checkpoint_files`, for later versions to load.
 
-`python -m tests.contract.saved_runs` writes those that are missing. A file that exists is what an older version
+`python -m tests.support.saved_runs` writes those that are missing. A file that exists is what an older version
 saved, and stays as it is.
 """
 
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, MemOpt, SparseMFAC, TopK
 from secondorder.switching import GradNormChange
-from tests.distributed.pool import Pool
+from tests.support.pool import Pool
 
 FOLDER = Path(__file__).parents[1] / "checkpoint_files"
 SAVED_AT, END, EXAMPLES = 5, 8, 8

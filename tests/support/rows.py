@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from secondorder import HyLo
 from secondorder.linalg import selection
-from tests.distributed.oracle import CLASSES, STRATEGIES, TASKS, TOKENS, WIDTH, flat, mean_loss, shard
-from tests.distributed.pool import device_of
+from tests.support.oracles.ranks import CLASSES, STRATEGIES, TASKS, TOKENS, WIDTH, flat, mean_loss, shard
+from tests.support.pool import device_of
 
 STEPS = 10
 SETTINGS = {"lr": 0.05, "momentum": 0.9, "damping": 0.1, "update_steps": 3}

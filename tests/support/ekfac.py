@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import EKFAC
-from tests.ekfac.definitions import mean_gradient, values
-from tests.oracle.driver import backward, owner
+from tests.support.kfac import backward, owner
+from tests.support.oracles.ekfac import mean_gradient, values
 
 HELD = 10**6
 # Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always,

@@ -6,7 +6,7 @@ import curvlinops
 import torch
 from torch import Tensor, nn
 
-from tests.oracle.definitions import Objective, covered_names
+from tests.support.oracles.kfac import Objective, covered_names
 
 
 def operator(model: nn.Module, x: Tensor, y: Tensor, loss: Objective, approx: str, fisher: str):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.contract.tasks import LENGTH, Attention, Cnn, covered_layers
+from tests.support.tasks import LENGTH, Attention, Cnn, covered_layers
 
 Sizes = Callable[[nn.Module, torch.dtype], Mapping[str, set[int]]]
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from secondorder import HyLo
-from tests.ekfac.definitions import NORMS, as_matrices
-from tests.oracle.driver import assert_close
+from tests.support.kfac import assert_close
+from tests.support.oracles.ekfac import NORMS, as_matrices
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Found = dict[str, Tensor]

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from secondorder import EKFAC, KFAC
-from tests.oracle.definitions import homogeneous, input_rows, output_rows
-from tests.oracle.driver import PLAIN, owner
+from tests.support.kfac import PLAIN, owner
+from tests.support.oracles.kfac import homogeneous, input_rows, output_rows
 
 #: Loss of one example from its outputs (batch of one) and its targets.
 Loss = Callable[[Any, Any], Tensor]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.distributed.oracle import (
+from tests.support.oracles.ranks import (
     CLASSES,
     METHODS,
     STRATEGIES,
@@ -32,7 +32,7 @@ from tests.distributed.oracle import (
     mean_loss,
     shard,
 )
-from tests.distributed.pool import Pool, device_of
+from tests.support.pool import Pool, device_of
 
 WORDS, LENGTH, WIDTH = 7, 3, 5
 

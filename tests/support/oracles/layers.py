@@ -7,7 +7,7 @@ Nothing of the package is used to find them.
     symbol      shape           meaning
     a           [S_n, n_a]      input rows of one product of example n, the 1 last iff its bias is trained
     g           [S_n, n_g]      gradient of that example's loss at the output rows
-    A, B                        as in ``tests.oracle.definitions``
+    A, B                        as in ``tests.support.oracles.kfac``
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.oracle.definitions import Loss, Rows, factors, kron
-from tests.oracle.driver import assert_close
+from tests.support.kfac import assert_close
+from tests.support.oracles.kfac import Loss, Rows, factors, kron
 
 
 def trained(parameter: Tensor | None) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import KFAC
-from tests.oracle.definitions import covered_names, layer_gradient, layer_values
+from tests.support.oracles.kfac import covered_names, layer_gradient, layer_values
 
 # Every choice that a test does not make itself: plain steps along the preconditioned gradient, everything due always.
 PLAIN = {

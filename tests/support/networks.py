@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from tests.oracle.driver import noise
-from tests.oracle.models import images, seeded_build
+from tests.support.kfac import noise
+from tests.support.models import images, seeded_build
 
 
 def squares(output, target):

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from secondorder import EKFAC, GGT, KFAC, MFAC, HyLo, LowRank, SparseMFAC, TopK
 from secondorder.switching import GradNormChange
-from tests.contract import storages
-from tests.contract.storages import (
+from tests.support import storages
+from tests.support.storages import (
     Factored,
     Kept,
     Sizes,
@@ -34,7 +34,7 @@ from tests.contract.storages import (
     shapes,
     squares,
 )
-from tests.contract.tasks import covered_layers
+from tests.support.tasks import covered_layers
 
 Units = Callable[[nn.Module], dict[str, list[str]]]
 

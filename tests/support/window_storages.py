@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from secondorder import GGT, MFAC, LowRank, TopK
-from tests.window.definitions import DenseRows, LowRankRows, TopKRows, fisher_direction, root_direction
-from tests.window.driver import states
+from tests.support.oracles.window import DenseRows, LowRankRows, TopKRows, fisher_direction, root_direction
+from tests.support.window import states
 
 METHODS: dict[str, Any] = {"mfac": MFAC, "ggt": GGT}
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tests.oracle.driver import labels, noise
+from tests.support.kfac import labels, noise
 
 
 def seeded_build(build, seed: int = 0) -> nn.Module:

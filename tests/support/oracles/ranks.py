@@ -30,7 +30,7 @@ from secondorder import (
     SparseMFAC,
     TopK,
 )
-from tests.distributed.pool import device_of
+from tests.support.pool import device_of
 
 EXAMPLES = 12  # divides by 2, 3 and 4 ranks
 CLASSES, TOKENS, LENGTH, WIDTH = 4, 6, 3, 4

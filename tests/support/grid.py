@@ -1,0 +1,106 @@
+"""Covering grids: few cases that still bring every two values of different parameters together.
+
+A test with four parameters of five values has 625 cases in its full product, but 25 or so of them contain every pair of
+values. Faults that only three values together reveal are rare (Kuhn, Wallace & Gallo, "Software fault interactions and
+implications for software testing", IEEE TSE 30(6), 2004), so a default run takes the pairs.
+
+::
+
+    @pairs(method=METHODS, rule=RULES, dtype=[torch.float32, torch.float64])   # every pair; nothing else exists
+    @product(method=METHODS, rule=RULES)                                       # the same, and the rest under `slow`
+    @each(method=METHODS, rule=RULES)                                          # every value once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
+from itertools import product as cartesian
+from typing import Any
+
+import pytest
+
+Row = tuple[int, ...]  # of every parameter the index of its value
+
+
+def pairs(where: Callable[..., bool] | None = None, /, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test so that every two values of different parameters occur together in at least one case.
+
+    Args:
+        where: Called with the values of all parameters by name; a combination for which it is false does not exist.
+        **parameters: Values of each parameter. The keys of a mapping become the ids of its values.
+    """
+    rows = combinations_of(where, parameters)
+    return _parametrized(parameters, rows, set(covering(rows)), rest=False)
+
+
+def product(where: Callable[..., bool] | None = None, /, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test with every combination; those that :func:`pairs` would leave out are marked ``slow``."""
+    rows = combinations_of(where, parameters)
+    return _parametrized(parameters, rows, set(covering(rows)), rest=True)
+
+
+def each(where: Callable[..., bool] | None = None, /, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test so that every value of every parameter occurs in at least one case."""
+    rows = combinations_of(where, parameters)
+    return _parametrized(parameters, rows, set(covering(rows, strength=1)), rest=False)
+
+
+def covering(rows: Sequence[Row], strength: int = 2) -> list[Row]:
+    """Choose rows such that every combination of ``strength`` values that occurs in some row occurs in a chosen one.
+
+    The choice is greedy: the row that covers most of what is still uncovered, and the first one of equals, so that it
+    depends on the order of the values alone.
+    """
+    tuples = {row: _tuples(row, min(strength, len(row))) for row in rows}
+    missing = set().union(*tuples.values()) if tuples else set()
+    chosen: list[Row] = []
+    candidates = list(dict.fromkeys(rows))
+    while missing:
+        best = max(candidates, key=lambda row: len(tuples[row] & missing))
+        chosen.append(best)
+        missing -= tuples[best]
+        candidates = [row for row in candidates if tuples[row] & missing]
+    return chosen
+
+
+def combinations_of(where: Callable[..., bool] | None, parameters: Mapping[str, Iterable[Any]]) -> list[Row]:
+    """Return the indices of every combination that exists."""
+    values = [_values(given) for given in parameters.values()]
+    rows = list(cartesian(*(range(len(of)) for of in values)))
+    if where is None:
+        return rows
+    return [row for row in rows if where(**dict(zip(parameters, _chosen(values, row), strict=True)))]
+
+
+def _tuples(row: Row, strength: int) -> frozenset[Hashable]:
+    return frozenset(combinations(enumerate(row), strength))
+
+
+def _parametrized(
+    parameters: Mapping[str, Iterable[Any]], rows: Sequence[Row], chosen: set[Row], *, rest: bool
+) -> pytest.MarkDecorator:
+    values = [_values(given) for given in parameters.values()]
+    ids = [_ids(given) for given in parameters.values()]
+    cases = [
+        pytest.param(
+            *_chosen(values, row), id="-".join(_chosen(ids, row)), marks=() if row in chosen else pytest.mark.slow
+        )
+        for row in rows
+        if rest or row in chosen
+    ]
+    return pytest.mark.parametrize(tuple(parameters), cases)
+
+
+def _chosen(values: Sequence[Sequence[Any]], row: Row) -> list[Any]:
+    return [of[index] for of, index in zip(values, row, strict=True)]
+
+
+def _values(given: Iterable[Any]) -> list[Any]:
+    return list(given.values()) if isinstance(given, Mapping) else list(given)
+
+
+def _ids(given: Iterable[Any]) -> list[str]:
+    if isinstance(given, Mapping):
+        return [str(key) for key in given]
+    return [str(getattr(value, "name", None) or getattr(value, "__name__", None) or value) for value in given]
