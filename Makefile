@@ -20,7 +20,7 @@ PIP = $(BIN)/python -m pip install -qq --disable-pip-version-check
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-machines test-integrations check lint format type layering docs counts bench dist clean
+.PHONY: help install demo test test-all test-machines test-integrations mutations check lint format type layering docs counts bench dist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,9 @@ test-machines: $(STAMP) ## Run the test suite once per kind of processor, number
 
 test-integrations: $(STAMP_INTEGRATIONS) ## Run the tests that drive real trainers and loggers; ARGS="-m ''": slow ones too
 	@$(PYTEST) tests/integrations $(ARGS)
+
+mutations: $(STAMP) ## Put faults into copies of the package, one by one; a test must catch each (ARGS="--only 'kl-*'")
+	@$(BIN)/python -m tests.support.mutations --jobs $(WORKERS) $(ARGS)
 
 check: lint type layering docs counts ## Everything but the tests: lint, types, layering, documentation, counts of steps
 

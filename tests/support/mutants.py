@@ -1,0 +1,251 @@
+"""Faults of one line, which `tests.support.mutations` puts into copies of the package: some test must catch each.
+
+A fault is one that a person could make: a sign, a factor, a dropped term, a wrong transpose, an interval that is off by
+one, a copy that is skipped. Where a line of the package changes, its row here follows; a row that a test no longer
+catches says what the tests have lost.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """A fault.
+
+    Attributes:
+        name: Its name.
+        file: The file, below `secondorder/`.
+        old: A part of a line, which the file has once.
+        new: What stands there instead.
+        tests: Arguments of pytest that select the tests that are likely to catch it, tried one after the other.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+HYLO = ("tests/hylo",)
+EKFAC = ("tests/ekfac",)
+WINDOW = ("tests/window",)
+ORACLE = ("tests/oracle",)
+RULES = ("tests/test_update.py", "tests/contract -k 'adam_rule or inner or momentum or weight_decay or fallback'")
+
+MUTATIONS: tuple[Mutation, ...] = (
+    # ---------------------------------------------------------------- linalg: the mathematics
+    Mutation(
+        "woodbury-adds-what-it-subtracts", "linalg/woodbury.py",
+        "add_combination_(out, rows, z.neg_())", "add_combination_(out, rows, z)", HYLO,
+    ),
+    Mutation(
+        "interpolated-core-counts-the-identity-twice", "linalg/woodbury.py",
+        "inner.diagonal(dim1=-2, dim2=-1).add_(1)", "inner.diagonal(dim1=-2, dim2=-1).add_(2)", HYLO,
+    ),
+    Mutation(
+        "kernel-without-the-bias", "linalg/kernel.py",
+        "found.addcmul_(inner, found) if x.homogeneous", "found.mul_(inner) if x.homogeneous", HYLO,
+    ),
+    Mutation(
+        "systematic-draw-weighs-like-an-estimate", "linalg/selection.py",
+        "pi.gather(-1, index).rsqrt()", "pi.gather(-1, index).reciprocal()", HYLO,
+    ),
+    Mutation(
+        "interpolation-forgets-the-residual", "linalg/selection.py",
+        'found.residual if residual != "none"', 'found.residual if residual == "full"', HYLO,
+    ),
+    Mutation(
+        "direction-rotated-back-by-the-transpose", "linalg/eigenbasis.py",
+        "product(x, basis_a.mT)", "product(x, basis_a)", (*ORACLE, *EKFAC),
+    ),
+    Mutation(
+        "pairs-of-positions-count-once", "linalg/eigenbasis.py",
+        "alpha=2 if distance else 1", "alpha=1", EKFAC,
+    ),
+    Mutation(
+        "scale-carried-over-by-the-transpose", "linalg/eigenbasis.py",
+        "product(scale, r_a.square().mT)", "product(scale, r_a.square())", EKFAC,
+    ),
+    Mutation(
+        "iterated-bases-are-not-continued", "linalg/eigenbasis.py",
+        "None, :] < 0, -q, q)", "None, :] < 0, q, q)", EKFAC,
+    ),
+    Mutation(
+        "mean-of-ones-forgets-the-number-of-rows", "linalg/dense.py",
+        "out[..., d, d] += rows.shape[-2]", "out[..., d, d] += 1", (*ORACLE, "tests/layers"),
+    ),
+    Mutation(
+        "newest-row-is-a-step-old", "linalg/gram.py",
+        "age = (newest(pos, m) - torch.arange", "age = (pos - torch.arange", WINDOW,
+    ),
+    Mutation(
+        "momentum-outside-of-the-window-has-another-sign", "linalg/gram.py",
+        "b - q / (n * damping)[:, None]", "b + q / (n * damping)[:, None]", WINDOW,
+    ),
+    Mutation(
+        "static-inverse-adds-what-it-subtracts", "linalg/inverse_fisher.py",
+        "vectors[:, columns].double() - inside", "vectors[:, columns].double() + inside",
+        ("tests/static", "tests/test_docs.py"),
+    ),
+    Mutation(
+        "quadratic-model-without-one-half", "linalg/quadratic.py",
+        "0.5 * torch.dot(x, matrix @ x)", "torch.dot(x, matrix @ x)", ("tests/adaptive",),
+    ),
+    Mutation(
+        "damping-falls-where-the-model-is-wrong", "linalg/quadratic.py",
+        "return 1 / omega if ratio < LOWER", "return omega if ratio < LOWER", ("tests/adaptive",),
+    ),
+    # ---------------------------------------------------------------- the update
+    Mutation(
+        "nesterov-without-its-factor", "linalg/first_order.py",
+        "_add(directions, buffers, momentum) if nesterov", "_add(directions, buffers, 1.0) if nesterov", RULES,
+    ),
+    Mutation(
+        "momentum-takes-in-a-dropped-batch", "linalg/first_order.py",
+        "directions = [torch.where(gate, d, 0) for d in directions]", "directions = list(directions)",
+        ("tests/test_update.py", "tests/contract -k non_finite", "tests/oracle/test_failures.py"),
+    ),
+    Mutation(
+        "squares-of-adam-lack-the-root-of-their-bias", "linalg/first_order.py",
+        "[(1 - beta2**t) ** 0.5 for t in steps]", "[(1 - beta2**t) for t in steps]", RULES,
+    ),
+    Mutation(
+        "kl-clip-by-the-rate-itself", "linalg/first_order.py",
+        "p * (lr * lr) for p, lr", "p * lr for p, lr", ("tests/contract -k kl_clip",),
+    ),
+    Mutation(
+        "clip-lengthens-short-directions", "update.py",
+        "/ (total + 1e-12)).clamp(max=1)", "/ (total + 1e-12))", ("tests/test_update.py", "tests/contract -k clipping"),
+    ),
+    Mutation(
+        "graft-without-coupled-decay", "update.py",
+        'return gradient.add(local(p), alpha=group["weight_decay"])', "return gradient",
+        ("tests/contract -k 'graft or weight_decay'",),
+    ),
+    Mutation(
+        "grafted-source-is-not-debiased", "update.py",
+        '["exp_avg"]) / (1 - beta1 ** self.steps_of(p))', '["exp_avg"]) / (1 - beta1)',
+        ("tests/contract -k 'graft or adam'",),
+    ),
+    Mutation(
+        "rate-of-the-fallback-ignores-the-schedule", "update.py",
+        'return own * (rate(group["lr"]) / group["fallback_base_lr"]) if', "return own if",
+        ("tests/contract -k 'fallback or schedulers'",),
+    ),
+    Mutation(
+        "modelled-step-goes-uphill", "update.py",
+        "[d * -alpha for d in directions]", "[d * alpha for d in directions]", ("tests/adaptive",),
+    ),
+    # ---------------------------------------------------------------- curvature: blocks
+    Mutation(
+        "damping-split-the-other-way", "capture/statistics/averages.py",
+        "return pi * root, root / pi", "return root / pi, pi * root", ORACLE,
+    ),
+    Mutation(
+        "weight-of-old-batches-does-not-decay", "capture/statistics/averages.py",
+        "grown = weight * decay + batch_weight", "grown = weight + batch_weight", ORACLE,
+    ),
+    Mutation(
+        "decay-is-no-curvature", "curvature/factors.py",
+        'return damping + group["weight_decay"] if', "return damping if", (*ORACLE, "tests/contract -k weight_decay"),
+    ),
+    Mutation(
+        "refreshes-a-step-late", "curvature/refresh_schedule.py",
+        "return (t - phase) % interval == 0", "return (t - phase) % interval == 1 % interval",
+        ("tests/schedule", *ORACLE),
+    ),
+    Mutation(
+        "refresh-works-on-factors-that-change", "curvature/refresh.py",
+        'block.state[f"begun_{side}"].copy_(task.matrix)', "task.matrix", ("tests/schedule",),
+    ),
+    Mutation(
+        "failed-inverse-is-adopted", "curvature/inverse.py",
+        'adopt_tensor(state, f"inverse_{side}", tensors[0], good)',
+        'adopt_tensor(state, f"inverse_{side}", tensors[0], good | True)', ("tests/oracle/test_failures.py", *ORACLE),
+    ),
+    Mutation(
+        "null-space-is-not-averaged", "curvature/eigenbasis.py",
+        'state["scale"].copy_(self._pooled(state["scale"]))', 'state["scale"].copy_(state["scale"])', EKFAC,
+    ),
+    Mutation(
+        "recomputed-scale-keeps-the-old-one", "curvature/eigenbasis.py",
+        'self.state["scale_weight"].mul_(~ok)', 'self.state["scale_weight"].mul_(1.0)', EKFAC,
+    ),
+    Mutation(
+        "mean-of-gradients-is-not-debiased", "preconditioners/scale.py",
+        'source[p] = mean / (1 - beta ** state["gradient_updates"])', "source[p] = mean.clone()", EKFAC,
+    ),
+    Mutation(
+        "average-of-directions-is-their-sum", "curvature/solvers.py",
+        '1 - momentum if group["momentum_mode"] == "ema" else 1.0', "1.0", (*WINDOW, "tests/contract -k momentum"),
+    ),
+    Mutation(
+        "leaving-row-takes-its-dots-along", "curvature/window/window.py",
+        "gram.packed_row(slot, self.m)) * leaving)", "gram.packed_row(slot, self.m)) * 0)", WINDOW,
+    ),
+    Mutation(
+        "shorter-window-keeps-the-oldest-rows", "curvature/window/window.py",
+        'old.counters["pos"] - kept + torch.arange', 'old.counters["pos"] + torch.arange', WINDOW,
+    ),
+    Mutation(
+        "rounding-of-entries-is-lost", "curvature/window/topk.py",
+        "rest = found - kept.to(found.dtype)", "rest = torch.zeros_like(found)", WINDOW,
+    ),
+    # ---------------------------------------------------------------- what ranks exchange
+    Mutation(
+        "statistics-that-nobody-captured-travel", "parallel/exchange.py",
+        "sends = self.comm.captures(block.index) or self.comm.sources(block.index) > 1", "sends = True",
+        ("tests/unit", "tests/curvature"),
+    ),
+    Mutation(
+        "curvature-goes-to-ranks-that-do-not-precondition", "parallel/exchange.py",
+        "mine = {b: schema for b, schema in schemas.items() if self.comm.preconditions(b.index)}",
+        "mine = dict(schemas)", ("tests/unit", "tests/curvature"),
+    ),
+    Mutation(
+        "batch-of-one-rank-that-is-not-finite-is-added", "parallel/exchange.py",
+        "words = torch.where(finite, words, lost)", "words = torch.where(finite, words, words)",
+        ("tests/unit", "tests/distributed/test_faults.py", "tests/distributed"),
+    ),
+    Mutation(
+        "gradients-are-added-and-not-averaged", "comm/rank_grid.py",
+        'stage="gradients", count=self._grid.world)', 'stage="gradients", count=1)',
+        ("tests/distributed -k 'average or equivalence'", "tests/distributed"),
+    ),
+    Mutation(
+        "directions-come-from-the-rank-of-another-row", "comm/rank_grid.py",
+        "return self._rank - self._rank % width + self._owners[index] % width", "return self._owners[index] % width",
+        ("tests/comm", "tests/distributed -k 'equivalence or grid'", "tests/distributed"),
+    ),
+    Mutation(
+        "first-rank-owns-every-unit", "comm/placement.py",
+        "so_far.add(rank, loads[i])", "so_far.add(0, loads[i])", ("tests/comm/test_placement.py",),
+    ),
+    Mutation(
+        "rows-of-unequal-batches-count-alike", "preconditioners/row_exchange.py",
+        "(block.gradient_scale(n) * share) ** 0.5", "block.gradient_scale(n) ** 0.5",
+        ("tests/distributed/test_hylo.py", "tests/distributed"),
+    ),
+    # ---------------------------------------------------------------- checkpoints
+    Mutation(
+        "state-of-another-rank-is-taken", "checkpoint/checkpoint.py",
+        "if saved_by and saved_by != self._comm.identity:", "if saved_by and not self._comm.combines:",
+        ("tests/checkpoint", "tests/distributed -k checkpoint"),
+    ),
+    Mutation(
+        "loaded-rate-is-that-of-the-checkpoint-itself", "checkpoint/checkpoint.py",
+        "{k: copied(v) for k, v in given.items()", "{k: v for k, v in given.items()",
+        ("tests/contract -k 'tensor_lr or resume or copies'",),
+    ),
+    Mutation(
+        "weight-of-momentum-is-not-in-the-state", "curvature/window/window.py",
+        'found["momentum_weight"] = self.outside.weight', "pass", WINDOW,
+    ),
+    Mutation(
+        "refreshes-begin-anew-after-loading", "preconditioners/layer_checkpoint.py",
+        'block.state["refreshes"] = refreshes[block] if good else 0', 'block.state["refreshes"] = 0',
+        ("tests/contract -k resume", "tests/checkpoint"),
+    ),
+)  # fmt: skip

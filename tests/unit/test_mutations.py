@@ -1,0 +1,32 @@
+"""The table of mutations fits the package and the tests of now, so that a run of it does not end in errors."""
+
+import pytest
+
+from tests.support import mutations
+from tests.support.mutants import MUTATIONS, Mutation
+
+
+def test_every_mutation_changes_one_line_into_another_that_is_valid() -> None:
+    for mutation in MUTATIONS:
+        text = (mutations.ROOT / "secondorder" / mutation.file).read_text()
+        changed = mutations.mutated(text, mutation)
+        compile(changed, mutation.file, "exec")
+        assert sum(a != b for a, b in zip(text.split("\n"), changed.split("\n"), strict=True)) == 1, mutation.name
+
+
+def test_every_mutation_names_tests_that_exist() -> None:
+    for mutation in MUTATIONS:
+        for arguments in mutation.tests:
+            assert mutations.paths_of(arguments), mutation.name
+            assert all((mutations.ROOT / path).exists() for path in mutations.paths_of(arguments)), mutation.name
+        assert mutation.tests, mutation.name
+
+
+def test_mutations_have_different_names_and_change_different_lines() -> None:
+    assert len({m.name for m in MUTATIONS}) == len({(m.file, m.old) for m in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.mark.parametrize(("old", "new"), [("missing", "x"), ("a", "b"), ("b = 2", "b = 2"), ("b = 2", "b = 2\n")])
+def test_a_fragment_that_is_not_there_once_or_changes_nothing_is_an_error(old: str, new: str) -> None:
+    with pytest.raises(ValueError, match="fault"):
+        mutations.mutated("a = 1\na += 1\nb = 2", Mutation("fault", "file.py", old, new, ("tests",)))
