@@ -164,7 +164,7 @@ def factors(rows: Rows, approx: str = "expand", loss_terms: int = 1) -> tuple[Te
         A = sum(a.mT @ a for a in rows.a) / total
         B = sum(g.mT @ g for g in rows.g) / n
     else:
-        means = [a.mean(1) for a in rows.a]
+        means = [a.sum(1) / max(a.shape[1], 1) for a in rows.a]  # an example without a row adds nothing
         sums = [g.sum(1) for g in rows.g]
         A = sum(a[:, :, None] * a[:, None, :] for a in means) / n
         B = sum(g[:, :, None] * g[:, None, :] for g in sums) / n

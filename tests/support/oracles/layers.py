@@ -10,6 +10,8 @@ Nothing of the package is used to find them.
     A, B                        as in ``tests.support.oracles.kfac``
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -250,3 +252,77 @@ def attention_pairs(expected: dict, name: str) -> dict[str, tuple[Tensor, Tensor
     """(A, B) of the two blocks of an attention layer: q, k, v are the groups of the first."""
     A, B = (torch.stack([expected[f"{name}.{part}"][i] for part in "qkv"]) for i in (0, 1))
     return {f"{name}.in_proj": (A, B), f"{name}.out_proj": expected[f"{name}.out"]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recurrent layers and transposed convolutions, spelled out
+# ---------------------------------------------------------------------------------------------------------------------
+
+State = tuple[Tensor, ...]
+
+
+def cell_step(kind: str, i: Tensor, h: Tensor, state: State, nonlinearity: str = "tanh") -> State:
+    """One step from the two products ``i = W_ih x + b_ih`` and ``h = W_hh h + b_hh``; the state leads with h."""
+    if kind == "RNN":
+        return (torch.relu(i + h) if nonlinearity == "relu" else torch.tanh(i + h),)
+    if kind == "GRU":
+        ir, iz, i_n = i.chunk(3, -1)
+        hr, hz, hn = h.chunk(3, -1)
+        reset, update = torch.sigmoid(ir + hr), torch.sigmoid(iz + hz)
+        new = torch.tanh(i_n + reset * hn)
+        return ((1 - update) * new + update * state[0],)
+    into, forget, candidate, out = (i + h).chunk(4, -1)
+    c = torch.sigmoid(forget) * state[1] + torch.sigmoid(into) * torch.tanh(candidate)
+    return torch.sigmoid(out) * torch.tanh(c), c
+
+
+def unroll(tape: Tape, name: str, kind: str, layer: nn.RNNBase, x: Tensor, start: list[State] | None = None) -> Tensor:
+    """Outputs ``[1, T, H · directions]`` of a stack of layers over one sequence ``[1, T, D]``."""
+    for i in range(layer.num_layers):
+        outputs = []
+        for suffix in ("", "_reverse")[: 1 + layer.bidirectional]:
+            given = {part: getattr(layer, f"{part}_l{i}{suffix}", None) for part in (
+                "weight_ih", "weight_hh", "bias_ih", "bias_hh")}  # fmt: skip
+            zeros = x.new_zeros(1, layer.hidden_size)
+            state = (
+                (zeros,) * (1 + (kind == "LSTM"))
+                if start is None
+                else start[len(outputs) + i * (1 + layer.bidirectional)]
+            )
+            steps = range(x.shape[1])
+            found = {}
+            for t in reversed(steps) if suffix else steps:
+                a = tape.product(f"{name}.ih_l{i}{suffix}", x[:, t], given["weight_ih"], given["bias_ih"])
+                b = tape.product(f"{name}.hh_l{i}{suffix}", state[0], given["weight_hh"], given["bias_hh"])
+                state = cell_step(kind, a, b, state, getattr(layer, "nonlinearity", "tanh"))
+                found[t] = state[0]
+            outputs.append(torch.stack([found[t] for t in steps], 1))
+        x = torch.cat(outputs, -1)
+    return x
+
+
+def transposed_rows(layer: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Rows ``[Γ, S, C/Γ · k]`` of one example ``[C, *spatial]`` for outputs of ``sizes``, a row ordered (c, k...).
+
+    Element ``l`` of the input reaches, through kernel offset ``j``, the pixel ``l·stride + j·dilation − padding``.
+    """
+    rows = []
+    for pixel in itertools.product(*map(range, sizes)):
+        columns = []
+        for offset in itertools.product(*map(range, layer.kernel_size)):
+            index = []
+            for o, j, stride, dilation, padding, size in zip(
+                pixel, offset, layer.stride, layer.dilation, layer.padding, x.shape[1:], strict=True
+            ):
+                source, rest = divmod(o + padding - j * dilation, stride)
+                index.append(source if rest == 0 and 0 <= source < size else None)
+            missing = any(i is None for i in index)
+            columns.append(x.new_zeros(len(x)) if missing else x[(slice(None), *index)])
+        rows.append(torch.stack(columns, -1))  # [C, k]
+    return torch.stack(rows).reshape(len(rows), layer.groups, -1).transpose(0, 1)
+
+
+def transposed_weight(layer: nn.Module, weight: Tensor) -> Tensor:
+    """``[Γ, d_o/Γ, d_i/Γ · k]`` of a tensor shaped like the weight."""
+    grouped = weight.reshape(layer.groups, layer.in_channels // layer.groups, -1, math.prod(layer.kernel_size))
+    return grouped.transpose(1, 2).flatten(2)

@@ -1,0 +1,134 @@
+"""Every kind of layer: its factors, dense block and direction are those of rows that are written by hand.
+
+The definitions are in `tests/support/layer_cases.py`: the same network without its modules, one example at a time.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.grid import pairs
+from tests.support.kfac import assert_close, plain_kfac, twin
+from tests.support.layer_cases import CASES, ONE_OF_EACH, RECURRENCE, LayerCase, parameters_of
+from tests.support.oracles.kfac import solve_exact, solve_pi
+from tests.support.oracles.layers import Tape, check_block, train
+
+cases = pytest.mark.parametrize("name", CASES)
+
+
+def check(case: LayerCase, opt, expected: dict[str, tuple[Tensor, Tensor]]) -> None:
+    assert set(opt.blocks) == set(expected)
+    assert "fallback" not in opt.describe()
+    for block, (A, B) in expected.items():
+        check_block(opt, block, (A, B), torch.kron(A, B) if block in case.tables else None)
+
+
+@cases
+def test_the_definition_is_the_layer(name):
+    """Its outputs, and its gradients: the means over examples of Σ g aᵀ."""
+    case, model = CASES[name], CASES[name].model()
+    inputs, y = case.data()
+    outputs = model(*inputs)
+    by_hand = torch.cat([model.by_hand(Tape(), *example) for example in case.by_hand()])
+    assert_close(by_hand.detach(), outputs.detach(), 1e-12)
+    case.loss(outputs, y).backward()
+    for block, rows in case.rows(model).items():
+        assert_close(
+            torch.cat([group.mean_gradient() for group in rows]),
+            case.matrix(model, block, lambda p: p.grad),
+            1e-10,
+            block,
+        )
+
+
+@cases
+def test_factors_are_those_of_the_definition(name):
+    """And nothing of the training changes by it: outputs and gradients have the same bits."""
+    case = CASES[name]
+    inputs, y = case.data()
+    for approx in ("expand",) if case.expand_only else ("expand", "reduce"):
+        model = case.ready(case.model())
+        plain = twin(model)
+        opt = plain_kfac(model, approx=approx, **case.keywords)
+        for network in (model, plain):
+            outputs = network(*inputs)
+            case.loss(outputs, y).backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, **({} if case.exposed else {"rtol": 0, "atol": 0}))
+        opt.step()
+        check(case, opt, case.factors(case.model(), approx))
+
+
+@pairs(
+    name=ONE_OF_EACH,
+    way={
+        "eigen": ({"inverse_method": "eigen"}, solve_exact),
+        "eigen-pi": ({"inverse_method": "eigen", "damping_split": "pi"}, solve_pi),
+        "cholesky": ({"inverse_method": "cholesky"}, solve_pi),
+    },
+)
+def test_the_direction_is_the_dense_solve(name, way):
+    case, (keywords, solve) = CASES[name], way
+    expected = case.factors(case.model())
+    model, (inputs, y) = case.ready(case.model()), case.data()
+    opt = plain_kfac(model, damping=0.02, **keywords, **case.keywords)
+    case.loss(model(*inputs), y).backward()
+    before = {block: case.matrix(model, block) for block in expected}
+    gradients = {block: case.matrix(model, block, lambda p: p.grad.clone()) for block in expected}
+    opt.step()
+    for block, (A, B) in expected.items():
+        gradient, moved = gradients[block], before[block] - case.matrix(model, block)
+        assert_close(moved, solve(B, A, gradient, 0.02).view_as(gradient), 1e-8, block)
+        assert float((moved - gradient).abs().max()) > 1e-3 * float(gradient.abs().max())
+
+
+@pairs(
+    name=[name for name in ONE_OF_EACH if not CASES[name].tables],
+    frozen=["weight", "bias"],
+)
+def test_a_frozen_part_has_no_rows(name, frozen):
+    case = CASES[name]
+
+    def freeze(model: nn.Module) -> nn.Module:
+        for block in case.rows(model):
+            _, weight, bias = parameters_of(model, block)
+            part = weight if frozen == "weight" else bias
+            if block != "head" and part is not None and bias is not None:
+                part.requires_grad_(False)
+        return model
+
+    expected = case.factors(freeze(case.model()))
+    model, (inputs, y) = case.ready(freeze(case.model())), case.data()
+    opt = plain_kfac(model, **case.keywords)
+    train(opt, model, inputs, y, case.loss)
+    check(case, opt, expected)
+
+
+@pytest.mark.parametrize("name", [n for n in ONE_OF_EACH if CASES[n].examples is None and not CASES[n].positions_first])
+def test_micro_batches_do_not_matter(name):
+    case = CASES[name]
+    expected = case.factors(case.model())
+    model, (inputs, y) = case.ready(case.model()), case.data()
+    opt = plain_kfac(model)
+    for target, *part in zip(y.split(2), *(x.split(2) for x in inputs), strict=True):
+        (case.loss(model(*part), target) / 2).backward()
+    opt.step()
+    check(case, opt, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in RECURRENCE if "-" not in name or "cell" in name])
+def test_a_layer_that_is_not_exposed_takes_the_fallback_and_names_the_way_out(name):
+    case, model = CASES[name], CASES[name].model()
+    with pytest.warns(UserWarning, match="expose"):
+        opt = plain_kfac(model, lr=0.1)
+    inputs, y = case.data()
+    case.loss(model(*inputs), y).backward()
+    layer = next(model.children())
+    before = {key: (p.detach().clone(), p.grad.clone()) for key, p in layer.named_parameters()}
+    opt.step()
+    (prefix,) = [key for key, module in model.named_modules() if module is layer]
+    rows = {line.split()[0]: line for line in opt.describe().splitlines() if line.startswith(prefix)}
+    for key, p in layer.named_parameters():
+        assert "fallback" in rows[f"{prefix}.{key}"]
+        assert "expose" in rows[f"{prefix}.{key}"]
+        assert_close(before[key][0] - p.detach(), 0.1 * before[key][1])

@@ -1,0 +1,861 @@
+"""Layers of every kind in small networks that are written twice: with torch's modules, and by hand over a tape.
+
+``CASES`` is for the tests of every method: build a network with :meth:`LayerCase.model`, train it on
+:meth:`LayerCase.data`, and compare with :meth:`LayerCase.rows` or :meth:`LayerCase.factors`, which know the network
+only by its :class:`~tests.support.oracles.layers.Tape`. A block is named as the optimizers name it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import secondorder
+from tests.support.kfac import labels, noise
+from tests.support.models import seeded_build
+from tests.support.oracles import kfac
+from tests.support.oracles.kfac import Rows
+from tests.support.oracles.layers import (
+    Tape,
+    attention,
+    cell_step,
+    diagonal_of,
+    embedding,
+    multihead,
+    rows_by_example,
+    singles,
+    transposed_rows,
+    transposed_weight,
+    unroll,
+)
+
+N = 4
+Matrix = Callable[[nn.Parameter], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A network of one kind of layer, and what is special about it."""
+
+    network: Callable[[], nn.Module]
+    #: The batch, as the definition takes it: examples along the first axis.
+    inputs: Callable[[], tuple]
+    #: Arguments of ``by_hand`` for every example, where they are not the rows of the batch.
+    examples: Callable[[], list[tuple]] | None = None
+    #: Blocks that are several products, and the products that are their groups.
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Lookup tables: A is a diagonal, and the weight lies transposed, as ``[V, D]``.
+    tables: frozenset[str] = frozenset()
+    #: Time comes before the examples in the batch that the model is given.
+    positions_first: bool = False
+    #: ``secondorder.nn.expose`` makes the weights visible.
+    exposed: bool = False
+    #: A layer has several rows per example, so that "expand" and "reduce" differ.
+    positions: bool = True
+    #: Nothing tells which rows are whose, so that there is no "reduce".
+    expand_only: bool = False
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What an optimizer has to be told."""
+        return {"batch_dim": 1} if self.positions_first else {}
+
+    def model(self) -> nn.Module:
+        """A network in float64, the same at every call; the definition is its ``by_hand``."""
+        return seeded_build(self.network)
+
+    def ready(self, model: nn.Module) -> nn.Module:
+        """The network as an optimizer is given it."""
+        return secondorder.nn.expose(model) if self.exposed else model
+
+    def data(self) -> tuple[tuple, Tensor]:
+        """Arguments of the model, and targets."""
+        batch = self.inputs()
+        if self.positions_first:
+            batch = tuple(x.transpose(0, 1).contiguous() for x in batch)
+        return batch, labels(self.number, 3)
+
+    @property
+    def number(self) -> int:
+        return N if self.examples is None else len(self.examples())
+
+    def by_hand(self) -> list[tuple]:
+        """Arguments of ``by_hand``, example by example."""
+        return singles(*self.inputs()) if self.examples is None else self.examples()
+
+    def rows(self, model: nn.Module) -> dict[str, list[Rows]]:
+        """Rows of every block by the definition, those of each of its groups; a row is in the order ``[W | b]``."""
+        targets = labels(self.number, 3).split(1)
+        found = rows_by_example(model.by_hand, self.by_hand(), targets, self.loss)
+        own = {block: [found.pop(product) for product in products] for block, products in self.groups.items()}
+        return {**own, **{name: [rows] for name, rows in found.items()}}
+
+    def factors(self, model: nn.Module, approx: str = "expand") -> dict[str, tuple[Tensor, Tensor]]:
+        """(A, B) of every block; the axis of groups is dropped where there is one."""
+        pairs = {}
+        for name, groups in self.rows(model).items():
+            A, B = (torch.cat(parts) for parts in zip(*(kfac.factors(rows, approx) for rows in groups), strict=True))
+            A, B = (A[0], B[0]) if len(A) == 1 else (A, B)
+            pairs[name] = (diagonal_of(A), B) if name in self.tables else (A, B)
+        return pairs
+
+    def matrix(self, model: nn.Module, block: str, read: Matrix = lambda p: p.detach().clone()) -> Tensor:
+        """What is read of a block's trained parameters, as ``[Γ, n_g, n_a]``."""
+        layer, weight, bias = parameters_of(model, block)
+        groups = len(self.groups.get(block, ("",)))
+        weight, bias = (None if p is None or not p.requires_grad else read(p) for p in (weight, bias))
+        parts = []
+        if weight is not None and isinstance(layer, nn.modules.conv._ConvTransposeNd):
+            parts.append(transposed_weight(layer, weight))
+        elif weight is not None:
+            transposed = block in self.tables or isinstance(layer, (Gain, Conv1D))
+            weight = weight.mT if transposed else weight.flatten(0, 1) if isinstance(layer, Stacked) else weight
+            parts.append(weight.reshape(groups, len(weight) // groups, -1))
+        if bias is not None:
+            parts.append(bias.reshape(groups, -1, 1))
+        return torch.cat(parts, -1)
+
+
+def parameters_of(model: nn.Module, block: str) -> tuple[nn.Module, nn.Parameter | None, nn.Parameter | None]:
+    """The layer of a block, the parameter that multiplies and the one that is added."""
+    if block in dict(model.named_modules()):
+        layer = model.get_submodule(block)
+        names = ("kernel", "offset") if isinstance(layer, Gain) else ("weight", "bias")
+    else:
+        owner, _, part = block.rpartition(".")
+        layer = model.get_submodule(owner)
+        names = (f"{part}_weight", f"{part}_bias") if part == "in_proj" else (f"weight_{part}", f"bias_{part}")
+    return (layer, *(getattr(layer, name, None) for name in names))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear layers and convolutions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Linear(nn.Module):
+    """Two linear layers on any leading dimensions, a mean over positions."""
+
+    def __init__(self, bias: bool = True, times: int = 1) -> None:
+        super().__init__()
+        self.inner, self.head, self.times = nn.Linear(3, 3, bias=bias), nn.Linear(3, 3, bias=bias), times
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.by_hand(None, x)
+
+    def by_hand(self, tape: Tape | None, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.inner(x) if tape is None else tape.linear("inner", self.inner, x))
+        x = pooled(x)
+        return self.head(x) if tape is None else tape.linear("head", self.head, x)
+
+
+class Tied(Linear):
+    """The same with a second name for the weight and the bias."""
+
+    def __init__(self) -> None:
+        super().__init__(times=2)
+        self.other = nn.Linear(3, 3)
+        self.other.weight, self.other.bias = self.inner.weight, self.inner.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(pooled(torch.tanh(self.other(torch.tanh(self.inner(x))))))
+
+
+def pooled(z: Tensor) -> Tensor:
+    """The mean over all but the first and the last axis."""
+    return z if z.ndim == 2 else z.flatten(1, -2).mean(1)
+
+
+class Conv(nn.Module):
+    """A convolution or a transposed one, a nonlinearity, a pooled head; by hand over patches."""
+
+    def __init__(self, kind: type[nn.Module], *sizes: Any, **options: Any) -> None:
+        super().__init__()
+        self.conv, self.head = kind(*sizes, **options), nn.Linear(sizes[1], 3)
+
+    def read(self, z: Tensor) -> Tensor:
+        return self.head(torch.tanh(z).flatten(2).mean(2))
+
+    def forward(self, x: Tensor, *output_size: Any) -> Tensor:
+        return self.read(self.conv(x, *output_size))
+
+    def by_hand(self, tape: Tape, x: Tensor, *output_size: Any) -> Tensor:
+        layer = self.conv
+        sizes = layer(x, *output_size).shape[2:]
+        if isinstance(layer, nn.modules.conv._ConvTransposeNd):
+            rows, weights = transposed_rows(layer, x[0], sizes), transposed_weight(layer, layer.weight)
+        else:
+            rows, weights = kfac.conv_rows(layer, x[0]), layer.weight.unflatten(0, (layer.groups, -1)).flatten(2)
+        biases = [None] * layer.groups if layer.bias is None else layer.bias.chunk(layer.groups)
+        products = [
+            tape.product(f"conv.{i}", a, weight, bias)
+            for i, (a, weight, bias) in enumerate(zip(rows, weights, biases, strict=True))
+        ]
+        z = torch.cat(products, -1).mT.unflatten(-1, sizes)[None]
+        return tape.linear("head", self.head, torch.tanh(z).flatten(2).mean(2))
+
+
+def conv(kind: type[nn.Module], sizes: tuple, options: dict, spatial: tuple[int, ...], *output_size: Any) -> LayerCase:
+    def inputs() -> tuple:
+        return (noise(N, sizes[0], *spatial), *output_size)
+
+    groups = tuple(f"conv.{i}" for i in range(options.get("groups", 1)))
+    return LayerCase(
+        lambda: Conv(kind, *sizes, **options),
+        inputs,
+        (lambda: [(x, *output_size) for x in inputs()[0].split(1)]) if output_size else None,
+        {"conv": groups},
+    )
+
+
+class Conv1D(nn.Module):
+    """As in the transformers library: ``x @ weight + bias`` on any leading dimensions."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) / 2), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+class GPT2Attention(nn.Module):
+    """GPT-2's block of the layers that are given: one product for q, k and v, another behind."""
+
+    def __init__(self, layer: Callable[[int, int], nn.Module] = Conv1D) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj, self.head = layer(12, 4), layer(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).chunk(3, -1)
+        return self.head(self.c_proj(attention(q, k, v, 2)).mean(1))
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        q, k, v = tape.product("c_attn", x, self.c_attn.weight.mT, self.c_attn.bias).chunk(3, -1)
+        z = tape.product("c_proj", attention(q, k, v, 2), self.c_proj.weight.mT, self.c_proj.bias)
+        return tape.linear("head", self.head, z.mean(1))
+
+
+class Pair(nn.Module):
+    """A bilinear layer over two inputs, on any leading dimensions, a mean over positions, a head."""
+
+    def __init__(self, bias: bool = True, keywords: bool = False, second_only: bool = False) -> None:
+        super().__init__()
+        self.left, self.both, self.head = nn.Linear(3, 3), nn.Bilinear(3, 2, 4, bias=bias), nn.Linear(4, 3)
+        self.keywords = keywords
+        if second_only:  # the first input of the bilinear layer then needs no gradient; the rows need both all the same
+            self.left = nn.Linear(2, 2)
+
+    def ahead(self, left: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, torch.tanh(left(y))) if self.left.in_features == 2 else (torch.tanh(left(x)), y)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = self.ahead(self.left, x, y)
+        z = self.both(input1=x, input2=y) if self.keywords else self.both(x, y)
+        return self.head(pooled(torch.tanh(z)))
+
+    def by_hand(self, tape: Tape, x: Tensor, y: Tensor) -> Tensor:
+        x, y = self.ahead(lambda a: tape.linear("left", self.left, a), x, y)
+        products = (x[..., :, None] * y[..., None, :]).flatten(-2)
+        z = tape.product("both", products, self.both.weight.flatten(1), self.both.bias)
+        return tape.linear("head", self.head, pooled(torch.tanh(z)))
+
+
+def bilinear(*lead: int, **options: bool) -> LayerCase:
+    return LayerCase(
+        lambda: Pair(**options), lambda: (noise(N, *lead, 3), noise(N, *lead, 2, seed=1)), positions=bool(lead)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lookup tables
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    """A table, a nonlinearity, a mean over positions, a head; the table is looked up once or twice."""
+
+    def __init__(self, times: int = 1, **options: Any) -> None:
+        super().__init__()
+        self.embedding, self.head, self.times = nn.Embedding(7, 3, **options), nn.Linear(3, 3), times
+
+    def read(self, z: Tensor) -> Tensor:
+        return pooled(torch.tanh(z)) if self.times == 1 else z[:, :2].mean(1) * z[:, 2:].mean(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.embedding(x)
+        if self.times == 2:
+            z = torch.cat([self.embedding(x[:, :2]), self.embedding(x[:, 2:])], 1)
+        return self.head(self.read(z))
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        z = embedding(tape, "embedding", x, self.embedding.weight, self.embedding.padding_idx)
+        return tape.linear("head", self.head, self.read(z))
+
+
+def words(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(7, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def table(*lead: int, **options: Any) -> LayerCase:
+    return LayerCase(
+        lambda: Words(**options),
+        lambda: (words(N, *lead),),
+        tables=frozenset({"embedding"}),
+        positions=bool(lead),
+    )
+
+
+class Bags(nn.Module):
+    """A bag per example beside a dense feature, a head."""
+
+    def __init__(self, by_name: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.bag, self.head, self.by_name = nn.EmbeddingBag(7, 3, **options), nn.Linear(3, 3), by_name
+
+    def forward(self, feature: Tensor, indices: Tensor, *rest: Tensor | None) -> Tensor:
+        z = self.bag(input=indices, offsets=rest[0]) if self.by_name else self.bag(indices, *rest)
+        return self.head(torch.tanh(z * feature))
+
+    def by_hand(self, tape: Tape, feature: Tensor, indices: list[int], weights: list[float]) -> Tensor:
+        kept = [(i, w) for i, w in zip(indices, weights, strict=True) if i != self.bag.padding_idx]
+        row = torch.zeros(min(len(kept), 1), 7, dtype=torch.float64)  # nothing to look up is no row, as is padding
+        for i, w in kept:
+            row[0, i] += w / (len(kept) if self.bag.mode == "mean" else 1)
+        z = tape.product("bag", row, self.bag.weight.mT).sum(0, keepdim=True)
+        return tape.linear("head", self.head, torch.tanh(z * feature))
+
+
+RAGGED = [[0, 3, 3], [5], [1, 2, 6, 1], [4, 2], [6, 6, 6]]
+EVEN = [[0, 3, 3], [5, 3, 1], [1, 2, 6], [6, 6, 6]]
+WITH_AN_EMPTY_ONE = [*RAGGED[:2], [], *RAGGED[2:]]
+
+
+def bags(indices: list[list[int]], *, weighted: bool = False, in_rows: bool = False, **options: Any) -> LayerCase:
+    flat = torch.tensor([i for bag in indices for i in bag])
+    offsets = torch.tensor([0, *map(len, indices)]).cumsum(0)
+    given = noise(len(flat), seed=7) if weighted else torch.ones(len(flat), dtype=torch.float64)
+    weights = [part.tolist() for part in given.split([len(bag) for bag in indices])]
+
+    def inputs() -> tuple:
+        feature = noise(len(indices), 1)
+        if in_rows:
+            rows = (x.view(len(indices), -1) for x in (flat, given))
+            return (feature, next(rows), None, next(rows)) if weighted else (feature, next(rows))
+        parts = (feature, flat, offsets if options.get("include_last_offset") else offsets[:-1])
+        return (*parts, given) if weighted else parts
+
+    return LayerCase(
+        lambda: Bags(**options),
+        inputs,
+        lambda: list(zip(noise(len(indices), 1).split(1), indices, weights, strict=True)),
+        tables=frozenset({"bag"}),
+        positions=False,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------------------------------------------------
+
+IN_PROJ = {"attn.in_proj": ("attn.q", "attn.k", "attn.v"), "attn.out_proj": ("attn.out",)}
+
+
+def spread(layer: nn.MultiheadAttention) -> nn.MultiheadAttention:
+    """Torch starts the biases at zero, where mistakes with them cannot be seen."""
+    for p in (layer.in_proj_bias, layer.out_proj.bias):
+        if p is not None:
+            nn.init.normal_(p)
+    return layer
+
+
+def causal(size: int) -> Tensor:
+    return torch.full((size, size), -torch.inf, dtype=torch.float64).triu(1)
+
+
+PADDED = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 0, 0], [0, 1, 1]], dtype=torch.bool)
+
+
+class Attends(nn.Module):
+    """Attention of a tanh of the inputs, a mean over positions, a head."""
+
+    def __init__(
+        self, cross: bool = False, call: dict | None = None, times: int = 1, padded: bool = False, **options: Any
+    ) -> None:
+        super().__init__()
+        self.attn = spread(nn.MultiheadAttention(4, 2, **{"batch_first": True, **options}))
+        self.head, self.cross, self.call, self.times, self.padded = nn.Linear(4, 3), cross, call or {}, times, padded
+
+    def attend(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attn(x, k, v, **({"key_padding_mask": PADDED} if self.padded else {}), **self.call)[0]
+
+    def forward(self, x: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        k, v = (k, v) if self.cross else (x, x)
+        for _ in range(self.times):
+            x = torch.tanh(self.attend(x, k, v))
+        return self.head(x.mean(1 if self.attn.batch_first else 0))
+
+    def by_hand(self, tape: Tape, x: Tensor, k: Any = None, v: Tensor | None = None) -> Tensor:
+        mask = self.call.get("attn_mask")
+        if self.padded:
+            mask = torch.zeros(3, 3, dtype=torch.float64).masked_fill(PADDED[k], -torch.inf)
+        k, v = (k, v) if self.cross else (x, x)
+        for _ in range(self.times):
+            x = torch.tanh(multihead(tape, "attn", self.attn, x, k, v, mask))
+        return tape.linear("head", self.head, x.mean(1))
+
+
+class CheckpointedAttention(Attends):
+    def attend(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(super().attend, x.clone().requires_grad_(), k, v, use_reentrant=True)
+
+
+def attends(**options: Any) -> LayerCase:
+    def inputs() -> tuple:
+        x, memory, other = noise(N, 3, 4), noise(N, 5, 4, seed=1), noise(N, 5, 4, seed=2)
+        return (x, memory, other) if options.get("cross") else (x,)
+
+    padded = options.get("padded", False)
+    return LayerCase(
+        lambda: Attends(**options),
+        inputs,
+        (lambda: singles(*inputs(), torch.arange(N))) if padded else None,
+        IN_PROJ,
+        positions_first=not options.get("batch_first", True),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Recurrence
+# ---------------------------------------------------------------------------------------------------------------------
+
+RECURRENT = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
+CELLS = {"LSTM": nn.LSTMCell, "GRU": nn.GRUCell, "RNN": nn.RNNCell}
+
+
+class Sequences(nn.Module):
+    """A recurrent layer, a nonlinearity, a mean over time, a head; from initial states if they are given."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        super().__init__()
+        self.kind, options = kind, {"batch_first": True, **options}
+        self.rnn = RECURRENT[kind](3, 2, **options)
+        self.head = nn.Linear(self.rnn.hidden_size * (1 + self.rnn.bidirectional), 3)
+
+    def forward(self, x: Tensor, start: Tensor | None = None) -> Tensor:
+        if start is not None:
+            start = start.transpose(0, 1).contiguous()
+            start = (start, start.square()) if self.kind == "LSTM" else start
+        z, _ = self.rnn(x, start)
+        return self.head(torch.tanh(z).mean(1 if self.rnn.batch_first else 0))
+
+    def by_hand(self, tape: Tape, x: Tensor, start: Tensor | None = None) -> Tensor:
+        states = None if start is None else [(h, h.square()) for h in start.unbind(1)]
+        z = unroll(tape, "rnn", self.kind, self.rnn, x, states)
+        return tape.linear("head", self.head, torch.tanh(z).mean(1))
+
+
+def recurrent(kind: str, *, start: bool = False, **options: Any) -> LayerCase:
+    def inputs() -> tuple:
+        x = noise(N, 3, 3)
+        return (x, noise(N, options.get("num_layers", 1), 2, seed=5)) if start else (x,)
+
+    return LayerCase(
+        lambda: Sequences(kind, **options),
+        inputs,
+        exposed=True,
+        positions_first=not options.get("batch_first", True),
+    )
+
+
+LENGTHS = [3, 1, 4, 2]
+
+
+class Packed(Sequences):
+    """Sequences of different lengths, packed on the way in, or before."""
+
+    def forward(self, x: Any, lengths: Tensor | None = None) -> Tensor:
+        if lengths is not None:
+            is_sorted = bool((lengths.diff() <= 0).all())
+            x = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=is_sorted)
+        z, lengths = pad_packed_sequence(self.rnn(x)[0], batch_first=True)
+        return self.head(torch.tanh(z).sum(1) / lengths[:, None])
+
+
+def packed(kind: str, lengths: Sequence[int] = LENGTHS, before: bool = False, **options: Any) -> LayerCase:
+    def inputs() -> tuple:
+        x = noise(N, 4, 3)
+        if before:
+            return (pack_padded_sequence(x, torch.tensor(lengths), batch_first=True, enforce_sorted=False),)
+        return x, torch.tensor(lengths)
+
+    return LayerCase(
+        lambda: Packed(kind, **options),
+        inputs,
+        lambda: [(noise(N, 4, 3)[n : n + 1, :length],) for n, length in enumerate(lengths)],
+        exposed=True,
+        expand_only=True,
+    )
+
+
+class Stepped(nn.Module):
+    """A cell called once per step."""
+
+    def __init__(self, kind: str, bias: bool = True) -> None:
+        super().__init__()
+        self.kind, self.cell, self.head = kind, CELLS[kind](3, 2, bias=bias), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for t in range(x.shape[1]):
+            state = self.cell(x[:, t], state)
+        return self.head(state[0] if self.kind == "LSTM" else state)
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        cell, state = self.cell, (x.new_zeros(1, 2),) * 2
+        for t in range(x.shape[1]):
+            i = tape.product("cell.ih", x[:, t], cell.weight_ih, cell.bias_ih)
+            h = tape.product("cell.hh", state[0], cell.weight_hh, cell.bias_hh)
+            state = cell_step(self.kind, i, h, state)
+        return tape.linear("head", self.head, state[0])
+
+
+def cell(kind: str, bias: bool = True) -> LayerCase:
+    return LayerCase(lambda: Stepped(kind, bias), lambda: (noise(N, 3, 3),), exposed=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Experts, and layers that are registered
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Tokens go to the expert that ``route [N, S]`` names; an expert without tokens is left out or sees none."""
+
+    def __init__(self, calls_the_idle: bool = False) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head, self.calls_the_idle = nn.Linear(4, 3), calls_the_idle
+
+    def forward(self, x: Tensor, route: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = route == i
+            if self.calls_the_idle or mine.any():
+                z = z.masked_scatter(mine[..., None], torch.tanh(expert(x[mine])))
+        return self.head(z.mean(1))
+
+    def by_hand(self, tape: Tape, x: Tensor, route: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mine = route == i
+            if mine.any():
+                z = z.masked_scatter(mine[..., None], torch.tanh(tape.linear(f"experts.{i}", expert, x[mine])))
+        return tape.linear("head", self.head, z.mean(1))
+
+
+class Stacked(nn.Module):
+    """Three experts at once in one weight, ``[N, S, 4]`` to ``[N, S, 3, 2]``."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2, 4) / 2)
+        self.bias = nn.Parameter(torch.randn(3, 2)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.einsum("nsi,eoi->nseo", x, self.weight)
+        return z if self.bias is None else z + self.bias
+
+
+class StackedAdapter(secondorder.Adapter):
+    """A block per expert; all of them see every token."""
+
+    def __init__(self, module: Stacked, has_weight: bool, has_bias: bool) -> None:
+        super().__init__(module, has_weight, has_bias)
+        self.groups, self.d_out, self.d_in = module.weight.shape
+
+    def is_unbatched(self, x: Tensor) -> bool:
+        return False
+
+    def input_rows(self, x: Tensor) -> Iterator[Tensor]:
+        yield x.reshape(1, -1, self.d_in).expand(self.groups, -1, -1)
+
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return g.reshape(-1, self.groups, self.d_out).transpose(0, 1)
+
+    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
+        return x.reshape(1, examples, -1, self.d_in).expand(self.groups, -1, -1, -1)
+
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return g.reshape(examples, -1, self.groups, self.d_out).movedim(2, 0)
+
+    def from_matrix(self, matrix: Tensor, like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        weight, _ = super().from_matrix(matrix, like)
+        return weight, matrix[..., -1].contiguous() if self.has_bias else None
+
+
+class Mixture(nn.Module):
+    """Stacked experts, weighted by gates that come with the data."""
+
+    def __init__(self, layer: type[Stacked], bias: bool = True) -> None:
+        super().__init__()
+        self.experts, self.head = layer(bias=bias), nn.Linear(2, 3)
+
+    def read(self, z: Tensor, gates: Tensor) -> Tensor:
+        return (torch.tanh(z) * gates[..., None]).sum(2).mean(1)
+
+    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
+        return self.head(self.read(self.experts(x), gates))
+
+    def by_hand(self, tape: Tape, x: Tensor, gates: Tensor) -> Tensor:
+        biases = [None] * 3 if self.experts.bias is None else self.experts.bias
+        products = [
+            tape.product(f"expert.{i}", x, weight, bias)
+            for i, (weight, bias) in enumerate(zip(self.experts.weight, biases, strict=True))
+        ]
+        return tape.linear("head", self.head, self.read(torch.stack(products, 2), gates))
+
+
+def gates() -> Tensor:
+    """Most of a token's experts are switched off, one of them for all tokens."""
+    on = torch.rand(N, 3, 3, generator=torch.Generator().manual_seed(1)) > 0.5
+    on[..., 1] = False
+    return on * noise(N, 3, 3, seed=4)
+
+
+class Gain(nn.Module):
+    """``gain · (kernelᵀ x) + offset``, whose parameters have names of their own."""
+
+    gain = 3.0
+
+    def __init__(self, d_in: int, d_out: int, offset: bool = True) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(d_in, d_out) / 2)
+        self.offset = nn.Parameter(torch.randn(d_out)) if offset else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.gain * x @ self.kernel
+        return z if self.offset is None else z + self.offset
+
+
+def by_example(x: Tensor, examples: int) -> Tensor:
+    if x.shape[0] % examples:
+        raise ValueError("its rows belong to no example")
+    return x.reshape(examples, -1, x.shape[-1])
+
+
+class GainAdapter(secondorder.Adapter):
+    """Rows are the scaled inputs; the kernel lies transposed."""
+
+    weight_name, bias_name = "kernel", "offset"
+
+    def __init__(self, module: Gain, has_weight: bool, has_bias: bool) -> None:
+        super().__init__(module, has_weight, has_bias)
+        self.d_in, self.d_out = module.kernel.shape
+        self.gain = module.gain
+
+    def is_unbatched(self, x: Tensor) -> bool:
+        return x.dim() == 1
+
+    def input_rows(self, x: Tensor) -> Iterator[Tensor]:
+        for part in x.reshape(-1, self.d_in).split(4):  # in chunks, as large layers do
+            yield self.gain * part
+
+    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return g.reshape(-1, self.d_out)
+
+    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
+        return self.gain * by_example(x, examples)
+
+    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
+        return by_example(g, examples)
+
+    def to_matrix(self, weight: Tensor | None, bias: Tensor | None, workspace=None) -> Tensor:
+        return super().to_matrix(None if weight is None else weight.mT.contiguous(), bias, workspace)
+
+    def from_matrix(self, matrix: Tensor, like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        weight, bias = super().from_matrix(matrix, None if like is None else like.mT)
+        return None if weight is None else weight.mT.contiguous(), bias
+
+
+class Own(nn.Module):
+    """A layer of one's own, a mean over positions, a head."""
+
+    def __init__(self, kind: type[Gain], offset: bool = True) -> None:
+        super().__init__()
+        self.own, self.head = kind(4, 3, offset), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(pooled(torch.tanh(self.own(x))))
+
+    def by_hand(self, tape: Tape, x: Tensor) -> Tensor:
+        z = tape.product("own", self.own.gain * x, self.own.kernel.mT, self.own.offset)
+        return tape.linear("head", self.head, pooled(torch.tanh(z)))
+
+
+def registered(base: type[nn.Module], adapter: type[secondorder.Adapter]) -> type[nn.Module]:
+    """A type of its own, with its adapter."""
+    kind = type("Registered" + base.__name__, (base,), {})
+    secondorder.register_layer(kind, adapter)
+    return kind
+
+
+def stacked(bias: bool) -> LayerCase:
+    kind = registered(Stacked, StackedAdapter)
+    return LayerCase(
+        lambda: Mixture(kind, bias),
+        lambda: (noise(N, 3, 4), gates()),
+        groups={"experts": ("expert.0", "expert.1", "expert.2")},
+    )
+
+
+def own(offset: bool) -> LayerCase:
+    kind = registered(Gain, GainAdapter)
+    return LayerCase(lambda: Own(kind, offset), lambda: (noise(N, 3, 4),))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of them
+# ---------------------------------------------------------------------------------------------------------------------
+
+TRANSPOSED_1D, TRANSPOSED_2D = nn.ConvTranspose1d, nn.ConvTranspose2d
+
+LINEAR = {
+    "linear": LayerCase(Linear, lambda: (noise(N, 3),), positions=False),
+    "linear-tokens": LayerCase(Linear, lambda: (noise(N, 5, 3),)),
+    "linear-no-bias": LayerCase(lambda: Linear(bias=False), lambda: (noise(N, 2, 3, 3),)),
+    "linear-called-twice": LayerCase(lambda: Linear(times=2), lambda: (noise(N, 4, 3),)),
+    "linear-tied": LayerCase(Tied, lambda: (noise(N, 4, 3),)),
+    "bilinear": bilinear(),
+    "bilinear-tokens": bilinear(4),
+    "bilinear-no-bias": bilinear(2, 3, bias=False),
+    "bilinear-keywords": bilinear(4, keywords=True),
+    "bilinear-second-input": bilinear(second_only=True),
+}
+
+CONVOLUTIONS = {
+    "conv1d": conv(nn.Conv1d, (2, 3, 3), {"stride": 2, "padding": 1}, (7,)),
+    "conv1d-circular": conv(nn.Conv1d, (2, 3, 2), {"padding": 1, "padding_mode": "circular"}, (5,)),
+    "conv2d": conv(nn.Conv2d, (2, 3, 2), {"dilation": (1, 2)}, (4, 5)),
+    "conv2d-groups": conv(nn.Conv2d, (4, 6, 2), {"groups": 2, "padding": 1}, (3, 2)),
+    "conv2d-no-bias": conv(nn.Conv2d, (2, 3, (1, 3)), {"bias": False, "padding": "same"}, (3, 4)),
+    "conv2d-depthwise": conv(nn.Conv2d, (3, 6, 2), {"groups": 3}, (3, 3)),
+    "conv3d": conv(nn.Conv3d, (2, 3, 2), {"stride": (1, 2, 1)}, (3, 4, 2)),
+}
+
+TRANSPOSED = {
+    "transposed-1d": conv(TRANSPOSED_1D, (2, 3, 3), {}, (4,)),
+    "transposed-1d-stride": conv(TRANSPOSED_1D, (2, 3, 3), {"stride": 2}, (4,)),
+    "transposed-1d-output-padding": conv(
+        TRANSPOSED_1D, (2, 3, 4), {"stride": 3, "padding": 1, "output_padding": 2}, (3,)
+    ),
+    "transposed-1d-dilation": conv(TRANSPOSED_1D, (2, 3, 3), {"dilation": 2, "padding": 1, "stride": 2}, (3,)),
+    "transposed-1d-wide-dilation": conv(TRANSPOSED_1D, (2, 3, 2), {"dilation": 3, "output_padding": 2}, (3,)),
+    "transposed-1d-groups": conv(TRANSPOSED_1D, (4, 6, 3), {"groups": 2, "stride": 2}, (3,)),
+    "transposed-1d-no-bias": conv(TRANSPOSED_1D, (2, 3, 3), {"bias": False, "padding": 2}, (4,)),
+    "transposed-1d-wide-padding": conv(TRANSPOSED_1D, (2, 3, 2), {"padding": 2, "stride": 2}, (4,)),
+    "transposed-1d-gaps": conv(TRANSPOSED_1D, (2, 3, 1), {"stride": 2, "output_padding": 1}, (3,)),
+    "transposed-2d": conv(TRANSPOSED_2D, (2, 3, (2, 3)), {"stride": (2, 1), "padding": (0, 1)}, (2, 3)),
+    "transposed-2d-stride": conv(TRANSPOSED_2D, (2, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}, (2, 3)),
+    "transposed-2d-groups": conv(TRANSPOSED_2D, (4, 4, 2), {"groups": 2, "stride": 2, "bias": False}, (2, 2)),
+    "transposed-2d-depthwise": conv(TRANSPOSED_2D, (3, 3, 2), {"groups": 3}, (2, 2)),
+    # an output size given in the call decides the output padding
+    "transposed-2d-size-5-5": conv(TRANSPOSED_2D, (2, 3, 3), {"stride": 2, "padding": 1}, (3, 3), (5, 5)),
+    "transposed-2d-size-6-5": conv(TRANSPOSED_2D, (2, 3, 3), {"stride": 2, "padding": 1}, (3, 3), (6, 5)),
+    "transposed-3d": conv(nn.ConvTranspose3d, (2, 2, 2), {"stride": (1, 2, 1), "output_padding": (0, 1, 0)}, (2, 1, 2)),
+}
+
+TABLES = {
+    "embedding": table(4),
+    "embedding-one-index": table(),
+    "embedding-two-axes": table(2, 3),
+    "embedding-padding": table(4, padding_idx=2),
+    "embedding-padding-last": table(4, padding_idx=-1),
+    "embedding-called-twice": table(5, times=2),
+}
+
+BAGS = {
+    "bag-sum": bags(EVEN, in_rows=True, mode="sum"),
+    "bag-mean-padding": bags(EVEN, in_rows=True, mode="mean", padding_idx=3),
+    "bag-offsets": bags(RAGGED, mode="mean"),
+    "bag-offsets-padding": bags(RAGGED, mode="sum", padding_idx=3),
+    "bag-last-offset": bags(RAGGED, mode="sum", include_last_offset=True),
+    "bag-last-offset-padding": bags(RAGGED, mode="mean", include_last_offset=True, padding_idx=3),
+    "bag-empty-sum": bags(WITH_AN_EMPTY_ONE, mode="sum"),
+    "bag-empty-mean": bags(WITH_AN_EMPTY_ONE, mode="mean"),
+    "bag-weights": bags(RAGGED, weighted=True, mode="sum"),
+    "bag-weights-padding": bags(RAGGED, weighted=True, mode="sum", padding_idx=3),
+    "bag-weights-in-rows": bags(EVEN, weighted=True, in_rows=True, mode="sum"),
+    "bag-keywords": bags(RAGGED, by_name=True, mode="mean"),
+}
+
+ATTENTION = {
+    "attention": attends(),
+    "attention-no-bias": attends(bias=False, call={"need_weights": False}),
+    "attention-positions-first": attends(batch_first=False),
+    "attention-cross": attends(cross=True),
+    "attention-cross-positions-first": attends(cross=True, batch_first=False, bias=False),
+    "attention-weights-per-head": attends(call={"average_attn_weights": False}),
+    "attention-causal": attends(call={"attn_mask": causal(3)}),
+    "attention-causal-no-weights": attends(call={"attn_mask": causal(3), "need_weights": False}),
+    "attention-said-to-be-causal": attends(call={"attn_mask": causal(3), "need_weights": False, "is_causal": True}),
+    "attention-padded-keys": attends(padded=True),
+    "attention-zero-key": attends(add_zero_attn=True),
+    "attention-zero-key-positions-first": attends(add_zero_attn=True, batch_first=False),
+    "attention-called-twice": attends(times=2),
+    "attention-one-memory": LayerCase(
+        lambda: Attends(cross=True), lambda: (noise(N, 3, 4), *[noise(N, 5, 4, seed=1)] * 2), groups=IN_PROJ
+    ),
+    "attention-checkpointed": LayerCase(CheckpointedAttention, lambda: (noise(N, 3, 4),), groups=IN_PROJ),
+}
+
+RECURRENCE = {
+    "lstm": recurrent("LSTM"),
+    "gru": recurrent("GRU"),
+    "rnn": recurrent("RNN"),
+    "rnn-relu": recurrent("RNN", nonlinearity="relu"),
+    "lstm-no-bias": recurrent("LSTM", bias=False),
+    "gru-positions-first": recurrent("GRU", batch_first=False),
+    "lstm-two-layers": recurrent("LSTM", num_layers=2),
+    "rnn-bidirectional": recurrent("RNN", bidirectional=True),
+    "gru-two-layers-bidirectional": recurrent("GRU", num_layers=2, bidirectional=True),
+    "lstm-two-layers-bidirectional": recurrent("LSTM", num_layers=2, bidirectional=True),
+    "lstm-states": recurrent("LSTM", start=True, num_layers=2),
+    "gru-states": recurrent("GRU", start=True),
+    "rnn-states": recurrent("RNN", start=True, num_layers=2),
+    "lstm-packed": packed("LSTM"),
+    "gru-packed-sorted": packed("GRU", sorted(LENGTHS, reverse=True)),
+    "rnn-packed": packed("RNN", num_layers=2, bidirectional=True),
+    "gru-packed-bidirectional": packed("GRU", num_layers=2, bidirectional=True),
+    "lstm-packed-sorted": packed("LSTM", sorted(LENGTHS, reverse=True), num_layers=2, bidirectional=True),
+    "lstm-packed-before": packed("LSTM", before=True),
+    "lstm-cell": cell("LSTM"),
+    "gru-cell": cell("GRU", bias=False),
+    "rnn-cell": cell("RNN"),
+}
+
+EXPERTS = {
+    "experts": LayerCase(Experts, lambda: (noise(N, 3, 4), words(N, 3) % 3), expand_only=True),
+    "experts-stacked": stacked(True),
+    "experts-stacked-no-bias": stacked(False),
+    "registered": own(True),
+    "registered-no-offset": own(False),
+}
+
+#: Every kind of layer that has products for rows.
+CASES = {**LINEAR, **CONVOLUTIONS, **TRANSPOSED, **TABLES, **BAGS, **ATTENTION, **RECURRENCE, **EXPERTS}
+#: One of each kind, with whatever makes it hard.
+ONE_OF_EACH = (
+    "linear-tied", "bilinear-tokens", "conv2d-groups", "conv1d-circular", "transposed-1d-groups",
+    "transposed-2d-stride", "transposed-3d", "embedding-padding", "bag-offsets", "bag-weights-padding", "attention",
+    "attention-cross-positions-first", "lstm-two-layers", "gru", "rnn-packed", "gru-cell",
+    "experts-stacked", "registered",
+)  # fmt: skip
