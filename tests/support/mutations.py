@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMIT, WHOLE_LIMIT = 900, 3600
 #: The last line of the short summary that names a test: `FAILED tests/test_x.py::test_y[case] - message`.
 _NAMED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.MULTILINE)
-_QUIETLY = ("-x", "-q", "-p", "no:cacheprovider", "--tb=no")
+_QUIETLY = ("-q", "-p", "no:cacheprovider", "--tb=no")
 _FAILED, _NONE_SELECTED, _TIMED_OUT = 1, 5, -1
 
 
@@ -89,17 +89,14 @@ class Copy:
             command, cwd=self.folder, env=self.environment, timeout=limit, check=False, capture_output=True, text=True
         )
 
-    def pytest(self, arguments: Sequence[str], limit: float) -> tuple[int, str]:
-        """Run tests up to the first failure; return the status, and the name of the test that failed."""
+    def pytest(self, *arguments: str, limit: float = LIMIT) -> tuple[int, list[str]]:
+        """Run tests; return the status, and the names of the tests that failed or, if there are none, the last line."""
         try:
-            done = self._python(
-                "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", *arguments, limit=limit
-            )
+            done = self._python("-m", "pytest", *_QUIETLY, *arguments, limit=limit)
         except subprocess.TimeoutExpired:
-            return _TIMED_OUT, f"no end within {limit} seconds"
-        if done.returncode == _FAILED and (names := _NAMED.findall(done.stdout)):
-            return _FAILED, names[0]
-        return done.returncode, (done.stdout + done.stderr).strip().rpartition("\n")[2]
+            return _TIMED_OUT, [f"no end within {limit} seconds"]
+        found = _NAMED.findall(done.stdout) if done.returncode == _FAILED else []
+        return done.returncode, found or [(done.stdout + done.stderr).strip().rpartition("\n")[2]]
 
     @contextmanager
     def with_fault(self, mutation: Mutation) -> Iterator[None]:
@@ -123,13 +120,9 @@ class Copy:
         tries = [(shlex.split(arguments), LIMIT) for arguments in mutation.tests] + [([], WHOLE_LIMIT)] * whole
         for arguments, limit in tries:
             with self.with_fault(mutation):
-                status, named = self.pytest(arguments, limit)
+                status, (named, *_) = self.pytest("-x", *arguments, limit=limit)
             seconds = time.monotonic() - started
-            if status == _TIMED_OUT:
-                return Result(mutation, named, seconds)
-            if status == _FAILED:
-                if self.pytest([named], limit)[0] != 0:
-                    return Result(mutation, "", seconds, f"{named} does not pass without the fault either")
+            if status in (_FAILED, _TIMED_OUT):
                 return Result(mutation, named, seconds)
             if status not in (0, _NONE_SELECTED):
                 return Result(mutation, "", seconds, f"pytest {shlex.join(arguments)}: {named}")
@@ -139,7 +132,10 @@ class Copy:
 
 
 def judge_all(chosen: Sequence[Mutation], jobs: int, whole: bool) -> Iterator[Result]:
-    """Yield the results of mutations in their order, judged by so many processes at a time."""
+    """Yield the results of mutations in their order, judged by so many processes at a time.
+
+    Those whose test fails without the fault, too, come again at the end, as errors.
+    """
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies: SimpleQueue[Copy] = SimpleQueue()
         for i in range(jobs):
@@ -152,14 +148,22 @@ def judge_all(chosen: Sequence[Mutation], jobs: int, whole: bool) -> Iterator[Re
             finally:
                 copies.put(copy)
 
-        yield from pool.map(judge, chosen)
+        catches: dict[str, list[Result]] = {}
+        for result in pool.map(judge, chosen):
+            yield result
+            if "::" in result.caught_by:
+                catches.setdefault(result.caught_by, []).append(result)
+        if catches:
+            status, failed = copies.get().pytest(*catches, limit=WHOLE_LIMIT)
+            for name in failed if status else ():
+                for result in catches.get(name, [r for found in catches.values() for r in found]):
+                    yield result._replace(caught_by="", error=f"{name} does not pass without the fault either")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each mutation, and return 1 if any of them survived."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.support.mutations", description=(__doc__ or "").split("\n")[0]
-    )
+    summary = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.support.mutations", description=summary)
     parser.add_argument("--only", metavar="PATTERN", default="*", help="names of mutations, or a part of them")
     parser.add_argument("--whole", action="store_true", help="try the whole default run on those that survive")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="mutations that are tested at a time")
@@ -172,10 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for m in chosen:
             print(f"{m.name}  ({m.file})\n  - {m.old}\n  + {m.new}\n  {', '.join(m.tests)}")
         return 0
-    caught = 0
+    results = dict[str, Result]()
     for result in judge_all(chosen, given.jobs, given.whole):
         print(result, flush=True)
-        caught += bool(result.caught_by)
+        results[result.mutation.name] = result
+    caught = sum(bool(result.caught_by) for result in results.values())
     print(f"{caught} / {len(chosen)} caught")
     return int(caught < len(chosen))
 
