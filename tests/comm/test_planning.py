@@ -241,7 +241,8 @@ def test_it_leaves_everything_as_it_is(build: Any) -> None:
     comm = HybridOpt(0.5)
     attributes = dict(vars(comm))
     for other in (None, comm, MemOpt()):
-        optimizer.plan(4, other, batch_size=8)
+        assert optimizer.plan(4, other, batch_size=8).world_size == 4
+    assert optimizer.plan().world_size == 1
     assert dict(vars(comm)) == attributes
     assert torch.equal(torch.random.get_rng_state(), random)
     assert optimizer.diagnostics() == diagnostics

@@ -14,7 +14,8 @@ from torch import nn
 
 from secondorder import EKFAC, KFAC, MFAC, CommOpt, HybridOpt, MemOpt
 from secondorder.curvature import factorization
-from tests.support.oracles.ranks import Run, flat
+from tests.support.grid import each
+from tests.support.oracles.ranks import TASKS, Run, build, flat
 from tests.support.pool import Pool
 from tests.support.saving import raised, started, train
 from tests.support.tasks import assert_identical
@@ -87,9 +88,9 @@ def broken_refresh(rank: int, world: int, strategy: str, method: str, broken: in
     return answer, flat(model)
 
 
-@pytest.mark.parametrize(("strategy", "broken"), [("mem", 1), ("comm", 0), ("comm", 1)])
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra"])
-def test_an_error_of_a_refresh_is_raised_on_all_ranks(pool: Pool, method: str, strategy: str, broken: int) -> None:
+@each(method=["kfac_eigen", "ekfac_intra"], where=[("mem", 1), ("comm", 0), ("comm", 1)])
+def test_an_error_of_a_refresh_is_raised_on_all_ranks(pool: Pool, method: str, where: tuple[str, int]) -> None:
+    strategy, broken = where
     answers = pool.run(broken_refresh, strategy, method, broken, world=2)
     (first, path), (second, other) = answers
     assert first == second
@@ -166,25 +167,59 @@ UNLIKE: dict[str, tuple[Build, Build, str]] = {
     "method": (lambda: KFAC(_net()), lambda: EKFAC(_net()), "EKFAC"),
     "family": (lambda: KFAC(_net()), lambda: MFAC(_net()), "MFAC"),
     "window": (lambda: MFAC(_net(), window_size=4), lambda: MFAC(_net(), window_size=5), "window_size"),
+    "stagger": (lambda: KFAC(_net(), stagger=True), lambda: KFAC(_net()), "stagger"),
+    "refresh_warmup": (lambda: KFAC(_net()), lambda: KFAC(_net(), refresh_warmup=False), "refresh_warmup"),
+    "fisher": (lambda: KFAC(_net(), fisher="mc"), lambda: KFAC(_net(), fisher="exact"), "fisher"),
+    "adaptive": (
+        lambda: KFAC(_net(), adaptive_damping=True, damping_interval=2),
+        lambda: KFAC(_net(), adaptive_damping=True, damping_interval=3),
+        "damping_interval",
+    ),
     "strategy": (lambda: KFAC(_net(), comm=CommOpt()), lambda: KFAC(_net(), comm=MemOpt()), "MemOpt"),
     "groups of ranks": (lambda: KFAC(_net(), comm=HybridOpt(0.5)), lambda: KFAC(_net(), comm=MemOpt()), "HybridOpt"),
 }
 
 
-def unlike(rank: int, world: int, what: str) -> tuple[str, str]:
+def unlike(rank: int, world: int, cases: list[str]) -> dict[str, tuple[str, str]]:
     """The last rank builds something else; what every rank says."""
-    same, other, _ = UNLIKE[what]
-    return raised(other if rank == world - 1 else same)
+    return {what: raised(UNLIKE[what][rank == world - 1]) for what in cases}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("what", UNLIKE)
-def test_ranks_that_are_not_alike_are_refused_everywhere(pool: Pool, what: str) -> None:
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_are_not_alike_are_refused_everywhere(pool: Pool, world: int) -> None:
     """At once: no message is missed, for which ranks would wait as long as the group allows."""
-    world = 4 if what == "groups of ranks" else 2
-    answers = pool.run(unlike, what, world=world, timeout=60, group_timeout=LONG)
-    assert [kind for kind, _ in answers] == ["ValueError"] * world, answers
-    assert any(UNLIKE[what][2] in text for _, text in answers), answers
-    assert all("rank" in text for _, text in answers)
+    cases = [what for what in UNLIKE if (what == "groups of ranks") == (world == 4)]
+    answers = pool.run(unlike, cases, world=world, timeout=60, group_timeout=LONG)
+    for what in cases:
+        assert [of_rank[what][0] for of_rank in answers] == ["ValueError"] * world, answers
+        texts = [of_rank[what][1] for of_rank in answers]
+        assert any(UNLIKE[what][2] in text for text in texts), texts
+        assert all("rank" in text for text in texts)
+
+
+def apart(rank: int, world: int) -> dict[str, tuple[str, str]]:
+    """What the first step says of gradients that nobody averages, other seeds, and a checkpoint that one rank has."""
+    bare = TASKS["mlp"].model()
+    found = {"gradients of the first step": raised(train, bare, build("kfac_eigen", bare), rank, world, Run(), 0, 1)}
+    seeded, averaging = started(rank, "mem", Run())
+    with torch.no_grad():
+        seeded[0].weight.add_(rank)
+    found["values of the parameters"] = raised(train, seeded, averaging, rank, world, Run(), 0, 1)
+    model, optimizer = started(rank, "comm", Run())
+    train(model, optimizer, rank, world, Run(), 0, 5)
+    twin = build("kfac_eigen", model, CommOpt(average_gradients=True))
+    if rank == 0:
+        twin.load_state_dict(optimizer.state_dict())
+    optimizer.close()
+    found["steps taken"] = raised(train, model, twin, rank, world, Run(), 5, 6)
+    return found
+
+
+def test_ranks_that_start_apart_are_told_at_the_first_step(pool: Pool) -> None:
+    for found in pool.run(apart):
+        for words, (kind, text) in found.items():
+            assert kind == "ValueError", words
+            assert words in text
 
 
 def alone(rank: int, world: int) -> tuple[str, str]:

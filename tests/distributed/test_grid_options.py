@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from secondorder import KFAC, ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
+from secondorder import KFAC, MFAC, ChiefOnly, CommOpt, HybridOpt, LocalFactors, MemOpt
+from tests.support.oracles.ranks import TASKS, Run, build
 from tests.support.pool import Pool
+from tests.support.saving import raised, started, train
+from tests.support.tasks import assert_identical
 
 BATCH, STEPS = 12, 8
+RUN = Run()
 
 
 def _net() -> nn.Sequential:
@@ -179,39 +185,6 @@ def _plain(rank: int, world: int) -> list[float]:
     return _train(rank, world, CommOpt())[0]
 
 
-def _copied(rank: int, world: int) -> tuple[list[float], list[float]]:
-    _, optimizer = _train(rank, world, MemOpt())
-    other = copy.deepcopy(optimizer)
-    model = _net()
-    before = [p for group in optimizer.param_groups for p in group["params"]]
-    with torch.no_grad():
-        for p, old in zip(model.parameters(), before, strict=True):
-            p.copy_(old)
-    other.attach(model)
-    found = []
-    for own, trained in ((optimizer, _holder(optimizer)), (other, model)):
-        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
-        for p in trained.parameters():
-            p.grad = None
-        trained(x).square().mean().backward()
-        for p in trained.parameters():
-            assert p.grad is not None
-            torch.distributed.all_reduce(p.grad)
-        own.step()
-        found.append(torch.cat([p.detach().flatten() for p in trained.parameters()]).tolist())
-    return found[0], found[1]
-
-
-def _holder(optimizer: KFAC) -> nn.Module:
-    assert optimizer.module is not None
-    return optimizer.module
-
-
-def test_copies_train_on_with_groups_of_their_own(pool: Pool) -> None:
-    for own, copied in pool.run(_copied, world=2):
-        assert own == copied
-
-
 @pytest.mark.parametrize("make", [CommOpt, MemOpt, LocalFactors, ChiefOnly, lambda: HybridOpt(0.5)])
 def test_a_strategy_serves_one_optimizer(make: Callable[[], Any]) -> None:
     comm, model = make(), _net()
@@ -260,3 +233,101 @@ def test_what_the_number_of_ranks_does_not_allow_is_told_with_what_it_does(pool:
         assert "0.5, 1" in fraction
         assert "root=7" in root
         assert "2 ranks" in root
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The life of a strategy
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
+
+
+def _refused_second(rank: int, world: int) -> tuple[list[Tensor], list[Tensor], tuple[str, str], int, list[Tensor]]:
+    model, optimizer = started(rank, "mem", RUN)
+    expected = train(model, optimizer, rank, world, RUN, 0, 7)
+    optimizer.close()
+    other = _net()
+    model, optimizer = started(rank, "mem", RUN)
+    found = train(model, optimizer, rank, world, RUN, 0, 3)
+    refusal = raised(KFAC, other, comm=optimizer.comm)
+    hooks = _hooks(other)
+    found += train(model, optimizer, rank, world, RUN, 3, 7)
+    optimizer.close()
+    model = TASKS["mlp"].model()
+    again = train(model, build(RUN.method, model, optimizer.comm), rank, world, RUN, 0, 7)
+    return expected, found, refusal, hooks, again
+
+
+def test_a_strategy_goes_on_serving_its_optimizer_and_another_one_after_it(pool: Pool) -> None:
+    for expected, found, (kind, text), hooks, again in pool.run(_refused_second):
+        assert kind == "ValueError"
+        assert "serves another optimizer already" in text
+        assert hooks == 0
+        assert_identical(found, expected)
+        assert_identical(again, expected)
+
+
+def _copied(rank: int, world: int) -> tuple[list[Tensor], list[Tensor]]:
+    model, optimizer = started(rank, "mem", RUN, verify_every=1)
+    train(model, optimizer, rank, world, RUN, 0, 3)
+    twin, copied = copy.deepcopy(model), copy.deepcopy(optimizer)
+    copied.attach(twin)
+    return train(twin, copied, rank, world, RUN, 3, 7), train(model, optimizer, rank, world, RUN, 3, 7)
+
+
+def test_copies_train_on_with_groups_of_their_own_and_are_verified_too(pool: Pool) -> None:
+    for copied, own in pool.run(_copied):
+        assert_identical(copied, own)
+
+
+def _outlived(rank: int, world: int, directory: str) -> int:
+    def left_over() -> tuple[nn.Module, KFAC]:
+        model, optimizer = started(rank, "mem", RUN)
+        train(model, optimizer, rank, world, RUN, 0, 3)
+        return model, optimizer
+
+    (model, optimizer), (other, second) = left_over(), left_over()
+    dist.destroy_process_group()
+    second.close()
+    dist.init_process_group("gloo", init_method=f"file://{directory}/again", rank=rank, world_size=world)
+    for _ in range(2):
+        optimizer.close()
+    return _hooks(model) + _hooks(other)
+
+
+def test_closing_outlives_the_default_group(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(_outlived, str(tmp_path)) == [0, 0]
+
+
+def _scaled(rank: int, world: int) -> tuple[tuple[str, str], tuple[str, str], tuple[str, str]]:
+    def make(scaler: Any, **keywords: Any) -> KFAC:
+        return KFAC(_net(), comm=MemOpt(**keywords), grad_scaler=scaler)
+
+    averaging = {"average_gradients": True}
+    at_birth = raised(make, torch.amp.GradScaler("cpu"), **averaging)
+    late = raised(setattr, make(None, **averaging), "grad_scaler", torch.amp.GradScaler("cpu"))
+    make(torch.amp.GradScaler("cpu", enabled=False), **averaging)
+    return at_birth, late, raised(make, torch.amp.GradScaler("cpu"))
+
+
+def test_a_loss_scaler_is_refused_where_gradients_are_averaged_after_it(pool: Pool) -> None:
+    for *refused, allowed in pool.run(_scaled):
+        for kind, text in refused:
+            assert kind == "NotImplementedError"
+            assert "average_gradients=True" in text
+        assert allowed == ("", "")
+
+
+def _averaged_halves(rank: int, world: int) -> list[float]:
+    layer = nn.Linear(4, 4).half()
+    optimizer = MFAC(layer.parameters(), lr=0.1, comm=MemOpt(average_gradients=True))
+    for p in layer.parameters():
+        p.grad = torch.full_like(p, 40000.0 + 16384.0 * rank)
+    optimizer.comm.average_gradients(list(layer.parameters()))
+    return [value for p in layer.parameters() for value in (p.grad.min().item(), p.grad.max().item())]
+
+
+def test_the_mean_of_large_float16_gradients_is_finite(pool: Pool) -> None:
+    assert pool.run(_averaged_halves) == [[48192.0] * 4] * 2

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from secondorder import KFAC
+from tests.support.grid import pairs, product
 from tests.support.oracles.ranks import STRATEGIES, TASKS, Run, assert_replicas, build, descend, distance, flat, shard
 from tests.support.pool import Pool, device_of
 from tests.support.saving import raised
@@ -66,9 +67,7 @@ def uneven(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("early", [0, 1])
-@pytest.mark.parametrize("strategy", ["mem", "comm"])
-@pytest.mark.parametrize("method", ["kfac_eigen", "ekfac_intra"])
+@pairs(method=["kfac_eigen", "ekfac_intra"], strategy=["mem", "comm"], early=[0, 1])
 def test_a_rank_that_ends_early_takes_the_steps_of_the_others(
     pool: Pool, method: str, strategy: str, early: int
 ) -> None:
@@ -113,9 +112,8 @@ def halved(rank: int, world: int, run: Run) -> Tensor:
     return torch.stack(path)
 
 
-@pytest.mark.parametrize("method", ["kfac_cholesky", "hylo_sngd", "hylo_kid", "mfac", "mfac_sparse", "ggt"])
-@pytest.mark.parametrize("strategy", ["mem", "comm"])
 @pytest.mark.slow
+@product(method=["kfac_cholesky", "hylo_sngd", "hylo_kid", "mfac", "mfac_sparse", "ggt"], strategy=["mem", "comm"])
 def test_every_method_under_uneven_inputs(pool: Pool, method: str, strategy: str) -> None:
     answers = pool.run(uneven, strategy, Run(method=method), 0, world=2)
     assert_replicas([answer["path"] for answer in answers])
@@ -202,3 +200,21 @@ def test_copies_are_joinable_and_outside_of_any_join() -> None:
     assert isinstance(twin, Joinable)
     assert not twin._join_config.enable
     assert_identical(twin.state_dict(), optimizer.state_dict())
+
+
+def rescheduled(rank: int, world: int) -> Tensor:
+    """An interval changes where data go on; the other rank has to measure in the same steps."""
+    run = Run(keywords={"factor_update_steps": 4, "inv_update_steps": 8, "refresh_warmup": False})
+    model = DDP(TASKS[run.task].model(device_of(rank)))
+    optimizer = build(run.method, model, STRATEGIES["comm"](), **run.keywords)
+    with Join([model, optimizer]):
+        for step in range(10 if rank == 0 else 4):
+            if step == 6:
+                optimizer.param_groups[0]["factor_update_steps"] = 3
+            descend(model, optimizer, shard(run.batch(step), rank, world), run)
+    return flat(model)
+
+
+def test_ranks_without_data_follow_an_interval_that_changes(pool: Pool) -> None:
+    first, second = pool.run(rescheduled)
+    assert torch.equal(first, second)
