@@ -13,10 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import secondorder.nn
-from tests.layers.test_attention import Attends
-from tests.layers.test_bilinear import Pair
-from tests.layers.test_recurrent import Sequences
 from tests.support.kfac import assert_close, labels, noise, twin
+from tests.support.layer_cases import Attends, Pair, Sequences
 from tests.support.models import Tokens, convnet, images, mlp, seeded_build, vectors
 from tests.support.networks import (
     CONVS,

@@ -5,22 +5,15 @@ The definitions are in `tests/support/layer_cases.py`: the same network without 
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.grid import pairs
 from tests.support.kfac import assert_close, plain_kfac, twin
-from tests.support.layer_cases import CASES, ONE_OF_EACH, RECURRENCE, LayerCase, parameters_of
+from tests.support.layer_cases import CASES, ONE_OF_EACH, RECURRENCE, parameters_of
 from tests.support.oracles.kfac import solve_exact, solve_pi
-from tests.support.oracles.layers import Tape, check_block, train
+from tests.support.oracles.layers import Tape, row_of, train
 
 cases = pytest.mark.parametrize("name", CASES)
-
-
-def check(case: LayerCase, opt, expected: dict[str, tuple[Tensor, Tensor]]) -> None:
-    assert set(opt.blocks) == set(expected)
-    assert "fallback" not in opt.describe()
-    for block, (A, B) in expected.items():
-        check_block(opt, block, (A, B), torch.kron(A, B) if block in case.tables else None)
 
 
 @cases
@@ -56,7 +49,7 @@ def test_factors_are_those_of_the_definition(name):
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad, **({} if case.exposed else {"rtol": 0, "atol": 0}))
         opt.step()
-        check(case, opt, case.factors(case.model(), approx))
+        case.check(opt, case.factors(case.model(), approx))
 
 
 @pairs(
@@ -101,7 +94,7 @@ def test_a_frozen_part_has_no_rows(name, frozen):
     model, (inputs, y) = case.ready(freeze(case.model())), case.data()
     opt = plain_kfac(model, **case.keywords)
     train(opt, model, inputs, y, case.loss)
-    check(case, opt, expected)
+    case.check(opt, expected)
 
 
 @pytest.mark.parametrize("name", [n for n in ONE_OF_EACH if CASES[n].examples is None and not CASES[n].positions_first])
@@ -113,7 +106,7 @@ def test_micro_batches_do_not_matter(name):
     for target, *part in zip(y.split(2), *(x.split(2) for x in inputs), strict=True):
         (case.loss(model(*part), target) / 2).backward()
     opt.step()
-    check(case, opt, expected)
+    case.check(opt, expected)
 
 
 @pytest.mark.parametrize("name", [name for name in RECURRENCE if "-" not in name or "cell" in name])
@@ -132,3 +125,23 @@ def test_a_layer_that_is_not_exposed_takes_the_fallback_and_names_the_way_out(na
         assert "fallback" in rows[f"{prefix}.{key}"]
         assert "expose" in rows[f"{prefix}.{key}"]
         assert_close(before[key][0] - p.detach(), 0.1 * before[key][1])
+
+
+@pytest.mark.parametrize(
+    "name", ["attention", "attention-positions-first", "gru", "lstm-two-layers-bidirectional", "transposed-1d-stride"]
+)
+@pytest.mark.filterwarnings("ignore:.*it is not certain how many examples")
+def test_one_example_without_a_batch_axis(name):
+    case = CASES[name]
+    expected = case.factors(case.model(), number=1)
+    model, y = case.ready(case.model()), case.data()[1]
+    opt = plain_kfac(model)
+    case.loss(model(*(x[0] for x in case.inputs())), y[0]).backward()
+    opt.step()
+    case.check(opt, expected)
+
+
+def test_describe_names_the_block_and_the_sizes_of_its_groups():
+    opt = plain_kfac(CASES["transposed-1d-groups"].model())
+    assert "conv" in row_of(opt, "conv.weight")
+    assert "2×7, 3" in row_of(opt, "conv.weight")

@@ -1,16 +1,15 @@
 """Mixtures of experts, adapters beside frozen weights, and parametrized weights: covered, or the reason said."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secondorder
+from tests.support.grid import each
 from tests.support.kfac import assert_close, labels, noise, plain_kfac, twin
+from tests.support.layer_cases import CASES, Experts, Mixture, Stacked, gates
 from tests.support.models import seeded_build
-from tests.support.oracles.kfac import solve_exact
 from tests.support.oracles.layers import (
     Tape,
     block_state,
@@ -23,37 +22,13 @@ from tests.support.oracles.layers import (
     train,
 )
 
-N, S, D, E = 5, 3, 4, 3
+N, S, D, E = 4, 3, 4, 3
+STACKED = CASES["experts-stacked"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Experts as modules
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """Tokens go to the expert that ``route [N, S]`` names; an expert without tokens is left out or sees none."""
-
-    def __init__(self, calls_the_idle: bool) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(E))
-        self.head, self.calls_the_idle = nn.Linear(D, 3), calls_the_idle
-
-    def forward(self, x: Tensor, route: Tensor) -> Tensor:
-        z = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            mine = route == i
-            if self.calls_the_idle or mine.any():
-                z = z.masked_scatter(mine[..., None], torch.tanh(expert(x[mine])))
-        return self.head(z.mean(1))
-
-    def by_hand(self, tape: Tape, x: Tensor, route: Tensor) -> Tensor:
-        z = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            mine = route == i
-            if mine.any():
-                z = z.masked_scatter(mine[..., None], torch.tanh(tape.linear(f"experts.{i}", expert, x[mine])))
-        return tape.linear("head", self.head, z.mean(1))
 
 
 def routes(seed: int, experts: int = E) -> Tensor:
@@ -105,110 +80,11 @@ def test_an_expert_of_one_micro_batch_only():
         check_block(opt, name, pair)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Experts stacked in one weight
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Stacked(nn.Module):
-    """All experts at once, ``[N, S, D]`` to ``[N, S, E, out]``."""
-
-    def __init__(self, out: int = 2, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(E, out, D) / 2)
-        self.bias = nn.Parameter(torch.randn(E, out)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = torch.einsum("nsi,eoi->nseo", x, self.weight)
-        return z if self.bias is None else z + self.bias
-
-
-class StackedAdapter(secondorder.Adapter):
-    """A block per expert; all of them see every token."""
-
-    def __init__(self, module: Stacked, has_weight: bool, has_bias: bool) -> None:
-        super().__init__(module, has_weight, has_bias)
-        self.groups, self.d_out, self.d_in = module.weight.shape
-
-    def is_unbatched(self, x: Tensor) -> bool:
-        return False
-
-    def input_rows(self, x: Tensor) -> Iterator[Tensor]:
-        yield x.reshape(1, -1, self.d_in).expand(self.groups, -1, -1)
-
-    def output_rows(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        return g.reshape(-1, self.groups, self.d_out).transpose(0, 1)
-
-    def example_inputs(self, x: Tensor, examples: int) -> Tensor:
-        return x.reshape(1, examples, -1, self.d_in).expand(self.groups, -1, -1, -1)
-
-    def example_outputs(self, g: Tensor, x: Tensor | None, examples: int) -> Tensor:
-        return g.reshape(examples, -1, self.groups, self.d_out).movedim(2, 0)
-
-    def from_matrix(self, matrix: Tensor, like: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        weight, _ = super().from_matrix(matrix, like)
-        return weight, matrix[..., -1].contiguous() if self.has_bias else None
-
-
-class Mixture(nn.Module):
-    """Stacked experts, weighted by gates that come with the data."""
-
-    def __init__(self, layer: type[Stacked], bias: bool = True) -> None:
-        super().__init__()
-        self.experts, self.head = layer(bias=bias), nn.Linear(2, 3)
-
-    def read(self, z: Tensor, gates: Tensor) -> Tensor:
-        return self.head((torch.tanh(z) * gates[..., None]).sum(2).mean(1))
-
-    def forward(self, x: Tensor, gates: Tensor) -> Tensor:
-        return self.read(self.experts(x), gates)
-
-    def by_hand(self, tape: Tape, x: Tensor, gates: Tensor) -> Tensor:
-        biases = [None] * E if self.experts.bias is None else self.experts.bias
-        products = [
-            tape.product(f"expert {i}", x, weight, bias)
-            for i, (weight, bias) in enumerate(zip(self.experts.weight, biases, strict=True))
-        ]
-        return self.read(torch.stack(products, 2), gates)
-
-
-def gates() -> Tensor:
-    """Most of a token's experts are switched off, one of them for all tokens."""
-    on = torch.rand(N, S, E, generator=torch.Generator().manual_seed(1)) > 0.5
-    on[..., 1] = False
-    return on * noise(N, S, E, seed=4)
-
-
-@pytest.fixture
-def registered() -> type[Stacked]:
-    class Mine(Stacked):
-        pass
-
-    secondorder.register_layer(Mine, StackedAdapter)
-    return Mine
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_stacked_experts_are_a_block_each(registered, bias, approx):
-    model, x, y = seeded_build(lambda: Mixture(registered, bias)), noise(N, S, D), labels(N, 3)
-    found = expected_pairs(twin(model).by_hand, singles(x, gates()), y.split(1), F.cross_entropy, approx)
-    A, B = (torch.stack([found[f"expert {e}"][i] for e in range(E)]) for i in (0, 1))
-    opt = plain_kfac(model, approx=approx, damping=0.02)
-    F.cross_entropy(model(x, gates()), y).backward()
-    layer = model.experts
-    pairs = step_of(opt, [p for p in (layer.weight, layer.bias) if p is not None])
-    check_block(opt, "experts", (A, B))
-    gradient, moved = (torch.cat([p[i] if p[i].ndim == 3 else p[i][..., None] for p in pairs], -1) for i in (0, 1))
-    assert_close(moved, solve_exact(B, A, gradient, 0.02), 1e-8)
-
-
-def test_a_factor_of_stacked_experts_may_be_a_diagonal(registered):
-    model, x, y = seeded_build(lambda: Mixture(registered)), noise(N, S, D), labels(N, 3)
-    found = expected_pairs(twin(model).by_hand, singles(x, gates()), y.split(1), F.cross_entropy)
-    A, B = (torch.stack([found[f"expert {e}"][i] for e in range(E)]) for i in (0, 1))
+def test_a_factor_of_stacked_experts_may_be_a_diagonal():
+    model, (inputs, y) = STACKED.model(), STACKED.data()
+    A, B = STACKED.factors(twin(model))["experts"]
     opt = plain_kfac(model, max_factor_dim=D)
-    train(opt, model, (x, gates()), y, F.cross_entropy)
+    train(opt, model, inputs, y, F.cross_entropy)
     check_block(opt, "experts", (A * torch.eye(D + 1, dtype=torch.float64), B))
 
 
@@ -262,8 +138,7 @@ class Tuned(nn.Module):
         return tape.linear("head", self.head, torch.tanh(z).mean(1))
 
 
-@pytest.mark.parametrize("base", [nn.Linear, Quantised])
-@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+@pytest.mark.parametrize(("base", "method"), [(nn.Linear, "cholesky"), (Quantised, "eigen")])
 def test_frozen_and_quantised_bases_pass_through(base, method):
     model, x, y = seeded_build(lambda: Tuned(base)), noise(N, S, D), labels(N, 3)
     expected = expected_pairs(twin(model).by_hand, singles(x), y.split(1), F.cross_entropy)
@@ -341,10 +216,10 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize(
-    ("kind", "wrapper"),
-    # torch itself has no spectral norm of a vector
-    [(k, w) for k in LAYERS for w in WRAPPERS if not (k == "LayerNorm" and "spectral" in w)],
+@each(  # torch itself has no spectral norm of a vector
+    lambda kind, wrapper: not (kind == "LayerNorm" and "spectral" in wrapper),
+    kind=LAYERS.keys(),
+    wrapper=WRAPPERS.keys(),
 )
 def test_parametrized_layers_take_the_fallback_say_why_and_train(wrapper, kind):
     x = LAYERS[kind]()[1]
@@ -358,8 +233,7 @@ def test_parametrized_layers_take_the_fallback_say_why_and_train(wrapper, kind):
     F.cross_entropy(model(x), y).backward()
     for gradient, moved in step_of(opt, list(model.layer.parameters())):
         assert_close(moved, 0.1 * gradient)
-    for _ in range(2):
-        train(opt, model, (x,), y, F.cross_entropy)
+    train(opt, model, (x,), y, F.cross_entropy)
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
@@ -381,8 +255,7 @@ def test_a_parametrized_bias_alone():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated", "ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize("wrapper", ["weight_norm", "weight_norm of old"])
-@pytest.mark.parametrize("kind", ["attention", "LSTM"])
+@pytest.mark.parametrize(("wrapper", "kind"), [("weight_norm", "attention"), ("weight_norm of old", "LSTM")])
 def test_parametrized_attention_and_recurrence_do_not_crash(wrapper, kind):
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -15,9 +15,10 @@ from secondorder.capture.layers.conv import ConvAdapter
 from secondorder.capture.layers.conv_lags import Window, add_patch_gram_, gains
 from secondorder.capture.statistics.call import Call
 from secondorder.capture.statistics.kronecker import KroneckerSums, Sampler
-from tests.layers import test_transposed as transposed
+from tests.layers import test_layer_types as layers
 from tests.oracle import test_factors_conv as patches
 from tests.support.kfac import assert_close, noise
+from tests.support.layer_cases import TRANSPOSED
 
 
 @pytest.fixture
@@ -85,9 +86,9 @@ def test_an_example_without_a_batch_axis(dims, always):
     patches.test_unbatched_input_is_one_example(dims)
 
 
-@pytest.mark.parametrize("case", transposed.CASES)
+@pytest.mark.parametrize("case", TRANSPOSED)
 def test_transposed_convolutions(case, always):
-    transposed.test_factors_are_those_of_the_definition(case, "expand")
+    layers.test_factors_are_those_of_the_definition(case)
 
 
 def _sums(conv, x, g, sampler=None, keep=None):

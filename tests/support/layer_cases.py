@@ -24,6 +24,7 @@ from tests.support.oracles.layers import (
     Tape,
     attention,
     cell_step,
+    check_block,
     diagonal_of,
     embedding,
     multihead,
@@ -89,21 +90,33 @@ class LayerCase:
         """Arguments of ``by_hand``, example by example."""
         return singles(*self.inputs()) if self.examples is None else self.examples()
 
-    def rows(self, model: nn.Module) -> dict[str, list[Rows]]:
-        """Rows of every block by the definition, those of each of its groups; a row is in the order ``[W | b]``."""
+    def rows(self, model: nn.Module, number: int | None = None) -> dict[str, list[Rows]]:
+        """Rows of every block by the definition, those of each of its groups; a row is in the order ``[W | b]``.
+
+        Of the first examples only if their number is given.
+        """
         targets = labels(self.number, 3).split(1)
-        found = rows_by_example(model.by_hand, self.by_hand(), targets, self.loss)
+        found = rows_by_example(model.by_hand, self.by_hand()[:number], targets[:number], self.loss)
         own = {block: [found.pop(product) for product in products] for block, products in self.groups.items()}
         return {**own, **{name: [rows] for name, rows in found.items()}}
 
-    def factors(self, model: nn.Module, approx: str = "expand") -> dict[str, tuple[Tensor, Tensor]]:
+    def factors(
+        self, model: nn.Module, approx: str = "expand", number: int | None = None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
         """(A, B) of every block; the axis of groups is dropped where there is one."""
         pairs = {}
-        for name, groups in self.rows(model).items():
+        for name, groups in self.rows(model, number).items():
             A, B = (torch.cat(parts) for parts in zip(*(kfac.factors(rows, approx) for rows in groups), strict=True))
             A, B = (A[0], B[0]) if len(A) == 1 else (A, B)
             pairs[name] = (diagonal_of(A), B) if name in self.tables else (A, B)
         return pairs
+
+    def check(self, opt: Any, expected: dict[str, tuple[Tensor, Tensor]]) -> None:
+        """K-FAC holds these factors and no others, and each block is their product."""
+        assert set(opt.blocks) == set(expected)
+        assert "fallback" not in opt.describe()
+        for block, (A, B) in expected.items():
+            check_block(opt, block, (A, B), torch.kron(A, B) if block in self.tables else None)
 
     def matrix(self, model: nn.Module, block: str, read: Matrix = lambda p: p.detach().clone()) -> Tensor:
         """What is read of a block's trained parameters, as ``[Γ, n_g, n_a]``."""
@@ -181,7 +194,7 @@ class Conv(nn.Module):
         self.conv, self.head = kind(*sizes, **options), nn.Linear(sizes[1], 3)
 
     def read(self, z: Tensor) -> Tensor:
-        return self.head(torch.tanh(z).flatten(2).mean(2))
+        return self.head(torch.tanh(z).flatten(-len(self.conv.kernel_size)).mean(-1))
 
     def forward(self, x: Tensor, *output_size: Any) -> Tensor:
         return self.read(self.conv(x, *output_size))
@@ -401,7 +414,7 @@ class Attends(nn.Module):
         k, v = (k, v) if self.cross else (x, x)
         for _ in range(self.times):
             x = torch.tanh(self.attend(x, k, v))
-        return self.head(x.mean(1 if self.attn.batch_first else 0))
+        return self.head(x.mean(-2 if self.attn.batch_first else 0))  # one example without a batch axis too
 
     def by_hand(self, tape: Tape, x: Tensor, k: Any = None, v: Tensor | None = None) -> Tensor:
         mask = self.call.get("attn_mask")
@@ -448,14 +461,14 @@ class Sequences(nn.Module):
         super().__init__()
         self.kind, options = kind, {"batch_first": True, **options}
         self.rnn = RECURRENT[kind](3, 2, **options)
-        self.head = nn.Linear(self.rnn.hidden_size * (1 + self.rnn.bidirectional), 3)
+        self.head = nn.Linear((self.rnn.proj_size or self.rnn.hidden_size) * (1 + self.rnn.bidirectional), 3)
 
     def forward(self, x: Tensor, start: Tensor | None = None) -> Tensor:
         if start is not None:
             start = start.transpose(0, 1).contiguous()
             start = (start, start.square()) if self.kind == "LSTM" else start
         z, _ = self.rnn(x, start)
-        return self.head(torch.tanh(z).mean(1 if self.rnn.batch_first else 0))
+        return self.head(torch.tanh(z).mean(-2 if self.rnn.batch_first else 0))  # one sequence without a batch axis too
 
     def by_hand(self, tape: Tape, x: Tensor, start: Tensor | None = None) -> Tensor:
         states = None if start is None else [(h, h.square()) for h in start.unbind(1)]
@@ -828,6 +841,7 @@ RECURRENCE = {
     "rnn-bidirectional": recurrent("RNN", bidirectional=True),
     "gru-two-layers-bidirectional": recurrent("GRU", num_layers=2, bidirectional=True),
     "lstm-two-layers-bidirectional": recurrent("LSTM", num_layers=2, bidirectional=True),
+    "lstm-projected": recurrent("LSTM", proj_size=1, num_layers=2, bidirectional=True),
     "lstm-states": recurrent("LSTM", start=True, num_layers=2),
     "gru-states": recurrent("GRU", start=True),
     "rnn-states": recurrent("RNN", start=True, num_layers=2),

@@ -282,19 +282,20 @@ def unroll(tape: Tape, name: str, kind: str, layer: nn.RNNBase, x: Tensor, start
         outputs = []
         for suffix in ("", "_reverse")[: 1 + layer.bidirectional]:
             given = {part: getattr(layer, f"{part}_l{i}{suffix}", None) for part in (
-                "weight_ih", "weight_hh", "bias_ih", "bias_hh")}  # fmt: skip
-            zeros = x.new_zeros(1, layer.hidden_size)
-            state = (
-                (zeros,) * (1 + (kind == "LSTM"))
-                if start is None
-                else start[len(outputs) + i * (1 + layer.bidirectional)]
-            )
+                "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")}  # fmt: skip
+            widths = (layer.proj_size or layer.hidden_size, layer.hidden_size)[: 1 + (kind == "LSTM")]
+            state = tuple(x.new_zeros(1, width) for width in widths)
+            if start is not None:
+                state = start[len(outputs) + i * (1 + layer.bidirectional)]
             steps = range(x.shape[1])
             found = {}
             for t in reversed(steps) if suffix else steps:
                 a = tape.product(f"{name}.ih_l{i}{suffix}", x[:, t], given["weight_ih"], given["bias_ih"])
                 b = tape.product(f"{name}.hh_l{i}{suffix}", state[0], given["weight_hh"], given["bias_hh"])
                 state = cell_step(kind, a, b, state, getattr(layer, "nonlinearity", "tanh"))
+                if layer.proj_size:
+                    projected = tape.product(f"{name}.hr_l{i}{suffix}", state[0], given["weight_hr"])
+                    state = (projected, *state[1:])
                 found[t] = state[0]
             outputs.append(torch.stack([found[t] for t in steps], 1))
         x = torch.cat(outputs, -1)
