@@ -97,7 +97,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "damping-falls-where-the-model-is-wrong", "linalg/quadratic.py",
         "return 1 / omega if ratio < LOWER", "return omega if ratio < LOWER", ("tests/adaptive",),
     ),
-    # ---------------------------------------------------------------- the update
+    # ---------------------------------------------------------------- methods and the update
+    Mutation(
+        "damping-alone-is-relative", "methods/kronecker.py",
+        'return damping, "absolute" if mode is None else mode', 'return damping, "relative" if mode is None else mode',
+        ("tests/oracle/test_solves.py", "tests/contract -k defaults"),
+    ),
     Mutation(
         "nesterov-without-its-factor", "linalg/first_order.py",
         "_add(directions, buffers, momentum) if nesterov", "_add(directions, buffers, 1.0) if nesterov", RULES,
@@ -220,13 +225,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/comm", "tests/distributed -k 'equivalence or grid'", "tests/distributed"),
     ),
     Mutation(
-        "first-rank-owns-every-unit", "comm/placement.py",
+        "loads-count-for-the-first-rank", "comm/placement.py",
         "so_far.add(rank, loads[i])", "so_far.add(0, loads[i])", ("tests/comm/test_placement.py",),
     ),
     Mutation(
         "rows-of-unequal-batches-count-alike", "preconditioners/row_exchange.py",
         "(block.gradient_scale(n) * share) ** 0.5", "block.gradient_scale(n) ** 0.5",
         ("tests/distributed/test_hylo.py", "tests/distributed"),
+    ),
+    Mutation(
+        "decay-sees-a-part-of-the-window", "parallel/windows.py",
+        "unit.decay_dots = words[-m:][:t]", "pass", ("tests/window -k ranks", "tests/distributed -k windows"),
+    ),
+    Mutation(
+        "norms-are-those-of-a-piece", "parallel/shards.py",
+        "return self.comm.sum_pieces(own)", "return own", ("tests/fsdp",),
     ),
     # ---------------------------------------------------------------- checkpoints
     Mutation(

@@ -13,6 +13,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -79,24 +80,31 @@ class Copy:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes((ROOT / name).read_bytes())
         self.environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "COLUMNS": "2000"}
-        found = self._python("-c", "import secondorder; print(secondorder.__file__)", limit=LIMIT).stdout.strip()
-        if not Path(found).is_relative_to(folder):
+        status, found = self._python("-c", "import secondorder; print(secondorder.__file__)", limit=LIMIT)
+        if status or not Path(found.strip()).is_relative_to(folder):
             raise RuntimeError(f"tests would import {found}, not the copy in {folder}")
 
-    def _python(self, *arguments: str, limit: float) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *arguments]
-        return subprocess.run(
-            command, cwd=self.folder, env=self.environment, timeout=limit, check=False, capture_output=True, text=True
-        )
+    def _python(self, *arguments: str, limit: float) -> tuple[int, str]:
+        """Run a program; return its status and its output."""
+        process = subprocess.Popen(
+            [sys.executable, *arguments], cwd=self.folder, env=self.environment, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except BaseException:  # with the ranks that tests have started, which hold the other end of the pipe
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        return process.returncode, output
 
     def pytest(self, *arguments: str, limit: float = LIMIT) -> tuple[int, list[str]]:
         """Run tests; return the status, and the names of the tests that failed or, if there are none, the last line."""
         try:
-            done = self._python("-m", "pytest", *_QUIETLY, *arguments, limit=limit)
+            status, output = self._python("-m", "pytest", *_QUIETLY, *arguments, limit=limit)
         except subprocess.TimeoutExpired:
             return _TIMED_OUT, [f"no end within {limit} seconds"]
-        found = _NAMED.findall(done.stdout) if done.returncode == _FAILED else []
-        return done.returncode, found or [(done.stdout + done.stderr).strip().rpartition("\n")[2]]
+        return status, (_NAMED.findall(output) if status == _FAILED else []) or [output.strip().rpartition("\n")[2]]
 
     @contextmanager
     def with_fault(self, mutation: Mutation) -> Iterator[None]:
